@@ -98,13 +98,15 @@ def to_video(
     order: NDArray[np.int64] | None = None,
     placed: Mapping[str, NDArray[np.int16]] = MappingProxyType({}),
 ) -> CachedVideo:
-    """Turn the token rows of a video into tensors; ``row`` is its row of the videos table.
+    """Build a CachedVideo from a video's token rows; ``row`` is its row of the videos table.
 
     Args:
-        evidence: the column of each by the name that it gets.
+        table: the token rows, with the columns that were asked for.
+        header: the cache's header.
+        evidence: name in the result -> column.
         order: [K] the rows of ``table`` in the order that they get; None for that of ``table``. Evidence of frames
             keeps its own.
-        placed: [K,width] columns of vectors that are in that order, and need not be in ``table``.
+        placed: [K,width] columns of vectors that are in that order already, and need not be in ``table``.
     """
 
     import torch  # noqa: PLC0415 - two seconds, for whoever wants tokens
@@ -153,7 +155,7 @@ def index_order(table: pa.Table) -> NDArray[np.int64]:
 
 
 def _evidence(labelled: str, values: Tensor) -> Tensor:
-    """Return evidence of one number a token as [K]; other evidence as it is."""
+    """Return evidence of one number a token as [K] instead of [K,1]; other evidence as it is."""
     return values.squeeze(1) if labelled.startswith(ONE_NUMBER) else values
 
 

@@ -15,7 +15,7 @@ CHECKSUM = "checksum"
 
 
 class ModelIdentity(TypedDict):
-    """Which model: ``type`` is its family, ``weights`` and ``pooling_head`` say which weights (gstep.checkpoints)."""
+    """The identity of a model: ``type`` is its family; ``weights`` and ``pooling_head`` identify its files."""
 
     type: str
     weights: str
@@ -23,7 +23,7 @@ class ModelIdentity(TypedDict):
 
 
 class PrunerIdentity(TypedDict):
-    """Which method, with which of its own hyper-parameters, and the seed of one that draws.
+    """The identity of a pruning: the method, its own hyper-parameters, and the seed of one that draws.
 
     Of a method from outside gstep also what it declares (``pipeline.cache.method``).
     """
@@ -39,7 +39,7 @@ SamplingIdentity = dict[str, int | float | str | None]
 
 
 class CacheIdentity(TypedDict):
-    """What every row of a cache was made with; another one is refused.
+    """The settings that every row of a cache was made with; a run with others is refused.
 
     Attributes:
         preprocessing: the family's own settings.
@@ -68,7 +68,9 @@ class Excess(TypedDict):
 
 
 class GateRecord(TypedDict):
-    """What a gate on generated answers found (pipeline.rewrite.gate).
+    """The result of a gate: whether answers from coded tokens differ from those of bfloat16 no more than noise does.
+
+    See pipeline.rewrite.gate.
 
     Attributes:
         changed: the share of answers that differ.
@@ -91,7 +93,7 @@ class GateRecord(TypedDict):
 
 
 class CacheHeader(TypedDict):
-    """cache.json.
+    """The content of cache.json.
 
     Attributes:
         newline: base64 of [D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None elsewhere.
@@ -133,10 +135,10 @@ def header_bytes(header: Mapping[str, Any]) -> bytes:
 def read_header_file(
     store: Store, name: str, versions: Collection[int | str], error: type[UsageError], absent: str, of: str = ""
 ) -> dict[str, Any]:
-    """Read the object in ``name``: schema_version, identity and more.
+    """Read the header file ``name`` of a place: an object with schema_version, identity and more.
 
-    A header without a checksum, as they were once written, is taken as it is. Raises ``error`` where it is of none of
-    those versions, or damaged.
+    A header without a checksum, as they were once written, is taken as it is. Raises ``error`` where the file is
+    missing, damaged or of another version.
 
     Args:
         versions: that are understood, ascending.
@@ -157,7 +159,7 @@ def read_header_file(
 
 
 def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, Any]:
-    """Read the object in a file of ``header_bytes``, also of before they had a checksum.
+    """Read a JSON object that ``header_bytes`` wrote, and compare its checksum if it has one.
 
     Raises ``error`` where it is damaged, and FileNotFoundError.
     """
@@ -195,4 +197,5 @@ def differences(
 
 
 def _without_checksum(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a header without its own checksum."""
     return {key: value for key, value in header.items() if key != CHECKSUM}

@@ -202,6 +202,7 @@ class Ledger:
         return {name: column[:at] for name, column in columns.items()}
 
     def _add(self, name: str, n_rows: int) -> None:
+        """Note a file that was read, and how many rows it has."""
         self.names.append(name)
         self.starts.append(self.n_rows)
         self.n_rows += n_rows
@@ -242,6 +243,7 @@ class Ledger:
         return np.asarray(np.clip(numbers, 0, 2**16 - 1), np.uint16)
 
     def _codes(self, table: pa.Table) -> NDArray[np.uint8]:
+        """Return each row's class of fault by its number in ``classes``, with the flags WARNED and OUTSIDE: [n]."""
         failed = pc.equal(table["status"], "failed")
         classes = pc.if_else(failed, pc.fill_null(table["error_class"], "internal"), "ok")
         self.classes += [name for name in pc.unique(classes).to_pylist() if name not in self.classes]
@@ -263,8 +265,10 @@ class Ledger:
 
 
 def _among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
+    """Return whether each text of a column is one of ``values``."""
     return pc.is_in(column, value_set=pa.array(sorted(values), pa.string()))
 
 
 def _filled(column: pa.ChunkedArray, value: float) -> NDArray[Any]:
+    """Return a column as an array, with ``value`` for nulls."""
     return np.asarray(pc.fill_null(column, value).to_numpy())

@@ -39,7 +39,10 @@ RuleColumns = dict[str, np.ndarray]
 
 
 def made_with_of(table: pa.Table) -> str | None:
-    """Return the fingerprint of the identity that a small file carries."""
+    """Return the fingerprint of the identity of its rows that a file carries in its metadata.
+
+    None for a file without.
+    """
     held = (table.schema.metadata or {}).get(MADE_WITH.encode())
     return None if held is None else str(held.decode())
 
@@ -53,7 +56,7 @@ def belongs(found: str | None, made_with: str | None) -> bool:
 
 
 def completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Return these columns of rows of any version, of which those of an earlier one have no KEY_COLUMNS."""
+    """Return these columns of rows that may be of an earlier version, with the KEY_COLUMNS which such rows lack."""
     if any(name in KEY_COLUMNS and name not in table.schema.names for name in columns):
         table = with_keys(table)
     for name in columns:
@@ -64,7 +67,7 @@ def completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
 
 
 def with_keys(table: pa.Table) -> pa.Table:
-    """Return rows with their KEY_COLUMNS, which are made up of _KEY_SOURCES."""
+    """Return rows with KEY_COLUMNS, computed from the columns _KEY_SOURCES."""
     keys = keys_of(table["video_id"])
     zeros = pa.array(np.zeros(len(table), np.int32))
     made = [keys[:, 0], keys[:, 1], clip_keys(table), zeros, zeros, tie_keys(table)]
@@ -85,12 +88,12 @@ def keyed(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
 
 
 def needed_for(columns: Sequence[str]) -> list[str]:
-    """Return what to read of a small file to have these columns of it, whichever version it is of."""
+    """Return which columns to read of a small file of any version, so that ``completed`` can give ``columns``."""
     return list(dict.fromkeys((*columns, *(_KEY_SOURCES if set(columns) & {*KEY_COLUMNS} else ()))))
 
 
 def with_place(table: pa.Table, name: str) -> pa.Table:
-    """Return all rows of a file with where each is."""
+    """Return all rows of the file ``name`` with two more columns: the file's name and the number of the row in it."""
     table = table.append_column(PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
     return table.append_column(PLACE[1], pa.array(np.arange(len(table)), pa.int32()))
 
@@ -121,7 +124,7 @@ def states_of(status: pa.ChunkedArray) -> NDArray[np.int8]:
 def best_first(
     ids: Sequence[NDArray[Any]], states: NDArray[np.int8], attempts: NDArray[Any], others: Sequence[NDArray[Any]]
 ) -> NDArray[np.int64]:
-    """Return the order of rows, [n], in which those of an id stand together, its live one first. The rule is here.
+    """Sort rows by the rule of which row of a video counts: those of one id stand together, the live one first; [n].
 
     Args:
         ids: one array [n] or several that make up an id, the most significant first.
@@ -133,7 +136,10 @@ def best_first(
 
 
 def rule_columns(rows: pa.Table) -> RuleColumns:
-    """Return what the rule looks at of rows with RULE_COLUMNS; what else ``live_and_earlier`` takes is 0 if missing."""
+    """Convert rows with RULE_COLUMNS to the arrays that ``live_and_earlier`` takes.
+
+    A column that rows may lack is 0.
+    """
     optional = {"clip": "clip_key", "size": "source_size", "earlier": "earlier_attempts"}
     there = rows.schema.names
     zeros = np.zeros(len(rows), np.int64)
@@ -149,11 +155,11 @@ def rule_columns(rows: pa.Table) -> RuleColumns:
 
 
 def live_and_earlier(columns: RuleColumns) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the places of the live rows, in the order of keys, and how often another file was tried under each id.
+    """Find each id's live row: return the places of these, by key, and how often other files were tried under each id.
 
     Args:
-        columns: [n] each of high, low, state, attempts, rewritten and tie; clip, size and earlier tell other files of
-            an id apart.
+        columns: [n] each of high, low, state, attempts, rewritten and tie, by which rows are compared; clip, size and
+            earlier tell other files of an id apart.
     """
     order = np.lexsort((columns["low"], columns["high"]))
     alike = np.ones(max(len(order) - 1, 0), bool)
@@ -180,6 +186,7 @@ def live_and_earlier(columns: RuleColumns) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def _filled(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return a column as int64, with 0 for nulls."""
     return np.asarray(pc.fill_null(column, 0).to_numpy(), np.int64)
 
 
@@ -190,7 +197,7 @@ def live_rows(rows: pa.Table) -> pa.Table:
 
 
 def _roomy(rows: pa.Table) -> pa.Table:
-    """Give the texts of more than 2 GB offsets of 64 bits."""
+    """Return rows with text columns of 64-bit offsets if they may exceed 2 GB, else as they are."""
     if rows.nbytes < _MOST_TEXT:
         return rows
     wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in rows.schema]
@@ -198,7 +205,7 @@ def _roomy(rows: pa.Table) -> pa.Table:
 
 
 class VideoRows:
-    """Full rows of the videos table, those of a few files kept in memory. Threads may share it."""
+    """A reader of full rows of the videos table, which keeps those of a few files in memory. Threads may share it."""
 
     def __init__(self, store: Store, keep: int = 8) -> None:
         self._small = LoadedOnce(partial(_rows_of, store), keep)
@@ -218,6 +225,7 @@ class VideoRows:
 
 
 def _copy(row: VideoRow) -> VideoRow:
+    """Copy a row and its lists, so that a caller may change them."""
     copied = {name: list(value) if isinstance(value, list) else value for name, value in row.items()}
     return cast(VideoRow, copied)
 
@@ -229,10 +237,12 @@ def _rows_of(store: Store, shard: str) -> list[VideoRow]:
 
 
 def _opened(store: Store, shard: str) -> SortedFile:
+    """Open the sorted file of this name."""
     return SortedFile(store, file_named(shard))
 
 
 def _group_of(file: SortedFile, number: int) -> pa.Table:
+    """Read a row group of a sorted file as VIDEO_SCHEMA. Raises CorruptShard where it is empty."""
     table = completed(file.read([number]), VIDEO_SCHEMA.names)
     if file.file.rows and len(table) == 0:
         raise CorruptShard(f"{file.file.name}: row group {number} is empty", "commit")

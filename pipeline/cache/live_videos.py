@@ -39,7 +39,7 @@ _FEW = 256  # up to so many videos are searched for one by one
 
 
 class Place(NamedTuple):
-    """Where the live row of a video is: its file and the row in it; ``fault`` is None where it is ok.
+    """The place of a video's live row: its file and the row in it; ``fault`` is None where it is ok.
 
     ``rank`` is what the rule of ``pipeline.cache.live_rows`` compares: the lowest is live.
     """
@@ -80,6 +80,7 @@ class LiveVideos:
 
     @classmethod
     def _read(cls, store: Store, made_with: str | None, files: Sequence[TableFile]) -> LiveVideos:
+        """Read the small files among ``files``, and note the sorted ones without reading them."""
         names = [file.name for file in files if not file.level]
         tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in LIVE_COLUMNS), *PLACE]).empty_table()]
         foreign = []
@@ -132,6 +133,7 @@ class LiveVideos:
         return None
 
     def _in_sorted(self, video_id: str, high: int, file: TableFile) -> Place | None:
+        """Find a video's row in one sorted file, or None; ``high`` is the first half of its id's hash."""
         opened = self.opened(file)
         for number in [] if opened is None else opened.groups_of(high, high):
             group = self.rows.group(file.name, number)
@@ -142,6 +144,7 @@ class LiveVideos:
         return None
 
     def _small(self, row: int) -> Place:
+        """Return the Place of row number ``row`` of ``small``."""
         return _place_of(self.small, row, self.small["shard"][row].as_py(), self.small["row"][row].as_py())
 
     def live(self, columns: Sequence[str]) -> pa.Table:
@@ -198,7 +201,7 @@ class LiveVideos:
         return int(pc.max(self.live(("n_tokens",))["n_tokens"]).as_py() or 0)
 
     def widths(self) -> set[int]:
-        """Return the widths D of the tokens: one number, unless the cache is older than that rule."""
+        """Return the widths D of the tokens: one number, but for caches from before a second width was refused."""
         for file in self.sorted:
             opened = self.opened(file)
             if opened is not None:
@@ -225,10 +228,12 @@ class LiveVideos:
 
 @dataclass(frozen=True)
 class LiveShards:
-    """Token shards, and where the rows of their videos are; none of them without any.
+    """The token shards of some videos, and where the rows of these videos are.
+
+    Videos without tokens are under the name "".
 
     Attributes:
-        names: [n], sorted: in the order in which runs wrote them. "" stands for videos without tokens.
+        names: [n], sorted: in the order in which runs wrote them.
         counts: [n] videos of each.
         files: the files of the table by their numbers.
         places: [videos,2] number of the file and row in it, in the order of the token shards and within these.

@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 
 class LoadedOnce(Generic[V]):
-    """``functools.lru_cache`` for what takes long to load, and for threads and forks.
+    """A cache like ``functools.lru_cache``, for what takes long to load, and for threads and forks.
 
     Threads that ask for the same value wait for one load. A process that was forked starts with none: what its parent
     had open, and a lock that one of the parent's threads may hold, is not touched.
@@ -53,13 +53,14 @@ class LoadedOnce(Generic[V]):
         self._held = {}
 
     def _of_this_process(self) -> _Held[V]:
+        """Return the values of this process, none of its parent's."""
         pid = os.getpid()
         held = self._held.get(pid)
         return held if held is not None else self._held.setdefault(pid, _Held())
 
 
 class _Held(Generic[V]):
-    """What one process has loaded, or is loading."""
+    """The values that one process has loaded or is loading."""
 
     def __init__(self) -> None:
         self.lock = Lock()

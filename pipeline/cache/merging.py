@@ -56,7 +56,7 @@ _MERGE = b"merge"  # in the metadata of a sorted file: JSON of Merge
 
 @dataclass
 class Merged:
-    """What merging did.
+    """The result of merging the files of the videos table.
 
     Attributes:
         read: files that were merged.
@@ -79,7 +79,7 @@ class Merged:
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
-        """Say what was done, for the user."""
+        """Yield lines for the user about what was done."""
         if self.read:
             gone = f", {self.superseded:,} superseded rows less" if self.superseded else ""
             yield f"{len(self.read):,} files merged into {len(self.written):,} of {self.rows:,} rows{gone}"
@@ -126,7 +126,7 @@ def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[
 
 
 def upgrade(store: Store) -> bool:
-    """Make the header say the present version, where all rows are of it by now; returns whether it did.
+    """Write the present version into the header if all rows are of it by now; return whether that was done.
 
     The index and the locks of earlier versions are deleted. Raises NotACache, OSError.
     """
@@ -277,6 +277,7 @@ def _cuts(small: pa.Table, chosen: Sequence[SortedFile]) -> list[int]:
 
 
 def _within(files: Sequence[SortedFile], first: int, last: int) -> list[pa.Table]:
+    """Return the rows of each file whose ``id_high`` is from ``first`` to ``last``."""
     tables = []
     for file in files:
         if file.file.first <= last and file.file.last >= first:
@@ -286,7 +287,7 @@ def _within(files: Sequence[SortedFile], first: int, last: int) -> list[pa.Table
 
 
 def surviving(rows: pa.Table) -> pa.Table:
-    """Return the live row of each video, in the order of keys; it says how often another file was tried under its id.
+    """Return the live row of each video in the order of keys, with the count of other files tried under its id.
 
     Where rows of three files meet in several merges that is the least it can have been.
     """

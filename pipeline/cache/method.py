@@ -18,7 +18,7 @@ from pipeline.cache.header import CacheIdentity, PrunerIdentity
 
 @dataclass(frozen=True)
 class Declared:
-    """What a method's class declares of the tokens that it keeps; see :class:`gstep.pruners.base.Pruner`."""
+    """The properties that a method's class declares of the tokens it keeps; see :class:`gstep.pruners.base.Pruner`."""
 
     nested: bool
     merges: bool
@@ -27,14 +27,14 @@ class Declared:
 
     @classmethod
     def by(cls, kind: type[Pruner]) -> Declared:
-        """Take what a method's class declares."""
+        """Return what a method's class declares."""
         return cls(kind.nested, kind.merges, kind.exact, kind.reorders)
 
 
 def describe_method(pruner: Pruner) -> PrunerIdentity:
-    """Describe the method and its parameters for the identity of what it made, JSON-able.
+    """Describe a method and its parameters, JSON-able, for the identity of a cache or of answers.
 
-    Of one from outside gstep it says what the method declares, too.
+    Of a method from outside gstep it says what the method declares, too.
 
     Raises ValueError where a parameter has no form in JSON.
     """

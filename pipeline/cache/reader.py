@@ -53,14 +53,14 @@ def read_header(store: Store) -> CacheHeader:
 
 
 def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
-    """Return the header of a cache of the same tokens by another codec."""
+    """Return the header of a cache that holds the same tokens in another codec."""
     identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
     made = {**header, "schema_version": CODED_VERSIONS.get(codec, SCHEMA_VERSION), "identity": identity}
     return cast(CacheHeader, {name: value for name, value in made.items() if name not in ("checksum", "gate")})
 
 
 class UngatedCache(UserWarning):
-    """Tokens are coded, and no gate has passed that compares answers with those from bfloat16 tokens."""
+    """A cache's tokens are coded, and no gate has passed that compares answers with those from bfloat16 tokens."""
 
 
 def warn_of_gate(store: Store, header: CacheHeader) -> None:
@@ -182,7 +182,7 @@ class TokenCache:
 
     @property
     def hidden_sizes(self) -> set[int]:
-        """The widths D of the tokens: one number, and none of a cache without tokens."""
+        """The widths D of the tokens: one number, or none for a cache without tokens."""
         return self._with_refresh(LiveVideos.widths)
 
     def __len__(self) -> int:
@@ -223,6 +223,7 @@ class TokenCache:
             raise CorruptShard(f"{self.store}: {error.filename} is missing; restore it", "missing") from error
 
     def _unknown(self, video_id: str) -> UnknownVideo:
+        """Return the error about a video that the cache does not have."""
         return UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._live)} videos are)")
 
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
@@ -337,6 +338,8 @@ class TokenCache:
         return self._many([self.wanted(row, reading) for row in rows], reading)
 
     def _many(self, wanted: Sequence[Rows], reading: Reading) -> list[CachedVideo]:
+        """Read the wanted rows of several videos, neighbours in a shard by one request."""
+
         def fetch(run: Sequence[Rows]) -> tuple[TokenShard, Fetched | None]:
             with self._video_in_errors(run[0].row["video_id"]):
                 shard = self._open(run[0])
@@ -377,6 +380,7 @@ class TokenCache:
         return Rows(row, rows_wanted(row, reading.retention_ratio), reading.columns, reading.near)
 
     def _open(self, wanted: Rows) -> TokenShard:
+        """Open the token shard of a video, or return the one that is open already."""
         return self._shard(wanted.row["token_shard"], wanted.row["footer_hash"])
 
     def _read(self, wanted: Rows, reading: Reading, shard: TokenShard, fetched: Fetched | None = None) -> CachedVideo:

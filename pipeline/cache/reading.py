@@ -17,12 +17,12 @@ TokenOrder = Literal["index", "selection"]
 
 
 class Reading(NamedTuple):
-    """How videos are read.
+    """The options by which the tokens of videos are read.
 
     Attributes:
         retention_ratio: of the nested selection; None for all that is stored.
         order: of the rows.
-        evidence: the column of each by the name that it gets.
+        evidence: name in the result -> column.
         columns: what is read of the rows.
         near: columns that may be fetched with those.
         verify: whether a video's checksum is compared.

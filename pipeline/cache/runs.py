@@ -48,17 +48,19 @@ def runs_of(wanted: Sequence[Rows], limit: int = _RUN_BYTES) -> list[list[int]]:
 
 
 def _position(rows: Rows) -> tuple[str, int]:
+    """Return where a video's rows are: token shard, first row group."""
     return rows.row["token_shard"], rows.row["first_row_group"]
 
 
 def _touch(one: Rows, other: Rows) -> bool:
-    """Return whether all that is read of one video ends where the other begins."""
+    """Return whether one video's bytes end where the other's begin, so that one request can fetch them together."""
     shard, first = _position(one)
     whole = one.keep == one.row["n_tokens"]
     return whole and (shard, first + len(one.row["row_counts"])) == _position(other)
 
 
 def _fetched(runs: Sequence[Sequence[Rows]], fetch: Callable[[Sequence[Rows]], F], ahead: int) -> Iterator[F]:
+    """Yield what ``fetch`` returns for each run in order, with the next ``ahead`` runs being fetched by threads."""
     if ahead == 0 or len(runs) < 2:
         yield from map(fetch, runs)
         return

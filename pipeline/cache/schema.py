@@ -81,6 +81,7 @@ def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec
 
 
 def _evidence_column(labelled: str, width: int) -> pa.Field:
+    """Build the column for evidence of ``width`` numbers, whose meaning says whether it is of tokens or of frames."""
     of_frame = is_per_frame(labelled)
     whose = "frame, beside the first of its tokens" if of_frame else "token"
     meaning = f"evidence of the {whose}, little-endian bfloat16"

@@ -45,12 +45,12 @@ _SORTED = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d+)-([
 
 
 class TableFile(NamedTuple):
-    """A file of a table, as its name tells it.
+    """The facts about a file of a table that its name tells.
 
     Attributes:
         name: below the store's root.
         level: of a sorted file, by the rows of the merge that made it; 0 for a small file.
-        first, last: ``id_high`` of its first and its last row; all there are of a small file.
+        first, last: ``id_high`` of its first and its last row; of a small file, the whole range.
         rows: how many; 0 where the name does not tell.
         n_tail: bytes of a sorted file's tail.
         tail_hash: hex of its hash.
@@ -75,7 +75,7 @@ def table_files(store: Store, folder: str) -> list[TableFile]:
 
 
 def file_named(name: str) -> TableFile:
-    """Return what a file's name tells."""
+    """Parse a file's name to a TableFile."""
     found = _SORTED.fullmatch(PurePosixPath(name).name)
     if found is None:
         return TableFile(name)
@@ -162,7 +162,7 @@ class SortedFile:
         self.made_with = None if held is None else held.decode()
 
     def corrupt(self, what: str) -> CorruptShard:
-        """Return the error about this file."""
+        """Return the error that this file is damaged; ``what`` says how."""
         return CorruptShard(f"{self._store}/{self.file.name}: {what}; restore the file", "commit")
 
     def groups_of(self, first: int, last: int) -> range:
@@ -181,7 +181,7 @@ class SortedFile:
             raise self.corrupt(f"it cannot be read: {error}") from error
 
     def parts(self, columns: Sequence[str] | None = None, groups: int = 64) -> Iterator[pa.Table]:
-        """Yield all rows in order, so many row groups at a time."""
+        """Yield all rows in order, ``groups`` row groups at a time."""
         for start in range(0, len(self.firsts), groups):
             yield self.read(range(start, min(start + groups, len(self.firsts))), columns)
 

@@ -24,7 +24,7 @@ Spans = list[tuple[int, int]]
 
 
 class Rows(NamedTuple):
-    """What is wanted of a video: its first ``keep`` token rows.
+    """The first ``keep`` token rows of a video, as a request to read them.
 
     Attributes:
         row: the video's row of the videos table.
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class ByIndex(NamedTuple):
-    """Token rows in order of selection, and in order of index what is large.
+    """A video's token rows in order of selection, and its large columns of vectors in order of index.
 
     Attributes:
         table: the rows without the columns of ``vectors``.
@@ -54,7 +54,7 @@ class ByIndex(NamedTuple):
 
 
 class TokenShard:
-    """A token shard whose footer is the one that the videos rows name. Threads may share it.
+    """An opened token shard, whose footer was compared with the hash in the videos rows. Threads may share it.
 
     Attributes:
         name: file below the cache.
@@ -159,7 +159,7 @@ class TokenShard:
         return found
 
     def _taken(self, wanted: Rows, name: str, order: NDArray[np.int64], fetched: Fetched | None) -> NDArray[np.int16]:
-        """Read a column of vectors with Arrow and put it in ``order``, [K,width]."""
+        """Read a column of vectors with Arrow, in ``order``: [K,width]."""
         column = self._arrow(wanted, [name], fetched)[name]
         bits: NDArray[np.int16] = np.frombuffer(vector_bytes(column), np.int16).reshape(len(column), -1)
         return bits.take(order, axis=0)
@@ -167,7 +167,10 @@ class TokenShard:
     def _placed(
         self, wanted: Rows, name: str, places: NDArray[np.int64], fetched: Fetched | None
     ) -> NDArray[np.int16] | None:
-        """Read a column of vectors, each straight to its place, [K,width]; None where Arrow must be asked."""
+        """Read a column of vectors, each straight to its place, [K,width].
+
+        None where only Arrow can read the column.
+        """
         number, n_bytes = self._plain[name]
         out = np.empty((len(places), n_bytes // 2), np.int16)
         view, done = (fetched or self._source).view, 0
@@ -201,7 +204,7 @@ class TokenShard:
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """Raise what Arrow and a missing file raise as CorruptShard; what the store raises stays as it is."""
+        """Convert the errors of Arrow, and a missing file, to CorruptShard; those of the store stay as they are."""
         try:
             yield
         except (OSError, pa.ArrowException) as error:

@@ -37,7 +37,7 @@ Bits = NDArray[np.int16]  # numpy has no bfloat16; the bits are what counts
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What is stored of a video, its rows in order of selection.
+    """The tokens of a video as they are stored, in order of selection.
 
     Attributes:
         tokens: [B,D] bits of bfloat16.
@@ -161,16 +161,17 @@ def run_of(token_shard: str) -> str:
 
 
 def token_shard_id(name: str) -> str:
-    """Return the part of a token shard's name that tells of which videos of its run it is."""
+    """Return the part of a token shard's name that differs between the shards of one run."""
     return name.rsplit("-", 2)[-2]
 
 
 def _hex(hashed: str) -> str:
+    """Return the digits of a hash without the name of its algorithm."""
     return hashed.partition(":")[2]
 
 
 def _vectors(kept: KeptTokens, codec: TokenCodec) -> dict[str, Bits]:
-    """Map the names of the vector columns to what is stored, in the order in which the checksum takes them."""
+    """Return the columns of vectors by name, as the codec stores them, in the order that the checksum takes them in."""
     levels = {f"deepstack_{level}": values for level, values in enumerate(kept.deepstack)}
     coded = [codec.encode(name, values) for name, values in {"token": kept.tokens, **levels}.items()]
     return {**{name: values for columns in coded for name, values in columns.items()}, **kept.evidence}
@@ -205,4 +206,5 @@ def _beside_first(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa.Array
 
 
 def _or_null(values: NDArray[np.generic] | None, kind: pa.DataType, n: int) -> pa.Array:
+    """Return values as a column; ``n`` nulls for None."""
     return pa.nulls(n, kind) if values is None else pa.array(values, kind)

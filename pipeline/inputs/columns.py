@@ -36,7 +36,7 @@ class Table:
         self._rows: Iterator[pa.Scalar] = iter(())
 
     def members(self, asked: Asked) -> Iterator[Member]:
-        """Yield the rows. Raises ManifestError where there is no such column of bytes."""
+        """Yield each row that holds a video, in order. Raises ManifestError where there is no such column of bytes."""
         number = 0
         try:
             batches = self._opened()
@@ -110,12 +110,14 @@ class _RowGroups:
         self.schema = self._table.schema_arrow
 
     def starts(self) -> list[int]:
+        """Return the number of the first row of each row group, and the number of all rows at the end."""
         found = [0]
         for group in range(self._table.num_row_groups):
             found.append(found[-1] + self._table.metadata.row_group(group).num_rows)
         return found
 
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
+        """Yield the named columns of row group ``piece``, ``at_once`` rows a batch."""
         group = self._table.metadata.row_group(piece)
         self._file.plan(sorted(_chunks(group, columns)))
         if columns:
@@ -141,17 +143,19 @@ class _RecordBatches:
         self.schema = reader.schema
 
     def starts(self) -> list[int]:
+        """Return the number of the first row of each record batch, and the number of all rows at the end."""
         found = [0]
         for batch in self._batches:
             found.append(found[-1] + len(batch))
         return found
 
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
+        """Yield the named columns of record batch ``piece`` in one piece, whatever ``at_once`` says."""
         yield self._batches[piece].select(list(columns))
 
 
 def _chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield where the bytes of some columns of a row group lie."""
+    """Yield the bytes (start, end) of each of some columns of a row group."""
     for number in range(group.num_columns):
         chunk = group.column(number)
         if chunk.path_in_schema.partition(".")[0] in columns:
@@ -168,6 +172,7 @@ def _member(name: str, number: int, row: UserRow) -> Member:
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:
+    """Return whether a column's values are bytes, or the datasets library's structs with a field ``bytes``."""
     if pa.types.is_struct(kind) and kind.get_field_index(_BYTES) >= 0:
         kind = kind.field(_BYTES).type
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

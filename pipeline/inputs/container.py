@@ -31,8 +31,8 @@ class Member(NamedTuple):
     """A video in a container.
 
     Attributes:
-        name: what its id ends in, and how messages call it.
-        offset: where the form finds it.
+        name: the end of its id, by which messages call it too.
+        offset: where the container's form finds it: a byte or a row.
         size: its bytes; None where only reading it tells.
         carried: columns that are carried along, as JSON.
         fault: "class: message" where it cannot be read.
@@ -64,25 +64,25 @@ class Asked(NamedTuple):
 
 
 class Container(Protocol):
-    """One opened container."""
+    """An opened container: the protocol that every input form implements."""
 
     def members(self, asked: Asked) -> Iterator[Member]:
         """Yield every video, broken ones too, in order. Raises OSError, or ManifestError for a request that fails."""
 
     def span(self, member: Member) -> tuple[int, int]:
-        """Return where the bytes lie that ``read`` reads of a video."""
+        """Return the bytes (start, end) of the container that ``read`` reads for a video, to plan requests by."""
 
     def read(self, member: Member) -> Iterator[bytes]:
         """Yield a video's bytes, given its name, offset and size. Raises VideoFault or OSError."""
 
 
 def fault(fault_class: FaultClass, message: str) -> str:
-    """Return the ``fault`` of a member."""
+    """Return the text ``fault`` of a member: its class, which jobs report, and the message."""
     return f"{fault_class}: {message}"
 
 
 def named_safely(member: Member) -> Member:
-    """Return a member that may be named so, or with a fault and its place in the name where it may not."""
+    """Return a member as it is if its name is safe as a part of an id, else with a fault and a printable name."""
     name = member.name
     if not is_text(name):
         why = "the member's name is not valid UTF-8; rename it"
@@ -102,13 +102,13 @@ def open_container(uri: str, objects: Objects, info: ObjectInfo | None = None) -
 
 
 class PlainFile:
-    """A regular file of this machine, of which stretches are read.
+    """A regular file of this machine that is read in stretches.
 
     Attributes:
         uri: its path.
         size: its bytes.
-        mark: what differs once the file was changed.
-        fetched: bytes that came from a store: none.
+        mark: a text that differs once the file was changed.
+        fetched: how many bytes came from a store: none.
     """
 
     fetched = 0
@@ -131,7 +131,7 @@ class PlainFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def plan(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Drop the plan: a file on disk is read as it is asked for."""
+        """Drop the plan: a file on disk is read as it is asked for, and only a RemoteFile has use for one."""
 
     def close(self) -> None:
         """Close the file. May be called twice."""
@@ -156,12 +156,12 @@ class RemoteFile:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The size of the object in bytes."""
         return self._told().size
 
     @property
     def mark(self) -> str:
-        """Its ETag or hash."""
+        """The object's ETag or hash, which differs once it was changed."""
         return self._told().mark
 
     def _told(self) -> ObjectInfo:

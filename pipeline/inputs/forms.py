@@ -22,7 +22,7 @@ OF_COLUMNS = frozenset({".parquet", ".arrow"})
 
 
 class Spot(NamedTuple):
-    """Where a video lies in a container: its uri, the offset that its form gave it, and its bytes if they are known."""
+    """The place of a video in a container: its uri, the offset from its form, and its bytes if they are known."""
 
     uri: str
     offset: int
@@ -30,27 +30,27 @@ class Spot(NamedTuple):
 
     @property
     def shard(self) -> str:
-        """The container."""
+        """The path or address of the container."""
         return shard_of(self.uri)
 
     @property
     def member(self) -> Member:
-        """The video as its form knows it."""
+        """The video as a Member, for the ``read`` of its form."""
         return Member(self.uri.partition("#")[2], self.offset, self.size)
 
 
 def shard_of(uri: str) -> str:
-    """Return the container of a video's uri."""
+    """Return the path or address of the container that a video's uri (CONTAINER#NAME) names."""
     return uri.partition("#")[0]
 
 
 def spot_of(uri: str, offset: int | None, size: int | None) -> Spot | None:
-    """Return where a video lies in a container, or None where it is a file of its own, which has no offset."""
+    """Return the Spot of a video in a container, or None for a file of its own, which has no offset."""
     return None if offset is None else Spot(uri, offset, size)
 
 
 def fetch_of(spot: Spot | None, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return what hands the bytes of a single video to a function (``Containers.fetch``); None for no spot."""
+    """Return a function that hands the bytes of a single video to a writer (``Containers.fetch``); None for no spot."""
     if spot is None:
         return None
 

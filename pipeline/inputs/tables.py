@@ -31,7 +31,7 @@ UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
 
 
 class BadRow(ValueError):  # noqa: N818
-    """A row is no row; the message begins with where it stands."""
+    """A row of a user's file cannot be read as one; the message begins with where it stands."""
 
 
 def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> Iterator[tuple[str, UserRow]]:
@@ -54,7 +54,10 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
 
 
 class Rows(Protocol):
-    """Some rows of such a file. Iterated, each is a dict with the words that say where it stands."""
+    """Some rows of a user's file or table, of which columns can be taken at once.
+
+    Iterated, it gives each row as a dict, behind words that say where the row stands.
+    """
 
     def __iter__(self) -> Iterator[tuple[str, UserRow]]: ...
 
@@ -115,6 +118,7 @@ def given_rows(name: str, given: object, needs: str) -> Iterator[tuple[str, User
 
 
 def _given_table(name: str, given: object, needs: str) -> pa.Table:
+    """Convert what a caller has at hand to an Arrow table. Raises BadRow where Arrow takes no table of it."""
     try:
         return pa.table(given)
     except (TypeError, pa.ArrowException) as error:  # pa.table refuses a single column, for example
@@ -122,10 +126,13 @@ def _given_table(name: str, given: object, needs: str) -> pa.Table:
 
 
 def _no_rows(name: str, given: object, needs: str) -> BadRow:
+    """Return the error about an argument that is neither a list of dicts nor a table."""
     return BadRow(f"{name}: expected a list of dicts or a table with {needs}, got {type(given).__name__}")
 
 
 class _ArrowRows:
+    """The Rows of an Arrow batch; ``start`` is the number of its first row in the file."""
+
     def __init__(self, batch: pa.RecordBatch, start: int) -> None:
         self._batch, self._start = batch, start
 
@@ -133,6 +140,7 @@ class _ArrowRows:
         return ((f"row {i}", row) for i, row in enumerate(self._batch.to_pylist(), self._start))
 
     def _column(self, name: str) -> pa.Array | None:
+        """Return a column, or None where there is none of this name."""
         place = self._batch.schema.get_field_index(name)
         return None if place < 0 else self._batch.column(place)
 
@@ -164,6 +172,8 @@ class _ArrowRows:
 
 
 class _DictRows:
+    """The Rows of dicts, each with the words that say where it stands."""
+
     def __init__(self, rows: list[tuple[str, UserRow]]) -> None:
         self._rows = rows
 
@@ -192,6 +202,7 @@ class _DictRows:
 
 
 def _as_json(rows: list[UserRow]) -> pa.Array:
+    """Return each row as JSON without its empty cells, null for a row without others."""
     given = ({name: value for name, value in row.items() if value is not None} for row in rows)
     return pa.array([carried_json(row) if row else None for row in given], pa.string())
 
@@ -218,6 +229,7 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
 
 
 def _json_object(line: str, where: str, needs: str) -> UserRow:
+    """Parse a line of a .jsonl. Raises BadRow where it is no JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists in lists without end
@@ -267,4 +279,5 @@ def carried_json(columns: UserRow) -> str:
 
 
 def _shown_as(value: object) -> str:
+    """Return a value as text for a message or for JSON; bytes that are not UTF-8 as backslash escapes."""
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

@@ -170,6 +170,7 @@ def _parsed(block: bytes) -> tarfile.TarInfo | None:
 
 
 def _padded(size: int) -> int:
+    """Return the bytes that ``size`` bytes take in a tar, whose blocks are filled up."""
     return -(-size // _BLOCK) * _BLOCK
 
 
@@ -203,5 +204,6 @@ def _video(entry: _Entry, name: str, *, again: bool) -> Member:
 
 
 def _with_carried(videos: list[Member], carried: dict[str, object]) -> Iterator[Member]:
+    """Yield the videos of one key, each with the same carried members as JSON."""
     text = carried_json(carried) if carried else None
     yield from (video._replace(carried=text) for video in videos)

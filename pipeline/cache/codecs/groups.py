@@ -59,7 +59,10 @@ def decode(codec: TokenCodec, stored: Sequence[Tensor], hidden_size: int) -> Ten
 
 
 def _largest(bits_KD: Tensor, count: int) -> Tensor:
-    """Return the channels [K,count] of largest magnitude, ascending; of equals the first, on every device."""
+    """Return the places [K,count] of the channels of largest magnitude, ascending.
+
+    Of equals the first, on every device.
+    """
     magnitude = (bits_KD & _MAGNITUDE).int() << 16
     key = magnitude + torch.arange(2**16 - 1, 2**16 - 1 - bits_KD.shape[1], -1, dtype=torch.int32)
     return key.topk(count, dim=1, sorted=False).indices.sort(dim=1).values
@@ -74,7 +77,7 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(stored: Tensor, bits: int) -> Tensor:
-    """Unpack what ``_packed`` gave to int8, with the numbers that fill it up."""
+    """Unpack to int8 what ``_packed`` gave, including the numbers that filled it up to whole bytes."""
     if bits == 8:
         return stored.view(torch.int8)
     packed = stored.view(torch.uint8)

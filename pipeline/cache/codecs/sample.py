@@ -15,12 +15,12 @@ SAMPLE = "gate-sample"  # the folder below the cache, a cache itself
 
 
 def sample_store(cache: Store) -> Store:
-    """Return the store of a cache's sample."""
+    """Return the store, below the cache's own, of the sample that a gate compares coded tokens with."""
     return store_below(cache, SAMPLE)
 
 
 def sample_limit(ids: pa.ChunkedArray, count: int) -> int:
-    """Return the largest hash of the videos in the sample: of ``ids`` the ``count`` with the smallest; -1 for none."""
+    """Return the largest hash of an id in the sample, which has the ``count`` ids of smallest hash; -1 for none."""
     if not count or not len(ids):
         return -1
     hashes = np.concatenate([keys_of(part)[:, 0] for part in parts_of(ids)])
