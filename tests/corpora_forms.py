@@ -27,7 +27,7 @@ from tests.paths import ROOT
 from tests.pipeline.s3 import S3Server
 from tests.pipeline.tars import write_tar
 
-VIDEOS, TARS, ROUNDS, KILLS = 240, 40, 3, 5
+VIDEOS, TARS, ROUNDS, KILLS = 240, 40, 2, 5
 PADDING = 2**20
 OPTIONS = ["--model", "tiny", "--num-frames", "8", "--decode-workers", "2", "--encode-workers", "1"]
 

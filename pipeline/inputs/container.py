@@ -24,7 +24,8 @@ _LONGEST = 1024  # characters of a member's name
 _GAP = 2**20  # bytes between two spans that cost less than another request
 _AT_ONCE = 2**26  # most bytes of a request, which memory holds
 _TAIL = 2**16
-_LEAST, _AHEAD = 2**14, 2**22  # bytes of a request that was not planned: at a new place, and where it goes on
+# Bytes of a request that was not planned: at a new place; and where one goes on, at most so far behind the last.
+_LEAST, _AHEAD, _NEAR = 2**14, 2**22, 2**18
 
 
 class Member(NamedTuple):
@@ -201,7 +202,7 @@ class RemoteFile:
                 planned, end = True, max(end, min(last, most))
         if planned:
             return end
-        near = 0 <= start - self._start - len(self._data) <= _GAP and self._data
+        near = 0 <= start - self._start - len(self._data) <= _NEAR and self._data
         return max(end, start + (_AHEAD if near else _LEAST))
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
 
-_THREADS = 16
+_THREADS = 32
 _NOTE_S = 10.0  # seconds between two lines of progress
 _VERSION: Final = 1
 _CLIP = ("start_s", "end_s")
