@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="commands:\n" + "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if not words:
+        parser.print_help()
+        return 0
     parser.add_argument(
         "command", choices=COMMANDS, metavar="COMMAND", help="gstep-cache COMMAND --help shows its flags"
     )

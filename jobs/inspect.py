@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,12 @@ from pipeline.options import S3Options
 from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
+    from pipeline.cache.reader import TokenCache
     from pipeline.inspect.failed import Failures
     from pipeline.storage.s3 import Objects
     from pipeline.storage.stores import Store
+
+_SEARCHED, _LIKELY = 100_000, 3  # ids that are looked through for likely ones, and how many of these are named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,6 +115,8 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
 
     video_id, ratio = arguments.item, arguments.retention_ratio
     cache = TokenCache(arguments.place, store=store)
+    if video_id is not None:
+        _check_id(cache, video_id)
     if arguments.html is not None and video_id is None:
         from pipeline.inspect.cache_page import write_cache_page  # noqa: PLC0415 - reads videos and decodes some
 
@@ -132,6 +138,19 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
     if arguments.json is not None:
         return Done(code, cache_record(cache, counted))
     return _shown(cache_report(cache, counted), {}, arguments, code)
+
+
+def _check_id(cache: TokenCache, video_id: str) -> None:
+    """Raise UnknownVideo with ids that look alike, where the cache has no row of the video."""
+    try:
+        cache.metadata(video_id)
+    except UnknownVideo as error:
+        ids = [*cache.video_ids, *cache.failed][:_SEARCHED]
+        parts = [name for name in ids if video_id in name][:_LIKELY]
+        likely = parts or get_close_matches(video_id, ids, _LIKELY)
+        if not likely:
+            raise
+        raise UnknownVideo(f"{error}; did you mean {', '.join(likely)}?") from None
 
 
 def _shown(report: RenderableType, record: JsonObject, arguments: argparse.Namespace, code: int = 0) -> Done:

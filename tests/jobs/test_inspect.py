@@ -150,3 +150,10 @@ def test_an_interrupted_look_ends_with_130(cache, capsys, monkeypatch):
     monkeypatch.setattr(Opened, "metadata", interrupted)
     assert inspect.main([str(cache.store), VIDEO]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_an_unknown_video_gets_the_likely_ones(cache, capsys):
+    assert inspect.main([str(cache.store), "bad.mp"]) == 2
+    assert "did you mean bad.mp4?" in " ".join(capsys.readouterr().err.split())
+    assert inspect.main([str(cache.store), "nothing of the kind"]) == 2
+    assert "did you mean" not in capsys.readouterr().err

@@ -22,8 +22,8 @@ def test_each_command_runs_by_its_name_and_says_the_versions(name, capsys):
     assert "--version" in said and callable(import_module(COMMANDS[name][0]).main)
 
 
-def test_without_a_command_or_with_another_one_it_is_refused(capsys):
-    for argv in ([], ["prunes"], ["--frames"]):
+def test_another_command_is_refused(capsys):
+    for argv in (["prunes"], ["--frames"]):
         with pytest.raises(SystemExit, match="2"):
             main(argv)
     assert "prune" in capsys.readouterr().err
@@ -69,3 +69,9 @@ def test_a_file_that_hides_the_package_is_named_in_one_line(tmp_path, hiding):
     assert done.stderr.startswith(f"error: {file} hides the package") and "gstep-cache" in done.stderr
     # As the console script, which has not the current folder on its path.
     assert in_folder(tmp_path, "-P", "-m", "jobs", "prune", "--help").returncode == 0
+
+
+def test_the_name_alone_lists_the_commands(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n  {name} " in said for name in COMMANDS)
