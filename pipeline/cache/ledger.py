@@ -56,14 +56,15 @@ _COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
     "seconds": (np.float32, (4,)),  # seconds of each step in TIMED
 }
 FAULT, OUTSIDE, WARNED = 0x3F, 0x40, 0x80  # bits of ``code``
+# Columns of a row that the ledger is made of.
 _READ = (
     *KEY_COLUMNS,
     *("run_id", "source_size", "status", "error_class", "error_stage", "attempts"),
     *("n_tokens", "n_total", "hidden_size", "decode_warnings"),
     *(f"{stage}_s" for stage in TIMED),
 )
-_FILES_AT_ONCE = 256
-_THREADS = 8
+_FILES_AT_ONCE = 256  # small files that are turned into arrays at once
+_THREADS = 8  # that parse small files
 Columns = dict[str, np.ndarray]
 
 

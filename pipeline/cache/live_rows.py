@@ -29,10 +29,11 @@ _MOST_TEXT = 2**31  # bytes of text that 32-bit offsets can address
 _GROUPS = 2  # row groups of sorted files that are kept in memory, some MB each
 _STATES = ("removed", "ok")  # these states come before all others, in this order
 _RULE = ("high", "low", "state", "attempts", "rewritten", "tie")  # RULE_COLUMNS in numbers
-#: What the rule looks at, and what it takes to make it up for rows of earlier versions.
+#: Columns that the rule of which row of a video counts looks at.
 RULE_COLUMNS = ("id_high", "id_low", "status", "attempts", "rewritten", "tie_break")
 # What stays in memory for each video; the rest of a row is read from its file when asked for.
 INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
+# The columns that KEY_COLUMNS are computed from.
 _KEY_SOURCES = ("video_id", "uri", "start_s", "end_s", "run_id", "token_shard", "error_message")
 
 RuleColumns = dict[str, np.ndarray]

@@ -43,9 +43,9 @@ from pipeline.cache.table import (
 from pipeline.errors import CorruptShard
 from pipeline.storage.stores import Store
 
-KEEP = timedelta(minutes=10)
+KEEP = timedelta(minutes=10)  # for so long readers may still read files that were merged
 WAITING = 64  # small files of a run that goes on, before it merges them
-WAITING_AT_END = 16
+WAITING_AT_END = 16  # small files, before a run that ends merges them
 _GROWTH = 8  # each level holds so many times the rows of the one below
 _PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # about so many row groups make a merged file
 _WHILE_RUNNING = 2**21  # rows that a run merges at most, in half a minute: jobs.compact merges the rest

@@ -27,7 +27,7 @@ CODED_VERSIONS = {codec.name: f"{SCHEMA_VERSION}+{codec.name}" for codec in CODE
 CURRENT_VERSIONS: tuple[int | str, ...] = (SCHEMA_VERSION, *CODED_VERSIONS.values())
 READABLE_VERSIONS: tuple[int | str, ...] = (1, 2, *CURRENT_VERSIONS)
 MADE_WITH = "made_with"  # in the metadata of a videos shard: the fingerprint of the identity that its rows share
-_LEVEL = "the token at this deepstack level"
+_LEVEL = "the token at this deepstack level"  # meaning of the columns of deepstack levels
 # A reader that wants 10 % of the tokens reads no more than the row groups that end at 10 %.
 TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
 
@@ -164,6 +164,7 @@ VIDEO_SCHEMA = pa.schema(
 )
 # Columns that caches of versions before 3 lack.
 RESERVED = ("content_name", "token_codec", "token_block", "tower_hash", "gate", "source_shard", "source_offset")
+# Columns by which rows of one id are found and compared, computed from the others.
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
 
 

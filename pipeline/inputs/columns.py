@@ -18,9 +18,9 @@ from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, f
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import UserRow, carried_json
 
-_ROWS = 2**12  # of small columns
+_ROWS = 2**12  # rows of the small columns that are read at once
 _TAIL = 2**16  # bytes at the end that are hashed: a footer, or most of it
-_KEY = "video_id"
+_KEY = "video_id"  # the column that names a row's video, if there is one
 _BYTES = "bytes"  # the field of datasets' own columns of videos, {bytes, path}
 
 

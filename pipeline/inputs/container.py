@@ -23,7 +23,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LONGEST = 1024  # characters of a member's name
 _GAP = 2**20  # bytes between two spans that cost less than another request
 _AT_ONCE = 2**26  # most bytes of a request, which memory holds
-_TAIL = 2**16
+_TAIL = 2**16  # bytes at the end of an object that are fetched together
 # Bytes of a request that was not planned: at a new place; and where one goes on, at most so far behind the last.
 _LEAST, _AHEAD, _NEAR = 2**14, 2**22, 2**18
 

@@ -22,10 +22,10 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
 
-_THREADS = 32
+_THREADS = 32  # that index containers
 _NOTE_S = 10.0  # seconds between two lines of progress
-_VERSION: Final = 1
-_CLIP = ("start_s", "end_s")
+_VERSION: Final = 1  # of kept indexes; others are made anew
+_CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
 
 
 class Place(NamedTuple):

@@ -22,8 +22,8 @@ from pipeline.inputs.listings import suffix_of
 #: A row of a file that a user wrote: it may hold anything.
 UserRow = dict[str, Any]
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
-_PART_ROWS = 2**16
-_SHOWN = 200  # bytes of a header
+_PART_ROWS = 2**16  # rows of a part of a file
+_SHOWN = 200  # bytes of a header that a message shows
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer)
 # What reading one may raise; all of it is the file's fault.

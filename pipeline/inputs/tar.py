@@ -20,14 +20,14 @@ _BLOCK: Final = tarfile.BLOCKSIZE
 _MOST_HEADER = 2**20  # bytes of an extended header; a real one has some hundred
 _MOST_CARRIED = 2**16  # bytes of a carried member
 _RESYNC = 2**28  # bytes in which the next header is looked for behind a broken one
-_PIECE = 2**20
-_STATED = 2**33
+_PIECE = 2**20  # bytes of a video that are read at once
+_STATED = 2**33  # bytes from which on a size stands in an extended header
 _LONG_NAME, _PAX = b"L", (b"x", b"X")
-_EXTENDED = (_LONG_NAME, b"K", *_PAX, b"g")
+_EXTENDED = (_LONG_NAME, b"K", *_PAX, b"g")  # kinds of headers that say more of the next member
 _UNKNOWN = b"?"  # of what is no member
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
-_CARRIED = ("json", "txt", "cls")
+_CARRIED = ("json", "txt", "cls")  # suffixes of members that are carried along
 
 
 class _Entry(NamedTuple):

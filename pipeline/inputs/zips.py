@@ -13,9 +13,9 @@ from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, f
 from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
 
 _HEADER: Final = struct.Struct("<4s5H3L2H")  # of a member: signature, version, flags, method, ..., two lengths
-_SIGNATURE = b"PK\x03\x04"
-_PIECE = 2**20
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
+_PIECE = 2**20  # bytes that are read at once
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is understood
 
 
 class Zip:
