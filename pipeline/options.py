@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 from pipeline.errors import UsageError
@@ -144,6 +144,14 @@ class RunOptions(S3Options):
         """Return the options JSON-able, for the run's record; of a secret only that it is set."""
         values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
         return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
+
+    def chosen(self) -> dict[str, object]:
+        """Return the part of ``as_record`` that is not the default; the run's record has all."""
+        defaults = {
+            item.name: item.default if item.default_factory is MISSING else item.default_factory()
+            for item in fields(self)
+        }
+        return {name: value for name, value in self.as_record().items() if value != defaults[name]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,8 +99,8 @@ class Run(ABC, Generic[O, R, T, S]):
 
     def _carry_out(self, request: R) -> S:
         """Register the run at the store, find what is left, stream it, and return the summary."""
-        values = self.options.as_record().items()
-        shown = " ".join(f"{name}={value}" for name, value in values if value not in (None, []))
+        values = self.options.chosen().items()
+        shown = " ".join(f"{name}={value}" for name, value in values) or "all defaults"
         self.console.print(f"configuration: {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
         request.store.make()
         notify = partial(self.console.print, highlight=False, markup=False)

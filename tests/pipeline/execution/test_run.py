@@ -109,7 +109,7 @@ def test_the_configuration_is_shown_without_its_secrets_and_defaults_of_nothing(
     run.carry_out()
     shown = run.console.file.getvalue()
     assert shown.startswith("configuration: ") and "device=cpu" in shown and "s3_endpoint=(set)" in shown
-    assert "secret.example" not in shown and "revision=" not in shown and "pruner_param=" not in shown
+    assert "secret.example" not in shown and "revision=" not in shown and "max_attempts=" not in shown
 
 
 @pytest.mark.parametrize("step", ["prepare", "match", "remaining", "stream", "summarise"])
