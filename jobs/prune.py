@@ -89,6 +89,7 @@ def _prune(config: PruneConfig, console: Console) -> Done:
 
 
 def _gate(config: PruneConfig, console: Console) -> GateRecord:
+    """Compare answers from the cache's tokens with those from bfloat16 tokens (``--gate``); return the result."""
     from pipeline.rewrite.gate import gate_cache  # noqa: PLC0415 - as above
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415

@@ -186,6 +186,7 @@ def _tar(cache: TokenCache, video_ids: Sequence[str], first: int) -> bytes:
 
 
 def _npy(values: np.ndarray) -> bytes:
+    """Serialise an array as a .npy file."""
     file = io.BytesIO()
     np.save(file, values, allow_pickle=False)
     return file.getvalue()
