@@ -79,6 +79,9 @@ class OneLine:
         self._width = 0 if ends else len(text)
 
 
+EARLY_S, _EARLY_LINES = 5.0, 6  # between the first lines of a log, and how many they are
+
+
 class Pace:
     """The rate of items since the first one came, so that loading models does not count."""
 
@@ -207,7 +210,10 @@ class BarReporter(Reporter):
 
 
 class LineReporter(Reporter):
-    """A reporter that prints a line every ``interval`` seconds, also while nothing moves, and one at the end."""
+    """A reporter that prints a line every ``interval`` seconds, also while nothing moves, and one at the end.
+
+    In the first half minute, in which workers start and load models, a line comes at least every EARLY_S seconds.
+    """
 
     def __init__(self, console: Console, total: int, interval: float, words: Wording) -> None:
         super().__init__(total, words)
@@ -227,6 +233,10 @@ class LineReporter(Reporter):
 
     def _tick(self) -> None:
         """Print a line at each interval until the run ends; runs in a thread."""
+        for _ in range(_EARLY_LINES):
+            if self._ended.wait(min(self._interval, EARLY_S)):
+                return
+            self._line()
         while not self._ended.wait(self._interval):
             self._line()
 
