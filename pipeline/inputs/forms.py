@@ -22,31 +22,16 @@ OF_COLUMNS = frozenset({".parquet", ".arrow"})
 
 
 class Spot(NamedTuple):
-    """The place of a video in a container: its uri, the offset from its form, and its bytes if they are known."""
+    """Where a video lies: its container, and what that one's form knows it by."""
 
-    uri: str
-    offset: int
-    size: int | None = None
-
-    @property
-    def shard(self) -> str:
-        """The path or address of the container."""
-        return shard_of(self.uri)
-
-    @property
-    def member(self) -> Member:
-        """The video as a Member, for the ``read`` of its form."""
-        return Member(self.uri.partition("#")[2], self.offset, self.size)
-
-
-def shard_of(uri: str) -> str:
-    """Return the path or address of the container that a video's uri (CONTAINER#NAME) names."""
-    return uri.partition("#")[0]
+    shard: str
+    member: Member
 
 
 def spot_of(uri: str, offset: int | None, size: int | None) -> Spot | None:
-    """Return the Spot of a video in a container, or None for a file of its own, which has no offset."""
-    return None if offset is None else Spot(uri, offset, size)
+    """Return where a video lies in a container, or None where it is a file of its own, which has no offset."""
+    shard, _, name = uri.partition("#")
+    return None if offset is None else Spot(shard, Member(name, offset, size))
 
 
 def fetch_of(spot: Spot | None, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:
@@ -87,9 +72,9 @@ class Containers(AbstractContextManager["Containers"]):
 
         Raises VideoFault, or OSError, with EFBIG for more than ``limit`` bytes.
         """
-        if spot.size is not None and spot.size > limit:
-            raise OSError(errno.EFBIG, f"the member has {spot.size} bytes, more than the {limit} that are allowed")
         done = 0
+        if (size := spot.member.size or 0) > limit:
+            raise OSError(errno.EFBIG, f"the member has {size} bytes, more than the {limit} that are allowed")
         for piece in self._container(spot.shard).read(spot.member):
             done += len(piece)
             if done > limit:

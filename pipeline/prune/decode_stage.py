@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 
 from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.execution.heartbeat import Heartbeat, HeldItems
-from pipeline.inputs.forms import Containers, Spot, fetch_of, shard_of, spot_of
+from pipeline.inputs.forms import Containers, Spot, fetch_of, spot_of
 from pipeline.prune.batches import VideoFrames, decoded_bundle
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere
 from pipeline.storage.hub import is_remote
@@ -173,8 +173,8 @@ def _first_record(row: TodoRow) -> VideoRecord:
         record["end_s"] = row["end_s"]
     if row["manifest"] is not None:
         record["manifest"] = row["manifest"]
-    if row["source_offset"] is not None:
-        record["source_shard"], record["source_offset"] = shard_of(row["uri"]), row["source_offset"]
+    if (spot := _spot(row)) is not None:
+        record["source_shard"], record["source_offset"] = spot.shard, spot.member.offset
     return record
 
 

@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 from pipeline.execution.library import ProgressOption, checked_outcome, console_for, run_here
+from pipeline.inputs.forms import FORMS, OF_COLUMNS
+from pipeline.inputs.listings import suffix_of
 from pipeline.option_values import config_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.run import PruneRun
@@ -29,8 +31,9 @@ def prune_videos(
 
     Args:
         videos: as VIDEOS of ``python -m jobs.prune``: a folder, a glob, a file, a manifest, "sample". Or a list of
-            paths, each called by its file's name. Or rows with video_id, uri and optional start_s, end_s: dicts, or a
-            table of Arrow, pandas or Polars; they may name what a manifest in the current folder may.
+            paths, each called by its file's name, or of tars and zips. Or rows with video_id, uri and optional start_s,
+            end_s: dicts, or a table of Arrow, pandas or Polars; they may name what a manifest in the current folder
+            may.
         out: the cache to create or to continue.
         progress: True shows it on stderr: a bar on a terminal, one line in a notebook. False shows nothing. A function
             is called with a :class:`pipeline.Progress` whenever something is new; what it raises ends the run, which
@@ -46,9 +49,15 @@ def prune_videos(
         TooManyFailed: (a RunFailed) it went through, and as many failed as end the command with 1: all of them, one by
             a bug, more than ``max_failed``; its ``summary`` is what would be returned.
     """
-    given = None if isinstance(videos, str | os.PathLike) else videos
+    given = None if isinstance(videos, str | os.PathLike) or _are_containers(videos) else videos
     named = videos if given is None else "videos from Python"
     config = config_of(PruneConfig, "prune_videos", {"videos": named, "out": out, **options})
     with run_here():
         summary = PruneRun(config, console_for(progress), given, list_failed=True).carry_out()
     return checked_outcome(summary, config, summary.n_videos, config.outside_limit(summary.n_videos))
+
+
+def _are_containers(videos: object) -> bool:
+    """Return whether videos are a list of paths, tars or zips among them."""
+    names = [os.fspath(one) for one in videos if isinstance(one, str | os.PathLike)] if isinstance(videos, list) else []
+    return any(suffix_of(name) in FORMS.keys() - OF_COLUMNS for name in names)

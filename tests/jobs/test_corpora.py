@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
+import pipeline
 from jobs import inspect, prune, verify
 from pipeline import TokenCache
 from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here, start, stop, wait_for_files
@@ -67,6 +68,9 @@ def test_every_form_gives_equal_tokens(cluster, corpus, tmp_path, monkeypatch):
         done = run_here(prune, [str(corpus / form), *more, "--out", str(tmp_path / form), *OPTIONS])
         assert done.returncode == 0, done.stdout
         assert tokens(tmp_path / form) == tokens(tmp_path / "files") and len(tokens(tmp_path / form)) == 4
+    lists = [corpus / "a.tar", str(corpus / "a.zip")]
+    told = pipeline.prune_videos(lists, out=tmp_path / "both", num_frames=4, progress=False)
+    assert told.n_ok == 8 and tokens(tmp_path / "both") == tokens(tmp_path / "files")
     tar = TokenCache(tmp_path / "a.tar")
     row = tar.metadata("a.tar/bikes.mp4")
     assert row["manifest"] == {"json": {"says": "bikes.mp4"}}

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.errors import FAULTS, ManifestError, VideoFault
 from pipeline.inputs.container import Asked, Member, open_container
-from pipeline.inputs.forms import Containers, Spot
+from pipeline.inputs.forms import Containers, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.tar import Tar
@@ -29,7 +29,7 @@ def rows(path, indexing=None):
 def bytes_of(row):
     parts: list[bytes] = []
     with Containers(NOWHERE) as opened:
-        size = opened.fetch(Spot(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
+        size = opened.fetch(spot_of(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
     assert size == len(b"".join(parts))
     return b"".join(parts)
 
@@ -277,7 +277,7 @@ def test_a_linked_tar_outside_is_refused_like_a_video(tmp_path):
 def test_a_limit_holds_for_members(tmp_path):
     (row,) = rows(write_tar(tmp_path / "a.tar", {"a.mp4": b"x" * 5000}))
     with Containers(NOWHERE) as opened, pytest.raises(OSError, match="more than the 100"):
-        opened.fetch(Spot(row["uri"], row["source_offset"], row["size"]), lambda piece: None, 100)
+        opened.fetch(spot_of(row["uri"], row["source_offset"], row["size"]), lambda piece: None, 100)
 
 
 def test_a_member_knows_its_span():
