@@ -60,9 +60,12 @@ class LanguageModel:
 
     @torch.inference_mode()
     def logits(self, prompts: Sequence[Prompt], last: int = 0) -> list[Tensor]:
-        """Return the logits at every token of each prompt (the ``last`` ones if given), [L,V] in the compute dtype."""
-        batch = Batch.of(prompts)
-        output = self._forward(batch, prompts=prompts, logits_to_keep=last)
+        """Return the logits at every token of each prompt, or at its ``last`` ones, [L,V] in the compute dtype.
+
+        Those must follow the last video: prompts on the same videos then go through the model together up to there.
+        """
+        batch, cache = self._batch_with_cache(prompts) if last else (Batch.of(prompts), None)
+        output = self._forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)
         masks = batch.mask[:, -last:].to(self.device)
         return [row[mask.bool()] for row, mask in zip(output.logits, masks, strict=True)]
 

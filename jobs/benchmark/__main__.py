@@ -8,6 +8,7 @@ from typing import cast
 
 from rich.console import Console
 
+from jobs.benchmark.codecs import command as codecs
 from jobs.benchmark.decode import command as decode
 from jobs.benchmark.efficiency import command as efficiency
 from jobs.benchmark.methods import command as methods
@@ -27,6 +28,7 @@ _COMMANDS = {
     "selection": selection,
     "table": table,
     "read": read,
+    "codecs": codecs,
     "serving": serving,
     "efficiency": efficiency,
 }

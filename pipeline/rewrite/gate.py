@@ -120,9 +120,9 @@ def run_gate(
             say(f"gate: {len(compared)} of {len(asked)} questions")
     about = [one.video_ids for one in asked]
     table = np.array(compared, np.float64)
-    changed = _excess(table[:, 0], table[:, 1], about, MOST_CHANGED)
+    changed = excess(table[:, 0], table[:, 1], about, MOST_CHANGED)
     changed["high"] = max(changed["high"], 3 / len(asked))
-    kl = _excess(table[:, 2], table[:, 3], about, MOST_KL)
+    kl = excess(table[:, 2], table[:, 3], about, MOST_KL)
     return {
         "passed": changed["high"] <= MOST_CHANGED and kl["high"] <= MOST_KL,
         "codec": codec.name,
@@ -225,10 +225,13 @@ def _kl(expected: Tensor, found: Tensor) -> float:
     return max(0.0, float((expected.exp() * (expected - found)).sum(-1).mean()))
 
 
-def _excess(
+def excess(
     values: NDArray[np.float64], floor: NDArray[np.float64], about: Iterable[tuple[str, ...]], bound: float
 ) -> Excess:
-    """Return the mean difference and its 95 % interval, from draws of whole videos with all their answers."""
+    """Return the mean of ``values`` less ``floor``, and its 95 % interval from draws of whole videos.
+
+    ``about`` are the videos of each answer.
+    """
     difference = values - floor
     _, cluster = np.unique(["\0".join(names) for names in about], return_inverse=True)
     if cluster.max() + 1 < _CLUSTERS:

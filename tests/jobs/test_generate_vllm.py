@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from jobs import generate
+from jobs import generate, recode
 from pipeline import read_answers
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.jobs.jobs import run_here
@@ -50,8 +50,13 @@ def answers(folder):
     return {row["question_id"]: row for row in rows}
 
 
-@pytest.mark.parametrize("choices", ["letter", "loglikelihood"])
-def test_both_engines_give_the_same_rows(cluster, asked, tmp_path, choices):
+@pytest.mark.parametrize(
+    ("choices", "codec"), [("letter", None), ("loglikelihood", None), ("letter", "int4"), ("loglikelihood", "int8")]
+)
+def test_both_engines_give_the_same_rows(cluster, asked, tmp_path, choices, codec):
+    if codec is not None:
+        assert recode.main([asked[0], "--token-codec", codec, "--out", str(tmp_path / "coded")]) == 0
+        asked = [str(tmp_path / "coded"), *asked[1:]]
     common = [*asked, "--retention-ratio", "0.1", "--choices", choices, "--max-new-tokens", "6"]
     for engine in ("transformers", "vllm"):
         done = run_here(generate, [*common, "--out", str(tmp_path / engine), "--engine", engine])

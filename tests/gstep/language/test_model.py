@@ -116,6 +116,8 @@ def test_a_ragged_batch_gives_what_single_runs_give(name, prompts, share_prefix)
         assert (answer.finish == "length") == (len(answer.token_ids) == decoding.max_new_tokens)
     assert answers[1].finish == "length"  # so one row ends before the others
     batched = llm(name).logits(prompts)
+    for whole, last in zip(batched, llm(name).logits(prompts, last=2), strict=True):  # shares what prompts share
+        torch.testing.assert_close(last, whole[-2:], atol=2e-5, rtol=0)
     for prompt, logits in zip(prompts, batched, strict=True):
         torch.testing.assert_close(logits, llm(name).logits([prompt])[0], atol=2e-5, rtol=0)
 

@@ -62,10 +62,10 @@ def test_what_goes_beyond_the_floor_has_an_interval_over_videos():
     about = [(f"v{i // 4}",) for i in range(80)]
     values, floor = np.zeros(80), np.zeros(80)
     values[:8], floor[4:8] = 1.0, 1.0  # all of the first two videos change, those of one of them by noise too
-    found = gate._excess(values, floor, about, 0.1)
+    found = gate.excess(values, floor, about, 0.1)
     assert found["mean"] == pytest.approx(0.05) and found["floor"] == pytest.approx(0.05) and found["bound"] == 0.1
     assert found["low"] == 0.0 and found["high"] == pytest.approx(0.15)  # 3 of 20 videos, by the binomial
-    alone = gate._excess(values, floor, [("v",)] * 80, 0.1)  # of one video: answer by answer
+    alone = gate.excess(values, floor, [("v",)] * 80, 0.1)  # of one video: answer by answer
     assert alone["high"] == pytest.approx(0.1125, abs=0.02)
 
 

@@ -1,0 +1,140 @@
+"""Right answers by method, ratio and codec, to the same questions about the videos of a cache of all tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+
+import gstep
+from gstep.backbones import choose_runtime
+from gstep.language import Decoding, LanguageModel, Visual, load_language_model, prompt_builder
+from gstep.language.prompt import text_ids
+from pipeline.cache.codecs import CODECS, TokenCodec
+from pipeline.cache.header import Excess
+from pipeline.cache.reader import TokenCache
+from pipeline.errors import UsageError
+from pipeline.generate.choices import lettered_prompt, letters
+from pipeline.generate.model import model_source
+from pipeline.generate.questions import Way, read_questions
+from pipeline.rewrite.gate import excess
+
+#: Codecs by how many bits a number has; of 3 and 2 bits nothing is stored, they only show where answers go.
+BY_BITS = (*CODECS.values(), TokenCodec("int3", 3, 32, kept=8), TokenCodec("int2", 2, 32, kept=8))
+WIDE, VIDEO_TOKENS = 3584, 32 * 196  # what a video's megabytes are counted by: LLaVA-OneVision-7B
+Arm = tuple[str, float, str]  # method, ratio, codec
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method, ratio and codec.
+
+    Attributes:
+        mb: stored of a video of 32 frames of LLaVA-OneVision-7B.
+        right: share of right answers.
+        loss: right answers from bfloat16 tokens of the same method and ratio less those from these, with its interval.
+        kl: mean divergence of the next token's distribution from that of those, in nats.
+    """
+
+    method: str
+    ratio: float
+    codec: str
+    mb: float
+    right: float
+    loss: Excess
+    kl: float
+
+
+@dataclass(frozen=True)
+class _Question:
+    video_id: str
+    prompt: str
+    n_choices: int
+    right: int
+
+
+def measure(
+    cache: TokenCache, questions: str, methods: Sequence[str], ratios: Sequence[float], say: Callable[[str], object]
+) -> list[Cell]:
+    """Ask every question under every method, ratio and codec. Raises UsageError where none can be asked."""
+    source = model_source(cache)
+    model, builder = load_language_model(source, choose_runtime("auto", "auto", "auto")), prompt_builder(source)
+    rows = _questions(questions, frozenset(cache.video_ids))
+    right: dict[Arm, list[float]] = defaultdict(list)
+    kl: dict[Arm, list[float]] = defaultdict(list)
+    for done, (video_id, group) in enumerate(groupby(rows, key=lambda row: row.video_id)):
+        asked, whole = list(group), cache.get(video_id).visual
+        for method in methods:
+            for ratio in ratios:
+                expected: Tensor | None = None
+                for codec, visual in _coded(whole, method, ratio):
+                    prompts = [builder.build(row.prompt, [visual]) for row in asked]
+                    logits = torch.stack([one[-1] for one in model.logits(prompts, last=1)])
+                    found = torch.log_softmax(logits.float(), -1)
+                    expected = found if expected is None else expected
+                    arm = (method, ratio, codec.name)
+                    right[arm] += _right(model, found, asked)
+                    kl[arm] += (expected.exp() * (expected - found)).sum(-1).tolist()
+        if done % 10 == 0:
+            say(f"{done} videos")
+    about = [(row.video_id,) for row in rows]
+    return [_cell(arm, codec, right, kl[arm], about) for arm in right for codec in BY_BITS if codec.name == arm[2]]
+
+
+def _cell(
+    arm: Arm, codec: TokenCodec, right: dict[Arm, list[float]], kl: list[float], about: Sequence[tuple[str, ...]]
+) -> Cell:
+    method, ratio, _ = arm
+    whole, found = (np.array(right[method, ratio, name]) for name in ("bfloat16", codec.name))
+    mb = 1e-6 * ratio * VIDEO_TOKENS * codec.token_bytes(WIDE)
+    return Cell(
+        method, ratio, codec.name, mb, float(found.mean()), excess(whole, found, about, 0.0), float(np.mean(kl))
+    )
+
+
+def _questions(place: str, known: frozenset[str]) -> list[_Question]:
+    """Read the questions with choices whose right one is known, about single videos that are there, by video."""
+    found = []
+    for row in read_questions(place, Way(Decoding(1))).to_pylist():
+        choices, target = row["choices"] or [], row["target"]
+        names = [*choices, *letters(len(choices))]
+        if len(row["video_ids"]) == 1 and row["video_ids"][0] in known and target in names:
+            prompt, place_of = lettered_prompt(row["prompt"], choices), names.index(target) % len(choices)
+            found.append(_Question(row["video_ids"][0], prompt, len(choices), place_of))
+    if not found:
+        raise UsageError(f"{place}: no question has choices, a right one, and one video of the cache")
+    return sorted(found, key=lambda row: row.video_id)
+
+
+def _coded(whole: Visual, method: str, ratio: float) -> Iterator[tuple[TokenCodec, Visual]]:
+    """Yield the kept tokens of a video by each codec, as prompts take them; bfloat16 first."""
+    shape = (whole.n_frames, whole.tokens_per_frame, whole.tokens.shape[1])
+    pruned = gstep.prune(whole.tokens.view(shape), ratio, method)
+    bits = np.asarray(pruned.tokens.contiguous().view(torch.int16).numpy())
+    for codec in BY_BITS:
+        yield codec, replace(whole, tokens=codec.restored(bits), index=pruned.index, evidence={})
+
+
+def _right(model: LanguageModel, logprobs: Tensor, asked: Sequence[_Question]) -> list[float]:
+    """Return 1.0 for each question of which the likeliest letter is the right one."""
+    ids = [[text_ids(model.tokenizer, letter)[0] for letter in letters(row.n_choices)] for row in asked]
+    return [float(one[of].argmax() == row.right) for one, of, row in zip(logprobs, ids, asked, strict=True)]
+
+
+def answer_table(cells: Sequence[Cell], title: str) -> Table:
+    """Lay the cells out for the terminal."""
+    table = Table(title=title, title_justify="left")
+    for name in ("method", "kept", "codec", "MB a video", "right", "less than bfloat16, points", "KL"):
+        table.add_column(name, justify="left" if name in ("method", "codec") else "right")
+    for cell in cells:
+        low, high = 100 * cell.loss["low"], 100 * cell.loss["high"]
+        loss = f"{100 * cell.loss['mean']:.1f} [{low:.1f}, {high:.1f}]"
+        row = (cell.method, f"{cell.ratio:.0%}", cell.codec, f"{cell.mb:.2f}", f"{cell.right:.1%}", loss)
+        table.add_row(*row, f"{cell.kl:.4f}")
+    return table
