@@ -17,9 +17,9 @@ HOUR = 3600.0
 # Measured on two cores by `python -m jobs.benchmark pipeline` (jobs/benchmark/README.md): CPU seconds outside decoding
 # a video, of a byte of its frames and of a bundle of videos, in all processes; and of these two in the driver alone,
 # which is one process and reads the records of all.
-_HOST_S, _HOST_S_A_BYTE, _HOST_S_A_BUNDLE = 4e-3, 0.9e-9, 4e-3
-_DRIVER_S, _DRIVER_S_A_BUNDLE = 1e-3, 4e-3
-_OFF = Interval(0.7, 1.0, 1.6)
+_HOST_S, _HOST_S_A_BYTE, _HOST_S_A_BUNDLE = 1.5e-3, 0.6e-9, 10e-3
+_DRIVER_S, _DRIVER_S_A_BUNDLE = 0.4e-3, 4.5e-3
+_OFF = Interval(0.7, 1.3, 3.0)  # what a core takes for it in a run, where stages wait for each other
 # Operations a second of a core of a CPU in float32.
 _CPU_RATE = Interval(6e9, 20e9, 60e9)
 # Seconds on a GPU of a step of selection, and of what else a video costs there. Not measured.
