@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -28,7 +29,7 @@ class Table:
     """A table that is open; see ``container.Container``. The offset of a video is its row."""
 
     def __init__(self, file: RandomFile) -> None:
-        self._file = file
+        self._file, self.unit = file, 1
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
         self._held: _RowGroups | _RecordBatches | None = None
@@ -41,7 +42,9 @@ class Table:
         try:
             batches = self._opened()
             names = self._names(batches.schema, asked)
-            for piece in range(len(batches.starts()) - 1):
+            starts = batches.starts()
+            self.unit = max([1, *(end - start for start, end in pairwise(starts))])
+            for piece in range(len(starts) - 1):
                 for batch in batches.read(piece, names, _ROWS):
                     for row in batch.to_pylist():
                         yield _member(f"{self._hash}/{asked.column}/{number}", number, row)

@@ -65,7 +65,13 @@ class Asked(NamedTuple):
 
 
 class Container(Protocol):
-    """An opened container: the protocol that every input form implements."""
+    """An opened container: the protocol that every input form implements.
+
+    Attributes:
+        unit: the most videos that share what is read: the rows of a row group.
+    """
+
+    unit: int
 
     def members(self, asked: Asked) -> Iterator[Member]:
         """Yield every video, broken ones too, in order. Raises OSError, or ManifestError for a request that fails."""

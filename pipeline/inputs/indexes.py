@@ -60,6 +60,7 @@ class Indexing:
         say: gets lines of progress.
         unlisted: the containers that were left alone.
         fetched: bytes that were read from stores.
+        unit: the most videos that share what is read of their container.
     """
 
     asked: Asked = field(default_factory=Asked)
@@ -69,6 +70,7 @@ class Indexing:
     say: Callable[[str], object] = _silent
     unlisted: list[str] = field(default_factory=list)
     fetched: int = 0
+    unit: int = 1
     _n_read: int = 0
     _stopped: bool = False
 
@@ -112,7 +114,9 @@ class Indexing:
                 self.unlisted.append(place.uri)
                 return MANIFEST_SCHEMA.empty_table()
             self._n_read += 1
-            members = list(takewhile(self._goes_on, FORMS[suffix_of(place.uri)](file).members(self.asked)))
+            container = FORMS[suffix_of(place.uri)](file)
+            members = list(takewhile(self._goes_on, container.members(self.asked)))
+            self.unit = max(self.unit, container.unit)
             if self._stopped:
                 return MANIFEST_SCHEMA.empty_table()
             self._keep(place, file.mark, members)

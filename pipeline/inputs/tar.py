@@ -43,6 +43,8 @@ class _Entry(NamedTuple):
 class Tar:
     """A tar that is open; see ``container.Container``."""
 
+    unit = 1
+
     def __init__(self, file: RandomFile) -> None:
         self._file = file
 

@@ -21,6 +21,8 @@ _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is und
 class Zip:
     """A zip that is open; see ``container.Container``. The offset of a member is that of its header."""
 
+    unit = 1
+
     def __init__(self, file: RandomFile) -> None:
         self._file = file
 

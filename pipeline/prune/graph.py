@@ -54,6 +54,7 @@ class Resources:
     videos_per_block: int
     videos_per_shard: int
     videos_per_bundle: int = 1
+    whole_blocks: bool = False
 
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
         """Return the bytes of object store that waiting videos need, beside those that workers have in hand.
@@ -97,12 +98,19 @@ class Resources:
     def blocks(self, n_videos: int) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of each block of manifest rows.
 
-        The last blocks are one bundle each, so that few videos wait for a slow worker when the others have none left.
+        The last blocks are one bundle each, so that few videos wait for a slow worker when the others have none left;
+        but not with ``whole_blocks``.
         """
         last = self.decode.workers * (self.decode.in_flight or 1) * self.videos_per_block
         head = max(0, n_videos - last) // self.videos_per_block * self.videos_per_block
+        head = n_videos if self.whole_blocks else head
         starts = [*range(0, head, self.videos_per_block), *range(head, n_videos, self.videos_per_bundle)]
         return pairwise([*starts, n_videos])
+
+    def by_units(self, unit: int) -> Resources:
+        """Return these with blocks of ``unit`` videos, which share what is read of their container."""
+        bundle = math.gcd(unit, self.videos_per_bundle)
+        return replace(self, videos_per_block=unit, videos_per_bundle=bundle, whole_blocks=True)
 
     @property
     def shards_at_once(self) -> int:

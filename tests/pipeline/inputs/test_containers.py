@@ -108,6 +108,12 @@ def test_a_column_of_bytes_gives_its_rows_in_order(tmp_path, form, struct_of):
     assert contents(mixed) == [list(FILES.values())[place] for place in (3, 11, 4, 4, 0, 7)]
 
 
+def test_a_table_says_how_many_rows_share_a_row_group(tmp_path):
+    indexing = Indexing(Asked("video"))
+    read_manifest(str(write_parquet(tmp_path / "a.parquet")), indexing=indexing)
+    assert indexing.unit == 5
+
+
 def test_columns_have_clips_and_holes(tmp_path):
     pq.write_table(
         pa.table({"v": [b"1", None, b"3"], "start_s": [1, None, 2], "end_s": [2.5, None, None]}), tmp_path / "a.parquet"
@@ -210,6 +216,8 @@ def test_a_tar_on_s3_that_may_not_be_read_is_a_row(server, tmp_path):
 
 class Lengths:
     """A form of its own: each video behind its length in four bytes."""
+
+    unit = 1
 
     def __init__(self, file):
         self._file = file

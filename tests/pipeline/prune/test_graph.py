@@ -240,3 +240,9 @@ def test_what_a_worker_has_not_handed_over_is_not_waiting():
     assert (plan.decode.workers, plan.encode.workers, plan.videos_per_block, plan.videos_per_shard) == (2, 1, 4, 2)
     assert [plan.collected(stage, waits=True) for stage in PRUNING.stages] == [1, 5, 4]  # of two calls at a time
     assert [plan.collected(stage, waits=False) for stage in PRUNING.stages] == [1, 1, 1]
+
+
+def test_blocks_of_a_table_are_its_row_groups():
+    plan = plan_resources(cpus=8, gpus=0, n_videos=100).by_units(40)
+    assert list(plan.blocks(100)) == [(0, 40), (40, 80), (80, 100)] and plan.videos_per_block == 40
+    assert 40 % plan.videos_per_bundle == 0
