@@ -118,7 +118,9 @@ def _coded(whole: Visual, method: str, ratio: float) -> Iterator[tuple[TokenCode
     pruned = gstep.prune(whole.tokens.view(shape), ratio, method)
     bits = np.asarray(pruned.tokens.contiguous().view(torch.int16).numpy())
     for codec in BY_BITS:
-        yield codec, replace(whole, tokens=codec.restored(bits), index=pruned.index, evidence={})
+        # As large a share of the channels as at the width that the megabytes are of: eight are many of a narrow token.
+        as_wide = replace(codec, kept=codec.kept * shape[2] // WIDE)
+        yield codec, replace(whole, tokens=as_wide.restored(bits), index=pruned.index, evidence={})
 
 
 def _right(model: LanguageModel, logprobs: Tensor, asked: Sequence[_Question]) -> list[float]:
