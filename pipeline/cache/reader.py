@@ -66,7 +66,7 @@ class UngatedCache(UserWarning):
 def warn_of_gate(store: Store, header: CacheHeader) -> None:
     """Warn whoever opens a cache of coded tokens that passed no gate."""
     gate, codec = header.get("gate"), codec_of(header["identity"]).name
-    if gate is not None and gate["passed"]:
+    if codec == BFLOAT16.name or (gate is not None and gate["passed"]):
         return
     what = "no gate has compared its answers with those from bfloat16 tokens (--gate of jobs.prune and jobs.recode)"
     if gate is not None:
@@ -112,8 +112,7 @@ class TokenCache:
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         self.store = store or store_at(path)
         self.header = read_header(self.store)
-        if self.codec is not BFLOAT16:
-            warn_of_gate(self.store, self.header)
+        warn_of_gate(self.store, self.header)
         made_with = fingerprint(self.identity)
         self._live = (
             LiveVideos.open(self.store, made_with) if live is None else LiveVideos(self.store, made_with, live, ())

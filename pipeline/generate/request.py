@@ -18,7 +18,7 @@ from pipeline.cache.header import CacheHeader, CacheIdentity, differences, finge
 from pipeline.cache.live_rows import INDEX_COLUMNS
 from pipeline.cache.live_videos import read_live_of, widths_of
 from pipeline.cache.method import declared_method
-from pipeline.cache.reader import read_header
+from pipeline.cache.reader import read_header, warn_of_gate
 from pipeline.cache.reading import TokenOrder, rows_wanted
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
@@ -205,6 +205,7 @@ def _prunings(
 
 def _live_of(cache: Store, header: CacheHeader, questions: pa.Table) -> pa.Table:
     """Return LIVE_COLUMNS of the cache's videos that the questions ask about."""
+    warn_of_gate(cache, header)
     ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
     return read_live_of(cache, ids, LIVE_COLUMNS, fingerprint(header["identity"]))
 
