@@ -161,7 +161,7 @@ def test_dead_heartbeats_harm_no_video(one_cpu, tmp_path):
 
 
 class HangingWriter:
-    def __init__(self, store, run_id, heartbeats) -> None:
+    def __init__(self, store, run_id, heartbeats, *_) -> None:
         self._heartbeat = Heartbeat("write", heartbeats)
 
     def write(self, *blocks: pa.Table) -> pa.Table:
