@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -137,6 +138,10 @@ def checked_name(name: str) -> str:
     return name
 
 
+# Of two threads that open a root at once the second would close the descriptor that the first one uses.
+_HOLDING = threading.Lock()
+
+
 class LocalStore:
     """A store in a local folder.
 
@@ -159,8 +164,9 @@ class LocalStore:
 
     def _descriptor(self) -> int:
         """Return the open root's descriptor. Raises FileNotFoundError if the root is gone or was replaced."""
-        if self._held is None:
-            self._held = _HeldFolder(self.root)
+        with _HOLDING:
+            if self._held is None:
+                self._held = _HeldFolder(self.root)
         fault = "is gone"
         with suppress(FileNotFoundError):
             if _same_folder(os.fstat(self._held.descriptor), self.root.stat()):

@@ -6,9 +6,11 @@ import resource
 import signal
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pipeline.storage import stores
 from pipeline.storage.stores import FileInfo, LocalStore
 from tests.waiting import wait_until
 
@@ -126,3 +128,20 @@ def test_a_folder_whose_inode_number_changes_is_the_same_folder(tmp_path, monkey
     with pytest.raises(FileNotFoundError, match="another one took its place"):
         store.put("c", b"x")
     assert [path.name for path in tmp_path.glob("*/*")] in (["a", "b"], ["b", "a"])
+
+
+def test_threads_that_write_at_once_hold_one_descriptor(tmp_path, monkeypatch):
+    """Two that opened the root at once closed each other's descriptor, whose number another file may have by then."""
+    opened, real = [], stores._HeldFolder
+
+    def slow(folder):
+        opened.append(folder)
+        time.sleep(0.05)
+        return real(folder)
+
+    monkeypatch.setattr(stores, "_HeldFolder", slow)
+    store = LocalStore(tmp_path / "c")
+    store.make()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: store.put(f"folder/{number}", b"x"), range(32)))
+    assert len(opened) == 1 and len(list((tmp_path / "c/folder").iterdir())) == 32
