@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-from pipeline.errors import ManifestError, printable
+from pipeline.errors import ManifestError, RunFailed, printable
 from pipeline.inputs.container import Asked, Member, fault, open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.listings import suffix_of
@@ -97,7 +97,7 @@ class Indexing:
                 self._stopped = False
 
     def _rows(self, place: Place, objects: Objects) -> pa.Table:
-        """Return the videos of one container, as MANIFEST_SCHEMA. Raises ManifestError."""
+        """Return the videos of one container, as MANIFEST_SCHEMA. Raises ManifestError, RunFailed."""
         if "#" in place.uri:
             raise ManifestError(f"{place.uri}: rename it: a # in a container's name would stand before its members'")
         if place.policy is not None:
@@ -142,12 +142,15 @@ class Indexing:
         return [Member(*member) for member in members] if told == [_VERSION, place.uri, mark] else None
 
     def _keep(self, place: Place, mark: str, members: Sequence[Member]) -> None:
-        """Keep a whole index; runs that make it at once write the same. Raises OSError."""
+        """Keep a whole index; runs that make it at once write the same. Raises RunFailed where the store fails."""
         if self.store is None or not self.keeps or suffix_of(place.uri) in OF_COLUMNS or not mark:
             return
         data = json.dumps([[_VERSION, place.uri, mark], *members]).encode()
         self.store.make()
-        self.store.put(_name(place.uri), zlib.compress(data, 1))
+        try:
+            self.store.put(_name(place.uri), zlib.compress(data, 1))
+        except OSError as error:  # no fault of the container's
+            raise RunFailed(f"{self.store}: the index of {place.uri} cannot be kept: {error}") from error
 
 
 def _name(uri: str) -> str:

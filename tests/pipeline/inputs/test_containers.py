@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import ManifestError, VideoFault
+from pipeline.errors import ManifestError, RunFailed, VideoFault
 from pipeline.inputs.container import Asked, Member
 from pipeline.inputs.forms import FORMS, Containers, fetch_of, spot_of
 from pipeline.inputs.indexes import Indexing
@@ -190,6 +190,15 @@ def test_an_object_that_was_replaced_meanwhile_is_a_fault(server, tmp_path):
     server.upload("a.tar", write_tar(tmp_path / "a.tar", {"x.mp4": b"1", **FILES}).read_bytes())
     with pytest.raises(VideoFault, match="has changed since it was indexed"):
         contents(found[5:6], server.objects())
+
+
+def test_an_index_that_cannot_be_kept_is_no_fault_of_its_container(tmp_path):
+    write_tar(tmp_path / "a.tar", FILES)
+    store = LocalStore(tmp_path / "cache")
+    store.make()
+    (tmp_path / "cache/sources").write_text("a file where the folder should be")
+    with pytest.raises(RunFailed, match=r"cache: the index of .*a\.tar cannot be kept: .*Not a directory"):
+        rows(str(tmp_path / "a.tar"), store=store, keeps=True)
 
 
 def test_a_glob_of_tars_on_s3_resumes_by_its_listing_and_kept_indexes(server, tmp_path):
