@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,16 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
+_SLOW: Counter[Path] = Counter()  # slow tests of a file
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with the most slow tests first: the workers of ``-n`` then end at about the same time."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    _SLOW.update(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -_SLOW[item.path])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """End the Ray that slow tests share before the first file without any: its tests start none, and look whether."""
+    if not _SLOW[item.path] and (rays := sys.modules.get("tests.pipeline.rays")) is not None:
+        rays.end_plain()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from types import SimpleNamespace
 
 import pytest
 
+if importlib.util.find_spec("vllm") is None:  # before anything is set that tests beside this one would inherit
+    pytest.skip("vLLM is not installed here: see tests/test_vllm.py", allow_module_level=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
@@ -15,7 +18,6 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     os.environ["TRITON_INTERPRET"] = "1"
     backends = pytest.importorskip("triton.backends").backends
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-pytest.importorskip("vllm", reason="vLLM is not installed here: see tests/test_vllm.py")
 if os.environ.get("TRITON_INTERPRET") == "1":
     # The interpreter counts loops in Python's int, which vLLM's kernel of top-p takes for a tensor: PyTorch's form.
     sampler = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")

@@ -51,11 +51,12 @@ def _plain_ids() -> list[str]:
             patch.setenv(worker.SOCKET, warm_workers())
             warm = _connected(*PLAIN, worker_path=worker.__file__, no_monitor=True)
             _plain.append((stack, stack.enter_context(warm)[1]))
-        atexit.register(_end_plain)
+        atexit.register(end_plain)
     return _plain[0][1]
 
 
-def _end_plain() -> None:
+def end_plain() -> None:
+    """End the cluster that most tests share, where there is one."""
     while _plain:
         _plain.pop()[0].close()
 
@@ -63,7 +64,7 @@ def _end_plain() -> None:
 @contextmanager
 def growing_ray(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], list[str]]]:
     """Start such a cluster, and yield a function that adds a node too."""
-    _end_plain()
+    end_plain()
     with _environment_of_nodes(), _connected(*nodes) as started:
         yield started
 

@@ -64,7 +64,7 @@ def test_thumbnails_fit_their_box_and_are_never_enlarged(height, width, size):
 def test_pictures_of_a_folder_of_frames_are_found_again_while_it_is_the_same(tmp_path):
     folder, clip = write_jpegs(tmp_path / "frames_fps3" / "x", 12), {"start_s": 1.0, "end_s": 3.0}
     video = decode_video(DecodeRequest(folder, Sampling(4), Thumbnails(64), **clip))
-    row = {"uri": str(folder), **clip, **decoded_columns(video, 1)}
+    row = {"uri": str(folder), **clip, **decoded_columns(video, 1), "source_offset": None}
     pictures = source_pictures(row, {"num_frames": 4}, Objects())
     assert len(pictures.jpegs) == 4 and not pictures.missing
     (folder / "00012.jpg").unlink()
