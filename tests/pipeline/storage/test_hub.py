@@ -66,7 +66,8 @@ def hub(tmp_path_factory):
 
 def read(hub, place, column=""):
     hub.requests.clear()
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    here = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment = {**here, "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1"}
     command = [sys.executable, "-c", _READ, f"hf://datasets/{REPO}{place}", column]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
