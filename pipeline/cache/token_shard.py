@@ -242,6 +242,20 @@ def videos_in(store: Store, token_shard: str) -> list[str]:
     return list(open_parquet(data).read(columns=["video_id"]).column(0).unique().to_pylist())
 
 
+def read_videos(store: Store, rows: Sequence[VideoRow]) -> list[pa.Table]:
+    """Read all token rows of each video, checked against its row; neighbours of a shard open it once.
+
+    Raises CorruptShard, OSError.
+    """
+    tables: list[pa.Table] = []
+    opened: TokenShard | None = None
+    for row in rows:
+        if opened is None or opened.name != row["token_shard"]:
+            opened = TokenShard(store, row["token_shard"], row["footer_hash"])
+        tables.append(opened.read_checked(row))
+    return tables
+
+
 def ids_in_footer(store: Store, token_shard: str) -> list[str]:
     """List the ids of the videos in a token shard by the statistics of its row groups, each of one video.
 

@@ -24,7 +24,7 @@ from pipeline.cache.live_rows import VideoRows
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import HEADER, TokenCache, check_version, read_header
-from pipeline.cache.token_shard import TokenShard
+from pipeline.cache.token_shard import read_videos
 from pipeline.cache.writer import commit, put_token_shard
 from pipeline.errors import UsageError
 from pipeline.execution.claim import Claim
@@ -131,14 +131,8 @@ def _places(rows: pa.Table) -> Iterator[tuple[str, str, int]]:
 def _write(source: Store, out: Store, run_id: str, number: int, rows: list[VideoRow], made_with: str) -> None:
     """Write the tokens of some videos as one shard of ``out``, and commit their rows."""
     good = [row for row in rows if row["status"] == "ok"]
-    tables: list[pa.Table] = []
-    opened: TokenShard | None = None
-    for row in good:
-        if opened is None or opened.name != row["token_shard"]:
-            opened = TokenShard(source, row["token_shard"], row["footer_hash"])
-        tables.append(opened.read_checked(row))
     if good:
-        put_token_shard(out, run_id, good, tables)
+        put_token_shard(out, run_id, good, read_videos(source, good))
     commit(out, run_id, number, rows, made_with=made_with)
 
 

@@ -21,14 +21,13 @@ from pipeline.cache.live_rows import TOKENS, VideoRows
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import check_version, read_header
-from pipeline.cache.token_shard import TokenShard
-from pipeline.cache.writer import commit, put_token_shard, token_shard_id
+from pipeline.cache.writer import commit, token_shard_id
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
 from pipeline.execution.request import new_run_id
 from pipeline.execution.run_record import COMMITTED, RUNS, RunFile
-from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
+from pipeline.verify.repair import move_videos
 
 SHARD_BYTES: Final = 256 * 10**6  # of a joined shard, about
 _EMPTIED = "emptied"  # key of a record: the token shards whose videos were written again
@@ -117,14 +116,7 @@ def _join(
     mine = mine.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
     full = VideoRows(store)
     rows = [full(shard, row) for shard, row in zip(mine["shard"].to_pylist(), mine["row"].to_pylist(), strict=True)]
-    moved: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
-    tables = []
-    opened: TokenShard | None = None
-    for row in rows:
-        if opened is None or opened.name != row["token_shard"]:
-            opened = TokenShard(store, row["token_shard"], row["footer_hash"])
-        tables.append(opened.read_checked(row))
-    put_token_shard(store, run_id, moved, tables)
+    moved = move_videos(store, run_id, rows)
     commit(store, run_id, number, moved, made_with=made_with)
     done.videos += len(moved)
     done.read += names

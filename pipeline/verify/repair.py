@@ -26,7 +26,7 @@ from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, keyed, read_file
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
 from pipeline.cache.table import file_named, in_key_order, small_file, sorted_file
-from pipeline.cache.token_shard import TokenShard, videos_in
+from pipeline.cache.token_shard import read_videos, videos_in
 from pipeline.cache.writer import put_token_shard, run_of
 from pipeline.errors import RunFailed, printable
 from pipeline.rows import VideoRow
@@ -61,13 +61,12 @@ def repairable(report: Report) -> bool:
 
 
 def move_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[VideoRow]:
-    """Copy the tokens of videos in one token shard to a new shard, and return their changed rows.
+    """Copy the tokens of videos to one new token shard, and return their changed rows.
 
     Raises CorruptShard where one of them is damaged, and OSError.
     """
-    shard = TokenShard(store, rows[0]["token_shard"], rows[0]["footer_hash"])
     moved: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
-    put_token_shard(store, run_id, moved, [shard.read_checked(row) for row in rows])
+    put_token_shard(store, run_id, moved, read_videos(store, rows))
     return moved
 
 
