@@ -144,7 +144,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     """Run jobs.prune on the videos of unanswered questions, storing all tokens."""
     assert request.videos is not None
     folder = data_folder(request)
-    rows = {row["video_id"]: row for item in items for row in item.manifest_rows(folder)}
+    rows = {str(row["video_id"]): row for item in items for row in item.manifest_rows(folder)}
     lines = [json.dumps(rows[video_id]) for video_id in sorted(rows)]
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
     config = PruneConfig(**{**vars(request.videos), "videos": [f"{request.config.out.rstrip('/')}/{MANIFEST}"]})

@@ -168,8 +168,8 @@ def _chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> Iterator[tupl
 
 def _member(name: str, number: int, row: UserRow) -> Member:
     """Return the member of a row, with its other columns carried."""
-    video_id = row.pop(_KEY, None)
-    carried = {key: value for key, value in row.items() if value is not None}
+    video_id = row.get(_KEY)
+    carried = {key: value for key, value in row.items() if key != _KEY and value is not None}
     text = carried_json(carried) if carried else None
     return Member(name, number, carried=text, video_id=None if video_id is None else str(video_id))
 

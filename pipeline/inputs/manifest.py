@@ -24,7 +24,7 @@ from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.indexes import Indexing, Place
 from pipeline.inputs.listings import VIDEO_SUFFIXES, list_videos, listed_policy, root_prefix, suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, without_secrets
-from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, UserRow, given_parts, is_text, read_parts
+from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, repeated
 from pipeline.rows import ManifestRow
 from pipeline.storage.hub import Files, is_remote, reach
@@ -272,7 +272,7 @@ def given_manifest(given: object, video_roots: Sequence[str] = ()) -> pa.Table:
     return _unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA), "videos")
 
 
-def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[UserRow], Roots]:
+def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:
     """Build rows for paths that were named one by one, and the roots that let them be read."""
     rows = [{"video_id": path.rstrip("/").rpartition("/")[2], "uri": path} for path in paths]
     (name, count), *_ = Counter(row["video_id"] for row in rows).most_common(1)

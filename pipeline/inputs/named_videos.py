@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, printable
 from pipeline.inputs.listings import MISSHAPED, OUTSIDE, named_policy
-from pipeline.inputs.tables import Rows, UserRow, carried_json, text_in
+from pipeline.inputs.tables import Rows, UserRow, carried_json, number_of, text_in
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import is_object
 
@@ -210,10 +210,7 @@ def _seconds(row: UserRow, name: str, where: str) -> float | None:
     value = row.get(name)
     if value is None:
         return None
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
+    seconds = number_of(value)
     if not math.isfinite(seconds):
         raise ManifestError(f"{where}: {name} is {value!r}, not a number of seconds")
     return seconds
@@ -234,10 +231,7 @@ def _size(row: UserRow, where: str) -> int | None:
     value = row.get("size_bytes")
     if value is None:
         return None
-    try:
-        size = float(value)
-    except (TypeError, ValueError, OverflowError):
-        size = math.nan
+    size = number_of(value)
     if not (0 <= size < _MOST_BYTES and size == math.floor(size)):
         raise ManifestError(f"{where}: size_bytes is {value!r}, not a whole number of bytes")
     return int(size)

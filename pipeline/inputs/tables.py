@@ -7,10 +7,12 @@ import io
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
 from itertools import islice
 from numbers import Integral
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol, SupportsFloat
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,8 +21,24 @@ import pyarrow.parquet as pq
 from pipeline.errors import printable
 from pipeline.inputs.listings import suffix_of
 
-#: A row of a file that a user wrote: it may hold anything.
-UserRow = dict[str, Any]
+#: A value in a row that a user wrote: of JSON, or of the types that Parquet and tables in memory have beside them.
+UserValue = (
+    str
+    | int
+    | float
+    | bool
+    | bytes
+    | date
+    | time
+    | timedelta
+    | Decimal
+    | os.PathLike[str]
+    | Sequence["UserValue"]
+    | Mapping[str, "UserValue"]
+    | None
+)
+#: A row of a file that a user wrote, by column.
+UserRow = Mapping[str, UserValue]
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
 _PART_ROWS = 2**16  # rows of a part of a file
 _SHOWN = 200  # bytes of a header that a message shows
@@ -190,10 +208,7 @@ class _DictRows:
             return None
 
     def numbers(self, name: str) -> pa.Array | None:
-        try:
-            values = [None if row.get(name) is None else float(row[name]) for _, row in self._rows]
-        except (TypeError, ValueError, OverflowError):
-            return None
+        values = [None if row.get(name) is None else number_of(row[name]) for _, row in self._rows]
         finite = all(value is None or math.isfinite(value) for value in values)
         return pa.array(values, pa.float64()) if finite else None
 
@@ -262,6 +277,14 @@ def text_in(row: UserRow, name: str, where: str) -> str:
     if not is_text(text) or "\0" in text:
         raise BadRow(f"{where}: the {name} is not valid text: {text!r}")
     return text
+
+
+def number_of(value: UserValue) -> float:
+    """Return a cell as a number, nan where it is none."""
+    try:
+        return float(value) if isinstance(value, str | bytes | SupportsFloat) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 def is_text(name: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from pipeline.errors import VideoFault
 from pipeline.inputs.container import Asked, Member, RandomFile, fault, named_safely
 from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
-from pipeline.inputs.tables import carried_json
+from pipeline.inputs.tables import UserValue, carried_json
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 _MOST_HEADER = 2**20  # bytes of an extended header; a real one has some hundred
@@ -51,7 +51,7 @@ class Tar:
     def members(self, asked: Asked) -> Iterator[Member]:
         """Yield the videos in their order, those of one key once its last member was seen."""
         seen: set[str] = set()
-        key, videos, carried = "", list[Member](), dict[str, object]()
+        key, videos, carried = "", list[Member](), dict[str, UserValue]()
         for entry in self._entries():
             name = entry.name.removeprefix("./")
             if _key(name) != key:
@@ -80,7 +80,7 @@ class Tar:
                 raise VideoFault("io", f"{self._file.uri} ends before the member does; run the same command again")
             yield piece
 
-    def _carried(self, entry: _Entry, kind: str) -> object:
+    def _carried(self, entry: _Entry, kind: str) -> UserValue:
         """Return what a .json, .txt or .cls member holds; None of one that is too large to be carried."""
         if entry.size > _MOST_CARRIED:
             return None
@@ -88,7 +88,8 @@ class Tar:
         if kind == "txt":
             return text
         try:
-            return json.loads(text)
+            value: UserValue = json.loads(text)
+            return value
         except (ValueError, RecursionError):
             return text.strip()
 
@@ -205,7 +206,7 @@ def _video(entry: _Entry, name: str, *, again: bool) -> Member:
     return named_safely(Member(name, entry.offset, entry.size, fault=wrong))
 
 
-def _with_carried(videos: list[Member], carried: dict[str, object]) -> Iterator[Member]:
+def _with_carried(videos: list[Member], carried: dict[str, UserValue]) -> Iterator[Member]:
     """Yield the videos of one key, each with the same carried members as JSON."""
     text = carried_json(carried) if carried else None
     yield from (video._replace(carried=text) for video in videos)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pipeline.errors import UsageError, printable
 from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, without_letter
-from pipeline.inputs.tables import UserRow
 
 _MOST_WRONG = 0.5  # share of questions; in the published files at most 2 of 355 are wrong
 
@@ -74,9 +73,9 @@ class Item:
         """The video, or the first of several."""
         return self.video_ids[0]
 
-    def manifest_rows(self, folder: Path) -> list[UserRow]:
+    def manifest_rows(self, folder: Path) -> list[dict[str, str | float]]:
         """Return the rows of a jobs.prune manifest that name the item's videos below this folder."""
-        clip: UserRow = {"start_s": self.start_s, "end_s": self.end_s}
+        clip = {"start_s": self.start_s, "end_s": self.end_s}
         given = {name: value for name, value in clip.items() if value is not None}
         return [{"video_id": name, "uri": str(folder / (self.path or name)), **given} for name in self.video_ids]
 

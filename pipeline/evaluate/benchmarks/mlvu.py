@@ -19,7 +19,7 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.reading import Place
 from pipeline.evaluate.protocols import Prompt, lmms_eval
 from pipeline.generate.choices import letters
-from pipeline.inputs.tables import UserRow
+from pipeline.inputs.tables import UserRow, UserValue
 
 # Task -> (its letters in the paper, the authors' folder). One task has two names.
 _DEV = {
@@ -50,7 +50,7 @@ def _row(row: UserRow, place: Place) -> UserRow:
 def _lettered(row: UserRow) -> UserRow:
     """Move the options of an authors' row into the question, and replace the answer with its letter."""
     options, answer = row.get("candidates"), row.get("answer")
-    more: UserRow = {"task_type": row["question_type"], "video_name": row.get("video")}
+    more: dict[str, UserValue] = {"task_type": row["question_type"], "video_name": row.get("video")}
     if isinstance(options, list) and all(
         isinstance(text, str) for text in options
     ):  # otherwise the row is recorded as bad
