@@ -99,8 +99,9 @@ def read_small(store: Store, name: str, data: bytes, columns: Sequence[str] | No
     """Parse a small file; of ``columns`` those that it has. Raises CorruptShard."""
     check_content(store, name, data)
     file = open_parquet(pa.BufferReader(data))
-    held = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
-    return file.read(columns=held, use_threads=READ_THREADS)
+    held = file.schema_arrow.names  # built anew by each access
+    wanted = None if columns is None else [name for name in columns if name in held]
+    return file.read(columns=wanted, use_threads=READ_THREADS)
 
 
 def small_file(folder: str, run_id: str, number: int, rows: pa.Table, made_with: str | None) -> tuple[str, pa.Buffer]:
@@ -171,7 +172,8 @@ class SortedFile:
 
     def read(self, groups: Sequence[int], columns: Sequence[str] | None = None) -> pa.Table:
         """Read row groups, each a stretch of the file; of ``columns`` those that the file has. Raises CorruptShard."""
-        names = self.schema.names if columns is None else [name for name in columns if name in self.schema.names]
+        held: list[str] = self.schema.names
+        names = held if columns is None else [name for name in columns if name in held]
         stretches = [stretch for group in groups for stretch in self._fetched(group, frozenset(names))]
         source = pa.PythonFile(Fetched(stretches, _Unfetched(self.n_bytes)), mode="r")
         try:

@@ -126,7 +126,7 @@ def test_a_flipped_bit_anywhere_raises_or_changes_nothing(store, read):
 @pytest.mark.slow
 @pytest.mark.parametrize("read", ["all", "find"])
 def test_every_byte_of_a_sorted_file(store, read):
-    """A bit of each byte in turn: what is read raises, or is what was written."""
+    """A bit of each byte in turn raises or changes nothing; find is tried on all of the tail, a fourth of the rows."""
     rows = rows_of(70)  # two row groups
     name = put_sorted(store, rows)
     path, file, draw = store.root / name, file_named(name), random.Random(0)
@@ -134,6 +134,8 @@ def test_every_byte_of_a_sorted_file(store, read):
     raised = 0
     with path.open("r+b") as changed:
         for at, byte in enumerate(whole):
+            if read == "find" and at % 4 and at < len(whole) - file.n_tail:
+                continue
             changed.seek(at)
             changed.write(bytes([byte ^ 1 << draw.randrange(8)]))
             changed.flush()
