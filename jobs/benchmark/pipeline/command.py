@@ -28,7 +28,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, default, unit, what in (
         ("--frames", [2, 32], "T", "of a video, 0.44 MB each [2 32]"),
         ("--encode-ms", [15, 60, 250], "MS", "that encoders sleep for a video [15 60 250]"),
-        ("--nodes", [], "N", "instead: the job on logical nodes, with a worker of each kind a node"),
+        (
+            "--nodes",
+            [],
+            "N",
+            "instead: the job on logical nodes, with a worker of each kind a node, beside a loop a node",
+        ),
     ):
         parser.add_argument(name, type=count, nargs="+", default=default, metavar=unit, help=what)
     parser.add_argument(
@@ -79,7 +84,7 @@ def _measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
         first = None
         for nodes in sorted(arguments.nodes) or [0]:
             work = Work(JOB, frames, encode_ms / 1e3, nodes or arguments.workers, nodes or 1, nodes)
-            works = [replace(work, kind=kind) for kind in ((JOB,) if nodes else (LOOP, JOB, SINGLE, DECODE))]
+            works = [replace(work, kind=kind) for kind in ((LOOP, JOB) if nodes else (LOOP, JOB, SINGLE, DECODE))]
             found = compare(works, arguments.folder, arguments.seconds, arguments.repeats, console.print)
             cells.append(cell(work, found, first))
             first = first or cells[-1]

@@ -1,10 +1,13 @@
-"""Run what one would write without this package: DataLoader -> model -> Parquet, in one process."""
+"""Run what one would write without this package: DataLoader -> model -> Parquet, in a process for each encoder."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 
 import av
 import numpy as np
@@ -20,11 +23,12 @@ _PREFETCH = 4
 
 
 class Videos(Dataset[tuple[str, torch.Tensor]]):
-    """A dataset of the work's videos, each item an id and its frames, [t,h,w,3] uint8."""
+    """A dataset of one encoder's share of the videos, each item an id and its frames, [t,h,w,3] uint8."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, encoder: int) -> None:
         self._work = work
-        self._rows = [json.loads(line) for line in work.manifest.read_text(encoding="utf-8").splitlines()]
+        lines = work.manifest.read_text(encoding="utf-8").splitlines()
+        self._rows = [json.loads(line) for line in lines[encoder :: work.encoders]]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -37,20 +41,32 @@ class Videos(Dataset[tuple[str, torch.Tensor]]):
 
 
 def run(work: Work) -> dict[str, float]:
-    """Decode by a DataLoader, sleep for each video as the encoder does, write tokens to Parquet; return the seconds."""
+    """Run the loop over all videos, in a process for each of several encoders; return the seconds."""
     work.out.mkdir()
-    workers = 0 if work.kind == SINGLE else work.workers
-    tokens, waiting = os.urandom(work.frames * KEPT_BYTES_PER_FRAME), dict[str, bytes]()
     started = time.perf_counter()
+    if work.encoders == 1:
+        encode_share(work, 0)
+    else:
+        with ProcessPoolExecutor(work.encoders, get_context("spawn")) as processes:
+            list(processes.map(partial(encode_share, work), range(work.encoders)))
+    return {"seconds": time.perf_counter() - started}
+
+
+def encode_share(work: Work, encoder: int) -> None:
+    """Decode by a DataLoader, sleep for each video as the encoder does, and write tokens to Parquet."""
+    workers = 0 if work.kind == SINGLE else max(1, work.workers // work.encoders)
+    tokens, waiting = os.urandom(work.frames * KEPT_BYTES_PER_FRAME), dict[str, bytes]()
     # No batches: videos differ in length. Frames would go to the GPU as they are, so nothing is computed of them here.
     loader = DataLoader(
-        Videos(work), batch_size=None, num_workers=workers, prefetch_factor=_PREFETCH if workers else None
+        videos := Videos(work, encoder),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=_PREFETCH if workers else None,
     )
     for number, (video_id, _) in enumerate(loader, start=1):
         time.sleep(work.work_s)
         waiting[video_id] = tokens
-        if len(waiting) == _VIDEOS_PER_FILE or number == work.videos:
+        if len(waiting) == _VIDEOS_PER_FILE or number == len(videos):
             table = pa.table({"video_id": list(waiting), "tokens": list(waiting.values())})
-            pq.write_table(table, work.out / f"{number:07d}.parquet")
+            pq.write_table(table, work.out / f"{encoder}-{number:07d}.parquet")
             waiting.clear()
-    return {"seconds": time.perf_counter() - started}

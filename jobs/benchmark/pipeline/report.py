@@ -25,8 +25,9 @@ def cell(work: Work, found: Mapping[str, Figures], first: Figures | None = None)
         if kind != DECODE:  # by what an encoder is to take, never by a clock around it
             shown[f"{kind}, busy"] = speed * work.work_s / work.encoders
     if LOOP in found:
-        shown["slowest stage alone, videos/s"] = min(work.encoders / work.work_s, speeds[DECODE])
         shown[f"job / {LOOP}"] = speeds[JOB] / speeds[LOOP]
+    if DECODE in found:
+        shown["slowest stage alone, videos/s"] = min(work.encoders / work.work_s, speeds[DECODE])
         shown["job / slowest stage"] = speeds[JOB] / shown["slowest stage alone, videos/s"]
     if first:
         shown["job / nodes x the first"] = speeds[JOB] / (first[f"{JOB}, videos/s"] * work.nodes / first["nodes"])

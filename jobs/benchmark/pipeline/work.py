@@ -26,7 +26,7 @@ class Work:
         frames: of each video.
         work_s: what an encoder sleeps for each video.
         workers: that decode.
-        encoders: of the job; the loops have one.
+        encoders: of the job; the plain loop has a process for each.
         nodes: logical ones; 0 is a Ray as the job starts it by itself.
         folder: has the videos, and gets the results.
     """

@@ -6,7 +6,7 @@ import pytest
 
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.pipeline import measure
-from jobs.benchmark.pipeline.work import DRIVER
+from jobs.benchmark.pipeline.work import DRIVER, JOB, LOOP
 
 
 @pytest.fixture
@@ -41,12 +41,14 @@ def test_loop_job_single_process_and_decoding_take_turns(tmp_path, capsys, ran):
     assert "job / plain loop" in capsys.readouterr().out and (tmp_path / "job.png").exists()
 
 
-def test_logical_nodes_have_a_worker_of_each_kind(tmp_path, ran):
+@pytest.mark.parametrize("kind", [JOB, LOOP])
+def test_logical_nodes_have_a_worker_of_each_kind(tmp_path, ran, kind):
     cells = measured(tmp_path, "--nodes", "4", "1", "--frames", "2", "--encode-ms", "50", "--seconds", "10")
-    assert [(work.nodes, work.workers, work.encoders, work.videos) for work in ran] == [
+    assert [(work.nodes, work.workers, work.encoders, work.videos) for work in ran if work.kind == kind] == [
         (1, 1, 1, 50), (1, 1, 1, 250), (4, 4, 4, 200), (4, 4, 4, 1000),
     ]  # fmt: skip
     assert [cell.get("job / nodes x the first") for cell in cells] == [None, pytest.approx(1.0)]
+    assert all("job / plain loop" in cell for cell in cells)
 
 
 def test_the_driver_is_shown_by_what_a_video_more_takes(tmp_path, capsys, ran):

@@ -1,8 +1,10 @@
 """What a video more takes, worked out from two runs of child processes."""
 
+import pyarrow.parquet as pq
 import pytest
 
-from jobs.benchmark.pipeline.measure import medians, run_child, slope
+from jobs.benchmark.pipeline import loop
+from jobs.benchmark.pipeline.measure import make_videos, medians, run_child, slope
 from jobs.benchmark.pipeline.work import DECODE, DRIVER, FRAME_BYTES, JOB, LOOP, SINGLE, Work
 from pipeline.errors import RunFailed
 
@@ -29,6 +31,14 @@ def test_what_the_job_is_compared_with_runs_in_a_process_of_its_own(tmp_path, ki
     assert done["seconds"] > (0.0 if kind == DECODE else 20 * 0.01)
     assert done["CPU main process"] > 0 and done["peak MB"] > 10 and "store MB" not in done
     assert not list(tmp_path.iterdir())
+
+
+def test_loops_of_several_encoders_share_the_videos(tmp_path):
+    work = Work(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
+    make_videos(work)
+    assert loop.run(work)["seconds"] > 10 * 0.01
+    written = [pq.read_table(file)["video_id"].to_pylist() for file in sorted(work.out.iterdir())]
+    assert [len(ids) for ids in written] == [10, 10] and len({*written[0], *written[1]}) == 20
 
 
 @pytest.mark.slow
