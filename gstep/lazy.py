@@ -1,11 +1,12 @@
-"""Tables from a name to a class that is imported on first use, and a context for large imports."""
+"""Tables from a name to a class that is imported on first use, near names, and a context for large imports."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,12 @@ def load_object(target: str) -> Any:
     """Import the object that ``"package.module:Name"`` names."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean KNOWN?)"`` for the known name nearest to a mistyped one, or "" if none is near."""
+    near = get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 @contextmanager
@@ -57,7 +64,8 @@ class LazyTable(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._targets:
-            raise KeyError(f"unknown {self._what} {name!r}; known: {', '.join(self._targets)}")
+            hint = did_you_mean(name, self._targets)
+            raise KeyError(f"unknown {self._what} {name!r}{hint}; known: {', '.join(self._targets)}")
         return load_object(self._targets[name])
 
     def __contains__(self, name: object) -> bool:  # without importing anything

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import cast
 
 from jobs.command import Parser
+from jobs.frame.called import PROGRAM, by_name, completing, import_from_here, words_to_complete
 
 #: Its name -> the module whose ``main`` carries it out, and what it does.
 COMMANDS = {
@@ -33,22 +34,21 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that is named first; returns its exit code. No other command is imported."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv) or words_to_complete(COMMANDS)
+    import_from_here()
     if words and words[0] in COMMANDS:
         command = import_module(COMMANDS[words[0]][0])
         return cast(int, command.main(words[1:]))
     parser = Parser(
-        "gstep-cache",
+        PROGRAM if by_name() else "python -m jobs",
         description=__doc__,
         epilog="commands:\n" + "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if not words:
+    if not words and not completing():
         parser.print_help()
         return 0
-    parser.add_argument(
-        "command", choices=COMMANDS, metavar="COMMAND", help="gstep-cache COMMAND --help shows its flags"
-    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="COMMAND --help shows its flags")
     parser.parse_args(words)
     return 2  # unreachable: argparse has ended the process, as no command stands first
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,9 +17,12 @@ from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 
+from gstep.lazy import did_you_mean
+from jobs.frame.called import NamingConsole, as_called, complete
 from jobs.frame.flags import add_flags, from_flags, read_config_file
 from jobs.frame.json_document import HELP, STDOUT, Done, add_json, error_record, stdout_as_stderr, write_document
 from pipeline.errors import CorruptShard, RunFailed, UsageError
+from pipeline.option_values import share as share_or_percent
 
 Errors = tuple[type[Exception], ...]
 T = TypeVar("T")
@@ -33,7 +36,7 @@ Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the 
 _SHORT_WIDTH = 118  # columns of the help of the usual options, which fits one screen of text so
 
 
-class LogConsole(Console):
+class LogConsole(NamingConsole):
     """A console for messages on stderr: plain on a terminal; in a log each message is one line with its time."""
 
     def __init__(self) -> None:
@@ -56,11 +59,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.prog = as_called(self.prog)
         self._json = False
         self.usual: frozenset[str] | None = None
         self.add_argument(
             "--version", action=_Version, help="show the versions of this package, torch, Ray, transformers"
         )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        complete(self)
+        return super().parse_args(args, namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._json = "--json" in (sys.argv[1:] if args is None else args)
@@ -68,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         if self.usual is None:
-            return super().format_help()
+            return as_called(super().format_help())
         hidden = [action for action in self._actions if action.dest not in self.usual]
         texts, shape = [action.help for action in hidden], self.formatter_class
         for action in hidden:
@@ -77,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         self.usage = f"{self.prog}{words} [options]"
         self.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=_SHORT_WIDTH)
         try:
-            return super().format_help()
+            return as_called(super().format_help())
         finally:
             self.usage, self.formatter_class = None, shape
             for action, text in zip(hidden, texts, strict=True):
@@ -86,8 +94,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecog") else []
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        likely = [name for flag in flags for name in get_close_matches(flag, self._option_string_actions, 1)]
-        message += f" (did you mean {', '.join(likely)}?)" if likely else ""
+        message += "".join(did_you_mean(flag, self._option_string_actions) for flag in flags)
+        if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         if self._json:
             write_document(STDOUT, error_record(UsageError(message)))
         self.exit(2, f"usage: {self.prog} [options]; --help lists them\n{self.prog}: error: {message}\n")
@@ -178,7 +187,7 @@ def exit_code_of(
 ) -> int:
     """Run the work and return its exit code: 1 where it failed, 2 where it was refused, 130 where it was interrupted.
 
-    Each of these prints a line that says why.
+    Each of these prints a line that says why, and names commands as this one was called.
 
     ``document`` is where ``--json`` writes what the work returns with its exit code, or the error.
     """
@@ -208,12 +217,13 @@ def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, ref
     try:
         done = work()
     except failed as error:
-        console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return Done(1, error_record(error))
+        console.print(as_called(f"failed: {error}"), style="red", markup=False, highlight=False, soft_wrap=True)
+        return Done(1, error_record(error, as_called(str(error))))
     except refused as error:
         # Printed without the time of a log line, since nothing was started.
-        Console.print(console, f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return Done(2, error_record(error))
+        said = as_called(str(error))
+        Console.print(console, f"error: {said}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return Done(2, error_record(error, said))
     code, record = done if isinstance(done, Done) else (done, {})
     return Done(code, {"exit_code": code, **record})
 
@@ -227,8 +237,8 @@ def count(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """Parse a number in (0, 1], as a flag's type."""
-    value = float(text)
+    """Parse a number in (0, 1], or a percentage, as a flag's type."""
+    value = share_or_percent(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}")
     return value
@@ -261,8 +271,8 @@ def _document_file(text: str) -> Path:
 
 def wide_console() -> Console:
     """Return a console for tables, which cuts them to the width of a terminal, but not of a file or a pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
+    console = NamingConsole()
+    return console if console.is_terminal else NamingConsole(width=200)
 
 
 class _Interruption:

@@ -16,13 +16,15 @@ from jobs.frame.json_document import Done, add_json
 from jobs.remove import read_ids
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.options import S3Options
+from pipeline.storage.hub import SCHEME
 
 EPILOG = """\
 The copy is a cache that every command reads, without the records of runs (hosts, folders, flags); token shards are hard
-links on one file system. Its README.md is a dataset card: fill in licence and origin. To publish it on the Hugging Face
-Hub, whose client resumes uploads:
+links on one file system. Its README.md is a dataset card: fill in licence and origin.
 
-  hf upload-large-folder OWNER/NAME FOLDER --repo-type dataset
+With --to hf://datasets/OWNER/NAME the copy is made in --staging, a folder here, and uploaded from there to the Hugging
+Face Hub: into a new private dataset, or one that holds such a cache. Files that are there are not sent again, those of
+removed videos are deleted there, and a card that is there stays. HF_ENDPOINT, HF_TOKEN and the login of hf are used.
 
 Exit code: 0 exported; 1 a file is damaged, or a store failed; 2 usage, no cache, or ids without a row;
 130 interrupted: the same command goes on.
@@ -40,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "cache", metavar="CACHE", help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote"
     )
-    parser.add_argument("--to", required=True, metavar="PLACE", help="a new folder, or prefix of a store")
+    parser.add_argument(
+        "--to", required=True, metavar="PLACE", help="a new folder, a prefix of a store, or a dataset of the hub"
+    )
+    parser.add_argument("--staging", metavar="FOLDER", help="with --to hf://: where the copy is made first")
     parser.add_argument("--ids", metavar="FILE", help="these videos alone: a video_id a line")
     parser.add_argument("--licence", default="", metavar="ID", help="for the card, such as cc-by-4.0")
     parser.add_argument(
@@ -49,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_json(parser)
     add_flags(parser, S3Options)
     arguments = parser.parse_args(argv)
+    to_hub = arguments.to.startswith(SCHEME)
+    if to_hub and (arguments.to_tar or arguments.staging is None):
+        parser.error("--to hf:// goes with --staging FOLDER, and not with --to-tar")
+    if arguments.staging is not None and not to_hub:
+        parser.error("--staging goes with --to hf://")
     console = LogConsole()
     return exit_code_of(
         lambda: _export(arguments, console),
@@ -62,19 +72,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(arguments: argparse.Namespace, console: Console) -> Done:
     """Export the cache, print what was written, and return the record."""
     from pipeline.sharing.export import export, export_tars  # noqa: PLC0415 - Arrow loads after the flags are checked
+    from pipeline.sharing.publish import publish, repository_of  # noqa: PLC0415
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
+    from pipeline.storage.stores import LocalStore, store_at  # noqa: PLC0415
 
-    if arguments.to.startswith("hf://"):
-        raise UsageError(f"{arguments.to}: export to a folder, then publish that one with hf upload-large-folder")
     s3 = from_flags(S3Options, arguments)
     objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
-    source, out = store_at(arguments.cache, objects), store_at(arguments.to, objects)
+    source, out = store_at(arguments.cache, objects), store_at(arguments.staging or arguments.to, objects)
+    if arguments.staging is not None:
+        repository_of(arguments.to)
+        if not isinstance(out, LocalStore):
+            raise UsageError(f"--staging {arguments.staging}: name a folder of this machine")
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     ids = None if arguments.ids is None else read_ids(arguments.ids)
     done = export_tars(source, out, say, ids) if arguments.to_tar else export(source, out, say, ids, arguments.licence)
     say(f"{done.videos:,} videos, {done.bytes:,} bytes of tokens in {done.files:,} files: {out}")
-    return Done(0, {"cache": str(source), "to": str(out), **asdict(done)})
+    record = {"cache": str(source), "to": arguments.to, **asdict(done)}
+    if arguments.staging is not None:
+        assert isinstance(out, LocalStore)
+        sent = publish(out, arguments.to, say)
+        say(f"{sent.sent:,} files sent, {sent.there:,} were there, {sent.deleted:,} deleted: {arguments.to}")
+        record |= {"published": asdict(sent)}
+    return Done(0, record)
 
 
 if __name__ == "__main__":

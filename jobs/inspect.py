@@ -15,6 +15,7 @@ from jobs.command import Parser, exit_code_of, wide_console
 from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import Done, add_json, print_lines
 from pipeline.errors import CorruptShard, NotACache, UnknownVideo
+from pipeline.option_values import share
 from pipeline.options import S3Options
 from pipeline.rows import JsonObject
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--failed", action="store_true", help="print only what failed: id, class and message a line, separated by tabs"
     )
     parser.add_argument(
-        "--retention-ratio", type=float, metavar="R", help="with a video: show a smaller ratio of the same cache"
+        "--retention-ratio", type=share, metavar="R", help="with a video: show a smaller ratio of the same cache"
     )
     parser.add_argument(
         "--html",

@@ -47,7 +47,9 @@ class RepruneConfig(S3Options):
     pruner_param: list[str] = option(
         [], "a parameter of the method, e.g. alpha=0.5 or K=3; may be repeated", metavar="NAME=VALUE"
     )
-    retention_ratio: float = option(0.25, "share of the visual tokens that is kept, in (0, 1]", metavar="R")
+    retention_ratio: float = option(
+        0.25, "share of the visual tokens that is kept: 0.25 or 25%%", metavar="R", share=True
+    )
     seed: int = option(0, "seed of the methods that draw random numbers", metavar="N")
     token_codec: str = option(BFLOAT16.name, "how tokens are stored", choices=tuple(CODECS))
 

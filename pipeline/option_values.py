@@ -27,7 +27,8 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 def checked_options(config: type, given: Mapping[str, object], where: str = "") -> dict[str, Any]:
     """Convert options from a file or from Python, by field name, to the types of the fields of ``config``.
 
-    An int becomes a float, a number or a path text, and a mapping a list of NAME=VALUE; nothing else is converted.
+    An int becomes a float, a number or a path text, a mapping a list of NAME=VALUE, and of a share a text in percent a
+    number; nothing else is converted.
     Raises UsageError, whose message begins with ``where``, for an unknown name and a value of another type.
     """
     known = {item.name: item for item in fields(config)}
@@ -41,6 +42,8 @@ def checked_options(config: type, given: Mapping[str, object], where: str = "") 
         for name, value in given.items()
     }
     for name, value in values.items():
+        if known[name].metadata.get("share"):
+            values[name] = [_share(one) for one in value] if isinstance(value, list) else _share(value)
         if known[name].metadata.get("positional") and isinstance(value, _TEXT) and get_origin(hints[name]) is list:
             values[name] = [value]  # a single word of the command
     return {name: _checked(value, hints[name], f"{where}{name}") for name, value in values.items()}
@@ -61,6 +64,14 @@ def config_of(
     return kind(**checked_options(kind, options, f"{function}(): "))
 
 
+def share(text: str) -> float:
+    """Parse a share of a whole: "0.25", or the same in percent, "25%". Raises ValueError."""
+    number, percent, rest = text.partition("%")
+    if rest.strip():
+        raise ValueError(f"{text!r} is no share")
+    return float(number) / 100 if percent else float(number)
+
+
 def value_type(hint: Any) -> Any:
     """Return the type without None of an optional one (``int`` of ``int | None``), and any other as it is."""
     if get_origin(hint) in (Union, types.UnionType):
@@ -73,6 +84,14 @@ def _as_pairs(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     return [f"{name}={str(of).lower() if of is None or isinstance(of, bool) else of}" for name, of in value.items()]
+
+
+def _share(value: object) -> object:
+    """Convert a text like "25%" to a number; return other values, and texts that are no share, as they are."""
+    try:
+        return share(value) if isinstance(value, str) and value.endswith("%") else value
+    except ValueError:
+        return value
 
 
 def _checked(value: Any, hint: Any, where: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from gstep.lazy import LazyTable, load_object
+from gstep.lazy import LazyTable, did_you_mean, load_object
 from gstep.methods import METHODS
 from gstep.pruners.base import Pruner
 from gstep.pruners.params import check_params, read_params
@@ -64,7 +64,8 @@ def find_method(method: str) -> type[Pruner]:
     if isinstance(method, type) and issubclass(method, Pruner):
         raise ValueError(f"method {method.__name__} is a class: give an object, {method.__name__}(...), or its path")
     if not isinstance(method, str) or method not in PRUNERS:
-        raise ValueError(f"unknown method {method!r}; known: {', '.join(PRUNERS)}, or module:Class of your own")
+        hint = did_you_mean(method, PRUNERS)
+        raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(PRUNERS)}, or module:Class of your own")
     found: type[Pruner] = PRUNERS[method]
     return found
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.errors import UsageError
-from pipeline.option_values import checked_options, value_type
+from pipeline.option_values import checked_options, share, value_type
 
 T = TypeVar("T")
 
@@ -80,11 +80,11 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
     if kind is bool:
         keywords["action"] = argparse.BooleanOptionalAction  # a flag must be able to overrule a file
     elif get_origin(hint) is list:
-        keywords["type"] = get_args(hint)[0]
+        keywords["type"] = share if item.metadata.get("share") else get_args(hint)[0]
         # A flag can take several values only if no positional word follows it.
         keywords |= {"action": "extend", "nargs": "+"} if item.metadata.get("several") else {"action": "append"}
     else:
-        keywords["type"] = kind
+        keywords["type"] = share if item.metadata.get("share") else kind
     if "const" in item.metadata:  # what the flag means without a value
         keywords |= {"nargs": "?", "const": item.metadata["const"]}
     if item.metadata.get("positional"):

@@ -102,8 +102,9 @@ class EvaluateConfig(PlanOptions, EngineOptions):
     )
     retention_ratio: list[float] = option(
         [],
-        f"shares of the visual tokens to keep (default: {' '.join(map(str, DEFAULT_RATIOS))})",
+        f"shares of the visual tokens to keep, or percentages (default: {' '.join(map(str, DEFAULT_RATIOS))})",
         metavar="R",
+        share=True,
         several=True,
     )
     positions: str = option(

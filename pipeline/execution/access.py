@@ -13,6 +13,7 @@ from pathlib import Path
 import ray
 from ray._private.utils import read_ray_address
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init() asks; its stubs leave it out
+from ray.job_config import JobConfig
 
 from pipeline.errors import RunFailed, printable
 
@@ -113,15 +114,16 @@ def startup_failure(error: Exception, address: str | None) -> str:
 
 
 @contextmanager
-def workers_import_this() -> Iterator[None]:
-    """Join Ray from a folder that does not hide this package from the workers.
+def workers_import_this() -> Iterator[JobConfig | None]:
+    """Join Ray from a folder that does not hide this package from the workers, with the configuration that is yielded.
 
     Joining puts the current folder first on the path of the workers, where a user's ``pipeline.py`` would hide this
-    package. A driver that does not import from there itself (a console script) joins from the folder of this package
-    instead.
+    package. A driver that does not import from there first itself (a console script) joins from the folder of this
+    package instead; where the current folder is last on its own path, it is behind this package on the workers'.
     """
-    if {"", str(Path.cwd())} & set(sys.path):
-        yield
+    here = str(Path.cwd())
+    if {"", here} & set(sys.path[:-1]):
+        yield None
         return
     with chdir(Path(__file__).parents[2]):
-        yield
+        yield JobConfig(_py_driver_sys_path=[here]) if sys.path[-1] == here else None

@@ -106,14 +106,14 @@ def _initialise(say: Callable[[str], object]) -> None:
 
     def initialise() -> None:
         try:
-            ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False)
+            ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job)
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
             ended.set_exception(error)
         else:
             ended.set_result(None)
         threading.Event().wait()
 
-    with _muted_stderr(), workers_import_this():
+    with _muted_stderr(), workers_import_this() as job:
         threading.Thread(target=initialise, name="ray-init", daemon=True).start()
         try:
             with importing_much():

@@ -70,7 +70,11 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
         group="model",
     )
     retention_ratio: float | None = option(
-        None, "share of the visual tokens to answer from (default: all that is stored)", metavar="R", group="pruning"
+        None,
+        "share of the visual tokens to answer from, such as 0.10 or 10%% (default: all that is stored)",
+        metavar="R",
+        share=True,
+        group="pruning",
     )
     pruner: str | None = option(
         None,
@@ -95,7 +99,7 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     )
     max_new_tokens: int = option(64, "tokens an answer may have", metavar="N", group="decoding")
     temperature: float = option(0.0, "0 is greedy; above, tokens are drawn", metavar="X")
-    top_p: float = option(1.0, "draw among the likeliest tokens that make up this share", metavar="P")
+    top_p: float = option(1.0, "draw among the likeliest tokens that make up this share", metavar="P", share=True)
     top_k: int = option(0, "draw among so many of the likeliest tokens; 0 is all", metavar="K")
     seed: int = option(0, "seed of drawn answers; what a question draws does not depend on its batch", metavar="N")
     workers: int | None = option(

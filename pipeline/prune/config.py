@@ -92,7 +92,11 @@ class PruneConfig(PlanOptions, PrunerOptions):
         choices=DTYPES,
     )
     retention_ratio: float = option(
-        0.25, "share of the visual tokens that is kept, in (0, 1]", metavar="R", group="pruning"
+        0.25,
+        "share of the visual tokens that is kept: 0.25 or 25%%",
+        metavar="R",
+        share=True,
+        group="pruning",
     )
     evidence: list[str] = option(
         [],

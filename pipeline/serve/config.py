@@ -24,7 +24,10 @@ class ServeConfig(PromptOptions, S3Options):
         flag="--cache",
     )
     retention_ratio: float | None = option(
-        None, "share of the visual tokens of a video whose link says none (default: all that is stored)", metavar="R"
+        None,
+        "share of the visual tokens of a video whose link says none, 0.25 or 25%% (default: all that is stored)",
+        metavar="R",
+        share=True,
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
     served_model_name: str | None = option(None, "what requests call the model (default: --model)", metavar="NAME")

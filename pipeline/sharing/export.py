@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import torch
 
 from pipeline.cache.header import fingerprint, header_bytes
-from pipeline.cache.live_rows import VideoRows
+from pipeline.cache.live_rows import TOKENS, VideoRows
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import HEADER, TokenCache, check_version, read_header
@@ -63,6 +63,8 @@ def export(
 ) -> Exported:
     """Copy a cache, or the videos ``ids`` of it, to a new place, with a card. The same call goes on after a stop.
 
+    Token shards that no row of the copy names any more, such as those of videos removed since, are deleted there.
+
     Raises NotACache, UsageError for unknown ids or a cache of an earlier version before anything is written,
     CorruptShard where a file is damaged, and OSError.
     """
@@ -70,10 +72,21 @@ def export(
         merge_caches([source], out, say, records=False)
     else:
         _take_part(source, out, ids, say)
+    _delete_unnamed(out)
     cache = TokenCache(str(out), store=out)
     found = _counted(out, cache)
     out.put(CARD, card_of(cache, found.videos, found.failed, found.bytes, licence).encode())
     return found
+
+
+def _delete_unnamed(out: Store) -> None:
+    """Delete the token shards of a copy that no live row names."""
+    rows = LiveVideos.open(out, fingerprint(read_header(out)["identity"])).live(("status", "token_shard"))
+    named = set(rows.filter(pc.equal(rows["status"], "ok"))["token_shard"].unique().to_pylist())
+    with Claim(out, new_run_id(), lambda line: None):
+        for name in out.names(TOKENS, ".parquet"):
+            if name not in named:
+                out.delete(name)
 
 
 def _counted(out: Store, cache: TokenCache) -> Exported:

@@ -58,5 +58,12 @@ def test_a_cache_is_exported_whole_in_part_and_as_tars(tmp_path, capsys):
     assert TokenCache(tmp_path / "part").video_ids == ["two"]
     assert export.main([*where, str(tmp_path / "tars"), "--to-tar"]) == 0
     assert len(list((tmp_path / "tars").glob("*.tar"))) == 2
-    assert export.main([*where, "hf://datasets/me/it"]) == 2
-    assert "hf upload-large-folder" in capsys.readouterr().err
+    for wrong in (
+        ["hf://datasets/me/it"],
+        ["hf://datasets/me/it", "--to-tar", "--staging", "s"],
+        ["d", "--staging", "s"],
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            export.main([*where, *wrong])
+    assert export.main([*where, "hf://models/me/it", "--staging", str(tmp_path / "s")]) == 2
+    assert "hf://datasets/OWNER/NAME" in capsys.readouterr().err and not (tmp_path / "s").exists()

@@ -3,6 +3,7 @@
 import pytest
 
 from pipeline.errors import UsageError
+from pipeline.evaluate.config import EvaluateConfig
 from pipeline.option_values import config_of
 from pipeline.prune.config import PruneConfig
 
@@ -14,6 +15,13 @@ def test_options_are_those_of_the_command_in_pythons_types(tmp_path):
     assert (config.retention_ratio, config.pruner_params()) == (1.0, {"alpha": "0.5", "e": "none"})
 
 
+@pytest.mark.parametrize(("given", "ratio"), [("25%", 0.25), ("12.5 %", 0.125), (0.1, 0.1), ("100%", 1.0)])
+def test_a_share_may_be_a_percentage(given, ratio):
+    assert config_of(PruneConfig, "f", {"retention_ratio": given}).retention_ratio == ratio
+    both = config_of(EvaluateConfig, "f", {"benchmark": "shapes", "data": "d", "retention_ratio": [given, 0.05]})
+    assert both.retention_ratio == [ratio, 0.05]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -21,6 +29,9 @@ def test_options_are_those_of_the_command_in_pythons_types(tmp_path):
         ({"zzz": 1}, r"f\(\): unknown option zzz; known: .*retention_ratio"),
         ({"num_frames": "8"}, r"f\(\): num_frames must be a whole number, got '8'"),
         ({"pruner_param": "alpha=1"}, r"f\(\): pruner_param must be a list of texts"),
+        ({"retention_ratio": "0.25"}, r"f\(\): retention_ratio must be a number, got '0.25'"),
+        ({"retention_ratio": "x%"}, r"f\(\): retention_ratio must be a number, got 'x%'"),
+        ({"fps": "25%"}, r"f\(\): fps must be a number, got '25%'"),
         ({"retention_ratio": 2.0}, r"--retention-ratio must be in \(0, 1\], got 2.0"),
         ({"dry_run": True}, r"f\(\) takes no dry_run, which is for the command"),
     ],

@@ -107,6 +107,13 @@ def test_why_there_is_no_cluster_is_one_line_with_the_remedy():
         assert said in line and "\n" not in line
 
 
+def test_a_current_folder_that_is_last_on_the_path_is_behind_this_package_on_the_workers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path)])
+    with workers_import_this() as job:
+        assert Path.cwd() == ROOT and job._py_driver_sys_path == [str(tmp_path)]
+
+
 @pytest.mark.parametrize("on_path", [True, False])
 def test_the_current_folder_is_left_only_by_a_driver_that_does_not_import_from_it(tmp_path, monkeypatch, on_path):
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -74,9 +75,16 @@ def test_the_cards_blocks_run(store, tmp_path):
     export(store, out, quiet)
     card = (out.root / "README.md").read_text().replace("FOLDER", str(out.root))
     python = [block.partition("```")[0] for block in card.split("```python\n")[1:]]
-    for block in python[0], python[2]:  # the second needs the library datasets
-        done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, check=False)
+    python[1] += "print(videos.num_rows, sum(1 for _ in tokens), sorted({row['video_id'] for row in tokens}))"
+    for block in python:
+        done = subprocess.run(
+            [sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, check=False,
+            env={**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
+        if block is python[1]:
+            n_tokens = sum(TokenCache(out.root).metadata(name)["n_tokens"] for name in ("a.mp4", "dir/b.mp4", "c"))
+            assert done.stdout.split(maxsplit=2) == ["5", str(n_tokens), "['a.mp4', 'c', 'dir/b.mp4']\n"]
     sql = card.partition("```sql\n")[2].partition("```")[0]
     assert len(duckdb.sql(sql).fetchall()) == 3
     assert json.loads(card.partition("```json\n")[2].partition("```")[0]) == TokenCache(out.root).identity
