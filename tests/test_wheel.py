@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import TokenCache
+from tests.jobs.jobs import environment
+from tests.jobs.test_own_method import CODE
 from tests.paths import ROOT
 from tests.pipeline.caches import make_cache, random_tokens
+from tests.pipeline.videos import sample
 
 pytestmark = pytest.mark.slow  # two runs of pip
 
@@ -69,6 +73,46 @@ def test_the_console_script_runs_where_a_file_has_the_name_of_the_package(site, 
     said = command(site, tmp_path, "prune", str(tmp_path / "missing.mp4"))
     assert said.returncode == 2 and "no such folder, file or manifest" in said.stderr
     assert command(site, tmp_path, "--version").stdout.startswith("gstep-cache 0.")
+
+
+def test_a_project_with_packages_of_the_same_names_prunes_by_a_method_of_its_own(site, tmp_path):
+    """By the console script, which finds ``mine.py`` here and this package elsewhere; Ray's workers do too."""
+    for name in ("pipeline", "jobs", "gstep"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')")
+    (tmp_path / "mine.py").write_text(CODE[0])
+    argv = ["prune", str(sample("bikes.mp4")), "--out", "c", "--pruner", "mine:Mine", "--num-frames", "3"]
+    done = subprocess.run(
+        [sys.executable, str(site / "bin" / "gstep-cache"), *argv, "--retention-ratio", "20%"],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(site), HOME=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "look inside: gstep-cache inspect c" in done.stdout
+    assert len(TokenCache(tmp_path / "c").get("bikes.mp4").tokens) == 3 * 196 // 5
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_folders_of_the_same_names_that_are_no_packages_hide_nothing(site, tmp_path, editable):
+    """Also where the clone is installed with ``pip install -e``."""
+    if editable:
+        shutil.copytree(site, tmp_path / "clone", ignore=shutil.ignore_patterns("bin", "*.dist-info"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, tmp_path / "clone")
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-deps", "--no-index"]
+        target = ["--no-build-isolation", "--target", str(tmp_path / "site"), "-e", "."]
+        subprocess.run([*pip, *target], cwd=tmp_path / "clone", check=True)
+        site = tmp_path / "site"
+    for name in ("pipeline", "jobs"):
+        (tmp_path / "project" / name).mkdir(parents=True)
+    code = f"import site; site.addsitedir({str(site)!r}); import jobs, pipeline; print(pipeline.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=tmp_path / "project", env={}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == f"{tmp_path / 'clone' if editable else site}/pipeline/__init__.py\n", done.stderr
 
 
 def test_the_checkpoint_that_comes_with_it_is_found(site, tmp_path):
