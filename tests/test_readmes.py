@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -105,6 +106,18 @@ def test_every_block_of_a_page_runs_as_pasted(page, folder, address):
             missing = [line for line in shape(after.text) if line not in shape(printed)]
             assert not missing, f"{block.text}\nprinted\n{printed}\nand the page shows\n{after.text}"
     assert ran
+
+
+@pytest.mark.slow
+def test_git_ignores_what_the_blocks_made(folder):
+    """They ran above, in this folder instead of a clone; of one page alone this is what that page made."""
+    made = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
+    shutil.copy(ROOT / ".gitignore", folder)
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    status = ["git", "status", "--porcelain", "--ignored"]
+    told = subprocess.run(status, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+    assert [name for name in made if name not in told] == []
+    assert told.count("??") == 1 and ".gitignore" in told  # all but that file is ignored
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS])

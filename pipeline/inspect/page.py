@@ -127,6 +127,8 @@ def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, sta
             script_hash=policy_hash(script),
             video_id=row["video_id"],
             summary=_summary(row),
+            model=f"{identity['model']['type']}, {identity['model']['weights']}",
+            method=identity["pruner"]["method"],
             missing=pictures.missing,
             tiers=tiers,
             start=_first_tier(tiers, start),

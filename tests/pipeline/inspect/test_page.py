@@ -50,6 +50,13 @@ def test_the_page_says_when_each_frame_was(page, decoded):
     assert "squeezed to 384×384" in html and "640×272" in html
 
 
+def test_the_first_lines_name_the_model_and_the_method(page, cache):
+    header = page.read_text().partition("<header>")[2].partition("</header>")[0]
+    model = cache.identity["model"]
+    assert f"<b>{model['type']}, {model['weights']}</b>" in header
+    assert f"<b>{cache.identity['pruner']['method']}</b>" in header
+
+
 def test_the_page_refers_to_nothing_outside(page):
     html = page.read_text()
     references = re.findall(r"(?:src|href|action|poster)\s*=\s*[\"']?([^\"'\s>]+)|url\(([^)]*)\)|@import", html)
