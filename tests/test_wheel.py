@@ -110,7 +110,12 @@ def test_folders_of_the_same_names_that_are_no_packages_hide_nothing(site, tmp_p
         (tmp_path / "project" / name).mkdir(parents=True)
     code = f"import site; site.addsitedir({str(site)!r}); import jobs, pipeline; print(pipeline.__file__)"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=tmp_path / "project", env={}, capture_output=True, text=True, check=False
+        [sys.executable, "-S", "-c", code],
+        cwd=tmp_path / "project",
+        env={},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout == f"{tmp_path / 'clone' if editable else site}/pipeline/__init__.py\n", done.stderr
 
