@@ -66,7 +66,9 @@ class Parser(argparse.ArgumentParser):
             "--version", action=_Version, help="show the versions of this package, torch, Ray, transformers"
         )
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         complete(self)
         return super().parse_args(args, namespace)
 
