@@ -1,9 +1,10 @@
-"""Tables from a name to a class that is imported on first use, near names, and a context for large imports."""
+"""Tables from a name to a class that is imported on first use, near names, and contexts for large imports."""
 
 from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -39,6 +40,24 @@ def importing_much() -> Iterator[None]:
             gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def saying(say: Callable[[str], object], line: str, every_s: float = 4.0) -> Iterator[None]:
+    """Call ``say`` with a line every ``every_s`` seconds in this context, from a thread: no log is silent."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(every_s):
+            say(line)
+
+    teller = threading.Thread(target=tell, name="saying", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
 
 
 def attributes_of(module: str, table: Mapping[str, Any]) -> Callable[[str], Any]:

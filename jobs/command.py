@@ -8,8 +8,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 
-from gstep.lazy import did_you_mean
+from gstep.lazy import did_you_mean, importing_much, saying
 from jobs.frame.called import NamingConsole, as_called, complete
 from jobs.frame.flags import add_flags, from_flags, read_config_file
 from jobs.frame.json_document import HELP, STDOUT, Done, add_json, error_record, stdout_as_stderr, write_document
@@ -228,6 +228,14 @@ def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, ref
         return Done(2, error_record(error, said))
     code, record = done if isinstance(done, Done) else (done, {})
     return Done(code, {"exit_code": code, **record})
+
+
+@contextmanager
+def loading(console: Console) -> Iterator[None]:
+    """Import what is large in this context; a log is told every few seconds that it goes on."""
+    say = partial(console.print, highlight=False, style="dim")
+    with importing_much(), nullcontext() if console.is_terminal else saying(say, "loading Ray, torch and transformers"):
+        yield
 
 
 def count(text: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, run_command, wide_console
+from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
 from jobs.frame.json_document import Done
 from jobs.frame.planning import show_plan
 from pipeline.evaluate.config import EvaluateConfig
@@ -54,7 +54,8 @@ def _evaluate(config: EvaluateConfig, console: Console) -> Done:
         from pipeline.evaluate.plan import plan_evaluation  # noqa: PLC0415
 
         return show_plan(config, console, plan_evaluation)
-    from pipeline.evaluate.evaluate import evaluate, render_evaluation  # noqa: PLC0415
+    with loading(console):
+        from pipeline.evaluate.evaluate import evaluate, render_evaluation  # noqa: PLC0415
 
     done = evaluate(config, console)
     out = wide_console()

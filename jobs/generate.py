@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from gstep.lazy import importing_much
-from jobs.command import EXIT_CODES, Parser, run_command, wide_console
+from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
 from jobs.frame.json_document import Done
 from pipeline.generate.config import GenerateConfig
 
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(config: GenerateConfig, console: Console) -> Done:
     """Answer the questions, print the summary, and return the exit code and record."""
     # Ray, torch and transformers load only now: --help and a mistyped flag answer at once.
-    with importing_much():
+    with loading(console):
         from pipeline.generate.run import answer_questions  # noqa: PLC0415
         from pipeline.generate.summary import render_answers  # noqa: PLC0415
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from gstep.lazy import importing_much
-from jobs.command import EXIT_CODES, Parser, run_command, wide_console
+from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
 from jobs.frame.json_document import Done
 from jobs.frame.planning import show_plan
 from pipeline.prune.config import PruneConfig
@@ -62,7 +61,7 @@ def _prune(config: PruneConfig, console: Console) -> Done:
     for named in config.videos:
         refuse_other_file(named)
     # Ray, torch and the decoders load only now: --help, a mistyped flag and a file that is no video answer at once.
-    with importing_much():
+    with loading(console):
         from pipeline.prune.forecast import forecast, plan_run, render_forecast  # noqa: PLC0415
         from pipeline.prune.run import prune_videos  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415

@@ -1,11 +1,14 @@
 """The house rules: rooms, types, style."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import pipeline
 from tests.paths import ROOT
 
 
@@ -22,6 +25,25 @@ def test_checks_are_green(command):
     program = Path(sys.executable).with_name(command[0])
     done = run(str(program), *command[1:])
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_reference_describes_what_is_public_and_its_links_lead_somewhere(tmp_path):
+    done = run(sys.executable, str(ROOT / ".ci/api-reference"), str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(pipeline.__all__) <= set(re.findall(r'id="(\w+)"', (tmp_path / "pipeline.html").read_text()))
+    assert "Add a method" in (tmp_path / "gstep.html").read_text()
+    page = tmp_path / "gstep.html"
+    page.write_text(page.read_text().replace("</main>", '<a href="nowhere.html">x</a></main>'))
+    code = "import runpy, sys; from pathlib import Path; "
+    code += f"print(runpy.run_path({str(ROOT / '.ci/api-reference')!r})['broken'](Path({str(tmp_path)!r})))"
+    assert run(sys.executable, "-c", code).stdout == "['gstep.html: nowhere.html']\n"
+
+
+def test_the_changes_lead_to_the_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    titles = re.findall(r"^## (.*)$", (ROOT / ".github/CHANGELOG.md").read_text(), re.MULTILINE)
+    assert titles[0].startswith(version) or (titles[0].startswith("Unreleased") and version in " ".join(titles[:2]))
 
 
 def test_top_level_is_the_four_rooms():

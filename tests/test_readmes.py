@@ -31,6 +31,8 @@ PAGES = (
 OTHERS = (
     "pipeline/plan/README.md",
     ".github/CONTRIBUTING.md",
+    ".github/RELEASING.md",
+    ".github/CHANGELOG.md",
     "jobs/benchmark/README.md",
     "pipeline/inputs/README.md",
     "tests/README.md",

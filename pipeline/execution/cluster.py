@@ -22,7 +22,7 @@ import ray
 import torch
 
 from gstep.backbones import choose_runtime
-from gstep.lazy import importing_much
+from gstep.lazy import importing_much, saying
 from pipeline.errors import RunFailed, UsageError, printable
 from pipeline.execution.access import (
     address_to_join,
@@ -116,9 +116,10 @@ def _initialise(say: Callable[[str], object]) -> None:
     with _muted_stderr(), workers_import_this() as job:
         threading.Thread(target=initialise, name="ray-init", daemon=True).start()
         try:
-            with importing_much():
-                import_module("ray.data")  # importing takes a core a second, while Ray's processes start
-            ended.result()
+            with saying(say, "Ray's processes are still starting"):
+                with importing_much():
+                    import_module("ray.data")  # importing takes a core a second, while Ray's processes start
+                ended.result()
             return
         except KeyboardInterrupt:
             pass

@@ -79,7 +79,7 @@ class OneLine:
         self._width = 0 if ends else len(text)
 
 
-EARLY_S, _EARLY_LINES = 5.0, 6  # between the first lines of a log, and how many they are
+EARLY_S, _EARLY_LINES = 4.5, 7  # between the first lines of a log, and how many they are
 
 
 class Pace:

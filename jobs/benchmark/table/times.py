@@ -15,19 +15,20 @@ import pyarrow as pa
 from rich.table import Table
 
 from jobs.benchmark.peak_memory import peak_memory
-from pipeline.cache.header import header_bytes
+from pipeline.cache.header import CacheIdentity, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS, keyed
 from pipeline.cache.merging import WAITING, level_of, merge
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.schema import SCHEMA_VERSION, VIDEO_SCHEMA
 from pipeline.cache.table import FILE_ROWS, small_file, sorted_file, table_files
+from pipeline.inspect.cache_page import write_cache_page
 from pipeline.keys import ROWS_AT_ONCE, keys_of
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import LocalStore, Store
 
 FOUND = 50  # videos looked up
-_A_COMMIT = 22  # videos of a commit
+A_COMMIT = 22  # videos of a commit
 _FRAMES = 32
 Say = Callable[[str], None]
 V = TypeVar("V")
@@ -42,6 +43,7 @@ class TableTimes(TypedDict):
         far_open_s, far_open_requests: opening it where each request takes long.
         far_find_s, far_find_requests: then finding the first video.
         resume_s, resume_mb: what a run reads before it knows what is left.
+        page_s, page_kb: writing the page of the whole cache (``jobs.inspect --html``), without videos' own pages.
         merge_s: merging the small files of so many commits as a run lets wait.
     """
 
@@ -57,7 +59,20 @@ class TableTimes(TypedDict):
     far_find_requests: int
     resume_s: float
     resume_mb: float | None
+    page_s: float
+    page_kb: float
     merge_s: float
+
+
+#: The settings of the made-up rows.
+IDENTITY: CacheIdentity = {
+    "model": {"type": "llava_onevision", "weights": "made up"},
+    "preprocessing": {},
+    "sampling": {"num_frames": _FRAMES, "fps": None, "max_frames": None, "snap_s": None},
+    "pruner": {"method": "gstep", "params": {}},
+    "retention_ratio": 0.25,
+    "dtype": {"compute": "bfloat16", "stored": "bfloat16"},
+}
 
 
 class Far:
@@ -87,21 +102,24 @@ class Far:
 def measure(videos: int, request_s: float, folder: Path, say: Say) -> TableTimes:
     """Make the tables below ``folder`` and measure everything; ``say`` gets a line before each step."""
     store = LocalStore(folder)
-    store.put(HEADER, header_bytes({"schema_version": SCHEMA_VERSION, "identity": {}, "newline": None}))
+    store.put(HEADER, header_bytes({"schema_version": SCHEMA_VERSION, "identity": IDENTITY, "newline": None}))
     say(f"making the rows of {videos:,} videos")
-    _make_table(store, videos)
+    make_table(store, range(videos))
     ids = [_id(number) for number in random.Random(0).sample(range(videos), min(FOUND, videos))]
     say("opening it and finding videos")
-    open_s, cache = _seconds(partial(TokenCache, folder))
-    times = [_seconds(partial(cache.metadata, video_id))[0] for video_id in ids]
+    open_s, cache = seconds_of(partial(TokenCache, folder))
+    times = [seconds_of(partial(cache.metadata, video_id))[0] for video_id in ids]
     far = Far(store, request_s)
-    far_open_s, far_cache = _seconds(partial(TokenCache, folder, store=cast(Store, far)))
+    far_open_s, far_cache = seconds_of(partial(TokenCache, folder, store=cast(Store, far)))
     opened = far.requests
-    far_find_s, _ = _seconds(partial(far_cache.metadata, ids[0]))
+    far_find_s, _ = seconds_of(partial(far_cache.metadata, ids[0]))
     say("resuming")
-    resume_s, ledger = _seconds(lambda: Ledger(store).refresh())
+    resume_s, ledger = seconds_of(lambda: Ledger(store).refresh())
     assert len(ledger) == videos
     del ledger
+    say("writing the page of the cache")
+    page = folder / "page.html"
+    page_s, _ = seconds_of(partial(write_cache_page, TokenCache(folder), page))
     found: TableTimes = {
         "videos": videos,
         "files": len(table_files(store, VIDEOS)),
@@ -115,16 +133,18 @@ def measure(videos: int, request_s: float, folder: Path, say: Say) -> TableTimes
         "far_find_requests": far.requests - opened,
         "resume_s": resume_s,
         "resume_mb": peak_memory(lambda: Ledger(store).refresh()),
+        "page_s": page_s,
+        "page_kb": page.stat().st_size / 1e3,
         "merge_s": 0.0,
     }
-    say(f"merging {WAITING} commits of {_A_COMMIT} videos")
+    say(f"merging {WAITING} commits of {A_COMMIT} videos")
     for number in range(WAITING):
-        _commit(store, number, videos + number * _A_COMMIT)
-    found["merge_s"] = _seconds(partial(merge, store, None))[0]
+        _commit(store, number, videos + number * A_COMMIT)
+    found["merge_s"] = seconds_of(partial(merge, store, None))[0]
     return found
 
 
-def _seconds(work: Callable[[], V]) -> tuple[float, V]:
+def seconds_of(work: Callable[[], V]) -> tuple[float, V]:
     """Run ``work`` and return its wall seconds and its result."""
     started = time.perf_counter()
     done = work()
@@ -138,14 +158,14 @@ def _id(number: int) -> str:
 
 def _record(number: int, draw: np.random.Generator) -> VideoRecord:
     """Make the row of a pruned video as a run leaves it, of random numbers."""
-    shard, frames = number // _A_COMMIT, np.sort(draw.integers(0, 9000, _FRAMES))
+    shard, frames = number // A_COMMIT, np.sort(draw.integers(0, 9000, _FRAMES))
     return {
         "video_id": _id(number), "uri": f"s3://bucket/{_id(number)}", "run_id": "20260101T000000000Z-0a1b2c",
         "status": "ok", "attempts": 1, "source_size": int(draw.integers(10**7)),
         "source_hash": f"blake2b:{draw.bytes(16).hex()}",
         "backend": "pyav", "backend_version": "18.1.0", "codec": "h264", "decode_warnings": 0,
         "token_shard": f"tokens/20260101T000000000Z-0a1b2c-{shard:016x}-{shard:032x}.parquet",
-        "first_row_group": 4 * (number % _A_COMMIT), "row_counts": [627, 314, 313, 314],
+        "first_row_group": 4 * (number % A_COMMIT), "row_counts": [627, 314, 313, 314],
         "footer_hash": f"blake2b:{shard:032x}", "checksum": f"blake2b:{draw.bytes(16).hex()}",
         "retention_ratio": 0.25, "nested": True, "n_tokens": 1568, "n_total": 6272, "n_frames": _FRAMES,
         "tokens_per_frame": 196, "hidden_size": 3584, "frame_indices": frames.tolist(),
@@ -160,17 +180,21 @@ def _record(number: int, draw: np.random.Generator) -> VideoRecord:
 def _commit(store: LocalStore, number: int, first: int) -> None:
     """Write one commit's small file of random rows, as a run does."""
     draw = np.random.default_rng(first)
-    rows = keyed([_record(first + i, draw) for i in range(_A_COMMIT)])
+    rows = keyed([_record(first + i, draw) for i in range(A_COMMIT)])
     store.put(*small_file(VIDEOS, "run", number, rows, None))
 
 
-def _make_table(store: LocalStore, videos: int) -> None:
-    """Write one level of sorted files for so many videos.
+def make_table(
+    store: LocalStore, numbered: range, shards: Sequence[str] | None = None, made_with: str | None = None
+) -> None:
+    """Write one level of sorted files for the videos of these numbers.
 
-    Only ids and keys are each video's own; the other columns repeat those of 10,000 videos.
+    Only ids, keys and, where ``shards`` are given, token shards are each video's own; the other columns repeat those of
+    10,000 videos.
     """
+    videos, first = len(numbered), numbered.start
     starts = range(0, videos, ROWS_AT_ONCE)
-    ids = (pa.array(list(map(_id, range(start, min(start + ROWS_AT_ONCE, videos))))) for start in starts)
+    ids = (pa.array(list(map(_id, numbered[start : start + ROWS_AT_ONCE]))) for start in starts)
     keys = np.concatenate([keys_of(part) for part in ids])
     order = np.lexsort((keys[:, 1], keys[:, 0]))
     draw = np.random.default_rng(0)
@@ -180,13 +204,15 @@ def _make_table(store: LocalStore, videos: int) -> None:
         numbers = order[start : start + rows_a_file]
         rows = alike.take(pa.array(np.arange(len(numbers)) % len(alike)))
         own = {
-            "video_id": pa.array([_id(number) for number in numbers.tolist()]),
+            "video_id": pa.array([_id(first + number) for number in numbers.tolist()]),
             "id_high": pa.array(keys[numbers, 0]),
             "id_low": pa.array(keys[numbers, 1]),
         }
+        if shards is not None:
+            own["token_shard"] = pa.array([shards[number // A_COMMIT] for number in numbers.tolist()])
         for name, values in own.items():
             rows = rows.set_column(rows.schema.get_field_index(name), VIDEO_SCHEMA.field(name), values)
-        store.put(*sorted_file(VIDEOS, level_of(videos), rows, {}, None))
+        store.put(*sorted_file(VIDEOS, level_of(videos), rows, {}, made_with))
 
 
 def as_table(found: TableTimes, request_ms: float, title: str) -> Table:
@@ -204,5 +230,6 @@ def as_table(found: TableTimes, request_ms: float, title: str) -> Table:
     row(f"open it, {request_ms:g} ms a request", found["far_open_s"], found["far_open_requests"])
     row(f"find a video, {request_ms:g} ms a request", found["far_find_s"], found["far_find_requests"])
     row("what a run that resumes reads", found["resume_s"], None, found["resume_mb"])
+    row(f"write its page, {found['page_kb']:,.0f} kB", found["page_s"])
     row(f"merge {WAITING} commits", found["merge_s"])
     return table

@@ -1,0 +1,1 @@
+"""What merging two large caches and comparing them take."""

@@ -1,0 +1,37 @@
+"""What merging two caches of made-up videos takes, by links and by copies, and saying where two caches differ."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from jobs.benchmark.sizes import add_folder
+from jobs.command import add_json_or_file, count, wide_console
+from jobs.frame.json_document import Done
+
+HELP = "merging two large caches, and saying where two differ"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument("--videos", type=count, default=100_000, metavar="N", help="of each cache [100000]")
+    parser.add_argument("--shard-kb", type=count, default=60, metavar="KB", help="of a token shard of 22 videos [60]")
+    add_folder(parser)
+    add_json_or_file(parser)
+
+
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure and show; returns the exit code and the figures."""
+    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - Arrow loads after the flags
+    from jobs.benchmark.sharing.times import as_table, measure  # noqa: PLC0415
+
+    say = partial(Console(stderr=True).print, style="dim", highlight=False)
+    with TemporaryDirectory(dir=arguments.folder) as folder:
+        found = measure(arguments.videos, arguments.shard_kb * 1000, Path(folder), say)
+    title = f"Two caches of {arguments.videos:,} made-up videos, a tenth of them in both, {machine_line('cpu')}"
+    wide_console().print(as_table(found, title))
+    return Done(0, {**found, "machine": machine("cpu")})

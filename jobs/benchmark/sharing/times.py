@@ -1,0 +1,99 @@
+"""Two caches of made-up videos with token shards of random bytes: merged by links, by copies, and compared."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+from rich.table import Table
+
+from jobs.benchmark.table.times import A_COMMIT, IDENTITY, Say, make_table, seconds_of
+from pipeline.cache.header import fingerprint, header_bytes
+from pipeline.cache.live_rows import TOKENS
+from pipeline.cache.reader import HEADER
+from pipeline.cache.schema import SCHEMA_VERSION, digest
+from pipeline.sharing.diff import compare
+from pipeline.sharing.merge import merge_caches
+from pipeline.storage.stores import LocalStore
+
+
+class SharingTimes(TypedDict):
+    """The figures of two caches of ``videos`` each: wall seconds.
+
+    Attributes:
+        shards, shard_bytes: token shards of both, and their bytes.
+        link_s: merging them where token shards become links.
+        copy_s, copied_bytes: merging them where token shards are copied.
+        diff_s: comparing the first with the second.
+        diff_merged_s: comparing the first with what was merged.
+    """
+
+    videos: int
+    shards: int
+    shard_bytes: int
+    link_s: float
+    copy_s: float
+    copied_bytes: int
+    diff_s: float
+    diff_merged_s: float
+
+
+class _OtherDisk(LocalStore):
+    """A folder that takes no links, as one on another file system."""
+
+    def link(self, name: str, file: Path) -> bool:
+        return False
+
+
+def measure(videos: int, shard_bytes: int, folder: Path, say: Say) -> SharingTimes:
+    """Make two caches below ``folder``, merge and compare them; ``say`` gets a line before each step."""
+    first, second = LocalStore(folder / "first"), LocalStore(folder / "second")
+    for place, store in enumerate((first, second)):
+        say(f"making {store.root.name}: {videos:,} videos")
+        _make(store, place * (videos - videos // 10), videos, shard_bytes, place)
+    say("merging by links")
+    link_s, linked = seconds_of(partial(merge_caches, [first, second], LocalStore(folder / "linked"), say))
+    say("merging by copies")
+    copy_s, copied = seconds_of(partial(merge_caches, [first, second], _OtherDisk(folder / "copied"), say))
+    assert linked.videos == copied.videos == 2 * videos - videos // 10 and not linked.copied and not copied.linked
+    say("comparing")
+    diff_s, found = seconds_of(partial(compare, first, second))
+    assert found.only_second.count == videos - videos // 10
+    shards = [file for store in (first, second) for file in store.listed(TOKENS)]
+    return {
+        "videos": videos,
+        "shards": len(shards),
+        "shard_bytes": sum(file.size for file in shards),
+        "link_s": link_s,
+        "copy_s": copy_s,
+        "copied_bytes": copied.copied_bytes,
+        "diff_s": diff_s,
+        "diff_merged_s": seconds_of(partial(compare, first, LocalStore(folder / "linked")))[0],
+    }
+
+
+def _make(store: LocalStore, first: int, videos: int, shard_bytes: int, seed: int) -> None:
+    """Make a cache of the videos from number ``first`` on, with a token shard of random bytes for each few of them."""
+    store.make()
+    store.put(HEADER, header_bytes({"schema_version": SCHEMA_VERSION, "identity": IDENTITY, "newline": None}))
+    draw, names = np.random.default_rng(seed), []
+    for number in range(-(-videos // A_COMMIT)):
+        data = draw.bytes(shard_bytes)
+        names.append(f"{TOKENS}/20260101T000000000Z-{seed:06x}-{number:016x}-{digest(data).partition(':')[2]}.parquet")
+        store.put(names[-1], data)
+    make_table(store, range(first, first + videos), names, fingerprint(IDENTITY))
+
+
+def as_table(found: SharingTimes, title: str) -> Table:
+    """Render the figures as a table."""
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for name in ("", "seconds", "MB copied"):
+        table.add_column(name, justify="right" if name else "left")
+    shards = f"{found['shards']:,} token shards, {found['shard_bytes'] / 1e6:,.0f} MB"
+    table.add_row(f"merge, {shards} linked", f"{found['link_s']:.1f}", "0")
+    table.add_row("merge, copied", f"{found['copy_s']:.1f}", f"{found['copied_bytes'] / 1e6:,.0f}")
+    table.add_row("diff of the two", f"{found['diff_s']:.1f}", "")
+    table.add_row("diff of one and the merged one", f"{found['diff_merged_s']:.1f}", "")
+    return table
