@@ -3,11 +3,13 @@
 import gc
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from gstep.lazy import LazyTable, importing_much, load_object
+from gstep.lazy import LazyTable, did_you_mean, importing_much, load_object, saying
 from tests.paths import ROOT
+from tests.waiting import wait_until
 
 TABLE = LazyTable("colour", {"red": "gstep.errors:ModelError", "blue": "no.such.module:Blue"})
 
@@ -26,6 +28,23 @@ def test_names_are_listed_without_an_import():
 def test_an_unknown_name_lists_the_known():
     with pytest.raises(KeyError, match="unknown colour 'green'; known: red, blue"):
         TABLE["green"]
+
+
+def test_a_near_name_is_named():
+    with pytest.raises(KeyError, match=r"unknown colour 'redd' \(did you mean red\?\); known: red, blue"):
+        TABLE["redd"]
+    assert did_you_mean("xyz", TABLE) == ""
+
+
+def test_a_line_is_said_until_the_work_ends():
+    said: list[str] = []
+    with saying(said.append, "still loading", 0.001):
+        wait_until(lambda: len(said) > 2, "three lines")
+    told = len(said)
+    assert set(said) == {"still loading"}
+    with saying(said.append, "never", 3600.0):
+        pass
+    assert len(said) == told and all(thread.name != "saying" for thread in threading.enumerate())
 
 
 def test_nothing_is_imported_before_it_is_asked_for():

@@ -117,9 +117,7 @@ def measure(videos: int, request_s: float, folder: Path, say: Say) -> TableTimes
     resume_s, ledger = seconds_of(lambda: Ledger(store).refresh())
     assert len(ledger) == videos
     del ledger
-    say("writing the page of the cache")
-    page = folder / "page.html"
-    page_s, _ = seconds_of(partial(write_cache_page, TokenCache(folder), page))
+    page_s, page_kb = _page(folder)
     found: TableTimes = {
         "videos": videos,
         "files": len(table_files(store, VIDEOS)),
@@ -134,7 +132,7 @@ def measure(videos: int, request_s: float, folder: Path, say: Say) -> TableTimes
         "resume_s": resume_s,
         "resume_mb": peak_memory(lambda: Ledger(store).refresh()),
         "page_s": page_s,
-        "page_kb": page.stat().st_size / 1e3,
+        "page_kb": page_kb,
         "merge_s": 0.0,
     }
     say(f"merging {WAITING} commits of {A_COMMIT} videos")
@@ -142,6 +140,13 @@ def measure(videos: int, request_s: float, folder: Path, say: Say) -> TableTimes
         _commit(store, number, videos + number * A_COMMIT)
     found["merge_s"] = seconds_of(partial(merge, store, None))[0]
     return found
+
+
+def _page(folder: Path) -> tuple[float, float]:
+    """Write the page of the whole cache, and return the seconds that it takes and its kB."""
+    page = folder / "page.html"
+    seconds, _ = seconds_of(partial(write_cache_page, TokenCache(folder), page))
+    return seconds, page.stat().st_size / 1e3
 
 
 def seconds_of(work: Callable[[], V]) -> tuple[float, V]:
