@@ -34,6 +34,7 @@ OTHERS = (
     ".github/RELEASING.md",
     ".github/CHANGELOG.md",
     "jobs/benchmark/README.md",
+    "jobs/cluster/README.md",
     "pipeline/inputs/README.md",
     "tests/README.md",
     "pipeline/evaluate/shapes/README.md",

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from pipeline import TokenCache
-from tests.jobs.cluster import Cluster, Ended
 from tests.jobs.faults import files
 from tests.jobs.jobs import assert_complete, clips, run
+from tests.jobs.ray_cluster import Cluster, Ended
 from tests.paths import ROOT
 from tests.pipeline.videos import SAMPLES
 from tests.waiting import wait_until

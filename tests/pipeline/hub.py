@@ -1,4 +1,4 @@
-"""A small server with the routes of a Hugging Face hub that reading and writing a dataset need, over a folder.
+"""A small server with the routes of a Hugging Face hub that datasets and models need, over a folder.
 
 It is not the hub: it knows no accounts, no Xet storage and no history, and checks less of what it is sent.
 """
@@ -16,17 +16,19 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 REPO = "someone/clips"
-_API = re.compile(rf"/api/datasets/{REPO}(?:/(tree|revision|paths-info|preupload|commit)/[^/]+(?:/(.*))?)?")
-_FILE = re.compile(rf"/datasets/{REPO}/resolve/[^/]+/(.*)")
+COMMIT = "c" * 40
+_API = re.compile(rf"/api/(?:datasets|models)/{REPO}(?:/(tree|revision|paths-info|preupload|commit)/[^/]+(?:/(.*))?)?")
+_FILE = re.compile(rf"/(?:datasets/)?{REPO}/resolve/[^/]+/(.*)")
 _BATCH = f"/datasets/{REPO}.git/info/lfs/objects/batch"
 _LFS = ".parquet"  # how names of large files end
 
 
 class HubServer:
-    """Use it as a context manager: a hub with the one dataset REPO, whose files are those of ``folder``.
+    """Use it as a context manager: a hub with a dataset and a model REPO, whose files are those of ``folder``.
 
     Attributes:
         requests: the (method, route) of each request.
+        downloads: the file of each GET of one.
         fail: (route, how many more such requests are answered before one fails with 500), or None.
         refuse: the status with which every request that writes is refused, or None.
     """
@@ -36,6 +38,7 @@ class HubServer:
         self.objects: dict[str, bytes] = {}  # uploaded large files by their sha256
         self.taken: list[str] = []  # the sha256 of each upload that was taken
         self.requests: list[tuple[str, str]] = []  # method, route
+        self.downloads: list[str] = []
         self.commits: list[list[tuple[str, str]]] = []  # of each: (key, path)
         self.fail: tuple[str, int] | None = None
         self.refuse: int | None = None
@@ -72,7 +75,9 @@ class HubServer:
     def answer(self, route: str, path: Path, body: dict[str, Any], recursive: bool) -> Any:
         """Return what a route of the API says, or None where it knows nothing."""
         if route == "info":
-            return {"id": REPO, "sha": "c" * 40, "private": False, "tags": [], "downloads": 0, "likes": 0}
+            files = [{"rfilename": self._entry(one)["path"]} for one in self.folder.rglob("*") if one.is_file()]
+            facts = {"private": False, "tags": [], "downloads": 0, "likes": 0}
+            return {"id": REPO, "sha": COMMIT, "siblings": files, **facts}
         if route == "paths-info":
             named = [self.folder / name for name in body.get("paths", ())]
             return [self._entry(one) for one in named if one.exists()]
@@ -139,6 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
         raw = self._body()
         if found := _FILE.fullmatch(path):
             hub.requests.append((self.command, "resolve"))
+            if self.command == "GET":
+                hub.downloads.append(found[1])
             self._file(hub.folder / found[1])
         elif path == "/api/repos/create":
             self._write("create", lambda: {"url": f"{hub.url}/datasets/{REPO}"}, exists=(hub.folder / "there").exists())
@@ -202,6 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Content-Type", "application/json")
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", hashlib.sha256(data).hexdigest())
         if status == 404:
             self.send_header("X-Error-Code", code)
         self.end_headers()

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,18 @@ class Cluster:
         gcs_address: of the cluster, what RAY_ADDRESS takes.
         folder: private and short-lived: the nodes' home and, below it, Ray's own files.
         environment: what the nodes, and with them every job, are started in.
+
+    ``also`` are more options of ``ray start``, for the head here and for a node in ``add_node``.
     """
 
     def __init__(
-        self, *, cpus: int = 2, gpus: int = 0, resources: dict[str, float] | None = None, **environ: str
+        self,
+        *,
+        cpus: int = 2,
+        gpus: int = 0,
+        resources: dict[str, float] | None = None,
+        also: Sequence[str] = (),
+        **environ: str,
     ) -> None:
         self.environment = environment(**environ)
         if "PYTHONPATH" not in environ:
@@ -47,7 +56,7 @@ class Cluster:
         self.gcs_address = f"127.0.0.1:{self._gcs}"
         self._start(
             "--head", f"--port={self._gcs}", f"--temp-dir={self.folder}", "--include-dashboard=true",
-            f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
+            f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", *also,
             agent=agent, cpus=cpus, gpus=gpus, resources=resources,
         )  # fmt: skip
 
@@ -62,10 +71,16 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add_node(self, *, cpus: int = 2, gpus: int = 0, resources: dict[str, float] | None = None) -> None:
+    @property
+    def head_pid(self) -> int:
+        return self._nodes[0].pid
+
+    def add_node(
+        self, *, cpus: int = 2, gpus: int = 0, resources: dict[str, float] | None = None, also: Sequence[str] = ()
+    ) -> None:
         """Join one more node and wait until the cluster counts it."""
         (agent,) = _free_ports(1)
-        self._start(f"--address=127.0.0.1:{self._gcs}", agent=agent, cpus=cpus, gpus=gpus, resources=resources)
+        self._start(f"--address=127.0.0.1:{self._gcs}", *also, agent=agent, cpus=cpus, gpus=gpus, resources=resources)
         self._wait_until(lambda: len(self._alive_nodes()) == len(self._nodes), "the node joins")
 
     def ray(self, *argv: str, timeout: float = 240, cwd: Path | None = None, **environ: str) -> Ended:
@@ -99,7 +114,8 @@ class Cluster:
 
     def get(self, path: str) -> Any:
         """Fetch the JSON behind a path of the job server."""
-        token = self.environment.get("RAY_AUTH_TOKEN")
+        file = Path(self.environment["HOME"]) / ".ray" / "auth_token"
+        token = self.environment.get("RAY_AUTH_TOKEN") or (file.read_text() if file.exists() else None)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         with urllib.request.urlopen(urllib.request.Request(self.address + path, headers=headers), timeout=30) as answer:
             return json.load(answer)

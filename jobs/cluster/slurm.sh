@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Prune a corpus by a job array, in PARTS parts; every task is a run on one node, with a Ray of its own:
+#   PARTS=64 SBATCH_GPUS_PER_NODE=8 SBATCH_TIMELIMIT=12:00:00 jobs/cluster/slurm.sh VIDEOS --out CACHE --model MODEL
+# Only parts with videos to do are submitted: the same command again, after nodes or a night were lost, does the rest.
+#SBATCH --job-name=gstep-prune
+#SBATCH --nodes=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=gstep-prune-%A_%a.log
+#SBATCH --signal=TERM@120
+set -uo pipefail
+
+if [[ -z ${SLURM_JOB_ID:-} ]]; then # not in a job yet: submit
+  : "${PARTS:?how many parts: as many as nodes, or a few times that}"
+  left() { # PART ARGUMENT...: prints PART if there are videos of it to do
+    local forecast
+    forecast=$(python -m jobs.prune "${@:2}" --shard "$1/$PARTS" --join --dry-run --json) || return 255
+    grep -q '"n_todo": 0,' <<<"$forecast" || echo "$1"
+  }
+  export -f left
+  todo=$(seq 0 $((PARTS - 1)) | xargs -P 4 -I{} bash -c 'left "$@"' bash {} "$@") || exit 2
+  if [[ -z $todo ]]; then
+    echo "nothing is left to do"
+    exit 0
+  fi
+  exec sbatch --export=ALL --array="$(sort -n <<<"$todo" | paste -sd,)" "$0" "$@"
+fi
+
+export RAY_ADDRESS=local
+# Two minutes before the time limit, and at a preemption, the run gets SIGTERM, and writes what is encoded.
+srun --whole --cpu-bind=none python -m jobs.prune "$@" --shard "$SLURM_ARRAY_TASK_ID/$PARTS" --join
+code=$?
+# 130: stopped, so it goes on; 1: failed, so it is tried three times in all; 2: refused, which no other node changes.
+if ((code == 130 || (code != 0 && code != 2 && ${SLURM_RESTART_COUNT:-0} < 2))); then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,104 @@
+"""The job array on a real Slurm of one node: lost tasks, the same command again, and what only has to be parsed."""
+
+import re
+import subprocess
+import time
+
+import pytest
+
+from pipeline import TokenCache
+from tests.jobs.cluster.slurm import Slurm, missing
+from tests.jobs.faults import tiny_videos
+from tests.jobs.jobs import assert_complete
+from tests.paths import ROOT
+from tests.waiting import wait_until
+
+SCRIPT = str(ROOT / "jobs" / "cluster" / "slurm.sh")
+
+
+def test_it_is_a_script_of_bash_that_asks_for_parts():
+    assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
+    done = subprocess.run(
+        [SCRIPT, "videos"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0 and "PARTS: how many parts" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    if missing():
+        pytest.skip(f"not installed: {', '.join(missing())} (apt-get install slurm-wlm munge)")
+    with Slurm() as slurm:
+        yield slurm
+
+
+@pytest.mark.slow
+def test_tasks_that_were_lost_and_only_they_are_submitted_again(slurm, tmp_path):
+    """The second of three tasks is killed, as with a node that is lost for good."""
+    ids = tiny_videos(tmp_path / "videos", 24)
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--decoder", SLOW]
+
+    def submit():
+        return slurm.run(SCRIPT, *argv, cwd=tmp_path, PARTS="3")
+
+    first = submit()
+    job = re.search(r"Submitted batch job (\d+)", first.stdout)
+    assert job, first.stdout
+    wait_until(lambda: "starting workers" in log(tmp_path, job[1], 1), lambda: logs(tmp_path), 240, meanwhile=pause)
+    assert slurm.run("scancel", "--signal=KILL", "--full", f"{job[1]}_1").returncode == 0
+    wait_until(lambda: ended(slurm), lambda: logs(tmp_path), 240, meanwhile=pause)
+    kept = TokenCache(tmp_path / "c").video_ids
+    assert 0 < len(kept) < len(ids)
+
+    again = submit()
+    job = re.search(r"Submitted batch job (\d+)", again.stdout)
+    assert job, again.stdout
+    wait_until(lambda: ended(slurm), lambda: logs(tmp_path), 240, meanwhile=pause)
+    assert [file.name for file in tmp_path.glob(f"gstep-prune-{job[1]}_*.log")] == [f"gstep-prune-{job[1]}_1.log"]
+    assert_complete(tmp_path / "c", ids)
+    assert submit().stdout.strip().endswith("nothing is left to do")
+
+
+@pytest.mark.slow
+def test_a_task_that_is_stopped_writes_what_is_encoded_and_goes_on_by_itself(slurm, tmp_path):
+    """SIGTERM to its steps is what Slurm sends before a time limit."""
+    ids = tiny_videos(tmp_path / "videos", 40)
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--log-interval", "1"]
+    done = slurm.run(SCRIPT, *argv, "--decoder", SLOW, cwd=tmp_path, PARTS="1")
+    job = re.search(r"Submitted batch job (\d+)", done.stdout)
+    assert job, done.stdout
+    wait_until(
+        lambda: re.search(r" [1-9]\d*/40 videos", log(tmp_path, job[1], 0)), lambda: logs(tmp_path), meanwhile=pause
+    )
+    assert slurm.run("scancel", "--signal=TERM", f"{job[1]}_0").returncode == 0
+    wait_until(lambda: "goes on from here" in log(tmp_path, job[1], 0), lambda: logs(tmp_path), meanwhile=pause)
+    wait_until(lambda: ended(slurm), lambda: logs(tmp_path), 400, meanwhile=pause)
+    assert_complete(tmp_path / "c", ids)
+    assert "videos are in the cache already" in log(tmp_path, job[1], 0)
+
+
+@pytest.mark.slow
+def test_a_refused_request_is_no_job(slurm, tmp_path):
+    done = slurm.run(SCRIPT, str(tmp_path / "none"), "--out", str(tmp_path / "c"), cwd=tmp_path, PARTS="2")
+    assert done.returncode == 2 and "no such folder" in done.stdout
+    assert ended(slurm)
+
+
+SLOW = "tests.jobs.hostile:SlowDecoder"
+
+
+def pause():
+    time.sleep(0.5)
+
+
+def ended(slurm):
+    return not slurm.run("squeue", "-h").stdout.strip()
+
+
+def log(folder, job, task):
+    file = folder / f"gstep-prune-{job}_{task}.log"
+    return file.read_text() if file.exists() else ""
+
+
+def logs(folder):
+    return "\n".join(f"{file.name}: {file.read_text()[-3000:]}" for file in sorted(folder.glob("*.log")))
