@@ -29,15 +29,16 @@ PRUNE = ("python", "-m", "jobs.prune")
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """What a fresh clone holds, and a cache too big to upload that .gitignore names."""
+    """What a fresh clone holds, and caches too big to upload, one under a name that no file of ours knows."""
     folder = tmp_path_factory.mktemp("clone") / "checkout"
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.split("\0")[:-1]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    (folder / "cache").mkdir()
-    with (folder / "cache" / "big").open("wb") as file:
-        file.truncate(600 * 2**20)
+    for cache in ("cache", "my-cache"):
+        (folder / cache).mkdir()
+        with (folder / cache / "big").open("wb") as file:
+            file.truncate(600 * 2**20)
     return folder
 
 
