@@ -32,7 +32,7 @@ def packaged(tmp_path_factory):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         with (clone / name).open("wb") as file:
             file.truncate(size)
-    (clone / "manifest.jsonl").write_text("{}")
+    (clone / "settings.yaml").write_text("{}")
     (clone / "mine.py").write_text("")
     target = clone.parent / "package.zip"
     create_package(str(clone), target, include_gitignore=True)
@@ -51,4 +51,4 @@ def test_all_of_the_four_rooms_and_what_lies_beside_them_goes_along(packaged):
     names, _, tracked = packaged
     rooms = {name for name in tracked if name.split("/")[0] in ("gstep", "jobs", "pipeline", "tests")}
     assert len(rooms) > 300
-    assert names >= rooms | {"pyproject.toml", "README.md", "manifest.jsonl", "mine.py"}
+    assert names >= rooms | {"pyproject.toml", "README.md", "settings.yaml", "mine.py"}
