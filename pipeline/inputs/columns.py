@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import ManifestError, VideoFault
-from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, fault
+from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, fault, merged
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import UserRow, carried_json
 
 _ROWS = 2**12  # rows of the small columns that are read at once
+_HELD = 2**26  # bytes of a row group that memory holds
 _TAIL = 2**16  # bytes at the end that are hashed: a footer, or most of it
 _KEY = "video_id"  # the column that names a row's video, if there is one
 _BYTES = "bytes"  # the field of datasets' own columns of videos, {bytes, path}
@@ -70,7 +70,7 @@ class Table:
             raise VideoFault("unsupported", f"row {member.offset} of the table holds no bytes")
         yield value.as_buffer().to_pybytes()
 
-    def _value(self, column: str, row: int) -> Any:
+    def _value(self, column: str, row: int) -> pa.Scalar:
         """Return a cell, reading on where the last one was before it in the same piece."""
         batches = self._opened()
         starts = batches.starts()
@@ -122,7 +122,9 @@ class _RowGroups:
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
         """Yield the named columns of row group ``piece``, ``at_once`` rows a batch."""
         group = self._table.metadata.row_group(piece)
-        self._file.plan(sorted(_chunks(group, columns)))
+        spans = sorted(_chunks(group, columns))
+        small = sum(end - start for start, end in spans) <= _HELD  # columns are read in turns, and each in its order
+        self._file.plan(merged(spans) if small else spans, keep=small)
         if columns:
             yield from self._table.iter_batches(at_once, row_groups=[piece], columns=columns, use_threads=False)
         else:

@@ -11,18 +11,18 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pipeline.errors import FaultClass, printable
 from pipeline.inputs.tables import is_text
-from pipeline.storage.hub import is_remote, reach
+from pipeline.storage.downloads import Download
+from pipeline.storage.hub import Files, HubDownload, is_remote, reach
 from pipeline.storage.s3 import ObjectInfo, Objects
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LONGEST = 1024  # characters of a member's name
 _GAP = 2**20  # bytes between two spans that cost less than another request
-_AT_ONCE = 2**26  # most bytes of a request, which memory holds
 _TAIL = 2**16  # bytes at the end of an object that are fetched together
 # Bytes of a request that was not planned: at a new place; and where one goes on, at most so far behind the last.
 _LEAST, _AHEAD, _NEAR = 2**14, 2**22, 2**18
@@ -108,6 +108,17 @@ def open_container(uri: str, objects: Objects, info: ObjectInfo | None = None) -
     return RemoteFile(uri, objects, info) if is_remote(uri) else PlainFile(uri)
 
 
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge spans of bytes that lie within a MiB of each other, for which one request is cheaper than two."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
+        if found and start - found[-1][1] <= _GAP:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
 class PlainFile:
     """A regular file of this machine that is read in stretches.
 
@@ -137,7 +148,7 @@ class PlainFile:
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def plan(self, spans: Sequence[tuple[int, int]]) -> None:
+    def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
         """Drop the plan: a file on disk is read as it is asked for, and only a RemoteFile has use for one."""
 
     def close(self) -> None:
@@ -147,8 +158,48 @@ class PlainFile:
             self._descriptor = -1
 
 
+class _Range:
+    """A range of an object that comes in one request while it is read in ascending order.
+
+    Args:
+        keep: whether all that came stays in memory, so that it is read in any order; else what lies before the last
+            read is dropped, and going back costs another request.
+    """
+
+    def __init__(self, files: Files, uri: str, start: int, end: int, keep: bool) -> None:
+        self._files, self._uri, self.start, self.end, self._keep = files, uri, start, end, keep
+        self._first, self._held = start, bytearray()  # what is held begins at ``_first``
+        self.coming: Download | HubDownload | None = None
+        self.fetched = 0
+
+    def read(self, start: int, end: int) -> bytes:
+        """Read bytes [start, end) of the range. Raises OSError."""
+        if self.coming is None or not (self._keep or self._first <= start <= self._first + len(self._held) + _GAP):
+            self.close()
+            self._first = self.start if self._keep else start
+            self.coming = self._files.download(self._uri, self._first, self.end)
+        try:
+            while self._first + len(self._held) < end and (piece := next(self.coming, b"")):
+                self._held += piece
+                self.fetched += len(piece)
+        except OSError:
+            self.close()  # the next read asks anew
+            raise
+        if not self._keep:
+            gone = min(start - self._first, len(self._held))
+            del self._held[:gone]
+            self._first += gone
+        return bytes(self._held[start - self._first : end - self._first])
+
+    def close(self) -> None:
+        """Drop what is held, and end the request."""
+        if self.coming is not None:
+            self.coming.close()
+        self.coming, self._held = None, bytearray()
+
+
 class RemoteFile:
-    """An object of a store, used as a PlainFile. It holds the stretch that was fetched last, 64 MiB at most.
+    """An object of a store, used as a PlainFile. What is planned comes in a request for each range.
 
     Args:
         info: what a listing said of it; without that, ``size`` or ``mark`` may cost a request.
@@ -157,9 +208,14 @@ class RemoteFile:
     def __init__(self, uri: str, objects: Objects, info: ObjectInfo | None = None) -> None:
         self.uri = uri
         self._files, self._info = reach(uri, objects), info
-        self._start, self._data = 0, b""
-        self._spans: Sequence[tuple[int, int]] = ()
-        self.fetched = 0
+        self._start, self._data = 0, b""  # of the last request that was not planned
+        self._ranges: list[_Range] = []
+        self._fetched = 0
+
+    @property
+    def fetched(self) -> int:
+        """The number of bytes that came from the store."""
+        return self._fetched + sum(planned.fetched for planned in self._ranges)
 
     @property
     def size(self) -> int:
@@ -177,43 +233,53 @@ class RemoteFile:
             self._info = self._files.info(self.uri)
         return self._info
 
-    def plan(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Note the stretches that will be read, in ascending order, so that few requests fetch them."""
-        self._spans = spans
+    def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
+        """Note the ranges that will be read, each in ascending order, or in any with ``keep``, which holds them."""
+        self._end_ranges()
+        self._fetched = self.fetched
+        self._ranges = [_Range(self._files, self.uri, *span, keep) for span in spans]
 
     def read(self, start: int, end: int) -> bytes:
         """Read bytes [start, end), or those of them that there are; one request or none. Raises OSError."""
         end = end if self._info is None else min(end, self._info.size)
         if start >= end:
             return b""
+        for planned in self._ranges:
+            if planned.start <= start < planned.end:
+                found = planned.read(start, min(end, planned.end))
+                assert planned.coming is not None
+                self._check(planned.coming.size, len(found) == min(end, planned.end) - start)
+                return found + self.read(planned.end, end)
         if not (self._start <= start and end <= self._start + len(self._data)):
-            first = start
-            if self._info is not None and start >= self._info.size - _TAIL:
-                first = max(0, self._info.size - _TAIL)  # directories and footers are read from their end
-            found = self._files.read_slice(self.uri, first, self._stop(start, end))
-            if self._info is not None and (found.size != self._info.size or first + len(found.data) < end):
-                raise OSError(errno.ESTALE, "it has changed while it was read; run again", self.uri)
-            self._info = self._info or ObjectInfo(self.uri, found.size)
-            self._start, self._data = first, found.data
-            self.fetched += len(found.data)
+            self._request(start, end)
         return self._data[start - self._start : end - self._start]
 
-    def _stop(self, start: int, end: int) -> int:
-        """Choose where a request from ``start`` ends: behind what is planned next, or a little ahead."""
-        planned, most = False, max(end, start + _AT_ONCE)
-        for first, last in self._spans:
-            if last > start and (first - end > _GAP or end == most):
-                break
-            if last > start:
-                planned, end = True, max(end, min(last, most))
-        if planned:
-            return end
+    def _request(self, start: int, end: int) -> None:
+        """Fetch bytes [start, end) that were not planned, and some more."""
+        first = start
+        if self._info is not None and start >= self._info.size - _TAIL:
+            first = max(0, self._info.size - _TAIL)  # directories and footers are read from their end
         near = 0 <= start - self._start - len(self._data) <= _NEAR and self._data
-        return max(end, start + (_AHEAD if near else _LEAST))
+        found = self._files.read_slice(self.uri, first, max(end, start + (_AHEAD if near else _LEAST)))
+        self._check(found.size, first + len(found.data) >= end)
+        self._start, self._data = first, found.data
+        self._fetched += len(found.data)
+
+    def _check(self, size: int, complete: bool) -> None:
+        """Raise OSError where an answer is of an object of another ``size`` than the last one, or not ``complete``."""
+        if self._info is not None and (size != self._info.size or not complete):
+            raise OSError(errno.ESTALE, "it has changed while it was read; run again", self.uri)
+        self._info = self._info or ObjectInfo(self.uri, size)
 
     def close(self) -> None:
-        """Drop what is held."""
+        """Drop what is held, and end all requests. May be called twice."""
         self._data = b""
+        self._end_ranges()
+
+    def _end_ranges(self) -> None:
+        """Drop what is held of planned ranges, and end their requests."""
+        for planned in self._ranges:
+            planned.close()
 
 
 #: A file that holds videos, on disk or remote.

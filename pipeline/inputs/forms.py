@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipeline.errors import VideoFault
 from pipeline.inputs.columns import Table
-from pipeline.inputs.container import Container, Member, RandomFile, open_container
+from pipeline.inputs.container import Container, Member, RandomFile, merged, open_container
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tar import Tar
 from pipeline.inputs.zips import Zip
@@ -91,6 +91,6 @@ class Containers(AbstractContextManager["Containers"]):
                 raise VideoFault("unsupported", f"{shard}: its name ends like no container ({' '.join(FORMS)})")
             file = open_container(shard, self._objects)
             container = form(file)
-            file.plan(sorted(container.span(spot.member) for spot in self._spots if spot.shard == shard))
+            file.plan(merged(container.span(spot.member) for spot in self._spots if spot.shard == shard))
             self._open = shard, file, container
         return self._open[2]

@@ -15,6 +15,7 @@ from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
 _HEADER: Final = struct.Struct("<4s5H3L2H")  # of a member: signature, version, flags, method, ..., two lengths
 _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
 _PIECE = 2**20  # bytes that are read at once
+_LEAST = 2**12  # bytes that are read at once behind the expected end of a member
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is understood
 
 
@@ -47,7 +48,7 @@ class Zip:
 
     def span(self, member: Member) -> tuple[int, int]:
         # The name and extra fields before the data are of any length; a deflated member has fewer bytes than this.
-        return member.offset, member.offset + (member.size or 0) + 2**12
+        return member.offset, member.offset + (member.size or 0) + _LEAST
 
     def read(self, member: Member) -> Iterator[bytes]:
         """Yield a member's bytes. Raises VideoFault where the zip is another one now, or the data is damaged."""
@@ -58,14 +59,17 @@ class Zip:
         place = member.offset + _HEADER.size + name_length + extra_length
         size = member.size or 0
         left = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
+        expected = self.span(member)[1]
         while size > 0:
-            raw = self._file.read(place, place + (_PIECE if left else min(_PIECE, size)))
+            # A deflated member tells its end itself, seldom behind the one that is expected.
+            most = max(expected - place, _LEAST) if left else size
+            raw = b"" if left and left.unconsumed_tail else self._file.read(place, place + min(_PIECE, most))
             place += len(raw)
             try:
                 piece = left.decompress(left.unconsumed_tail + raw, _PIECE) if left else raw
             except zlib.error as error:
                 raise VideoFault("corrupt", f"the zip's member is damaged: {error}") from error
-            if not piece and not raw:
+            if not piece and (not raw or (left and left.eof)):
                 raise VideoFault("corrupt", f"the zip's member ends {size:,} bytes too early")
             size -= len(piece)
             if size < 0:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from gstep.evidence import is_per_frame
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import KeptTokens, PrunedVideo
+from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.rows import VideoRecord, without_nulls
 
 BYTES = pa.large_binary()
@@ -32,6 +33,8 @@ _ARRAYS: Mapping[str, type[np.generic]] = {
     "density": np.float32,
 }
 
+#: A unit of work: the rows of videos that one call decodes, in one cell.
+UNIT = pa.schema([pa.field("videos", BYTES)])
 DECODED = pa.schema([pa.field("records", BYTES), pa.field("frames", CELLS)])
 # ``deepstack`` and ``evidence`` hold the arrays of all videos, one after the other; ``layout`` says which.
 ENCODED = pa.schema(
@@ -53,6 +56,17 @@ class VideoFrames(NamedTuple):
 
     record: VideoRecord
     frames: NDArray[np.uint8] | None = None
+
+
+def unit_of(todo: pa.Table) -> pa.Table:
+    """Pack rows of videos (TODO_SCHEMA) as one row of UNIT, so that Ray Data neither cuts nor joins them."""
+    (part,) = todo.combine_chunks().to_batches()
+    return pa.table([pa.array([part.serialize().to_pybytes()], BYTES)], schema=UNIT)
+
+
+def unit_videos(unit: pa.Table) -> pa.RecordBatch:
+    """Unpack the rows of videos (TODO_SCHEMA) from a row of UNIT."""
+    return pa.ipc.read_record_batch(unit["videos"][0].as_buffer(), TODO_SCHEMA)
 
 
 def decoded_bundle(videos: Sequence[VideoFrames]) -> pa.Table:

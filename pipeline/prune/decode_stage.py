@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.execution.heartbeat import Heartbeat, HeldItems
 from pipeline.inputs.forms import Containers, Spot, fetch_of, spot_of
-from pipeline.prune.batches import VideoFrames, decoded_bundle
+from pipeline.prune.batches import VideoFrames, decoded_bundle, unit_videos
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere
 from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import Objects
@@ -117,7 +117,7 @@ class VideoDecoder:
 
 
 class Decoder:
-    """The decode actor: a VideoDecoder and a heartbeat. A call takes rows and yields bundles of their videos.
+    """The decode actor: a VideoDecoder and a heartbeat. A call takes a UNIT of rows and yields bundles of their videos.
 
     Two calls may run at a time: while the child decodes a video of one, the other fetches its next video or hands over
     a decoded one. The bundles of a call depend on its rows alone, since Ray counts them when it retries a call.
@@ -136,8 +136,12 @@ class Decoder:
         """End the child; the actors of a run end with their processes."""
         self._decoder.close()
 
-    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        rows: list[TodoRow] = batch.to_pylist()
+    def __call__(self, unit: pa.Table) -> Iterator[pa.Table]:
+        return self.decode(unit_videos(unit))
+
+    def decode(self, todo: pa.Table | pa.RecordBatch) -> Iterator[pa.Table]:
+        """Decode rows of TODO_SCHEMA, and yield a row of DECODED for each ``videos_per_bundle`` of them."""
+        rows: list[TodoRow] = todo.to_pylist()
         with self._decoder.containers(rows) as containers:
             for start in range(0, len(rows), self._videos_per_bundle):
                 bundle = rows[start : start + self._videos_per_bundle]

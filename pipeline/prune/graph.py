@@ -25,6 +25,8 @@ from ray.actor import ActorHandle
 from pipeline.execution.cluster import node_selector
 from pipeline.execution.shards import RunGraph
 from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actor_options, start_actors
+from pipeline.inputs.units import units
+from pipeline.prune.batches import unit_of
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.write_stage import Writer
@@ -54,7 +56,7 @@ class Resources:
     videos_per_block: int
     videos_per_shard: int
     videos_per_bundle: int = 1
-    whole_blocks: bool = False
+    rows_per_group: int = 1
 
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
         """Return the bytes of object store that waiting videos need, beside those that workers have in hand.
@@ -95,22 +97,20 @@ class Resources:
             encode=replace(self.encode, in_flight=in_flight),
         )
 
-    def blocks(self, n_videos: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of each block of manifest rows.
+    def blocks(self, videos: pa.Table) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of each block of videos (TODO_SCHEMA), which is the unit of work and of retry.
 
-        The last blocks are one bundle each, so that few videos wait for a slow worker when the others have none left;
-        but not with ``whole_blocks``.
+        The last blocks are one bundle each, so that few videos wait for a slow worker when the others have none left.
+        Videos of containers are cut by what they share of these (``pipeline.inputs.units``).
         """
+        n_videos = len(videos)
+        if videos["source_offset"].null_count < n_videos:
+            most = max(MOST_OF_A_UNIT, n_videos // MAX_BLOCKS)
+            return units(videos, self.decode.workers, most, self.videos_per_bundle, self.rows_per_group)
         last = self.decode.workers * (self.decode.in_flight or 1) * self.videos_per_block
         head = max(0, n_videos - last) // self.videos_per_block * self.videos_per_block
-        head = n_videos if self.whole_blocks else head
         starts = [*range(0, head, self.videos_per_block), *range(head, n_videos, self.videos_per_bundle)]
         return pairwise([*starts, n_videos])
-
-    def by_units(self, unit: int) -> Resources:
-        """Return these with blocks of ``unit`` videos, which share what is read of their container."""
-        bundle = math.gcd(unit, self.videos_per_bundle)
-        return replace(self, videos_per_block=unit, videos_per_bundle=bundle, whole_blocks=True)
 
     @property
     def shards_at_once(self) -> int:
@@ -149,6 +149,7 @@ LEAST_BYTES = 8 * 2**20  # bytes granted to the videos of a worker, however smal
 # At most so many bytes of frames, which a bundle of several videos costs a copy, and so many videos in a bundle.
 # Four videos of 32 frames take an encoder half a second: so long the first may wait for the last.
 BUNDLE_BYTES, MOST_BUNDLED = 64 * 2**20, 32
+MOST_OF_A_UNIT = 256  # videos of a container that one call reads, and decodes again if its worker dies
 DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
 # Bytes of video files for which another decoder is worth its start of a second: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20
@@ -230,11 +231,11 @@ def build_graph(
     labels = node_selector(without)
     # 1. Manifest: blocks small enough to spread. They are cut here and made without a task (from_arrow starts one a
     # block): tasks of Ray's own ask for a whole CPU, wait for it without end and are tried again without end.
-    size, bundle = resources.videos_per_block, resources.videos_per_bundle
-    videos = ray.data.from_blocks([todo.slice(start, end - start) for start, end in resources.blocks(len(todo))])
+    bundle = resources.videos_per_bundle
+    videos = ray.data.from_blocks([unit_of(todo.slice(start, end - start)) for start, end in resources.blocks(todo)])
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
     frames = videos.map_batches(
-        Decoder, fn_constructor_args=(decode, heartbeats, bundle), **actor_options(resources.decode, size, labels)
+        Decoder, fn_constructor_args=(decode, heartbeats, bundle), **actor_options(resources.decode, 1, labels)
     )
     # 3. Encode and prune: frames -> the kept tokens in order of selection. A batch is a row, which is a bundle.
     tokens = frames.map_batches(

@@ -93,7 +93,7 @@ class DecodeVideos:
         rows = [self._named.table(part) for part in given_parts("videos", batch, "video_id and uri")]
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
         todo = videos.append_column("attempts", pa.array([1] * len(videos), pa.int32()))
-        return (_decoded(bundle) for bundle in self._decoder(todo))
+        return (_decoded(bundle) for bundle in self._decoder.decode(todo))
 
 
 def _decoded(bundle: pa.Table) -> pa.Table:

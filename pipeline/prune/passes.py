@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -40,8 +40,6 @@ from pipeline.storage.hub import is_remote
 LEAST_ALIKE = 50
 # If there are no more videos, the sizes of their files decide how many decoders are worth starting.
 FILES_LOOKED_AT = 256
-# A block is a row group, which is read from its start; but not one of so many videos that others wait for work.
-MOST_OF_A_UNIT = 256
 _NOTE_S = 60.0  # least seconds between two saves of the run's record while it runs
 
 
@@ -216,8 +214,7 @@ class Passes:
         wanted = _plan(self.config, cluster, device, n_videos, stored_bytes, shape[0], files_bytes)
         store_bytes = cluster.get("object_store_memory", math.inf)
         plan = wanted.fitting(store_bytes, 3 * math.prod(shape), token_bytes, n_videos)
-        if (unit := min(self.commits.request.indexing.unit, MOST_OF_A_UNIT)) > 1:
-            plan = plan.by_units(unit)
+        plan = replace(plan, rows_per_group=self.commits.request.indexing.unit)
         for note in _shortfalls(self.config, wanted, plan, n_videos):
             self._note(note)
         self.commits.limits.facts.encoders = plan.encode.workers

@@ -59,14 +59,44 @@ class HubFiles:
             file.seek(first)
             return Slice(file.read(last - first) if first < last else b"", size)
 
+    def download(self, uri: str, start: int = 0, end: int | None = None) -> HubDownload:
+        """Begin to download bytes [start, end) of a file, in one request for each 64 MiB."""
+        return HubDownload(self, uri, start, end)
+
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
         """Hand the file to ``write`` piece by piece; returns its size. Raises OSError with EFBIG above ``limit``."""
-        size = self.size(uri)
-        if limit is not None and size > limit:
-            raise OSError(errno.EFBIG, f"the file has {size} bytes, more than the {limit} that are allowed", uri)
-        for start in range(0, size, _PIECE):
-            write(self.read_slice(uri, start, min(start + _PIECE, size)).data)
-        return size
+        download = self.download(uri)
+        if limit is not None and download.size > limit:
+            what = f"the file has {download.size} bytes, more than the {limit} that are allowed"
+            raise OSError(errno.EFBIG, what, uri)
+        for piece in download:
+            write(piece)
+        return download.size
+
+
+class HubDownload(Iterator[bytes]):
+    """Bytes [start, end) of a file of the hub on their way: an iterator of pieces, in order.
+
+    Attributes:
+        size: bytes of the whole file.
+    """
+
+    def __init__(self, files: HubFiles, uri: str, start: int, end: int | None) -> None:
+        self._files, self._uri, self._at = files, uri, start
+        self.size = files.size(uri)
+        self._end = self.size if end is None else min(end, self.size)
+
+    def __next__(self) -> bytes:
+        if self._at >= self._end:
+            raise StopIteration
+        piece = self._files.read_slice(self._uri, self._at, min(self._at + _PIECE, self._end)).data
+        if not piece:
+            raise OSError(errno.EIO, "the file has become shorter", self._uri)
+        self._at += len(piece)
+        return piece
+
+    def close(self) -> None:
+        """Drop nothing: each piece is a request of its own."""
 
 
 #: What reads videos from a store.

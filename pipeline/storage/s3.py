@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -27,12 +26,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
+from pipeline.storage.downloads import Download
 
 SCHEME = "s3://"
-_CHUNK = 2**14  # small, so that a slow download is noticed
-_RESUMES = 4  # how often a broken download goes on where it stopped
+_RETRIES = 4  # how often a range whose download broke is asked for again
 _CONNECT_S, _SILENT_S = 10, 60  # how long a store may take to accept a connection, and to send the next bytes
-_GRACE_S, _SLOWEST = 120, 2**18  # a download may take this long, and as long as its size takes at this rate (bytes/s)
 _NUMBERS: Mapping[int, int] = {
     401: errno.EACCES,
     403: errno.EACCES,
@@ -198,14 +196,24 @@ class Objects:
         """Request a range, and again if the download breaks off."""
         bucket, key = _split(uri)
         with self._errors(uri):
-            for retries in range(_RESUMES + 1):
+            for retries in range(_RETRIES + 1):
                 answer = self._client().get_object(Bucket=bucket, Key=key, Range=wanted)
                 try:
                     return _slice(answer, start)
                 except _broken_downloads():
-                    if retries == _RESUMES:
+                    if retries == _RETRIES:
                         raise
         raise AssertionError("not reached")
+
+    def download(self, uri: str, start: int = 0, end: int | None = None) -> Download:
+        """Begin to download bytes [start, end) of an object, in one request."""
+        bucket, key = _split(uri)
+
+        def ask(wanted: str | None, mark: str | None) -> Any:
+            more = {name: value for name, value in (("Range", wanted), ("IfMatch", mark)) if value is not None}
+            return self._client().get_object(Bucket=bucket, Key=key, **more)
+
+        return Download(ask, partial(self._errors, uri), _broken_downloads(), start, end)
 
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
         """Stream the object into ``write`` piece by piece, in one request; return its size.
@@ -213,32 +221,13 @@ class Objects:
         A connection that breaks is taken up where it broke, on the same content. Raises OSError with EFBIG before
         anything is read where the object has more than ``limit`` bytes, and with ETIMEDOUT where it only trickles.
         """
-        bucket, key = _split(uri)
-        with self._errors(uri):
-            answer = self._client().get_object(Bucket=bucket, Key=key)
-            size, mark, done = answer.get("ContentLength"), answer.get("ETag"), 0
-            if size is None:  # a gateway with chunked transfer does not send the size
-                answer["Body"].close()
-                raise OSError(errno.EIO, "the store does not say how large the object is")
-            if limit is not None and size > limit:
-                answer["Body"].close()
-                raise OSError(errno.EFBIG, f"the object has {size} bytes, more than the {limit} that are allowed")
-            until = time.monotonic() + _GRACE_S + size / _SLOWEST
-            for resumes in range(_RESUMES + 1):
-                try:
-                    for piece in answer["Body"].iter_chunks(_CHUNK):
-                        write(piece)
-                        done += len(piece)
-                        if time.monotonic() > until:
-                            raise OSError(errno.ETIMEDOUT, f"only {done} of {size} bytes came in time")
-                    return int(size)
-                except _broken_downloads():
-                    if resumes == _RESUMES or mark is None:
-                        raise
-                answer = self._client().get_object(Bucket=bucket, Key=key, Range=f"bytes={done}-", IfMatch=mark)
-                if done and not answer.get("ContentRange", "").startswith(f"bytes {done}-"):
-                    raise OSError(errno.EIO, "the store cannot go on where a download broke")
-        raise AssertionError("not reached")
+        with self.download(uri) as download:
+            if limit is not None and download.size > limit:
+                what = f"the object has {download.size} bytes, more than the {limit} that are allowed"
+                raise OSError(errno.EFBIG, what, uri)
+            for piece in download:
+                write(piece)
+            return download.size
 
     def put(self, uri: str, data: Any) -> None:
         """Write a whole object in one request (at most 5 GiB): it is complete afterwards, or absent."""

@@ -168,7 +168,7 @@ def test_containers_on_s3_give_the_same_for_few_requests(server, tmp_path):
         server.requests.clear()
         assert contents(found, server.objects()) == list(FILES.values())
         # A tar is one request for all of its members; of a table each row group is one.
-        assert server.counts()["GET"] <= {"a.tar": 1, "a.zip": 1, "a.parquet": 4}[name]
+        assert server.counts()["GET"] <= {"a.tar": 1, "a.zip": 1, "a.parquet": 4}[name], name
         (alone,) = [fetch_of(spot(found[7]), server.objects())]
         parts: list[bytes] = []
         alone(parts.append, 2**30)
@@ -182,6 +182,33 @@ def test_members_that_are_far_apart_are_not_fetched_with_what_lies_between(serve
     server.requests.clear()
     assert [len(data) for data in contents([found[0], found[4]], server.objects())] == [2**20 + 2**19] * 2
     assert server.counts() == {"GET": 2}
+
+
+def test_a_range_of_any_size_is_one_request_and_never_in_memory_as_a_whole(server, tmp_path):
+    files = {f"{number}.mp4": random.Random(number).randbytes(2**22) for number in range(20)}
+    path = write_tar(tmp_path / "a.tar", files)
+    found = rows(server.upload("a.tar", path.read_bytes()), objects=server.objects())
+    server.requests.clear()
+    with Containers(server.objects(), map(spot, found)) as opened:
+        held = []
+        for row in found:
+            parts: list[bytes] = []
+            opened.fetch(spot(row), parts.append, 2**30)
+            assert b"".join(parts) == files[row["video_id"].removeprefix("a.tar/")]
+            held.append(len(opened._open[1]._ranges[0]._held))
+    assert server.counts() == {"GET": 1} and max(held) < 2**21
+
+
+def test_a_member_that_is_left_out_or_read_again_costs_its_neighbours_nothing(server, tmp_path):
+    uri = server.upload("a.tar", write_tar(tmp_path / "a.tar", FILES).read_bytes())
+    found = rows(uri, objects=server.objects())
+    with Containers(server.objects(), map(spot, found)) as opened:
+        for place in (0, 1, 5, 5, 2, 11):
+            parts: list[bytes] = []
+            with pytest.raises(OSError, match="more than the 3"):
+                opened.fetch(spot(found[8]), parts.append, 3)
+            opened.fetch(spot(found[place]), parts.append, 2**30)
+            assert b"".join(parts) == list(FILES.values())[place]
 
 
 def test_an_object_that_was_replaced_meanwhile_is_a_fault(server, tmp_path):

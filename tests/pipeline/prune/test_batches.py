@@ -20,9 +20,12 @@ from pipeline.prune.batches import (
     decoded_videos,
     encoded_bundle,
     encoded_videos,
+    unit_of,
+    unit_videos,
     written_batch,
     written_records,
 )
+from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.rows import VideoRecord, failed_video
 from tests.pipeline.caches import encoded, random_tokens, source_record
 
@@ -215,3 +218,11 @@ def test_written_records_come_back_without_the_keys_that_were_absent():
 def test_a_key_that_is_no_column_is_refused(make):
     with pytest.raises(KeyError, match="no columns of the videos table: colour, shape"):
         make({**record(), "shape": 1, "colour": "red"})
+
+
+def test_a_unit_holds_its_rows_and_no_others():
+    rows = [{"video_id": f"v{number}", "uri": "/v.mp4", "attempts": number, "size": number} for number in range(9)]
+    todo = pa.Table.from_pylist(rows, TODO_SCHEMA)
+    parts = pa.concat_tables([todo.slice(0, 4), todo.slice(4)])
+    assert unit_videos(unit_of(parts.slice(2, 5))).to_pylist() == todo.slice(2, 5).to_pylist()
+    assert len(unit_of(todo)) == 1 and len(unit_of(todo.slice(0, 1))["videos"][0].as_py()) < 2000

@@ -38,7 +38,7 @@ def test_a_decoder_fetches_with_what_its_setup_holds_and_asks_nothing_else(serve
     assert SECRET not in repr(setup) and KEY not in repr(setup)
     decoder = Decoder(setup)
     table = pa.concat_tables([todo(*uris, str(clip), server.uri("gone.mp4"), size=7), todo("s3://x/y", policy="no")])
-    records = [video.record for bundle in decoder(table) for video in decoded_videos(bundle)]
+    records = [video.record for bundle in decoder.decode(table) for video in decoded_videos(bundle)]
     assert [record["status"] for record in records] == ["ok"] * 5 + ["failed"] * 2
     assert [record["error_class"] for record in records[5:]] == ["io", "policy"]
     assert [record.get("source_size") for record in records] == [clip.stat().st_size] * 5 + [7, None]
@@ -53,7 +53,7 @@ def test_bundles_follow_from_the_rows_whatever_becomes_of_their_videos(clip, tmp
     other = todo(*["away"] * 7)
     decoder = Decoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), videos_per_bundle=3)
     for table in (rows, other):
-        bundles = [[video.record["video_id"] for video in decoded_videos(bundle)] for bundle in decoder(table)]
+        bundles = [[video.record["video_id"] for video in decoded_videos(bundle)] for bundle in decoder.decode(table)]
         ids = table["video_id"].to_pylist()
         assert bundles == [ids[:3], ids[3:6], ids[6:]]
     decoder.close()
@@ -62,7 +62,7 @@ def test_bundles_follow_from_the_rows_whatever_becomes_of_their_videos(clip, tmp
 def test_two_calls_at_a_time_share_one_child(clip):
     decoder = Decoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), videos_per_bundle=2)
     with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(lambda: list(decoder(todo(*[str(clip)] * 6)))) for _ in range(2)]
+        calls = [pool.submit(lambda: list(decoder.decode(todo(*[str(clip)] * 6)))) for _ in range(2)]
         videos = [video for call in calls for bundle in call.result() for video in decoded_videos(bundle)]
     assert [video.record["status"] for video in videos] == ["ok"] * 12
     assert len({video.frames.tobytes() for video in videos}) == 1

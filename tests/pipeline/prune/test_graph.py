@@ -146,11 +146,16 @@ def test_encoders_have_enough_under_way_and_no_more_than_the_object_stores_hold(
     assert fitted(8 * 64, 32).encode.in_flight == 8  # an eighth of its share of a short run
 
 
+def files(n_videos: int) -> pa.Table:
+    """Rows of so many files, of which only the number matters."""
+    return pa.table({"source_offset": pa.nulls(n_videos, pa.int64())})
+
+
 @pytest.mark.parametrize("n_videos", [1, 7, 160, 1001, 5 * 10**6])
 @pytest.mark.parametrize("frames", [1, 8, 32])
 def test_blocks_of_the_manifest_are_whole_bundles_and_the_last_ones_a_bundle_each(n_videos, frames):
     plan = fitted(n_videos, frames, cpus=8, gpus=2)
-    blocks = list(plan.blocks(n_videos))
+    blocks = list(plan.blocks(files(n_videos)))
     assert [start for start, _ in blocks] == [0, *(end for _, end in blocks[:-1])] and blocks[-1][1] == n_videos
     sizes = [end - start for start, end in blocks]
     assert all(size % plan.videos_per_bundle == 0 for size in sizes[:-1])
@@ -240,9 +245,3 @@ def test_what_a_worker_has_not_handed_over_is_not_waiting():
     assert (plan.decode.workers, plan.encode.workers, plan.videos_per_block, plan.videos_per_shard) == (2, 1, 4, 2)
     assert [plan.collected(stage, waits=True) for stage in PRUNING.stages] == [1, 5, 4]  # of two calls at a time
     assert [plan.collected(stage, waits=False) for stage in PRUNING.stages] == [1, 1, 1]
-
-
-def test_blocks_of_a_table_are_its_row_groups():
-    plan = plan_resources(cpus=8, gpus=0, n_videos=100).by_units(40)
-    assert list(plan.blocks(100)) == [(0, 40), (40, 80), (80, 100)] and plan.videos_per_block == 40
-    assert 40 % plan.videos_per_bundle == 0

@@ -144,6 +144,39 @@ def test_a_store_that_names_no_size_or_no_content_is_no_crash():
         assert len(asked) == 1  # what it goes on with might be of another content
 
 
+def test_a_download_of_a_range_comes_in_pieces(server, objects):
+    uri, data = server.uri("range"), bytes(range(256)) * 1000
+    objects.put(uri, data)
+    server.requests.clear()
+    with objects.download(uri, 1000, 200_000) as download:
+        pieces = list(download)
+    assert b"".join(pieces) == data[1000:200_000] and len(pieces) > 2 and download.size == len(data)
+    assert server.counts() == {"GET": 1}
+
+
+def test_a_broken_download_of_a_range_goes_on_where_it_broke():
+    whole, told = bytes(range(256)), ("ETag", '"mark"')
+    first = [("Content-Length", "156"), ("Content-Range", "bytes 100-255/256"), told]
+    rest = [("Content-Length", "56"), ("Content-Range", "bytes 200-255/256"), told]
+    with scripted((206, first, whole[100:200]), (206, rest, whole[200:])) as (objects, asked):
+        assert b"".join(objects.download("s3://bucket/a", 100, 256)) == whole[100:]
+        assert [request["range"] for request in asked] == ["bytes=100-255", "bytes=200-255"]
+
+
+def test_a_download_that_breaks_again_and_again_without_progress_ends():
+    first = [("Content-Length", "9"), ("Content-Range", "bytes 0-8/9"), ("ETag", '"mark"')]
+    with scripted((206, first, b"")) as (objects, asked):
+        with pytest.raises(OSError, match="cannot be used"):
+            list(objects.download("s3://bucket/a", 0, 9))
+        assert len(asked) == 5
+
+
+def test_a_range_that_a_store_does_not_give_is_no_download():
+    whole = (200, [("Content-Length", "6"), ("ETag", '"mark"')], b"012345")
+    with scripted(whole) as (objects, _), pytest.raises(OSError, match="another range"):
+        objects.download("s3://bucket/a", 2, 4)
+
+
 def test_a_broken_slice_is_asked_for_again():
     headers = [("Content-Length", "4"), ("Content-Range", "bytes 2-5/9"), ("ETag", '"mark"')]
     with scripted((206, headers, b"23"), (206, headers, b"2345")) as (objects, asked):
@@ -174,8 +207,8 @@ def test_an_empty_object_has_an_empty_tail():
 
 
 def test_a_trickle_is_given_up(monkeypatch):
-    monkeypatch.setattr("pipeline.storage.s3._GRACE_S", 0)
-    monkeypatch.setattr("pipeline.storage.s3._SLOWEST", 1e12)
+    monkeypatch.setattr("pipeline.storage.downloads._GRACE_S", 0)
+    monkeypatch.setattr("pipeline.storage.downloads._SLOWEST", 1e12)
     with scripted((200, [("Content-Length", "60000"), ("ETag", '"mark"')], bytes(60000))) as (objects, _):
         with pytest.raises(OSError, match="of 60000 bytes came in time") as error:
             objects.read("s3://bucket/a")

@@ -1,0 +1,93 @@
+"""Bytes of an object that come piece by piece, in one request as long as its connection holds."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+_CHUNK = 2**14  # small, so that a slow download is noticed
+# How often a download goes on where it broke, without so many bytes in between: stores end connections that wait long.
+_RESUMES, _PROGRESS = 4, 2**24
+_GRACE_S, _SLOWEST = 120, 2**18  # a download may take this long, and as long as its size takes at this rate (bytes/s)
+
+
+class Download(AbstractContextManager["Download"], Iterator[bytes]):
+    """Bytes [start, end) of an object on their way: an iterator of pieces, in order. Close it after use.
+
+    The store waits while nobody asks for the next piece. A connection that breaks is taken up where it broke, on the
+    same content. Raises OSError, with ETIMEDOUT where the bytes only trickle.
+
+    Args:
+        ask: sends a GET, given the words of its range and the mark that the content must have, or None for each.
+        errors: a context that converts the client's errors to OSError.
+        broken: the client's errors of a connection that breaks.
+
+    Attributes:
+        size: bytes of the whole object.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[str | None, str | None], Any],
+        errors: Callable[[], AbstractContextManager[None]],
+        broken: tuple[type[Exception], ...],
+        start: int = 0,
+        end: int | None = None,
+    ) -> None:
+        self._ask, self._errors, self._broken = ask, errors, broken
+        self._at, self._last = start, "" if end is None else str(end - 1)
+        self._resumes, self._since, self._spent_s = 0, 0, 0.0
+        whole = not start and end is None
+        with errors():
+            answer = ask(None if whole else f"bytes={start}-{self._last}", None)
+            self._body, self._mark = answer["Body"], answer.get("ETag")
+            length, stated = answer.get("ContentLength"), answer.get("ContentRange")
+            wrong = None
+            if length is None:  # a gateway with chunked transfer does not send the size
+                wrong = "the store does not say how large the object is"
+            elif not whole and not (stated or "").startswith(f"bytes {start}-"):
+                wrong = f"the store answered with another range than was asked for: {stated}"
+            if wrong:
+                self.close()
+                raise OSError(errno.EIO, wrong)
+        self.size = int(length if whole else stated.rpartition("/")[2])
+        self._length = self._left = int(length)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, if bytes are left. May be called twice."""
+        self._body.close()
+
+    def __next__(self) -> bytes:
+        if not self._left:
+            raise StopIteration
+        began = time.monotonic()
+        with self._errors():
+            piece = self._piece()
+            self._at, self._left, self._since = self._at + len(piece), self._left - len(piece), self._since + len(piece)
+            self._spent_s += time.monotonic() - began
+            if self._spent_s > _GRACE_S + self._length / _SLOWEST:
+                done = self._length - self._left
+                raise OSError(errno.ETIMEDOUT, f"only {done} of {self._length} bytes came in time")
+        return piece
+
+    def _piece(self) -> bytes:
+        """Read the next piece, from a new connection where the last one broke."""
+        while True:
+            try:
+                return bytes(self._body.read(_CHUNK))
+            except self._broken:
+                self._resumes = 1 if self._since >= _PROGRESS else self._resumes + 1
+                self._since = 0
+                if self._resumes > _RESUMES or self._mark is None:
+                    raise
+            answer = self._ask(f"bytes={self._at}-{self._last}", self._mark)
+            self._body = answer["Body"]
+            if not answer.get("ContentRange", "").startswith(f"bytes {self._at}-"):
+                self.close()
+                raise OSError(errno.EIO, "the store cannot go on where a download broke")
