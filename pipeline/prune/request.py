@@ -97,6 +97,8 @@ class PruneRequest:
             dtype=dtype,
             attn=self.config.attn,
             codec=self.config.token_codec,
+            batch_frames=self.config.encode_batch_frames,
+            compiled=self.config.compile,
         )
 
     def identity(self, dtype: str) -> CacheIdentity:

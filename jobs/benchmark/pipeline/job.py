@@ -46,7 +46,7 @@ class SleepingEncoder(VideoEncoder):
     """An encoder that sleeps for each video instead of computing, and returns the same made-up tokens each time."""
 
     def __init__(self, setup: SleepingSetup) -> None:
-        self._sleeping = setup
+        self._setup = self._sleeping = setup
         self._computing = threading.Lock()  # two calls run at a time, of which one computes
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
@@ -76,7 +76,7 @@ def run(work: Work) -> dict[str, float]:
     PruneRequest.encode_setup = encode_setup  # type: ignore[method-assign]
     options = {"model": "tiny", "num_frames": work.frames, "retention_ratio": RATIO, "device": "cpu"}
     workers = {"decode_workers": work.workers, "encode_workers": work.encoders}
-    with _ray(work):
+    with ray_of(work):
         started = time.perf_counter()
         summary = prune_videos(work.manifest, out=work.out, progress=False, **options, **workers)
         seconds = time.perf_counter() - started
@@ -91,7 +91,7 @@ def run(work: Work) -> dict[str, float]:
 
 
 @contextmanager
-def _ray(work: Work) -> Iterator[None]:
+def ray_of(work: Work) -> Iterator[None]:
     """Run the block with Ray started as the job starts it, or with the work's logical nodes; shut Ray down after it."""
     with ExitStack() as stack:
         if work.nodes:
