@@ -22,7 +22,7 @@ examples:
 """
 
 #: The options that --help shows.
-USUAL = ("cache", "caches", "model", "retention_ratio", "tensor_parallel", "host", "port", "api_key")
+USUAL = ("cache", "caches", "model", "retention_ratio", "tensor_parallel", "host", "port", "api_key", "print_command")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(config: ServeConfig, console: Console) -> int:
-    """Check that the port is free, and serve until interrupted."""
-    check_port(config.host, config.port)
+    """Check that the port is free, and serve until interrupted; or print vLLM's own command."""
+    if not config.print_command:
+        check_port(config.host, config.port)
     from pipeline.serve.server import serve  # noqa: PLC0415 - --help and a mistyped flag answer at once
 
     serve(config)

@@ -47,13 +47,13 @@ def _place(item: VideoItem) -> PlaceholderRange:
 
 
 def _with_positions(item: VideoItem) -> MultiModalKwargsItem:
-    """Return the video's rows, positions and extent as one vLLM item."""
+    """Return the video's positions and extent as one vLLM item, with its rows where the engine does not read them."""
     return _fields(
         embeds=item.rows, positions=item.positions.contiguous(), extent=torch.tensor([item.extent], device="cpu")
     )
 
 
-def _fields(**data: torch.Tensor) -> MultiModalKwargsItem:
+def _fields(**data: torch.Tensor | None) -> MultiModalKwargsItem:
     """Pack a video's tensors for vLLM: token rows may move to the GPU, positions stay on the CPU.
 
     vLLM drops them once the prefix cache holds a video. Its positions are asked for again.
@@ -63,5 +63,6 @@ def _fields(**data: torch.Tensor) -> MultiModalKwargsItem:
         {
             name: MultiModalFieldElem(data=values, field=MultiModalBatchedField(keep_on_cpu=name not in rows))
             for name, values in data.items()
+            if values is not None
         }
     )

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from gstep.language.types import Prompt, Visual
 
+SEPARATOR = "#"
+
 
 @dataclass(frozen=True)
 class VideoItem:
@@ -22,15 +24,16 @@ class VideoItem:
             all frames, for a frame of which nothing was kept takes room among the positions, too.
         takes_row: [S] bool, which of them are placeholders, P in all; the others are texts within the video.
         rows: [P,D*(1+levels)], what stands for the placeholders, deepstack levels side by side; on LLaVA-OneVision the
-            last one is the newline.
+            last one is the newline. None where the engine reads them itself.
         positions: [A,S] int64, counted from where the span starts.
         extent: how far behind that start the text after the span goes on.
-        name: of rows and positions, so that spans of the same name are the same to the model.
+        name: of rows and positions, so that spans of the same name are the same to the model; the name of rows that
+            the engine reads comes first, up to the last SEPARATOR.
     """
 
     first: int
     takes_row: Tensor
-    rows: Tensor
+    rows: Tensor | None
     positions: Tensor
     extent: int
     name: str
@@ -51,15 +54,15 @@ def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
 
 def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoItem:
     """Make the item of the video whose span is tokens [first, end) of the prompt."""
-    rows, digest = _rows_and_digest(visual)
+    rows, digest = (None, "") if visual.rows else _rows_and_digest(visual)
     takes_row = prompt.input_ids[first:end] == video_token_id
-    assert int(takes_row.sum()) == len(rows)
+    assert int(takes_row.sum()) == len(visual.index) + (visual.newline is not None)
     # Text goes on by one: the start follows the token before, and the end is where the token after stands.
     start = int(prompt.positions[0, first - 1]) + 1 if first else 0
     positions = prompt.positions[:, first:end] - start
     extent = int(prompt.positions[0, end]) - start
     name = _digest(f"{digest} {extent} ", positions)
-    return VideoItem(first, takes_row, rows, positions, extent, name)
+    return VideoItem(first, takes_row, rows, positions, extent, visual.rows + SEPARATOR + name if visual.rows else name)
 
 
 def rows_of(visual: Visual) -> Tensor:

@@ -19,6 +19,9 @@ _ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
 
+#: Variables that ``prepare_process`` sets.
+ENVIRONMENT = (*_ENVIRONMENT, *_ON_CPU)
+
 
 def engine_options(
     source: ModelSource, runtime: Runtime, largest_video: int, tensor_parallel: int = 1
@@ -59,7 +62,7 @@ OWN = frozenset(
     (
         *("model", "revision", "tokenizer", "tokenizer_revision", "trust_remote_code", "load_format", "dtype"),
         *("hf_overrides", "tensor_parallel_size", "enable_mm_embeds", "limit_mm_per_prompt", "mm_processor_cache_gb"),
-        *("generation_config", "disable_log_stats", "hf_config_path", "skip_tokenizer_init"),
+        *("generation_config", "disable_log_stats", "hf_config_path", "skip_tokenizer_init", "ec_transfer_config"),
         "hf_token",  # a secret, which belongs into the environment (HF_TOKEN)
     )
 )

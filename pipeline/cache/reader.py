@@ -300,8 +300,8 @@ class TokenCache:
         """
         reading = self.reading(retention_ratio, order, evidence, verify)
         wanted = self.wanted(self.metadata(video_id), reading)
-        with self._video_in_errors(video_id):
-            return self._read(wanted, reading, self._open(wanted))
+        with self.shard_of(wanted) as shard:
+            return self._read(wanted, reading, shard)
 
     def get_many(
         self,
@@ -377,6 +377,12 @@ class TokenCache:
                 f"{row['video_id']!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"] or ""
             )
         return Rows(row, rows_wanted(row, reading.retention_ratio), reading.columns, reading.near)
+
+    @contextmanager
+    def shard_of(self, wanted: Rows) -> Iterator[TokenShard]:
+        """Yield the opened token shard of a video's rows; what is found damaged within names the video."""
+        with self._video_in_errors(wanted.row["video_id"]):
+            yield self._open(wanted)
 
     def _open(self, wanted: Rows) -> TokenShard:
         """Open the token shard of a video, or return the one that is open already."""

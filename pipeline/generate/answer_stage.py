@@ -6,13 +6,14 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
 import torch
 
 from gstep.backbones import choose_runtime
+from pipeline.cache.reader import TokenCache
 from pipeline.errors import QuestionFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault, give_up_process
 from pipeline.execution.heartbeat import Heartbeat
@@ -82,8 +83,12 @@ class Answerer:
         runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._handed_over_at_once = setup.batch_size
         self._size = BatchSize(setup.batch_size)
+        # A method that prunes here looks at the vectors, so that its prompts have to bring what it selects.
+        cache = (
+            None if any(setup.prunings.values()) else TokenCache(str(setup.store), store=setup.store, live=setup.live)
+        )
         with self._heartbeat.busy("the model, being loaded"):
-            self._engine = load_engine(setup.engine, setup.source, runtime)
+            self._engine = load_engine(replace(setup.engine, cache=cache), setup.source, runtime)
             self._asker = Asker(setup, self._engine, runtime.device, self._heartbeat)
         self._provenance = json.dumps(self._engine.describe())
 
@@ -170,6 +175,8 @@ class Answerer:
             self._short = True
         except EngineDied as error:
             give_up_process(batch[0].row["question_id"], error)
+        except QuestionFault as error:
+            fault = error
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
             exit_after_gpu_fault(batch[0].row["question_id"], error)
             fault = QuestionFault("internal", f"{type(error).__name__}: {error}")
@@ -178,7 +185,7 @@ class Answerer:
             torch.cuda.empty_cache()
         if len(batch) == 1:
             return [failed_answer(batch[0].row, fault)]
-        if fault.fault_class == "internal":
+        if fault.fault_class != "out-of-memory":
             return [row for asked in batch for row in self._answer_batch([asked])]
         half = len(batch) // 2
         return [row for part in (batch[:half], batch[half:]) for row in self._answer_batch(part)]

@@ -20,6 +20,7 @@ from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import POISON, Heartbeat
 from pipeline.generate.choices import lettered_prompt, letters
 from pipeline.generate.engines import Engine
+from pipeline.generate.engines.cached_rows import read_outline
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos
 from pipeline.generate.late_pruning import Embedder, LatePruning, embedder_of
 from pipeline.generate.questions import Instructions
@@ -101,7 +102,14 @@ class Asker:
         }
         cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
         columns = dict.fromkeys(column for late in lates for _, column in late.evidence)
-        videos = HeldVideos(cache, setup.retention_ratio, setup.order, heartbeat=heartbeat, evidence=tuple(columns))
+        videos = HeldVideos(
+            cache,
+            setup.retention_ratio,
+            setup.order,
+            heartbeat=heartbeat,
+            evidence=tuple(columns),
+            outline=read_outline if engine.reads_cache else None,
+        )
         self._videos = ChosenVideos(videos, lates, device, own_order=setup.own_order)
         self._embedders = Embedders(engine, device, lates)
 

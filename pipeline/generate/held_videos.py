@@ -16,11 +16,13 @@ from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.late_pruning import LatePruning
+from pipeline.rows import VideoRow
 
 _HELD_BYTES = 2**30  # bytes of tokens that an actor keeps in memory for later questions
 _SELECTED_BYTES = 2**29  # bytes of selections, and again of selected tokens, kept beside them
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+Outline = Callable[[TokenCache, VideoRow, float | None, TokenOrder], Visual]
 
 
 class LruCache(Generic[K, V]):
@@ -70,8 +72,11 @@ class HeldVideos:
         limit: int = _HELD_BYTES,
         heartbeat: Heartbeat | None = None,
         evidence: Sequence[str] = (),
+        outline: Outline | None = None,
     ) -> None:
+        """Hold up to ``limit`` bytes; ``outline`` reads videos without vectors, for an engine that reads those."""
         self._cache = cache
+        self._outline = outline
         self._heartbeat = heartbeat or Heartbeat("answer")
         self._ratio = retention_ratio
         self._order: TokenOrder = order
@@ -84,9 +89,17 @@ class HeldVideos:
             return held._replace(seconds=0.0)
         started = time.perf_counter()
         with self._heartbeat.busy(f"the tokens of {video_id}, being read"):
-            video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
-        ratio = self._ratio if self._ratio is not None else float(video.metadata["retention_ratio"])
-        return self._held.put(video_id, HeldVideo(video.visual, ratio, time.perf_counter() - started))
+            visual, stored = self._read(video_id)
+        ratio = self._ratio if self._ratio is not None else stored
+        return self._held.put(video_id, HeldVideo(visual, ratio, time.perf_counter() - started))
+
+    def _read(self, video_id: str) -> tuple[Visual, float]:
+        """Return a video and the share of its tokens that is stored."""
+        if self._outline is not None:
+            row = self._cache.metadata(video_id)
+            return self._outline(self._cache, row, self._ratio, self._order), float(row["retention_ratio"])
+        video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
+        return video.visual, float(video.metadata["retention_ratio"])
 
 
 class ChosenVideos:
@@ -147,5 +160,6 @@ def _selection_key(late: LatePruning) -> tuple[Pruner, int, float | None]:
 
 
 def n_bytes(visual: Visual) -> int:
-    """Return the bytes of a video's tensors."""
-    return sum(t.nbytes for t in (visual.tokens, visual.index, *visual.deepstack, *visual.evidence.values()))
+    """Return the bytes of a video's tensors, as far as they have data."""
+    tensors = (visual.tokens, visual.index, *visual.deepstack, *visual.evidence.values())
+    return sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)

@@ -37,12 +37,16 @@ class ServeConfig(PromptOptions, S3Options):
         "an argument of vLLM's own server, e.g. gpu_memory_utilization=0.8; may be repeated",
         metavar="NAME=VALUE",
     )
+    held_bytes: int = option(
+        2**30, "bytes of tokens that each worker of vLLM keeps in memory for later questions", metavar="N"
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every one", metavar="HOST", group="server")
     port: int = option(8000, "port to listen on", metavar="PORT")
     api_key: str | None = option(
         None, "what clients must send (default: VLLM_API_KEY, else nothing is asked for)", metavar="KEY", secret=True
     )
 
+    print_command: bool = option(False, "print the command of vLLM's own that does the same, and end")
     refresh_seconds: float = option(10.0, "look for new, redone and removed videos this often, in seconds", metavar="S")
     max_request_bytes: int = option(2**20, "size of a request's body at most; a larger one is a 413", metavar="N")
     shutdown_timeout: float = option(
@@ -53,6 +57,7 @@ class ServeConfig(PromptOptions, S3Options):
         check_choices(self)
         ratio = self.retention_ratio
         check(ratio is None or 0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
+        check(self.held_bytes >= 2**20, "held_bytes", "at least 1048576", self.held_bytes)
         check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
         check(0 < self.port < 65536, "port", "in [1, 65535]", self.port)
         if self.api_key is not None and not self.api_key.strip():

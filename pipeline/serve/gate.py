@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from pipeline.serve import CONFIG
 from pipeline.serve.guard import App, KeyGuard, Message, Scope, reply
 from pipeline.serve.metrics import export
 from pipeline.serve.prompts import CachedPrompts, ServedCache, prompts_of
@@ -97,7 +96,7 @@ class RequestGate:
     def _start(self, state: Any) -> None:
         """Open the caches, export their metrics, and take over SIGTERM. Raises as CachedPrompts."""
         self._state = state
-        self._served = ServedCache.from_config(state.vllm_config.additional_config[CONFIG])
+        self._served = ServedCache.from_config(state.vllm_config)
         self._prompts = prompts_of(self._served)
         export(self._prompts.caches)
         for model in state.openai_serving_models.base_model_paths:
@@ -147,12 +146,33 @@ class RequestGate:
             said = f"a request has at most {most:,} bytes here (--max-request-bytes)"
             await reply(send, 413, _error(413, said), [(b"connection", b"close")])
             return
-        whole: list[Message] = [{"type": "http.request", "body": b"".join(body), "more_body": False}]
+        if await self._answered(scope, b"".join(body), receive, send):
+            return
+        # Workers found rows no longer that were there when the prompt was made: it is made again of those there are.
+        assert self._prompts is not None
+        await asyncio.gather(*(asyncio.to_thread(videos.refresh) for videos in self._prompts.caches.values()))
+        if not await self._answered(scope, b"".join(body), receive, send):
+            await reply(send, 503, _error(503, "the rows of a video cannot be read now; ask again later"))
+
+    async def _answered(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
+        """Return whether vLLM answered a request; nothing was sent where it failed on the rows of cached videos."""
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        failed, request = False, REQUEST.get()
+        if request is not None:
+            request.videos = []
 
         async def replayed() -> Message:
             return whole.pop() if whole else await receive()
 
-        await self._inner(scope, replayed, send)
+        async def watched(message: Message) -> None:
+            nonlocal failed
+            about_videos = request is not None and bool(request.videos)
+            failed = failed or (message["type"] == "http.response.start" and message["status"] == 500 and about_videos)
+            if not failed:
+                await send(message)
+
+        await self._inner(scope, replayed, watched)
+        return not failed
 
 
 def _recorded(request: Request, send: Send) -> Send:

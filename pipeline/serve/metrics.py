@@ -23,7 +23,9 @@ class _Collector:
         """Yield a family of metrics for each count."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415 - vLLM brings it
 
-        held = GaugeMetricFamily("gstep_cache_held_bytes", "bytes of cached tokens in memory", labels=["cache"])
+        held = GaugeMetricFamily(
+            "gstep_cache_held_bytes", "bytes of the outlines of videos in memory", labels=["cache"]
+        )
         away = GaugeMetricFamily("gstep_cache_store_away", "1 where the store did not answer last", labels=["cache"])
         errors = CounterMetricFamily("gstep_cache_errors", "videos without an answer", labels=["cache", "kind"])
         for name, videos in _shown.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gstep.backbones import ModelSource
 from gstep.language import Prompt, PromptBuilder, prompt_builder
@@ -15,10 +15,14 @@ from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.generate.model import check_model, check_tokens
 from pipeline.rows import Json, JsonObject
+from pipeline.serve import CONFIG
 from pipeline.serve.links import SCHEME, CacheLink
 from pipeline.serve.videos import ServedVideo, ServedVideos
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 ClientMessage = JsonObject
 _CHARACTERS_PER_TOKEN = 8  # longest average of a text that may fit; usual text has four
@@ -54,8 +58,9 @@ class ServedCache:
     shutdown_timeout: float = 30.0
 
     @classmethod
-    def from_config(cls, values: Mapping[str, Any]) -> ServedCache:
+    def from_config(cls, config: VllmConfig) -> ServedCache:
         """Make the settings from vLLM's configuration, where JSON has turned tuples into lists."""
+        values = config.ec_transfer_config.ec_connector_extra_config[CONFIG]
         return cls(**{**values, "others": tuple((name, place) for name, place in values["others"])})
 
     def places(self) -> dict[str, str]:
@@ -81,12 +86,12 @@ class CachedPrompts:
         self._served = served
         self.source = ModelSource.resolve(served.model, served.revision)
         self.builder: PromptBuilder = prompt_builder(self.source, served.positions, served.rule, served.frame_times)
-        self.caches = {name: self._opened(place) for name, place in served.places().items()}
+        self.caches = {name: self._opened(name, place) for name, place in served.places().items()}
         #: The most visual tokens that a video of the caches has in a prompt.
         self.largest_video = max(videos.cache.most_tokens for videos in self.caches.values())
         self.largest_video += 1 if self.builder.needs_newline else 0
 
-    def _opened(self, place: str) -> ServedVideos:
+    def _opened(self, name: str, place: str) -> ServedVideos:
         """Open a cache that fits the model, refreshed at intervals. Raises UsageError where it does not fit."""
 
         def opened() -> TokenCache:
@@ -97,7 +102,7 @@ class CachedPrompts:
         check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
         if ratio is not None and ratio > first.retention_ratio + 1e-9:
             raise UsageError(f"--retention-ratio {ratio:g}: the cache stores {first.retention_ratio:g}")
-        return ServedVideos(opened, self._served.refresh_seconds)
+        return ServedVideos(opened, self._served.refresh_seconds, name)
 
     def close(self) -> None:
         """Stop refreshing the caches."""

@@ -14,7 +14,6 @@ from vllm.renderers.hf import HfRenderer
 from gstep.language.types import ChatMessage
 from gstep.serving.inputs import engine_input
 from pipeline.errors import CorruptShard, UnknownVideo
-from pipeline.serve import CONFIG
 from pipeline.serve.gate import REQUEST
 from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, parts_of, prompts_of
 from pipeline.serve.videos import ServedVideo, StoreAway, VideoGone
@@ -34,7 +33,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
-        self._served = ServedCache.from_config(config.additional_config[CONFIG])
+        self._served = ServedCache.from_config(config)
         self._short, self._long = (ThreadPoolExecutor(1, f"prompts-{name}") for name in ("short", "long"))
 
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gstep.backbones import choose_runtime
 from gstep.language.weights import generation_config
-from gstep.serving.options import OWN, engine_options, prepare_process
+from gstep.serving.options import ENVIRONMENT, OWN, engine_options, prepare_process
 from gstep.serving.sampling import check_served
 from pipeline.cache.reader import read_header
 from pipeline.errors import UsageError
 from pipeline.execution.request import refusing, store_refusing
-from pipeline.generate.engines.vllm import check_installed
+from pipeline.generate.engines.vllm import check_installed, connector_config
 from pipeline.generate.model import model_of
 from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import ServeConfig
@@ -27,7 +29,7 @@ from pipeline.storage.stores import store_at
 
 # What is no user's to say, beside what no engine's user can.
 _OWN = OWN | {
-    *("tokenizer_mode", "additional_config", "host", "port", "api_key", "served_model_name", "chat_template"),
+    *("tokenizer_mode", "host", "port", "api_key", "served_model_name", "chat_template"),
     *("allowed_media_domains", "allowed_local_media_path", "enable_scale_out", "middleware", "shutdown_timeout"),
     "api_server_count",  # its processes would have a cache and metrics each
 }
@@ -36,6 +38,9 @@ _OWN = OWN | {
 def serve(config: ServeConfig) -> None:
     """Run the server until the process is told to stop. Raises UsageError before anything is loaded."""
     arguments = server_arguments(config)
+    if config.print_command:
+        print(command_line(arguments))
+        return
     from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - tens of seconds to import
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
 
@@ -57,6 +62,8 @@ def server_arguments(config: ServeConfig) -> list[str]:
     with refusing(), store_refusing():
         prompts = CachedPrompts(served)
         prompts.close()
+        caches = {name: videos.cache for name, videos in prompts.caches.items()}
+        connector = connector_config(caches, config.held_bytes, {CONFIG: asdict(served)})
     if prompts.builder.axes == 1 and prompts.builder.policy.positions == "original":
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
     with refusing():
@@ -74,7 +81,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         "tokenizer_mode": MODE,
         # If a route of vLLM fetched a media URL before the renderer sees it, no domain would be allowed.
         "allowed_media_domains": ["cached-videos.invalid"],
-        "additional_config": {CONFIG: asdict(served)},
+        "ec_transfer_config": connector,
         "middleware": [f"{RequestGate.__module__}.{RequestGate.__name__}"],
         "disable_uvicorn_access_log": True,  # the gate writes a line for each request
         "host": config.host,
@@ -83,6 +90,12 @@ def server_arguments(config: ServeConfig) -> list[str]:
     }
     model = str(options.pop("model"))
     return [model, *(word for name, value in options.items() for word in _flag(name, value))]
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return the shell command by which vLLM's own ``vllm serve`` answers as ``jobs.serve`` does, without secrets."""
+    here = [f"{name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
+    return shlex.join(["env", *here, "vllm", "serve", *arguments])
 
 
 def served_cache(config: ServeConfig) -> ServedCache:

@@ -1,4 +1,7 @@
-"""The videos of one cache that a server answers from: their live rows, and the tokens of those asked about last."""
+"""The videos of one cache that a server answers from: their live rows, and what prompts say of those asked about last.
+
+Vectors are not read here: vLLM's workers do that, by the names of their rows.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from gstep.language import Visual
-from gstep.serving.items import rows_of
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import TokenCache, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.table import table_files
 from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, RemovedVideo, UnknownVideo
+from pipeline.generate.engines.cached_rows import read_outline
 from pipeline.generate.held_videos import LruCache, n_bytes
 from pipeline.rows import VideoRow
 
-_HELD_BYTES = 2**30  # bytes of tokens that a server keeps in memory for later questions
+_HELD_BYTES = 2**27  # bytes of outlines that a server keeps in memory for later questions
 _READERS = 8  # videos that are read at once; a request whose videos are held waits for none of them
 
 
@@ -67,9 +70,13 @@ class ServedVideos:
         away: whether the store did not answer when it was asked last.
     """
 
-    def __init__(self, open_cache: Callable[[], TokenCache], refresh_seconds: float) -> None:
-        """Open the cache, and look again every ``refresh_seconds``. Raises NotACache, CorruptShard and OSError."""
+    def __init__(self, open_cache: Callable[[], TokenCache], refresh_seconds: float, name: str = "") -> None:
+        """Open the cache, and look again every ``refresh_seconds``. Raises NotACache, CorruptShard and OSError.
+
+        ``name`` is the cache's, by which engines look up rows.
+        """
         self._open = open_cache
+        self._name = name
         self._now = self._look(())
         declared = declared_method(self.cache.identity)
         self._order: TokenOrder = "selection" if declared is not None and declared.reorders else "index"
@@ -89,7 +96,7 @@ class ServedVideos:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the tokens in memory."""
+        """Bytes of the outlines in memory."""
         return self._held.bytes
 
     def close(self) -> None:
@@ -98,7 +105,7 @@ class ServedVideos:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def find(self, video_id: str, retention_ratio: float | None) -> Future[ServedVideo]:
-        """Return a future of the video, finished if its tokens are in memory; otherwise a reader thread reads them.
+        """Return a future of the video, finished if it is in memory; otherwise a reader thread reads it.
 
         It raises UnknownVideo, RatioNotCached and CorruptShard as TokenCache.get, VideoGone and StoreAway.
         """
@@ -119,7 +126,7 @@ class ServedVideos:
             return loading
 
     def refresh(self) -> None:
-        """Open the table again if its files changed; while the store is away, the tokens in memory are still served."""
+        """Open the table again if its files changed; while the store is away, videos in memory are still served."""
         try:
             if self.away or _names(self.cache) != self._now.files:
                 self._look_again()
@@ -169,12 +176,11 @@ class ServedVideos:
             self.stats.load_seconds += time.perf_counter() - started
 
     def _load(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
-        """Read a video's tokens, name its content, and keep it in memory."""
+        """Read which of a video's tokens are stored, name its content, and keep that in memory."""
         now = self._now
         row = now.cache.metadata(video_id)
-        (video,) = now.cache.get_rows([row], retention_ratio, self._order)
-        found = ServedVideo(video.visual, _content_name(row))
-        rows_of(found.visual)  # hashing takes a second for a gigabyte: here, and not where prompts are made
+        visual = read_outline(now.cache, row, retention_ratio, self._order, self._name)
+        found = ServedVideo(visual, _content_name(row))
         with self._lock:
             now.rows[video_id] = row
             return self._held.put((found.name, retention_ratio), found)

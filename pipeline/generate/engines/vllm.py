@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -21,15 +23,22 @@ from gstep.language.weights import generation_config
 from gstep.pruners.base import Pruner
 from gstep.serving.options import OWN, engine_options, prepare_process
 from gstep.serving.sampling import check_served, sampling_params
-from pipeline.errors import UsageError
+from pipeline.cache.reader import TokenCache
+from pipeline.errors import QuestionFault, QuestionFaultClass, UsageError
 from pipeline.generate.engines import EngineDied, EngineSetup
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.rows import JsonObject
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import ObjectStore
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
+    from vllm.config import ECTransferConfig
+
+    from pipeline.generate.engines.connector import Asking
 
 SUPPORTED = ">=0.30,<0.33"
+HELD_BYTES = 2**30  # of rows that each worker keeps in memory
 _IDS_AT_ONCE = 100  # log-probabilities that one request may ask for; vLLM allows 128
 
 
@@ -44,6 +53,7 @@ class VllmEngine:
         self._tokenizer = tokenizer_of(source)
         self._embeddings = InputEmbeddings(source, self._tokenizer, runtime.dtype)
         self._video_token = int(config.video_token_id)
+        self.reads_cache = setup.cache is not None
         self._generation = generation_config(source, config)
         self._n_asked = 0
         # Each request that waits holds its prompt: no more of them than keep the scheduler busy.
@@ -63,6 +73,8 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
         options = engine_options(source, runtime, setup.largest_video, setup.tensor_parallel)
+        if setup.cache is not None:
+            options["ec_transfer_config"] = _connector_to(setup.cache)
         arguments = EngineArgs(**{**options, **setup.params})
         # The limits of offline use: throughput before latency.
         engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
@@ -155,6 +167,8 @@ class VllmEngine:
         """Clear the prefix and encoder caches, so that the next batch is computed as the first one was."""
         self._engine.reset_prefix_cache()
         self._engine.reset_encoder_cache()
+        if (asking := self._asking()) is not None:
+            asking.forget_placed()
 
     def close(self) -> None:
         """Stop the engine and its worker processes."""
@@ -173,11 +187,12 @@ class VllmEngine:
         names = [f"{self._n_asked + i}" for i in range(len(prompts))]
         self._n_asked += len(prompts)
         waiting: dict[str, str] = {}  # in the engine: our name -> its own
+        theirs: dict[str, str] = {}
         done: dict[str, RequestOutput] = {}
         for name, prompt, how in zip(names, prompts, params, strict=True):
             try:
                 request = engine_input(prompt, self._video_token)
-                waiting[name] = self._engine.add_request(name, request, SamplingParams(**how))
+                waiting[name] = theirs[name] = self._engine.add_request(name, request, SamplingParams(**how))
             except (ValueError, VLLMValidationError) as error:
                 self._engine.abort_request(list(waiting.values()), internal=True)
                 raise ValueError(str(error)) from error
@@ -186,9 +201,23 @@ class VllmEngine:
         while waiting:
             self._step(waiting, done)
         outputs = [done[name] for name in names]
+        if unread := [theirs[name] for name in names if done[name].outputs[0].finish_reason == "error"]:
+            raise self._unread(unread[0])
         self.prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
         self.reused_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
         return outputs
+
+    def _asking(self) -> Asking | None:
+        """Return the scheduler's side of what reads the cache; None without."""
+        connector = self._engine.engine_core.engine_core.scheduler.get_ec_connector()
+        return None if connector is None else connector.asking
+
+    def _unread(self, request: str) -> QuestionFault:
+        """Return why the vectors of a request's prompt could not be read."""
+        asking = self._asking()
+        said = "" if asking is None else asking.reasons.get(request, "")
+        kind, _, message = (said or "internal: vLLM ended the request").partition(": ")
+        return QuestionFault(cast(QuestionFaultClass, kind), message)
 
     def _step(self, waiting: dict[str, str], done: dict[str, RequestOutput]) -> None:
         """Run one step, and move ended requests from ``waiting`` to ``done``. Raises EngineDied."""
@@ -237,6 +266,41 @@ def _continued(prompt: Prompt, ids: Sequence[int]) -> Prompt:
         input_ids=torch.cat([prompt.input_ids, torch.tensor(ids)]),
         positions=torch.cat([prompt.positions, start + torch.arange(len(ids))], dim=1),
     )
+
+
+def connector_config(
+    caches: Mapping[str, TokenCache], held_bytes: int = HELD_BYTES, more: JsonObject = MappingProxyType({})
+) -> JsonObject:
+    """Return vLLM's ``ec_transfer_config`` by which its workers read these caches by themselves, JSON-able.
+
+    ``more`` goes into the connector's own part.
+    """
+    row_bytes = max(
+        cache.codec.token_bytes(max(cache.hidden_sizes, default=0), cache.deepstack_levels) for cache in caches.values()
+    )
+    return {
+        "ec_connector": "CachedRowsConnector",
+        "ec_connector_module_path": "pipeline.generate.engines.connector",
+        "ec_role": "ec_consumer",
+        "ec_connector_extra_config": {
+            "places": {name: str(cache.store) for name, cache in caches.items()},
+            "held_bytes": held_bytes,
+            "row_bytes": row_bytes,
+            **more,
+        },
+    }
+
+
+def _connector_to(cache: TokenCache) -> ECTransferConfig:
+    """Return vLLM's ECTransferConfig of a cache: this process reads it as it was opened, others by its place."""
+    from vllm.config import ECTransferConfig  # noqa: PLC0415 - as above
+
+    from pipeline.generate.engines.connector import OPENED  # noqa: PLC0415 - imports vLLM
+
+    OPENED[str(cache.store)] = cache
+    if isinstance(cache.store, ObjectStore) and isinstance(cache.store.objects, Objects):
+        os.environ.update(cache.store.objects.variables())
+    return ECTransferConfig(**connector_config({"": cache}))
 
 
 def _version() -> str | None:

@@ -20,7 +20,7 @@ def test_no_tower_is_built_and_no_processor_asked(name):
     assert (told["trust_remote_code"], told["load_format"], told["dtype"]) == (False, "safetensors", "float32")
     ours = {"architectures": [ARCHITECTURES[source.model_type]]} if name != "tiny" else {}
     assert told["hf_overrides"] == ours  # LLaVA-OneVision goes by vLLM's own class
-    assert told.keys() >= OWN - {"tokenizer", "hf_config_path", "skip_tokenizer_init", "hf_token"}
+    assert told.keys() >= OWN - {"tokenizer", "hf_config_path", "skip_tokenizer_init", "hf_token", "ec_transfer_config"}
 
 
 def test_a_step_takes_the_largest_video():

