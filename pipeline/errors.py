@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Literal, NamedTuple
+
+from gstep.lazy import did_you_mean
+
+_LOOKED_AT = 10_000  # files of a folder that are looked through for a likely one
 
 FaultClass = Literal["unsupported", "corrupt", "timeout", "crash", "out-of-memory", "policy", "io", "internal"]
 QuestionFaultClass = Literal[
@@ -255,6 +261,14 @@ class QuestionFault(Exception):  # noqa: N818
 
     def __str__(self) -> str:
         return f"{self.fault_class}: {self.message}"
+
+
+def near_file(path: Path) -> str:
+    """Return ``" (did you mean NAME?)"`` for the file beside a missing one whose name is nearest, or "" without one."""
+    try:
+        return did_you_mean(path.name, [other.name for other in islice(path.parent.iterdir(), _LOOKED_AT)])
+    except OSError:
+        return ""
 
 
 def printable(message: str, limit: int = 1024) -> str:

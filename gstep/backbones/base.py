@@ -5,16 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from gstep.backbones.preprocess.base import Preprocessor, as_frames
 from gstep.backbones.runtime import Runtime
+from gstep.errors import ModelError
 from gstep.types import VisualTokens
 
 if TYPE_CHECKING:
@@ -115,9 +117,24 @@ class Backbone(ABC):
         The evidence, which was checked, comes with them: [T,...] each in float32.
         """
 
+    @abstractmethod
+    def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
+        """Encode several videos in one pass of the vision tower, each given and returned as by ``encode_chunk``."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers of the vision tower up to the last one that visual tokens are made from."""
+
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
         """Return the number of frames of [height, width] pixels to encode at once, at most ``frame_batch``."""
         return frame_batch
+
+    def pass_share(self, n_frames: int, height: int, width: int) -> Fraction:
+        """Return the share of one pass of the tower that frames of [height, width] pixels take; above 1 for several."""
+        patches = -(-n_frames // self.preprocessor.frames_per_patch)
+        length = self.chunk_length(height, width, self.frame_batch)
+        return Fraction(patches * self.preprocessor.frames_per_patch, length)
 
     @property
     def on_cpu(self) -> bool:
@@ -158,6 +175,40 @@ class Backbone(ABC):
                 if not batch or self.chunk_length(height, width, batch) >= length:
                     raise
             torch.cuda.empty_cache()  # not in the handler, where the error still holds the tensors
+
+    @torch.no_grad()
+    def encode_together(
+        self, videos: Sequence[Tensor | NDArray[np.uint8]], evidence: Mapping[str, str] = _NOTHING
+    ) -> list[VisualTokens]:
+        """Encode several small videos in one pass of the tower, each as by :meth:`encode`.
+
+        On a CPU every frame goes alone all the same, so a video's tokens have the same bits whichever videos share its
+        pass. A GPU's library chooses its kernels by the number of rows of the whole pass, so the last bits of a
+        product may depend on it there.
+
+        Raises as :meth:`encode`, whichever video it concerns, and torch.OutOfMemoryError where the pass does not fit.
+        """
+        if self.on_cpu or len(videos) == 1:
+            return [self.encode(frames, evidence) for frames in videos]
+        self.family.check_evidence(evidence)
+        return self.encode_pass([as_frames(frames) for frames in videos], evidence)
+
+    def compile(self) -> None:
+        """Compile the tower's layers by torch.compile, all but the last, into which observers of evidence look.
+
+        Code is generated once for all layers and shapes, when the first frames are encoded. Raises ModelError where
+        torch cannot compile on this machine.
+        """
+        try:
+            torch.compile(torch.sin)(torch.zeros(2, device=self.device))
+        except Exception as error:
+            said = str(error).strip().split("\n", 1)[0]
+            raise ModelError(
+                f"torch.compile does not work on {self.device} here ({type(error).__name__}: {said}): install a C++ "
+                "compiler (on GPUs Triton and a C compiler), or encode without it"
+            ) from error
+        for layer in self.layers[:-1]:
+            layer.compile(dynamic=True)
 
     def _encoded(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
         """Encode chunks of frames one after the other, and join their tokens, evidence and deepstack levels."""

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gstep.backbones.attention import observing
 from gstep.backbones.base import Backbone, ModelExtra, SampledVideo
@@ -150,20 +151,31 @@ class LlavaOnevisionBackbone(Backbone):
             found[key] = seen[source][name] if name in PER_FRAME else self._pooled(seen[source][name])
         return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size), found)
 
-    def _observer(self, source: str) -> AttentionObserver | ProbeObserver | PatchObserver:
-        """Make the observer that computes the evidence of one source (gstep.evidence) while the tower runs."""
-        if source == LAST_LAYER:
-            return AttentionObserver(self._last_attention())
-        assert source in HEAD_SOURCES and self.pooling_head is not None
-        kind = ProbeObserver if source == POOLING_HEAD else PatchObserver
-        return kind(self.model.multi_modal_projector, self.pooling_head)
+    def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
+        """Encode videos of [t,384,384,3] uint8 together, each to [t,196,D]."""
+        lengths = [len(frames) for frames in videos]
+        visual = self.encode_chunk(torch.cat([*videos]), evidence)
+        found = {name: torch.split(values, lengths) for name, values in visual.evidence.items()}
+        return [
+            VisualTokens(tokens, {name: parts[place] for name, parts in found.items()})
+            for place, tokens in enumerate(torch.split(visual.tokens, lengths))
+        ]
 
-    def _last_attention(self) -> Any:
-        """Return the attention module of the last vision layer that visual tokens are made from."""
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers of the vision tower up to the last one that visual tokens are made from."""
         tower = getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
         # Hidden state 0 is the input of the first layer, so state k is the output of layer k - 1.
         states = range(len(tower.encoder.layers) + 1)
-        return tower.encoder.layers[states[self.model.config.vision_feature_layer] - 1].self_attn
+        return [*tower.encoder.layers][: states[self.model.config.vision_feature_layer]]
+
+    def _observer(self, source: str) -> AttentionObserver | ProbeObserver | PatchObserver:
+        """Make the observer that computes the evidence of one source (gstep.evidence) while the tower runs."""
+        if source == LAST_LAYER:
+            return AttentionObserver(self.layers[-1].self_attn)
+        assert source in HEAD_SOURCES and self.pooling_head is not None
+        kind = ProbeObserver if source == POOLING_HEAD else PatchObserver
+        return kind(self.model.multi_modal_projector, self.pooling_head)
 
     def _pooled(self, values_TSE: Tensor) -> Tensor:
         """Pool values of all 27 x 27 patches, [T,S] or [T,S,E], to the grid of tokens as the stock model does."""

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -177,21 +178,39 @@ class QwenBackbone(Backbone):
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
         """Encode [t,h,w,3] uint8 to tokens [T,N,D] in spatial order, and as many deepstack levels as the family has."""
-        grid = self.preprocessor.grid_thw(*frames.shape[:3])
-        patches = self.preprocessor.patches(frames, self.device, self.dtype)
+        (visual,) = self.encode_pass([frames], evidence)
+        return visual
+
+    def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
+        """Encode videos of [t,h,w,3] uint8 together, as ``encode_chunk``; no patch attends to another video's."""
+        grids = [self.preprocessor.grid_thw(*frames.shape[:3]) for frames in videos]
+        patches = torch.cat([self.preprocessor.patches(frames, self.device, self.dtype) for frames in videos])
         merge = self.preprocessor.merge_size
-        last = MergedAttentionObserver(self.model.blocks[-1].attn, grid[0], merge**2) if evidence else None
+        sizes = [rows * columns for T, rows, columns in grids for _ in range(T)]
+        last = MergedAttentionObserver(self.model.blocks[-1].attn, sizes, merge**2) if evidence else None
         with nullcontext() if last is None else observing(last.layer, last):
-            output = self.model(patches, grid_thw=torch.tensor([grid], device=self.device), return_dict=True)
+            output = self.model(patches, grid_thw=torch.tensor(grids, device=self.device), return_dict=True)
         # last_hidden_state would be wrong: it comes before the merger, and on Qwen2.5-VL in the order of windows.
-        levels = getattr(output, "deepstack_features", None) or ()
-        tokens, *deepstack = (level.reshape(grid[0], -1, self.hidden_size) for level in (output.pooler_output, *levels))
-        if last is None:
-            return VisualTokens(tokens, deepstack=tuple(deepstack))
-        order = self.family.tower_order(grid[1] // merge, grid[2] // merge, self.model.config)
-        spatial = torch.argsort(order).to(self.device)
-        attention = last.attention()[:, spatial]  # the only evidence that these families give
-        return VisualTokens(tokens, dict.fromkeys(evidence, attention), tuple(deepstack))
+        counts = [T * rows * columns // merge**2 for T, rows, columns in grids]
+        levels = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
+        parts = zip(*(level.split(counts) for level in levels), strict=True)
+        attention = iter(last.attention if last else ())
+        visuals = []
+        for grid, video in zip(grids, parts, strict=True):
+            tokens, *deepstack = (level.reshape(grid[0], -1, self.hidden_size) for level in video)
+            found: dict[str, Tensor] = {}
+            if last is not None:
+                order = self.family.tower_order(grid[1] // merge, grid[2] // merge, self.model.config)
+                spatial = torch.argsort(order).to(self.device)
+                # The only evidence that these families give.
+                found = dict.fromkeys(evidence, torch.stack([*islice(attention, grid[0])])[:, spatial])
+            visuals.append(VisualTokens(tokens, found, tuple(deepstack)))
+        return visuals
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The blocks of the vision tower."""
+        return list(self.model.blocks)
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
         """Return a video's grid of tokens and of patches, how patches merge to tokens, and what ``QwenVL.extra`` adds.
@@ -233,27 +252,26 @@ def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
 
 
 class MergedAttentionObserver:
-    """An observer of the attention of a tower's block, which computes the attention that tokens get, [T,N].
+    """An observer of the attention of a tower's block, which computes the attention that tokens get.
 
-    N is in the tower's own order of tokens, which always keeps the ``merged`` patches of a token side by side.
+    Attributes:
+        attention: [N] of each temporal patch, in the tower's own order of tokens, which always keeps the ``merged``
+            patches of a token side by side.
     """
 
-    def __init__(self, layer: Any, n_frames: int, merged: int) -> None:
+    def __init__(self, layer: Any, sizes: Sequence[int], merged: int) -> None:
+        """Take the layer, and the number of vision patches of each temporal patch of the pass."""
         self.layer = layer
-        self._n_frames = n_frames
+        self._sizes = list(sizes)
         self._merged = merged
-        self._attention: list[Tensor] = []
+        self.attention: list[Tensor] = []
 
     def __call__(self, hidden_MC: Tensor, kwargs: Mapping[str, Any]) -> None:
         qkv, n_heads, width = self.layer.qkv, self.layer.num_heads, hidden_MC.shape[1]
         parts = (hidden_MC, *kwargs["position_embeddings"])
-        for hidden_SC, cos_SE, sin_SE in zip(*(part.chunk(self._n_frames) for part in parts), strict=True):
+        for hidden_SC, cos_SE, sin_SE in zip(*(part.split(self._sizes) for part in parts), strict=True):
             query_HSE, key_HSE = (
                 rotated(split_heads(hidden_SC, weight, bias, n_heads), cos_SE, sin_SE)
                 for weight, bias in zip(qkv.weight.split(width)[:2], qkv.bias.split(width)[:2], strict=True)
             )
-            self._attention.append(merged_attention(query_HSE, key_HSE, self._merged))
-
-    def attention(self) -> Tensor:
-        """Return the attention [T,N] of all temporal patches."""
-        return torch.stack(self._attention)
+            self.attention.append(merged_attention(query_HSE, key_HSE, self._merged))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from gstep.checkpoints import hub, shipped, tiny
 from gstep.errors import ModelError
+from gstep.lazy import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class CheckpointFiles:
             raise ModelError(
                 f"{model!r} is no folder on this machine: pass a model folder, a Hugging Face id (owner/name), or one "
                 f"of {', '.join((*shipped.SHIPPED, *tiny.TINY))}"
+            )
+        if "/" not in model and (hint := did_you_mean(model, (*shipped.SHIPPED, *tiny.TINY))):
+            raise ModelError(
+                f"{model!r} is no folder here, no model of this package{hint}, and no owner/name of the hub"
             )
         return cls("hub", model, hub.commit_of(model, revision))
 

@@ -64,7 +64,7 @@ def find_method(method: str) -> type[Pruner]:
     if isinstance(method, type) and issubclass(method, Pruner):
         raise ValueError(f"method {method.__name__} is a class: give an object, {method.__name__}(...), or its path")
     if not isinstance(method, str) or method not in PRUNERS:
-        hint = did_you_mean(method, PRUNERS)
+        hint = did_you_mean(str(method), PRUNERS)
         raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(PRUNERS)}, or module:Class of your own")
     found: type[Pruner] = PRUNERS[method]
     return found

@@ -12,6 +12,8 @@ from dataclasses import MISSING, Field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from gstep.lazy import did_you_mean
+
 if TYPE_CHECKING:
     from gstep.pruners.base import Pruner
 
@@ -29,9 +31,8 @@ def check_params(kind: type[Pruner], params: Mapping[str, Any], called: str) -> 
     """
     known = {item.name: item for item in fields(kind) if item.init}
     if unknown := [name for name in params if name not in known]:
-        raise ValueError(
-            f"unknown parameter {', '.join(unknown)} of method {called!r}; it accepts: {', '.join(known) or 'none'}"
-        )
+        hinted = ", ".join(name + did_you_mean(name, known) for name in unknown)
+        raise ValueError(f"unknown parameter {hinted} of method {called!r}; it accepts: {', '.join(known) or 'none'}")
     if missing := [name for name, item in known.items() if name not in params and _is_required(item)]:
         raise ValueError(f"method {called!r} needs a value of {', '.join(missing)}")
     hints = _hints(kind, called)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from gstep.language import Decoding
-from pipeline.errors import QuestionsError
+from pipeline.errors import QuestionsError, near_file
 from pipeline.generate.choices import MAX_LETTERS
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import (
@@ -165,7 +165,7 @@ def _opened(place: str, objects: Objects | None) -> Iterator[BinaryIO]:
     try:
         opened = Path(place).open("rb")  # noqa: SIM115 - closed below; an error inside the block is not its own
     except OSError as error:
-        raise QuestionsError(f"{place}: cannot be read: {error.strerror}") from error
+        raise QuestionsError(f"{place}: cannot be read: {error.strerror}{near_file(Path(place))}") from error
     with opened:
         yield opened
 

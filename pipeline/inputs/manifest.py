@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 
-from pipeline.errors import ManifestError
+from pipeline.errors import ManifestError, near_file
 from pipeline.inputs.braces import expanded
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.indexes import Indexing, Place
@@ -99,7 +99,7 @@ def _read(videos: str, roots: Roots, objects: Objects, column: bool) -> Listed:
         return Listed(_to_table([_file_row(path, path.parent, Judge([path.parent, *roots.folders]))]))
     if globbing.has_magic(str(path)):
         return _from_glob(str(path), roots.folders, forms)
-    raise ManifestError(f"{videos}: no such folder, file or manifest")
+    raise ManifestError(f"{videos}: no such folder, file or manifest{near_file(path)}")
 
 
 def _refuse_packed(videos: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from pipeline.inspect.report import frames_of, source_facts, source_frames
 from pipeline.inspect.thumbnails import Pictures, source_pictures
 from pipeline.rows import JsonObject, VideoRow
 from pipeline.storage.s3 import Objects
+
+_LONG_HASH = re.compile(r"([0-9a-f]{12})[0-9a-f]{8,}$")  # of weights: About has all of it
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, sta
             script_hash=policy_hash(script),
             video_id=row["video_id"],
             summary=_summary(row),
-            model=f"{identity['model']['type']}, {identity['model']['weights']}",
+            model=_model_line(identity),
             method=identity["pruner"]["method"],
             missing=pictures.missing,
             tiers=tiers,
@@ -144,6 +147,12 @@ def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, sta
             data=_script_data(video, tiers),
         )
     )
+
+
+def _model_line(identity: CacheIdentity) -> str:
+    """Return a model's family and weights, with the first digits of a long hash."""
+    model = identity["model"]
+    return f"{model['type']}, " + _LONG_HASH.sub(r"\1", model["weights"])
 
 
 def _frame(row: VideoRow, t: int, pictures: Pictures) -> Frame:

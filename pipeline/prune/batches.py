@@ -57,6 +57,11 @@ class VideoFrames(NamedTuple):
     record: VideoRecord
     frames: NDArray[np.uint8] | None = None
 
+    def shaped(self) -> NDArray[np.uint8]:
+        """Return the frames as [t,h,w,3]. Raise ValueError where they are not as many as the record says."""
+        assert self.frames is not None
+        return self.frames.reshape(len(self.record["frame_indices"]), self.record["height"], self.record["width"], 3)
+
 
 def unit_of(todo: pa.Table) -> pa.Table:
     """Pack rows of videos (TODO_SCHEMA) as one row of UNIT, so that Ray Data neither cuts nor joins them."""

@@ -169,7 +169,24 @@ class PruneConfig(PlanOptions, PrunerOptions):
     decode_workers: int | None = option(
         None, "start at most N decode workers (default: one a CPU)", metavar="N", group="workers and shards"
     )
-    encode_workers: int | None = option(None, "start at most N encoders (default: one a GPU)", metavar="N")
+    encode_workers: int | None = option(
+        None, "start at most N encoders (default: --encoders-per-gpu on each GPU)", metavar="N"
+    )
+    encoders_per_gpu: int = option(
+        1, "let N encoders, each with the vision tower in its own memory, share a GPU (not measured)", metavar="N"
+    )
+    encode_batch_frames: int | None = option(
+        None,
+        "encode up to N frames in one pass of the vision tower, of several short videos together; the last bits of a "
+        "GPU's tokens may then depend on who shares a pass, a CPU's do not (default: 32 frames of one video; not "
+        "measured on GPUs)",
+        metavar="N",
+    )
+    compile: bool = option(
+        False,
+        "compile the layers of the vision tower (torch.compile): each encoder starts later, and a GPU's tokens "
+        "may differ in their last bits from one process to the next (not measured on GPUs)",
+    )
     token_codec: str = option(
         BFLOAT16.name,
         "how tokens are stored: bfloat16 as they are, int8 in half and int4 in 0.29 of the bytes, with a scale a group "
@@ -278,7 +295,8 @@ class PruneConfig(PlanOptions, PrunerOptions):
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         counts = ("num_frames", "max_frames", "min_pixels", "max_pixels", "max_video_tokens")
-        for name in (*counts, "decode_workers", "encode_workers", "videos_per_shard", "limit"):
+        workers = ("decode_workers", "encode_workers", "encoders_per_gpu", "encode_batch_frames")
+        for name in (*counts, *workers, "videos_per_shard", "limit"):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)
         for name in ("target_shard_mb", "decode_memory", "fetch_memory"):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,6 +51,8 @@ class EncodeSetup:
     dtype: str = "auto"
     attn: str = "auto"
     codec: str = BFLOAT16.name
+    batch_frames: int | None = None  # in one pass of the tower, of several videos too; None: of one video
+    compiled: bool = False
     sample_limit: int = -1  # of the videos whose bfloat16 rows are kept too (pipeline.cache.codecs.sample)
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
@@ -75,16 +79,22 @@ class VideoEncoder:
     """The encoder and pruner of one video after another, for a run's actors and for ``jobs.verify --live``.
 
     Several threads may call it: the frames of one video go to the device, and the kept tokens of another come back,
-    while a third is encoded. Only one video is encoded or pruned at a time. It holds one vision tower, ``backbone`` if
+    while a third is encoded. Only one of them encodes or prunes at a time. It holds one vision tower, ``backbone`` if
     that is loaded already, and never the LLM. Raises ModelError where the tower cannot be loaded.
     """
+
+    _room = Fraction(1)  # the part of a pass that several videos may fill
 
     def __init__(self, setup: EncodeSetup, backbone: Backbone | None = None) -> None:
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
-        self.backbone = backbone or family_of(setup.source).load(self._runtime)
-        self._provenance = json.dumps(self._runtime.describe())
+        frame_batch = {} if setup.batch_frames is None else {"frame_batch": setup.batch_frames}
+        self.backbone = backbone or family_of(setup.source).load(self._runtime, **frame_batch)
+        self._described = self._runtime.describe()
+        if setup.compiled:
+            self.backbone.compile()
+            self._described["compiled"] = "yes"
         self._computing = threading.Lock()
         device = torch.device(self._runtime.device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -104,8 +114,64 @@ class VideoEncoder:
             visual = _guarded("encode", video_id, lambda: self.encoded(loaded))
             encoded = time.perf_counter()
             pruned = _guarded("prune", video_id, lambda: self.pruned(visual))
-            seconds = (encoded - started, time.perf_counter() - encoded)
-        return _guarded("prune", video_id, lambda: self._stored(record, visual, pruned, seconds))
+            prune_s = time.perf_counter() - encoded
+        return _guarded("prune", video_id, lambda: self._stored(record, visual, pruned, prune_s, encoded - started))
+
+    def passes(self, videos: Iterable[VideoFrames]) -> Iterator[list[VideoFrames]]:
+        """Yield the videos of a bundle in order, grouped by the pass of the tower that they share.
+
+        A video that has failed, or that fills a pass, is a group of its own; without ``batch_frames`` every video is.
+        """
+        together, taken = list[VideoFrames](), Fraction(0)
+        for video in videos:
+            share, record = Fraction(1), video.record
+            if video.frames is not None and self._setup.batch_frames is not None:
+                share = self.backbone.pass_share(len(record["frame_indices"]), record["height"], record["width"])
+            if together and taken + share > self._room:
+                yield together
+                together, taken = [], Fraction(0)
+            together.append(video)
+            taken += share
+        if together:
+            yield together
+
+    def encode_together(self, videos: Sequence[VideoFrames]) -> list[PrunedVideo | None]:
+        """Encode decoded videos in one pass of the tower, and prune each; None stands for one that must go alone.
+
+        What fails here may be another video's doing, so that ``encode_one`` decides on a video's fault. After a pass
+        that did not fit the GPU's memory the next ones have half the frames.
+        """
+        names = ", ".join(video.record["video_id"] for video in videos)
+        try:
+            return self._together(videos, names)
+        except torch.OutOfMemoryError:
+            self._room /= 2
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            exit_after_gpu_fault(names, error)
+        torch.cuda.empty_cache()  # not in a handler, where the error still holds the tensors
+        return [None] * len(videos)
+
+    def _together(self, videos: Sequence[VideoFrames], names: str) -> list[PrunedVideo | None]:
+        """Encode and prune as ``encode_together``. Raise whatever the pass raises; what pruning raises is None."""
+        loaded = [self._loaded(video.shaped()) for video in videos]
+        with self._computing:
+            started = time.perf_counter()
+            visuals = self.backbone.encode_together(loaded, self._sources)
+            self._wait()
+            encode_s = time.perf_counter() - started
+            found = [_attempted(names, partial(self._checked_and_pruned, visual)) for visual in visuals]
+        n_tokens = [math.prod(visual.tokens.shape[:2]) for visual in visuals]
+        encode_each = [encode_s * n / sum(n_tokens) for n in n_tokens]
+        return [
+            kept and _attempted(names, partial(self._stored, video.record, *kept, seconds, len(videos)))
+            for video, kept, seconds in zip(videos, found, encode_each, strict=True)
+        ]
+
+    def _checked_and_pruned(self, visual: VisualTokens) -> tuple[VisualTokens, PrunedTokens, float]:
+        """Return a video's tokens in the precision of the cache, those that are kept, and the seconds of pruning."""
+        checked = self._checked(visual)
+        started = time.perf_counter()
+        return checked, self.pruned(checked), time.perf_counter() - started
 
     def _loaded(self, frames: NDArray[np.uint8]) -> Tensor:
         """Return the frames on the device; from pinned memory the copy runs beside the kernels of another video."""
@@ -119,25 +185,45 @@ class VideoEncoder:
         return loaded
 
     def _stored(
-        self, record: VideoRecord, visual: VisualTokens, pruned: PrunedTokens, seconds: tuple[float, float]
+        self,
+        record: VideoRecord,
+        visual: VisualTokens,
+        pruned: PrunedTokens,
+        prune_s: float,
+        encode_s: float,
+        n_videos: int = 1,
     ) -> PrunedVideo:
-        """Return the video's complete record and its kept tokens on the CPU, in the precision of the cache."""
+        """Return the video's complete record and its kept tokens on the CPU, in the precision of the cache.
+
+        The record says if ``n_videos`` shared a pass whose products may have been rounded by it: not on a CPU.
+        """
+        shared = n_videos > 1 and not self.backbone.on_cpu
+        runtime = self._described | ({"shared_pass": f"{n_videos} videos"} if shared else {})
         # The default stream runs the kernels of the next video by now, and these copies would wait for them.
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():
             done: VideoRecord = {
                 **record,
                 **pruned_columns(pruned, visual),
-                "encode_s": seconds[0],
-                "prune_s": seconds[1],
-                "runtime": self._provenance,
+                "encode_s": encode_s,
+                "prune_s": prune_s,
+                "runtime": json.dumps(runtime),
                 "model_extra": json.dumps(self.backbone.model_extra(without_pixels(record))),
             }
             return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
 
     def encoded(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
         """Encode frames to all visual tokens and the needed evidence, in the precision of the cache."""
-        visual = self.backbone.encode(frames, {**self._pruner.sources, **self._setup.evidence})
+        visual = self.backbone.encode(frames, self._sources)
         self._wait()
+        return self._checked(visual)
+
+    @property
+    def _sources(self) -> dict[str, str]:
+        """The evidence that the method or the cache needs, label -> where in the encoder it is from."""
+        return {**self._pruner.sources, **self._setup.evidence}
+
+    def _checked(self, visual: VisualTokens) -> VisualTokens:
+        """Round a video's tokens and evidence to the precision of the cache. Raise VideoFault if that is impossible."""
         # Tokens are rounded to storage precision before pruning, so the selection can be derived again from the cache.
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
         for level, values_TND in enumerate(deepstack):  # pruning checks the tokens themselves
@@ -184,14 +270,20 @@ def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
     raise fault  # outside the handlers, or it would keep the error and with it the tensors of the video
 
 
+def _attempted(names: str, work: Callable[[], T]) -> T | None:
+    """Return ``work()``, or None where it raises; the process ends if the error broke the GPU's context."""
+    try:
+        return _guarded("prune", names, work)
+    except VideoFault:
+        return None
+
+
 class Encoder:
     """The encode actor: a VideoEncoder, error rows and a heartbeat. A call takes one bundle and yields one.
 
-    Two calls may run at a time, of which one computes. If a process dies with a video in hand, by a signal or by an
-    error
-        that breaks the GPU's context, the video is tried once more, and gets an error row after that; its neighbours
-        and the run go on. To find which video it was, a process that follows a dead one takes its first videos one by
-        one.
+    Two calls may run at a time, of which one computes. If a process dies with videos in hand, by a signal or by an
+    error that breaks the GPU's context, each is tried once more, and gets an error row after that; the run goes on. To
+    find which video it was, a process that follows a dead one takes its first videos one by one.
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
@@ -212,7 +304,20 @@ class Encoder:
                 self._careful -= len(videos)
                 return [self._suspect(video) for video in videos]
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
-            return [self._video(video, held) for video in videos]
+            return [done for together in self.encoder.passes(videos) for done in self._pass(together, held)]
+
+    def _pass(self, videos: Sequence[VideoFrames], held: HeldItems) -> Iterator[PrunedVideo]:
+        """Encode the videos that share a pass, and those alone that fail in it; yield them in order."""
+        found: Sequence[PrunedVideo | None] = [None]
+        if len(videos) > 1:
+            self._heartbeat.rest()
+            found = self.encoder.encode_together(videos)
+        for video, pruned in zip(videos, found, strict=True):
+            if pruned is None:
+                yield self._video(video, held)
+            else:
+                held.done(failed=False)
+                yield pruned
 
     def _suspect(self, video: VideoFrames) -> PrunedVideo:
         """Encode alone a video that may have killed the previous process, so that another death is surely its own."""
@@ -230,19 +335,15 @@ class Encoder:
         if video.frames is None:
             held.done(made=False)
             return PrunedVideo(video.record)
-        pruned = self._pruned(video.record, video.frames)
+        pruned = self._pruned(video)
         held.done(may_succeed_elsewhere(pruned.record), made=pruned.kept is not None)
         return pruned
 
-    def _pruned(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
+    def _pruned(self, video: VideoFrames) -> PrunedVideo:
         """Encode and prune one video; a fault makes its error row."""
-
-        def shaped() -> NDArray[np.uint8]:
-            return frames.reshape(len(record["frame_indices"]), record["height"], record["width"], 3)
-
-        started = time.perf_counter()
+        record, started = video.record, time.perf_counter()
         try:
-            return self.encoder.encode_one(record, _guarded("encode", record["video_id"], shaped))
+            return self.encoder.encode_one(record, _guarded("encode", record["video_id"], video.shaped))
         except VideoFault as error:
             fault = error.with_traceback(None)  # the traceback would keep the frames of the video
         return PrunedVideo({**failed_video(record, fault), "encode_s": time.perf_counter() - started})

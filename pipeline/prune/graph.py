@@ -182,6 +182,7 @@ def plan_resources(
     videos_per_shard: int = 16,
     decode_workers: int | None = None,
     encode_workers: int | None = None,
+    encoders_per_gpu: int = 1,
     decode_on_gpus: bool = False,
 ) -> Resources:
     """Divide a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` among the workers for ``n_videos``.
@@ -192,8 +193,8 @@ def plan_resources(
     shares the cores with an encoder, which often waits, and both find room on any node.
     """
     cores = max(1, int(cpus))
-    encoders = encode_workers or (int(gpus) if gpus >= 1 else int(cpus // 4))
-    encoders = max(1, min(encoders, int(gpus) if gpus >= 1 else cores, n_videos))
+    most = encoders_per_gpu * int(gpus) if gpus >= 1 else cores
+    encoders = max(1, min(encode_workers or (most if gpus >= 1 else int(cpus // 4)), most, n_videos))
     useful = decode_workers or math.ceil(min(files_bytes / DECODER_FILES_BYTES, cores))
     decoders = max(1, min(useful, cores, int(min(memory / DECODER_BYTES, cores)), n_videos))
     decode_gpu, encode_gpu = 0.0, 1.0 if gpus >= 1 else 0.0
@@ -201,6 +202,7 @@ def plan_resources(
         decoders = min(decoders, decode_workers or DECODERS_A_GPU * int(gpus))
         decode_gpu = int(1e4 * DECODING_OF_A_GPU / math.ceil(decoders / int(gpus))) / 1e4  # Ray counts so finely
         encode_gpu = 1 - DECODING_OF_A_GPU
+    encode_gpu = int(1e4 * encode_gpu / encoders_per_gpu) / 1e4
     # Small runs use small shards: progress shows, a killed run loses little, and every writer has its share.
     shard = max(1, min(videos_per_shard, n_videos // max(16, 4 * encoders)))
     return Resources(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -80,6 +81,7 @@ class Commits:
         self.retryable: dict[str, int] = {}
         self.n_shards = self.fetched = 0
         self._token_shards: set[str] = set()
+        self._sorted_shards: list[str] = []
         self._n_waiting = 0
         self._noted = time.monotonic()
         self._header, self._made_with = header, fingerprint(json.loads(header)["identity"])
@@ -109,8 +111,10 @@ class Commits:
 
     def _note(self, token_shards: set[str]) -> None:
         """Record in the run's file what it has committed, so that lost files of the table are noticed."""
+        for shard in token_shards - self._token_shards:
+            insort(self._sorted_shards, shard)  # sorting all of them would take longer with each commit
         self._token_shards |= token_shards
-        self._run_file.note(**{COMMITTED: sorted(self._token_shards)}, **self.limits.facts.as_record())
+        self._run_file.note(**{COMMITTED: self._sorted_shards}, **self.limits.facts.as_record())
         if time.monotonic() - self._noted > _NOTE_S:
             self._run_file.save()
             self._noted = time.monotonic()
@@ -242,6 +246,7 @@ def _plan(
         videos_per_shard=config.videos_per_shard or by_size,
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,
+        encoders_per_gpu=config.encoders_per_gpu,
         decode_on_gpus=config.decoder == "nvdec",
     )
 

@@ -17,6 +17,7 @@ from gstep import PRUNERS, make_pruner
 from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_of
 from gstep.errors import ModelError
 from gstep.evidence import EVIDENCE_SHAPES, HEAD_SOURCES, PER_FRAME, SOURCES, label, name_of
+from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
@@ -96,6 +97,8 @@ class PruneRequest:
             dtype=dtype,
             attn=self.config.attn,
             codec=self.config.token_codec,
+            batch_frames=self.config.encode_batch_frames,
+            compiled=self.config.compile,
         )
 
     def identity(self, dtype: str) -> CacheIdentity:
@@ -387,7 +390,9 @@ def _evidence_and_source(item: str, model_type: str) -> tuple[str, str]:
     """Parse NAME or NAME=SOURCE. Raise UsageError where the model type does not give it, or from several sources."""
     name, _, chosen = item.partition("=")
     if name not in STORED:
-        why = "comes from no vision encoder" if name in EVIDENCE_SHAPES else "is no evidence"
+        why = (
+            "comes from no vision encoder" if name in EVIDENCE_SHAPES else f"is no evidence{did_you_mean(name, STORED)}"
+        )
         also = f" (methods go with --evidence-for {name})" if name in METHODS else ""
         raise UsageError(f"--evidence: {name!r} {why}; known: {', '.join(STORED)}{also}")
     given = sorted(source for evidence, source in BACKBONES[model_type].gives if evidence == name)

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from gstep.lazy import did_you_mean
 from pipeline.cache.header import fingerprint, header_bytes
 from pipeline.cache.live_rows import TOKENS, VideoRows
 from pipeline.cache.live_videos import LiveVideos
@@ -38,6 +39,7 @@ from pipeline.storage.stores import Store
 CARD: Final = "README.md"
 _SHARD_BYTES: Final = 256 * 10**6
 _SHOWN: Final = 5
+_LOOKED_AT: Final = 100_000  # ids that are looked through for likely ones
 _NOW: Final = timedelta(0)  # nobody reads the copy yet
 
 
@@ -81,9 +83,9 @@ def export(
 
 def _delete_unnamed(out: Store) -> None:
     """Delete the token shards of a copy that no live row names."""
-    rows = LiveVideos.open(out, fingerprint(read_header(out)["identity"])).live(("status", "token_shard"))
-    named = set(rows.filter(pc.equal(rows["status"], "ok"))["token_shard"].unique().to_pylist())
     with Claim(out, new_run_id(), lambda line: None):
+        rows = LiveVideos.open(out, fingerprint(read_header(out)["identity"])).live(("status", "token_shard"))
+        named = set(rows.filter(pc.equal(rows["status"], "ok"))["token_shard"].unique().to_pylist())
         for name in out.names(TOKENS, ".parquet"):
             if name not in named:
                 out.delete(name)
@@ -102,10 +104,12 @@ def _rows_of(source: Store, ids: Sequence[str] | None) -> pa.Table:
     rows = LiveVideos.open(source, made_with).live(names)
     if ids is not None:
         wanted = pa.array(sorted(set(ids)), pa.string())
-        rows = rows.filter(pc.is_in(rows["video_id"], value_set=wanted))
-        if unknown := sorted(set(ids) - set(rows["video_id"].to_pylist())):
-            some = ", ".join(unknown[:_SHOWN])
+        found = rows.filter(pc.is_in(rows["video_id"], value_set=wanted))
+        if unknown := sorted(set(ids) - set(found["video_id"].to_pylist())):
+            held = rows["video_id"].slice(0, _LOOKED_AT).to_pylist()
+            some = ", ".join(name + did_you_mean(name, held) for name in unknown[:_SHOWN])
             raise UsageError(f"{source} has no row of {len(unknown)} of the videos: {some}")
+        rows = found
     return rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
 
 

@@ -45,7 +45,7 @@ from pipeline.video.source import same_source
 # 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
 MOST_ROUNDING = 0.1  # norm of the differences over the tokens' norm, above which no rounding explains them
 LEAST_SHARED = 0.5  # share of common positions below which no rounding explains the difference
-_RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda")
+_RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "compiled", "shared_pass")
 
 
 class LiveCheck:
@@ -186,7 +186,13 @@ def _config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig
     """
     known = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
     options = {name: value for name, value in run.get("config", {}).items() if name in known}
-    mine: dict[str, Any] = {"out": str(cache.store), "decoder": "auto", "device": "auto", "dtype": "auto"}
+    mine: dict[str, Any] = {
+        "out": str(cache.store),
+        "decoder": "auto",
+        "device": "auto",
+        "dtype": "auto",
+        "compile": False,
+    }
     try:
         return PruneConfig(**{**options, **mine, "attn": "auto", **({"model": model} if model else {})})
     except TypeError as error:

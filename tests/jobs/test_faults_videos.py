@@ -157,14 +157,15 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
         assert f"died 2 times with this video in hand, on {socket.gethostname()}" in row["error_message"]
 
 
-def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundle(cluster, tmp_path):
+@pytest.mark.parametrize("passes", [[], ["--encode-batch-frames", "64"]], ids=["alone", "together"])
+def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundle(cluster, tmp_path, passes):
     folder, cache = tmp_path / "videos", tmp_path / "c"
     ids = tiny_videos(folder, 70)
     poison = ids[31]  # of five frames, as every seventh: the others become harmless
     for name in (name for number, name in enumerate(ids) if number % 7 in (3, 4) and name != poison):
         shutil.copy(folder / ids[0], folder / name)
     argv = [str(folder), "--out", str(cache), "--pruner", "tests.jobs.poison:Poison", "--fps", "25"]
-    done = run_here(prune, [*argv, "--max-frames", "8"])
+    done = run_here(prune, [*argv, "--max-frames", "8", *passes])
     assert done.returncode == 0, done.stdout
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
     assert record["resources"]["plan"]["videos_per_bundle"] == 2

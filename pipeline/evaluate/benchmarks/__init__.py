@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gstep.lazy import LazyTable
+from gstep.lazy import LazyTable, did_you_mean
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.own import own_benchmark
@@ -38,6 +38,7 @@ def find_benchmark(name: str) -> Benchmark:
     if suffix_of(name) in TABLE_SUFFIXES:
         return own_benchmark(name)
     raise UsageError(
-        f"--benchmark {name}: unknown; known are {', '.join(BENCHMARKS)}, and a file of your own questions named "
+        f"--benchmark {name}: unknown{did_you_mean(name, BENCHMARKS)}; "
+        f"known are {', '.join(BENCHMARKS)}, and a file of your own questions named "
         f"{', '.join(sorted(TABLE_SUFFIXES))}"
     )

@@ -29,9 +29,9 @@ def asked_of(model):
     return AT_LAST if model == "tiny" else MERGED
 
 
-def frames_for(source, n_frames=5):
+def frames_for(source, n_frames=5, shape=(18, 26), seed=0):
     """Make [T,h,w,3] uint8: noise that is coarse enough for patches to differ in brightness; 9 x 13 tokens on Qwen."""
-    blocks = np.random.default_rng(0).integers(0, 256, (n_frames, 18, 26, 3), dtype=np.uint8)
+    blocks = np.random.default_rng(seed).integers(0, 256, (n_frames, *shape, 3), dtype=np.uint8)
     frames = blocks.repeat(16, axis=1).repeat(16, axis=2)
     preprocessor = family_of(source).preprocessor()
     return preprocessor.resize(frames, preprocessor.target_size(*frames.shape[:3]))

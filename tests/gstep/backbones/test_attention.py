@@ -99,7 +99,7 @@ def test_a_tower_that_fails_is_left_without_hooks(model, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no")
 
-    last = backbone._last_attention().q_proj if model == "tiny" else backbone.model.blocks[-1].attn.qkv
+    last = backbone.layers[-1].self_attn.q_proj if model == "tiny" else backbone.model.blocks[-1].attn.qkv
     monkeypatch.setattr(last, "forward", fail)
     with pytest.raises(RuntimeError, match="no"):
         backbone.encode(frames_for(source, 2), asked_of(model))

@@ -1,10 +1,18 @@
-"""What every encoder does: a video by itself, in chunks; and what a sampled video says of its times."""
+"""What every encoder does: a video by itself, in chunks, or with others; what a sampled video says of its times."""
+
+import os
+import subprocess
+import sys
+from fractions import Fraction
 
 import pytest
 import torch
 
 from gstep.backbones import ModelSource, SampledVideo, family_of
-from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, STOCK, frames_for
+from gstep.errors import ModelError
+from gstep.evidence import label
+from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, STOCK, asked_of, frames_for
+from tests.paths import ROOT
 
 
 @pytest.mark.parametrize("model", STOCK)
@@ -80,6 +88,86 @@ def test_a_full_gpu_gets_smaller_chunks_of_this_video_alone(crowded, model):
     memory.room = 0
     with pytest.raises(torch.OutOfMemoryError):
         backbone.encode(frames)
+
+
+def short_videos(model):
+    """Videos of other lengths, on Qwen of other shapes too, two with an odd number of frames."""
+    source = ModelSource.resolve(model)
+    shapes = [(4, (18, 26)), (1 + (model != "tiny"), (12, 17)), (5, (26, 18)), (3, (18, 26))]
+    return [frames_for(source, n, shape, seed) for seed, (n, shape) in enumerate(shapes)]
+
+
+def parts(visual):
+    return [visual.tokens, *visual.deepstack, *(visual.evidence[name] for name in sorted(visual.evidence))]
+
+
+@pytest.mark.parametrize("runtime", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("model", STOCK)
+def test_on_a_cpu_a_video_has_the_same_bits_whoever_shares_its_pass(model, runtime):
+    backbone, videos = family_of(ModelSource.resolve(model)).load(runtime, frame_batch=64), short_videos(model)
+    alone = [backbone.encode(frames, asked_of(model)) for frames in videos]
+    for order in ([0, 1, 2, 3], [3, 1], [2, 3, 0]):
+        together = backbone.encode_together([videos[place] for place in order], asked_of(model))
+        for place, visual in zip(order, together, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(parts(alone[place]), parts(visual), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "processor", [{"ATEN_CPU_CAPABILITY": "default"}, {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}]
+)
+def test_older_processors_give_the_same_bits_too(processor):
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "same_bits_whoever"]
+    done = subprocess.run([*command, __file__], cwd=ROOT, env=os.environ | processor, capture_output=True, check=False)
+    assert done.returncode == 0 and b"6 passed" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("model", STOCK)
+def test_one_pass_of_several_videos_gives_each_its_own_tokens_and_evidence(model, monkeypatch):
+    """As on a GPU, where rounding may differ by the size of the pass."""
+    backbone, videos = family_of(ModelSource.resolve(model)).load(FLOAT32, frame_batch=64), short_videos(model)
+    asked = asked_of(model) | {label(name, source): source for name, source in asked_of(model).items()}
+    alone = [backbone.encode(frames, asked) for frames in videos]
+    passes = []
+    backbone.model.register_forward_pre_hook(lambda module, args: passes.append(module))
+    monkeypatch.setattr(type(backbone), "on_cpu", False)
+    together = backbone.encode_together(videos, asked)
+    assert len(passes) <= 1  # LLaVA-OneVision's is not called by its forward
+    for expected, found in zip(alone, together, strict=True):
+        assert found.evidence.keys() == asked.keys()
+        for a, b in zip(parts(expected), parts(found), strict=True):
+            assert a.shape == b.shape and (a - b).abs().max() <= 1e-5 * a.abs().max()
+
+
+def test_a_video_takes_the_share_of_a_pass_that_its_frames_do():
+    llava, qwen = (
+        family_of(ModelSource.resolve(name)).load(FLOAT32, frame_batch=32) for name in ("tiny", "tiny-qwen3-vl")
+    )
+    assert [llava.pass_share(n, 384, 384) for n in (1, 8, 40)] == [Fraction(1, 32), Fraction(1, 4), Fraction(5, 4)]
+    assert [qwen.pass_share(n, 96, 160) for n in (3, 4)] == [Fraction(1, 8)] * 2  # an odd last frame is repeated
+    assert qwen.pass_share(2, 16 * 512, 16 * 256) == 1  # as many patches as go at once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", STOCK)
+def test_a_compiled_tower_gives_the_same_tokens_but_for_rounding_and_its_evidence(model):
+    source = ModelSource.resolve(model)
+    frames = frames_for(source, 4)
+    backbone = family_of(source).load(FLOAT32)
+    expected = backbone.encode(frames, asked_of(model))
+    backbone.compile()
+    assert sum(layer._compiled_call_impl is not None for layer in backbone.layers) == len(backbone.layers) - 1
+    for a, b in zip(parts(expected), parts(backbone.encode(frames, asked_of(model))), strict=True):
+        assert (a - b).abs().max() <= 1e-4 * a.abs().max()
+
+
+def test_a_machine_that_cannot_compile_says_why(monkeypatch):
+    def missing(function):
+        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nmore")
+
+    monkeypatch.setattr(torch, "compile", missing)
+    with pytest.raises(ModelError, match=r"No working C\+\+ compiler found\): install a C\+\+ compiler"):
+        family_of(ModelSource.resolve("tiny")).load(FLOAT32).compile()
 
 
 def test_times_of_a_clip_count_from_its_start():

@@ -173,4 +173,4 @@ def test_the_layer_is_the_one_that_the_tokens_come_from():
     layers = backbone.model.vision_tower.encoder.layers
     for index, place in ((-1, 1), (2, 1), (-2, 0), (1, 0)):
         backbone.model.config.vision_feature_layer = index
-        assert backbone._last_attention() is layers[place].self_attn
+        assert backbone.layers[-1] is layers[place]

@@ -16,7 +16,7 @@ from jinja2 import UndefinedError
 from gstep.types import budget_for
 from pipeline import TokenCache
 from pipeline.cache.header import header_bytes
-from pipeline.inspect.page import grid_of, tiers_of, video_page, write_page
+from pipeline.inspect.page import _LONG_HASH, grid_of, tiers_of, video_page, write_page
 from pipeline.inspect.page_files import templates
 from pipeline.inspect.thumbnails import Thumbnails
 from pipeline.prune.decode_stage import decoded_columns
@@ -54,6 +54,8 @@ def test_the_first_lines_name_the_model_and_the_method(page, cache):
     header = page.read_text().partition("<header>")[2].partition("</header>")[0]
     model = cache.identity["model"]
     assert f"<b>{model['type']}, {model['weights']}</b>" in header
+    assert _LONG_HASH.sub(r"\1", f"shapes:{'0f' * 16}") == f"shapes:{'0f' * 6}"
+    assert _LONG_HASH.sub(r"\1", "tiny:1-9f25d629601d") == "tiny:1-9f25d629601d"
     assert f"<b>{cache.identity['pruner']['method']}</b>" in header
 
 

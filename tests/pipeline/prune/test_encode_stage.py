@@ -154,13 +154,138 @@ def test_two_calls_at_a_time_never_compute_at_a_time_and_one_loads_while_the_oth
     assert most == [1, 1]
 
 
-def test_a_bundle_that_was_in_hand_when_a_process_died_goes_one_by_one(monkeypatch):
-    """The heartbeats' own class behind what takes itself for the handle of their actor."""
+def bundle_of(*names, n_frames=2):
+    return decoded_bundle([video for name in names for video in decoded_videos(decoded(name, FRAMES[:n_frames]))])
+
+
+def sharing(n_frames: int, model: str = "tiny", handle=None, **more) -> Encoder:
+    setup = EncodeSetup(ModelSource.resolve(model), "gstep", 0.25, device="cpu", batch_frames=n_frames, **more)
+    return Encoder(setup, handle)
+
+
+def in_order(batches):
+    return [(video.record, video.kept) for batch in batches for video in encoded_videos(batch)]
+
+
+def test_videos_share_passes_as_far_as_their_frames_fit_and_failed_ones_none(encoder):
+    failed = VideoFrames(failed_video(source_record("x", (2, 1, 1)), VideoFault("corrupt", "torn")))
+    videos = decoded_videos(bundle_of(*"abcde"))
+    for process, groups in ((sharing(6), ["abc", "x", "de"]), (sharing(3), [*"abcxde"]), (encoder, [*"abcxde"])):
+        found = process.encoder.passes([*videos[:3], failed, *videos[3:]])
+        assert ["".join(video.record["video_id"] for video in together) for together in found] == groups
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-qwen3-vl"])
+def test_rows_and_tokens_are_those_of_a_video_alone_whoever_shares_its_pass(model):
+    """With one that is too short for its record, and one that has failed, in the same bundle."""
+    if model == "tiny":
+        bundle = [*decoded_videos(bundle_of("a", "b")), *decoded_videos(decoded("short", FRAMES[:1]))]
+    else:
+        bundle = [*decoded_videos(qwen3_row("a")), *decoded_videos(qwen3_row("b"))]
+    bundle.append(VideoFrames(failed_video(source_record("x", (2, 1, 1)), VideoFault("corrupt", "torn"))))
+    bundle.append(bundle[0]._replace(record={**bundle[0].record, "video_id": "c"}))
+    process = sharing(64, model)
+    shared = in_order(process(decoded_bundle(bundle)))
+    alone = [only(process(decoded_bundle([video]))) for video in bundle]
+    assert [record["status"] for record, _ in shared] == [record["status"] for record, _ in alone]
+    times = {"encode_s", "prune_s"}
+    for (one, kept), (other, expected) in zip(shared, alone, strict=True):
+        assert {k: v for k, v in one.items() if k not in times} == {k: v for k, v in other.items() if k not in times}
+        assert (kept is None) == (expected is None)
+        if kept is not None:
+            assert one["encode_s"] > 0 and kept.tokens.tolist() == expected.tokens.tolist()
+            assert [a.tolist() for a in kept.deepstack] == [a.tolist() for a in expected.deepstack]
+
+
+def as_on_a_gpu(process: Encoder, monkeypatch, together) -> list[int]:
+    """Let ``together`` make the tokens of a pass; return the list to which the sizes of the passes are added."""
+    sizes = []
+
+    def encode_together(videos, evidence):
+        sizes.append(len(videos))
+        return together([process.encoder.backbone.encode(frames, evidence) for frames in videos])
+
+    monkeypatch.setattr(process.encoder.backbone, "encode_together", encode_together)
+    monkeypatch.setattr(type(process.encoder.backbone), "on_cpu", False)
+    return sizes
+
+
+def test_a_pass_that_does_not_fit_the_memory_goes_one_by_one_and_later_ones_have_half_the_frames(monkeypatch):
+    def together(visuals):
+        if len(visuals) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return visuals
+
+    process = sharing(8)
+    sizes = as_on_a_gpu(process, monkeypatch, together)
+    records = [record for record, _ in in_order(process(bundle_of(*"abcdefgh")))]
+    assert [(record["video_id"], record["status"]) for record in records] == [(name, "ok") for name in "abcdefgh"]
+    assert sizes == [4, 2, 2]
+    shared = [json.loads(record["runtime"]).get("shared_pass") for record in records]
+    assert shared == [None] * 4 + ["2 videos"] * 4
+
+
+def test_one_video_with_bad_tokens_costs_no_other_one_of_its_pass(monkeypatch):
+    """It is encoded alone, where its tokens are good, or where the fault is its own."""
+
+    def together(visuals):
+        visuals[1].tokens[0, 0, 0] = math.nan
+        return visuals
+
+    process = sharing(8)
+    sizes = as_on_a_gpu(process, monkeypatch, together)
+    found = in_order(process(bundle_of(*"abc")))
+    assert [record["status"] for record, _ in found] == ["ok"] * 3 and sizes == [3]
+    shared = [json.loads(record["runtime"]).get("shared_pass") for record, _ in found]
+    assert shared == ["3 videos", None, "3 videos"]
+
+
+def test_a_bug_in_a_pass_is_an_error_row_of_those_alone_that_have_it_alone(monkeypatch):
+    process = sharing(8)
+    encode = process.encoder.backbone.encode
+    monkeypatch.setattr(
+        process.encoder.backbone,
+        "encode",
+        lambda frames, evidence: 1 / 0 if frames[0, 0, 0, 0] == 77 else encode(frames, evidence),
+    )
+    marked = FRAMES.copy()
+    marked[0, 0, 0, 0] = 77
+    bundle = [*decoded_videos(bundle_of("a", "b")), *decoded_videos(decoded("bad", marked))]
+    records = [record for record, _ in in_order(process(decoded_bundle(bundle)))]
+    assert [record.get("error_class") for record in records] == [None, None, "internal"]
+    assert "ZeroDivisionError" in records[2]["error_message"]
+
+
+def heartbeats_here(monkeypatch):
+    """The heartbeats' own class, and what takes itself for the handle of their actor."""
     monkeypatch.setattr(heartbeat.Heartbeat, "_me", Worker("w", "h", "n"))
     monkeypatch.setattr(heartbeat.ray, "get", lambda answer, timeout: answer)
     actor = Heartbeats(("decode", "encode"))
     methods = ("state", "start", "deaths", "rests")
-    handle = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(actor, name)) for name in methods})
+    return actor, SimpleNamespace(**{name: SimpleNamespace(remote=getattr(actor, name)) for name in methods})
+
+
+def test_a_process_that_dies_in_a_shared_pass_had_all_its_videos_in_hand_and_the_next_shares_none(monkeypatch):
+    actor, handle = heartbeats_here(monkeypatch)
+    first = sharing(8, handle=handle)
+    held = []
+
+    def dies(videos, evidence):
+        held.append(actor.read().inside["encode"])
+        raise SystemExit
+
+    monkeypatch.setattr(first.encoder.backbone, "encode_together", dies)
+    with pytest.raises(SystemExit):
+        list(first(bundle_of(*"abc")))
+    assert held == [["a on h", "b on h", "c on h"]]
+    actor.state("encode", Worker("w", "h", "n"), [*"abc"], ProgressDelta())  # its last words
+    second = sharing(8, handle=handle)
+    monkeypatch.setattr(second.encoder.backbone, "encode_together", dies)
+    assert [record["status"] for record, _ in in_order(second(bundle_of(*"abc")))] == ["ok"] * 3 and len(held) == 1
+
+
+def test_a_bundle_that_was_in_hand_when_a_process_died_goes_one_by_one(monkeypatch):
+    actor, handle = heartbeats_here(monkeypatch)
     setup = EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, device="cpu")
     bundle = decoded_bundle([video for name in "abc" for video in decoded_videos(decoded(name))])
     held = []

@@ -278,7 +278,8 @@ def test_benchmarks_are_found_by_name_and_questions_by_their_file(tmp_path):
     own = find_benchmark(str(tmp_path / "mine.csv"))
     assert (own.name, own.title, own.protocols) == ("mine.csv", "mine", (LETTER,))
     with pytest.raises(
-        UsageError, match=r"--benchmark vidoemme: unknown; known are videomme, .*, shapes, and a file of your own"
+        UsageError,
+        match=r"vidoemme: unknown \(did you mean videomme\?\); known are videomme, .*, shapes, and a file of",
     ):
         find_benchmark("vidoemme")
 

@@ -1,0 +1,38 @@
+"""A name that is nearly right gets the right one, wherever it is given, before anything starts."""
+
+import pytest
+
+from jobs import evaluate, export, generate, inspect, prune
+from tests.jobs.jobs import forbid_ray, run_here
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.sharing.test_merge import cache_of
+
+PRUNE = ["videos.jsonl", "--out", "c"]
+CASES = [
+    (prune, ["video.jsonl", "--out", "c"], "videos.jsonl"),
+    (prune, [*PRUNE, "--model", "shape"], "shapes"),
+    (prune, [*PRUNE, "--pruner", "gstpe"], "gstep"),
+    (prune, [*PRUNE, "--pruner-param", "alhpa=1"], "alpha"),
+    (prune, [*PRUNE, "--decoder", "pyva"], "pyav"),
+    (prune, [*PRUNE, "--evidence", "image_embeding"], "image_embedding"),
+    (evaluate, ["--benchmark", "shpes", "--data", ".", "--out", "c"], "shapes"),
+    (generate, ["tiny", "--questions", "question.jsonl", "--out", "a"], "questions.jsonl"),
+    (export, ["cache", "--to", "c", "--ids", "ids"], "bikes.mp4"),
+    (inspect, ["cache", "bike.mp4"], "bikes.mp4"),
+]
+
+
+@pytest.mark.parametrize(("command", "argv", "near"), CASES, ids=[near for _, _, near in CASES])
+def test_a_name_that_is_nearly_right_gets_the_right_one(command, argv, near, tmp_path, monkeypatch):
+    forbid_ray(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "videos.jsonl").write_text('{"video_id": "a", "uri": "a.mp4"}\n')
+    (tmp_path / "a.mp4").write_text("no video")
+    (tmp_path / "ids").write_text("bike.mp4\n")
+    if command is generate:
+        tiny_cache(tmp_path / "tiny", ("a",))
+        write_questions(tmp_path / "questions.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
+    cache_of(tmp_path / "cache", {"bikes.mp4": 1})
+    done = run_here(command, argv)
+    assert done.returncode == 2 and f"did you mean {near}?" in " ".join(done.stdout.split()), done.stdout
+    assert not (tmp_path / "c").exists()
