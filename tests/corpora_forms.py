@@ -2,11 +2,13 @@
 
 ``python -m tests.corpora_forms DIR`` makes 240 videos of 1 MiB in DIR (once; most of each is a box that holds nothing,
 so that files are as large as real ones), prunes them in each form with a model that costs next to nothing, compares the
-checksums of their tokens, and prints a table. S3 is moto's server, on the same cores.
+checksums of their tokens, and prints a table. S3 is moto's server, on the same cores. ``--rounds 0`` and ``--kills 0``
+leave either part out.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import re
@@ -27,15 +29,27 @@ from tests.paths import ROOT
 from tests.pipeline.s3 import S3Server
 from tests.pipeline.tars import write_tar
 
-VIDEOS, TARS, ROUNDS, KILLS = 240, 40, 2, 5
+VIDEOS, TARS = 240, 40
 PADDING = 2**20
 OPTIONS = ["--model", "tiny", "--num-frames", "8", "--decode-workers", "2", "--encode-workers", "1"]
 
 
-def main(place: str) -> None:
+def main() -> None:
     """Run all of it in a folder."""
-    root = Path(place)
-    videos = made(root)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=5)
+    arguments = parser.parse_args()
+    videos = made(arguments.folder)
+    if arguments.rounds:
+        timed(arguments.folder, len(videos), arguments.rounds)
+    if arguments.kills:
+        killed(arguments.folder, videos, arguments.kills)
+
+
+def timed(root: Path, n_videos: int, rounds: int) -> None:
+    """Prune each form in turn, ``rounds`` times, and print the seconds and requests."""
     forms = {
         "folder": ([str(root / "shapes" / "data")], ".", {}),
         "tar": ([str(root / "all.tar")], "all.tar", {}),
@@ -50,7 +64,7 @@ def main(place: str) -> None:
         seen: dict[str, dict[str, str]] = {}
         took: dict[str, list[float]] = {name: [] for name in forms}
         requests: dict[str, dict[str, int]] = {}
-        for number in range(ROUNDS):
+        for number in range(rounds):
             for name, (argv, _, variables) in forms.items():
                 server.requests.clear()
                 out = root / "cache"
@@ -64,11 +78,10 @@ def main(place: str) -> None:
                 requests[name] = server.counts()
                 seen[name] = checksums(out)
                 print(f"round {number}: {name}: {took[name][-1]:.1f} s, {requests[name]}", file=sys.stderr)
-    assert all(found == seen["folder"] for found in seen.values()) and len(seen["folder"]) == len(videos)
-    print(f"| form | seconds ({ROUNDS} runs) | requests |\n|---|---|---|")
+    assert all(found == seen["folder"] for found in seen.values()) and len(seen["folder"]) == n_videos
+    print(f"| form | seconds ({rounds} runs) | requests |\n|---|---|---|")
     for name, times in took.items():
         print(f"| {name} | {', '.join(f'{one:.1f}' for one in times)} | {requests[name] or '-'} |")
-    killed(root, videos)
 
 
 def made(root: Path) -> list[Path]:
@@ -97,13 +110,13 @@ def checksums(cache: Path) -> dict[str, str]:
     return {video_id.rpartition("/")[2]: opened.metadata(video_id)["checksum"] for video_id in opened.video_ids}
 
 
-def killed(root: Path, videos: list[Path]) -> None:
-    """Kill a run over the tars at five random moments, and count what was there before and after each."""
+def killed(root: Path, videos: list[Path], kills: int) -> None:
+    """Kill a run over the tars at random moments, and count what was there before and after each."""
     out, draw = root / "killed", random.Random(39)
     shutil.rmtree(out, ignore_errors=True)
     argv = ["jobs.prune", str(root / "tars"), "--out", str(out), "--flush-seconds", "1", "--videos-per-shard", "8"]
     before: set[str] = set()
-    for number in range(KILLS):
+    for number in range(kills):
         process = start(*argv, *OPTIONS)
         wanted, until = len(before) + draw.randint(8, 40), time.monotonic() + 120
         while process.poll() is None and time.monotonic() < until and len(done(out)) < wanted:
@@ -121,7 +134,7 @@ def killed(root: Path, videos: list[Path]) -> None:
     ids = committed(TokenCache(out).store)
     assert process.returncode == 0 and len(ids) == len(set(ids)) == len(videos), output[-2000:]
     assert skipped is not None and int(skipped[1]) == len(before)
-    print(f"\nkilled {KILLS} times: {len(ids)} rows of {len(set(ids))} videos; the last run skipped {skipped[1]}")
+    print(f"\nkilled {kills} times: {len(ids)} rows of {len(set(ids))} videos; the last run skipped {skipped[1]}")
 
 
 def done(cache: Path) -> set[str]:
@@ -132,4 +145,4 @@ def done(cache: Path) -> set[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -92,6 +92,10 @@ class Pace:
         self._through = self._done = self._at_first = 0
         self._first: float | None = None
 
+    def grow(self, total: int) -> None:
+        """Set the number of items, of which more were found."""
+        self._total = total
+
     def through(self, items: int) -> None:
         """Count computed items."""
         self._through = min(self._through + items, self._total)
@@ -143,6 +147,11 @@ class Reporter:
 
     def show(self) -> None:
         """Show the current counts; each subclass has its own display."""
+
+    def grow(self, total: int) -> None:
+        """Set the number of items, of which more were found."""
+        self.pace.grow(total)
+        self._take(replace(self.at, total=total))
 
     def through(self, items: int) -> None:
         """Count items that are computed, or have failed; they may wait to be written."""
@@ -206,7 +215,7 @@ class BarReporter(Reporter):
 
     def show(self) -> None:
         more = f"{self.at.failed} failed{stage_counts(self.at.ahead)}"
-        self._bar.update(self._task, completed=self.at.done, more=more)
+        self._bar.update(self._task, completed=self.at.done, total=self.at.total, more=more)
 
 
 class LineReporter(Reporter):

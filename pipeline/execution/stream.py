@@ -40,7 +40,7 @@ class PlannedGraph:
         commit: makes the rows of a shard visible, given its number and the rows, which have a ``status``. After an
             interrupt it may get the same shard again, which must change nothing.
         plan: the shares of the cluster.
-        total: items that must come out.
+        total: returns how many items must come out, as far as that is known now.
         give_up: returns why the run should stop, if so, given the workers' report.
         available_resources: returns the resources of the nodes that the graph may use now.
         on_end: gets the workers' last report, however the run ended.
@@ -49,7 +49,7 @@ class PlannedGraph:
     build: Callable[[ActorHandle], RunGraph]
     commit: Callable[[int, pa.Table], object]
     plan: Plan
-    total: int
+    total: Callable[[], int]
     give_up: Callable[[WorkerReport], str | None] = lambda reading: None
     available_resources: Callable[[], Mapping[str, float]] = ray.cluster_resources
     on_end: Callable[[WorkerReport], object] = lambda reading: None
@@ -74,7 +74,7 @@ def stream(
     n_failed = 0
     while len(items):
         graph = plan(items)
-        progress = reporter(console, graph.total, options.log_interval, graph.plan.wording)
+        progress = reporter(console, graph.total(), options.log_interval, graph.plan.wording)
         try:
             _stream(graph, progress, console, options)
             return n_failed + progress.at.failed
@@ -101,10 +101,16 @@ def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: 
     heartbeats = start_heartbeats(tuple(wording.stages))
     flow = graph.build(heartbeats)
     with progress, Shards(flow, options.flush_seconds) as shards:
-        told = (graph.plan, graph.total, progress.stages, graph.give_up, graph.available_resources)
+        told = (graph.plan, graph.total(), progress.stages, graph.give_up, graph.available_resources)
         watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
+
+        def look() -> None:
+            if (total := graph.total()) != watchdog.total:
+                watchdog.grow(total)
+            watchdog.look()
+
         try:
-            with closing(written_shards(flow, shards, watchdog.look, watchdog.every_s, progress.through)) as done:
+            with closing(written_shards(flow, shards, look, watchdog.every_s, progress.through)) as done:
                 _commit_all(done, graph, watchdog, progress)
         except (RunFailed, ClusterShrunk, KeyboardInterrupt) as ending:
             if shards.unwritten and not isinstance(ending.__cause__, OSError):  # a store that failed would fail again
@@ -136,15 +142,17 @@ def _commit_all(
     shards: Iterable[tuple[int, pa.Table]], graph: PlannedGraph, watchdog: Watchdog, progress: Reporter
 ) -> None:
     """Commit shards one by one and count them as progress. Raises RunFailed, also if rows are missing at the end."""
-    items = f"{graph.total} {graph.plan.wording.item}s"
     try:
         for number, rows in shards:
             graph.commit(number, rows)
             watchdog.moved()
+            progress.grow(graph.total())
             new_good = pc.sum(pc.equal(rows["status"], "ok")).as_py()
             progress.advance(new_good, len(rows) - new_good)
     except (ray.exceptions.RayError, OSError) as error:
         why = (isinstance(error, ray.exceptions.RayError) and watchdog.failure()) or root_cause(error)
+        items = f"{graph.total()} {graph.plan.wording.item}s"
         raise RunFailed(f"the run stopped after {progress.at.done} of {items}: {why}") from error
-    if progress.at.done != graph.total:
-        raise RunFailed(f"{graph.total - progress.at.done} of {items} have no row; run the same command again")
+    if (missing := graph.total() - progress.at.done) != 0:
+        items = f"{graph.total()} {graph.plan.wording.item}s"
+        raise RunFailed(f"{missing} of {items} have no row; run the same command again")

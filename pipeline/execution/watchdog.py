@@ -60,6 +60,11 @@ class Watchdog:
         """Record that something was committed."""
         self._moved_at = self.clock()
 
+    def grow(self, total: int) -> None:
+        """Record that there are more items than were known before, which counts as movement."""
+        self.total = total
+        self.moved()
+
     def look(self) -> None:
         """Read the workers' reports and raise if the run stalls; without an answer only commits count as movement."""
         if self._had_room is None:

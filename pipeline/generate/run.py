@@ -158,7 +158,11 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
             plan = self._planned(len(ask), computed.device, run_file)
             build = partial(build_graph, ask, answer_setup(request, *computed), plan)
             return PlannedGraph(
-                build, partial(commits, commits.n_shards), plan, len(ask), available_resources=self._available_resources
+                build,
+                partial(commits, commits.n_shards),
+                plan,
+                partial(len, ask),
+                available_resources=self._available_resources,
             )
 
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:

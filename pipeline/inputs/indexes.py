@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -44,6 +44,13 @@ class Place(NamedTuple):
     info: ObjectInfo | None = None
 
 
+class _Kept(NamedTuple):
+    """A kept index, and the mark of the container that it is of; "" where it is of no use."""
+
+    mark: str
+    members: list[Member]
+
+
 def _silent(line: str) -> None:
     """Drop a line of progress: the default of ``Indexing.say``."""
 
@@ -56,9 +63,10 @@ class Indexing:
         asked: the options about containers.
         store: the cache's, which keeps the indexes.
         keeps: whether new ones are written there.
-        only_known: whether containers without a kept index are counted and left alone.
+        only_known: whether containers without a kept index are left out.
+        later: whether tars and zips that were never indexed are left out, to be indexed while others are read.
         say: gets lines of progress.
-        unlisted: the containers that were left alone.
+        left: the containers that were left out, in order.
         fetched: bytes that were read from stores.
         unit: the most videos that share what is read of their container.
     """
@@ -67,14 +75,15 @@ class Indexing:
     store: Store | None = None
     keeps: bool = False
     only_known: bool = False
+    later: bool = False
     say: Callable[[str], object] = _silent
-    unlisted: list[str] = field(default_factory=list)
+    left: list[Place] = field(default_factory=list)
     fetched: int = 0
     unit: int = 1
     _n_read: int = 0
     _stopped: bool = False
 
-    def rows(self, places: Sequence[Place], objects: Objects) -> Iterator[pa.Table]:
+    def rows(self, places: Sequence[Place], objects: Objects) -> Generator[pa.Table, None, None]:
         """Yield the videos of each container, as MANIFEST_SCHEMA; several containers are read at a time.
 
         Raises ManifestError where a request cannot be met.
@@ -85,7 +94,9 @@ class Indexing:
             futures = [pool.submit(self._rows, place, objects) for place in places]
             try:
                 for number, future in enumerate(futures, 1):
-                    table = future.result()
+                    if (table := future.result()) is None:
+                        self.left.append(places[number - 1])
+                        table = MANIFEST_SCHEMA.empty_table()
                     n_videos += len(table)
                     if time.monotonic() - told > _NOTE_S or (number == len(places) and self._n_read):
                         told = time.monotonic()
@@ -96,23 +107,31 @@ class Indexing:
                 pool.shutdown(cancel_futures=True)
                 self._stopped = False
 
-    def _rows(self, place: Place, objects: Objects) -> pa.Table:
-        """Return the videos of one container, as MANIFEST_SCHEMA. Raises ManifestError, RunFailed."""
+    def stop(self) -> None:
+        """End all threads of ``rows`` at their next member; the index that each makes is dropped."""
+        self._stopped = True
+
+    def _rows(self, place: Place, objects: Objects) -> pa.Table | None:
+        """Return the videos of one container, as MANIFEST_SCHEMA; None where they are left out.
+
+        Raises ManifestError, RunFailed.
+        """
         if "#" in place.uri:
             raise ManifestError(f"{place.uri}: rename it: a # in a container's name would stand before its members'")
         if place.policy is not None:
             return _table(place, [Member("", 0)], self.asked)
+        kept = self._kept_index(place)
+        if kept is None and self.later and self._keeps(place):
+            return None
         try:
             file = open_container(place.uri, objects, place.info)
         except OSError as error:
             return _table(place, [_unreadable(error)], self.asked)
         try:
-            members = self._kept_index(place, file.mark)
-            if members is not None:
-                return _table(place, members, self.asked)
+            if kept is not None and kept.mark and kept.mark == file.mark:
+                return _table(place, kept.members, self.asked)
             if self.only_known:
-                self.unlisted.append(place.uri)
-                return MANIFEST_SCHEMA.empty_table()
+                return None
             self._n_read += 1
             container = FORMS[suffix_of(place.uri)](file)
             members = list(takewhile(self._goes_on, container.members(self.asked)))
@@ -131,19 +150,26 @@ class Indexing:
         """Return whether more members are wanted, whichever comes: none once indexing was stopped."""
         return not self._stopped
 
-    def _kept_index(self, place: Place, mark: str) -> list[Member] | None:
-        """Return the kept index of a container with this mark, or None where there is none."""
-        if self.store is None or suffix_of(place.uri) in OF_COLUMNS or not mark:
+    def _keeps(self, place: Place) -> bool:
+        """Return whether indexes of containers of this form are kept: not those of tables, which are read fast."""
+        return self.store is not None and suffix_of(place.uri) not in OF_COLUMNS
+
+    def _kept_index(self, place: Place) -> _Kept | None:
+        """Return the kept index of a container, or None where it was never indexed."""
+        if self.store is None or not self._keeps(place):
             return None
         try:
             told, *members = json.loads(zlib.decompress(self.store.read(_name(place.uri))))
-        except (OSError, ValueError, zlib.error):  # a damaged one is made anew
+            version, uri, mark = told
+        except FileNotFoundError:
             return None
-        return [Member(*member) for member in members] if told == [_VERSION, place.uri, mark] else None
+        except (OSError, ValueError, TypeError, zlib.error):  # a damaged one is made anew
+            return _Kept("", [])
+        return _Kept(mark if (version, uri) == (_VERSION, place.uri) else "", [Member(*member) for member in members])
 
     def _keep(self, place: Place, mark: str, members: Sequence[Member]) -> None:
         """Keep a whole index; runs that make it at once write the same. Raises RunFailed where the store fails."""
-        if self.store is None or not self.keeps or suffix_of(place.uri) in OF_COLUMNS or not mark:
+        if self.store is None or not self.keeps or not self._keeps(place) or not mark:
             return
         data = json.dumps([[_VERSION, place.uri, mark], *members]).encode()
         self.store.make()

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -57,18 +57,30 @@ def read_manifest(
     listed = [_read(name, roots, objects, column) for name in expanded([videos] if isinstance(videos, str) else videos)]
     if len(listed) == 1 and listed[0].videos is not None:
         return listed[0].videos
-    indexed = indexing.rows([place for one in listed for place in one.containers], objects)
+    places = [place for one in listed for place in one.containers]
+    indexing.later = indexing.later and _ids_apart(listed, places)
+    indexed = indexing.rows(places, objects)
     parts = [
         part
         for one in listed
         for part in (islice(indexed, len(one.containers)) if one.videos is None else [one.videos])
     ]
     table = pa.concat_tables(parts)
-    if not len(table) and not indexing.unlisted:
+    if not len(table) and not indexing.left:
         raise ManifestError(f"{videos}: none of the {len(parts)} containers holds a video")
     if len(table) == len(parts) == 1 and (wrong := table["fault"][0].as_py()) is not None:
         raise ManifestError(f"{table['uri'][0]}: {wrong}")
     return _unique(table, _ONE_BY_ONE)
+
+
+def _ids_apart(listed: Sequence[Listed], places: Sequence[Place]) -> bool:
+    """Return whether videos are named in several containers alone, of which no two can have an id in common.
+
+    An id begins with its container's name. One container is indexed before its first video anyway.
+    """
+    names = sorted(f"{place.name}/" for place in places)
+    alone = all(one.videos is None for one in listed) and len(places) > 1
+    return alone and not any(after.startswith(name) for name, after in pairwise(names))
 
 
 def _read(videos: str, roots: Roots, objects: Objects, column: bool) -> Listed:

@@ -116,7 +116,7 @@ def _forecast(request: PruneRequest, counts: Tally, todo: pa.Table) -> Forecast:
         kept=budget_for(request.retention_ratio, T * N),
         video_bytes=request.encode_setup(request.config.device, request.dtype).stored_bytes_per_video(*shape),
         one_size=request.sampling.fps is None and small == shape[1:],
-        unlisted=request.indexing.unlisted,
+        unlisted=[place.uri for place in request.indexing.left],
     )
 
 

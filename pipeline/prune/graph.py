@@ -11,8 +11,10 @@ Ray Data runs these two. An encoded video waits at most --flush-seconds to be wr
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -21,10 +23,12 @@ from typing import ClassVar
 import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.execution.cluster import node_selector
 from pipeline.execution.shards import RunGraph
 from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actor_options, start_actors
+from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.units import units
 from pipeline.prune.batches import unit_of
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
@@ -97,16 +101,18 @@ class Resources:
             encode=replace(self.encode, in_flight=in_flight),
         )
 
-    def blocks(self, videos: pa.Table) -> Iterator[tuple[int, int]]:
+    def blocks(self, videos: pa.Table, later_bytes: int = 0) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of each block of videos (TODO_SCHEMA), which is the unit of work and of retry.
 
         The last blocks are one bundle each, so that few videos wait for a slow worker when the others have none left.
-        Videos of containers are cut by what they share of these (``pipeline.inputs.units``).
+        Videos of containers are cut by what they share of these (``pipeline.inputs.units``), of which those of
+        ``later_bytes`` come later.
         """
         n_videos = len(videos)
         if videos["source_offset"].null_count < n_videos:
             most = max(MOST_OF_A_UNIT, n_videos // MAX_BLOCKS)
-            return units(videos, self.decode.workers, most, self.videos_per_bundle, self.rows_per_group)
+            shared = self.videos_per_bundle, self.rows_per_group
+            return units(videos, self.decode.workers, most, *shared, later_bytes)
         last = self.decode.workers * (self.decode.in_flight or 1) * self.videos_per_block
         head = max(0, n_videos - last) // self.videos_per_block * self.videos_per_block
         starts = [*range(0, head, self.videos_per_block), *range(head, n_videos, self.videos_per_bundle)]
@@ -156,6 +162,7 @@ DECODER_FILES_BYTES = 4 * 2**20
 # With --decoder nvdec, the share of a GPU that its decoders reserve, and how many they are: not measured.
 DECODING_OF_A_GPU, DECODERS_A_GPU = 0.2, 4
 CALLS = 2  # calls at a time in a worker: one moves data while the other computes
+FINDING = Stage(0, 0, 1, "hands over what the driver finds", CALLS, 2 * CALLS)
 UNDER_WAY = 16  # videos on their way to an encoder: enough for a quarter of a second at 15 ms each
 # The driver commits the records of a shard at once, and makes a reference to each of its videos an argument of a call.
 RECORDS_BYTES = 8 * 2**20
@@ -216,7 +223,7 @@ def plan_resources(
 
 
 def build_graph(
-    todo: pa.Table,
+    todo: pa.Table | Discovery,
     decode: DecodeSetup,
     encode: EncodeSetup,
     resources: Resources,
@@ -234,7 +241,10 @@ def build_graph(
     # 1. Manifest: blocks small enough to spread. They are cut here and made without a task (from_arrow starts one a
     # block): tasks of Ray's own ask for a whole CPU, wait for it without end and are tried again without end.
     bundle = resources.videos_per_bundle
-    videos = ray.data.from_blocks([unit_of(todo.slice(start, end - start)) for start, end in resources.blocks(todo)])
+    if isinstance(todo, Discovery):
+        videos = _found(todo, resources, labels)
+    else:
+        videos = ray.data.from_blocks(_units(todo, resources))
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
     frames = videos.map_batches(
         Decoder, fn_constructor_args=(decode, heartbeats, bundle), **actor_options(resources.decode, 1, labels)
@@ -246,9 +256,66 @@ def build_graph(
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
     shape = decode.largest_frames()
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
+    if isinstance(todo, Discovery):
+        limit += limit // 2  # Ray Data divides it among the stages, of which there is one more
     tokens.context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=limit)
     # 4. Write: one token shard a call, of what the driver has bundled.
     writers = partial(
         start_actors, Writer, resources.write, (store, run_id, heartbeats, encode.codec, encode.sample_limit), labels
     )
     return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=bundle)
+
+
+def _units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
+    """Pack the rows of videos (TODO_SCHEMA) as units of work, a row of UNIT each."""
+    return [unit_of(todo.slice(start, end - start)) for start, end in resources.blocks(todo, later_bytes)]
+
+
+def _found(discovery: Discovery, resources: Resources, labels: Mapping[str, str] | None) -> ray.data.Dataset:
+    """Return the dataset of the units of work of videos that are found while it runs; a thread hands them over."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    feed = ray.remote(Feed).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote()
+
+    def hand_over() -> None:
+        try:
+            for number, part in enumerate(discovery.parts()):
+                feed.put.remote(number, [ray.put(_units(part.todo, resources, part.later_bytes))])
+        except Exception as error:  # noqa: BLE001 - it is the main thread's
+            discovery.fail(error)
+
+    threading.Thread(target=hand_over, name="units", daemon=True).start()
+    numbers, at_once = range(discovery.n_parts), math.ceil(discovery.n_parts / MAX_BLOCKS)
+    blocks = [numbers[start : start + at_once] for start in numbers[::at_once]]
+    parts = ray.data.from_blocks([pa.table({"part": list(block)}) for block in blocks])
+    return parts.map_batches(FoundUnits, fn_constructor_args=(feed,), **actor_options(FINDING, 1, labels))
+
+
+class Feed:
+    """The actor that knows the units of each part from when they are found; a retried call gets the same again."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[ray.ObjectRef]] = {}
+        self._changed = asyncio.Condition()
+
+    async def put(self, number: int, units: list[ray.ObjectRef]) -> None:
+        """Take a reference to the units of a part, in a list, so that Ray does not fetch them."""
+        async with self._changed:
+            self._parts[number] = units
+            self._changed.notify_all()
+
+    async def part(self, number: int) -> list[ray.ObjectRef]:
+        """Return the reference to the units of a part, in a list, once they are found."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: number in self._parts)
+        return self._parts[number]
+
+
+class FoundUnits:
+    """The stage before decoding in a run that finds its videos on the way: the number of a part -> its units."""
+
+    def __init__(self, feed: ActorHandle) -> None:
+        self._feed = feed
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        for found in ray.get(ray.get(self._feed.part.remote(batch["part"][0].as_py()))):
+            yield from found

@@ -26,6 +26,7 @@ from pipeline.execution.cluster import failing_nodes, resources_without
 from pipeline.execution.heartbeat import WorkerReport
 from pipeline.execution.run_record import COMMITTED, RunFile
 from pipeline.execution.stream import PlannedGraph, stream
+from pipeline.inputs.discovery import Discovery
 from pipeline.plan.facts import Facts, Limits
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
@@ -156,9 +157,12 @@ class Passes:
     run_file: RunFile
     reports: list[WorkerReport] = field(default_factory=list)
 
-    def first(self, videos: pa.Table) -> int:
-        """Prune all videos (TODO_SCHEMA) on all nodes, and return how many failed."""
-        return self._stream(videos, (), self.commits.give_up)
+    def first(self, videos: pa.Table | Discovery) -> int:
+        """Prune all videos (TODO_SCHEMA) on all nodes, those to be found too; return how many failed."""
+        n_failed = self._stream(videos, (), self.commits.give_up)
+        if isinstance(videos, Discovery):
+            videos.check()
+        return n_failed
 
     def second(self, again: pa.Table) -> int:
         """Try failed videos once more, without the nodes where most failed; return how many of them are ok now."""
@@ -180,21 +184,23 @@ class Passes:
 
     def _stream(
         self,
-        videos: pa.Table,
+        videos: pa.Table | Discovery,
         without: Collection[str],
         give_up: Callable[[WorkerReport], str | None],
     ) -> int:
         """Stream videos through graphs on all nodes but ``without``; return how many failed."""
         available = partial(resources_without, without)
 
-        def planned(videos: pa.Table) -> PlannedGraph:
+        def planned(videos: pa.Table | Discovery) -> PlannedGraph:
             plan, request = self._planned(available(), videos), self.commits.request
             build = partial(build_graph, videos, *self.setups, plan, request.store, request.run_id, without=without)
             commit = partial(self.commits, self.commits.n_shards)
-            return PlannedGraph(build, commit, plan, len(videos), give_up, available, self._on_end)
+            stop = give_up if isinstance(videos, pa.Table) else partial(_checked, videos, give_up)
+            return PlannedGraph(build, commit, plan, partial(len, videos), stop, available, self._on_end)
 
-        def left(videos: pa.Table) -> pa.Table:
-            return unfinished(videos, self.ledger.refresh(), self.commits.failed)
+        def left(videos: pa.Table | Discovery) -> pa.Table | Discovery:
+            found = videos if isinstance(videos, pa.Table) else videos.all().todo
+            return unfinished(found, self.ledger.refresh(), self.commits.failed)
 
         return stream(videos, planned, left, self.console, self.config)
 
@@ -207,13 +213,14 @@ class Passes:
         """Print a note."""
         self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
-    def _planned(self, cluster: dict[str, float], videos: pa.Table) -> Resources:
+    def _planned(self, cluster: dict[str, float], videos: pa.Table | Discovery) -> Resources:
         """Plan the workers for the cluster, and print notes about requested resources that it lacks."""
         if not self._can_run_on(cluster):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
-        n_videos, shape = len(videos), self.setups.decode.largest_frames()
+        table = isinstance(videos, pa.Table)
+        n_videos, shape = len(videos) if table else videos.expected(), self.setups.decode.largest_frames()
         token_bytes = self.setups.encode.bytes_per_video(*shape)
-        device, files_bytes = self.setups.encode.device, known_file_bytes(videos)
+        device, files_bytes = self.setups.encode.device, known_file_bytes(videos) if table else math.inf
         stored_bytes = self.setups.encode.stored_bytes_per_video(*shape)
         wanted = _plan(self.config, cluster, device, n_videos, stored_bytes, shape[0], files_bytes)
         store_bytes = cluster.get("object_store_memory", math.inf)
@@ -224,6 +231,12 @@ class Passes:
         self.commits.limits.facts.encoders = plan.encode.workers
         self.run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
         return plan
+
+
+def _checked(videos: Discovery, give_up: Callable[[WorkerReport], str | None], report: WorkerReport) -> str | None:
+    """Return what ``give_up`` does. Raise RunFailed where videos can no longer be found."""
+    videos.check()
+    return give_up(report)
 
 
 def _plan(

@@ -21,6 +21,7 @@ from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
+from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, PrunerIdentity, differences
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
@@ -148,6 +149,8 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
     list_only = config.dry_run and not config.index
     keeps = not (config.dry_run or config.plan)
     indexing = Indexing(Asked(config.column, config.clip_names()), store, keeps=keeps, only_known=list_only, say=say)
+    # A limit counts videos in their order, and a gate's sample is a share of all: both need all containers' indexes.
+    indexing.later = keeps and config.limit is None and config.token_codec == BFLOAT16.name
     with store_refusing():
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
@@ -157,7 +160,9 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
                 refuse_other_files(manifest, named, objects)
         else:
             manifest = given_manifest(given, config.video_root)
-        manifest = _shard_of(manifest, config.part())
+        listed, manifest = manifest, of_shard(manifest, config.part())
+        if len(listed) and not len(manifest) and not indexing.left:
+            raise UsageError(f"--shard {config.shard}: none of the {len(listed)} videos are in it")
         if config.on_forbidden == "refuse":
             refuse_forbidden(manifest, config.named)
     request = replace(resolve(config, manifest, store, objects), indexing=indexing)
@@ -165,15 +170,12 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
         return match_cache(request, console)
 
 
-def _shard_of(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
-    """Select the videos of ``--shard I/N`` by the hash of their ids. Raise UsageError where there are none."""
-    if part is None:
+def of_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
+    """Select the videos of ``--shard I/N``, if that is given, by the hash of their ids."""
+    if part is None or not len(manifest):
         return manifest
     mine = [keys_of(ids)[:, 0] % np.uint64(part[1]) == part[0] for ids in parts_of(manifest["video_id"])]
-    found = manifest.filter(pa.array(np.concatenate(mine)))
-    if not len(found):
-        raise UsageError(f"--shard {part[0]}/{part[1]}: none of the {len(manifest)} videos are in it")
-    return found
+    return manifest.filter(pa.array(np.concatenate(mine)))
 
 
 def resolve(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pyarrow as pa
 from rich.console import Console
@@ -20,13 +22,14 @@ from pipeline.execution.cluster import choose_device, provenance, resources_with
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile, committed_shards
+from pipeline.inputs.discovery import Discovery
 from pipeline.plan.estimate import Plan, Prices, estimate
 from pipeline.plan.facts import Facts, Limits
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
 from pipeline.prune.forecast import joined_cluster, probed, token_bytes, workload
 from pipeline.prune.passes import Commits, Passes, Setups
-from pipeline.prune.request import PruneRequest, match_cache, prepare
+from pipeline.prune.request import PruneRequest, match_cache, of_shard, prepare
 from pipeline.prune.resume import remaining, retry_candidates, skipped_lines, within_limit
 from pipeline.prune.summary import Summary, lost_line, summarise
 
@@ -46,19 +49,30 @@ class Todo:
     """The videos that are left to do, and the cache's rows.
 
     Attributes:
-        videos: their rows, TODO_SCHEMA.
+        known: the rows (TODO_SCHEMA) of those that are known from the start.
         n_waiting: how many videos without a row ``--limit`` leaves for another run.
         ledger: the rows of the cache.
         committed: the token shards that earlier runs recorded as committed.
+        discovery: finds those of containers that were never indexed.
     """
 
-    videos: pa.Table
+    known: pa.Table
     n_waiting: int
     ledger: Ledger
     committed: list[str]
+    discovery: Discovery | None = None
+
+    @property
+    def videos(self) -> pa.Table:
+        """The rows of all that are known by now."""
+        return self.known if self.discovery is None else self.discovery.found().todo
 
     def __len__(self) -> int:
-        return len(self.videos)
+        return len(self.known if self.discovery is None else self.discovery)
+
+    def expected(self) -> int:
+        """Return the number of videos, estimated where containers are still to be indexed. Raises RunFailed."""
+        return len(self) if self.discovery is None else self.discovery.expected()
 
 
 def _sample(request: PruneRequest) -> int:
@@ -109,11 +123,25 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         todo, counts = remaining(request.manifest, ledger, self.options, request.objects)
         for line in skipped_lines(counts, self.options):
             self.console.print(line, highlight=False)
-        return Todo(*within_limit(todo, self.options.limit), ledger, committed)
+        found = None
+        if request.indexing.left:
+            found = Discovery(request.indexing, request.objects, partial(self._selected, request, ledger), todo)
+        return Todo(*within_limit(todo, self.options.limit), ledger, committed, found)
+
+    def _selected(self, request: PruneRequest, ledger: Ledger, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
+        """Return the videos of this run among those of a container, and the rows that are left to do of them."""
+        mine = of_shard(videos, self.options.part())
+        return mine, remaining(mine, ledger, self.options, request.objects).todo
 
     def stream(self, request: PruneRequest, todo: Todo) -> Streamed:
-        config, n_videos = self.options, len(todo)
+        with nullcontext() if todo.discovery is None else todo.discovery:
+            return self._stream(request, todo)
+
+    def _stream(self, request: PruneRequest, todo: Todo) -> Streamed:
+        """Run the remaining videos through the graph, while others are found. Raises RunFailed."""
+        config = self.options
         device, dtype = choose_device(config, request.dtype, self.say)
+        n_videos = todo.expected()
         check_decoder_device(config.decoder, device)
         if not request.store.names(VIDEOS, ".parquet"):
             with refusing():
@@ -136,7 +164,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file)
         with run_file:
             try:
-                n_failed = passes.first(todo.videos)
+                n_failed = passes.first(todo.known if todo.discovery is None else todo.discovery)
+                run_file.note(videos=len(todo))
                 n_failed -= passes.second(retry_candidates(todo.videos, commits.retryable, config.max_attempts))
             except LimitReached as reached:
                 n_failed = len(commits.failed)
@@ -149,7 +178,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         """Estimate the run on the cluster that is joined now."""
         seen = probed(request, todo.videos, self.options.probe or 0, self.console)
         cluster = joined_cluster(resources_without(()), device)
-        return estimate(workload(request, len(todo), seen, todo.ledger), cluster, Prices.of(self.options))
+        return estimate(workload(request, todo.expected(), seen, todo.ledger), cluster, Prices.of(self.options))
 
     def _limited(self, request: PruneRequest, plan: Plan) -> Limits:
         """Return the limits of the run; time counts from now on. Raise UsageError where a price is missing."""
@@ -160,10 +189,14 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         return Limits(facts, plan, config.max_hours, config.max_cost)
 
     def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
-        header = read_header(request.store)
+        header, manifest = read_header(request.store), request.manifest
+        if todo.discovery is not None:
+            manifest = pa.concat_tables([manifest, todo.discovery.found().videos])
+            if todo.discovery.n_left:
+                self.say(f"note: the videos of {todo.discovery.n_left} containers are not known yet, and not counted")
         held = summarise(
             todo.ledger.refresh(),
-            request.manifest,
+            manifest,
             deepstack_levels(header),
             codec_of(header["identity"]),
             n_waiting=todo.n_waiting,

@@ -1,7 +1,9 @@
 """The same videos as files, in tars, zips and columns, here and on S3: equal tokens, the same resume, the same rows."""
 
 import json
+import shutil
 import signal
+import threading
 import zipfile
 from pathlib import Path
 
@@ -13,10 +15,13 @@ import ray
 import pipeline
 from jobs import inspect, prune, verify
 from pipeline import TokenCache
+from pipeline.inputs.forms import FORMS
+from pipeline.inputs.tar import Tar
 from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here, start, stop, wait_for_files
 from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import S3Server
 from tests.pipeline.tars import member, write_tar
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +166,67 @@ def test_tars_on_s3_cost_a_request_each_and_say_what_was_read(cluster, corpus, f
         forbid_ray(monkeypatch)
         assert run_here(prune, argv).returncode == 0
         assert server.counts() == {"HEAD": 2}  # of each name one to find it
+
+
+class Gated(Tar):
+    """A tar that is the last of a folder, whose index waits for a sign."""
+
+    gate = threading.Event()
+
+    def members(self, asked):
+        if self._file.uri.endswith("5.tar"):
+            assert self.gate.wait(240)
+        yield from super().members(asked)
+
+
+def test_the_first_videos_are_cached_while_a_later_tar_is_not_indexed(cluster, files, tmp_path, monkeypatch):
+    """It waits for ever if anything needs all indexes first."""
+    place, cache, ids = tmp_path / "tars", tmp_path / "cache", []
+    place.mkdir()
+    for number in range(6):
+        members = {"a.mp4": files["bikes.mp4"], "b.txt": b"no video", "c.mp4": files["carphone_distorted.mp4"]}
+        write_tar(place / f"{number}.tar", members if number != 2 else {"none.txt": b"no video in this one"})
+        ids += [f"{number}.tar/{name}.mp4" for name in "ac" if number != 2]
+    monkeypatch.setitem(FORMS, ".tar", Gated)
+    seen: list[set[str]] = []
+
+    def watch() -> None:
+        wait_until(lambda: list((cache / "videos").glob("*.parquet")), "a commit")
+        seen.append(set(TokenCache(cache).video_ids))
+        Gated.gate.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    argv = [str(place), "--out", str(cache), *OPTIONS, "--flush-seconds", "1", "--videos-per-shard", "2"]
+    done = run_here(prune, argv)
+    watcher.join()
+    assert done.returncode == 0, done.stdout
+    assert seen[0] and not any(video_id.startswith("5.tar") for video_id in seen[0])
+    assert_complete(cache, ids)
+    (record,) = [json.loads(path.read_text()) for path in (cache / "runs").iterdir()]
+    assert record["videos"] == record["summary"]["n_new"] == record["summary"]["n_ok"] == 10
+    assert "10/10 videos, 0 failed" in done.stdout
+    forbid_ray(monkeypatch)
+    again = run_here(prune, argv)
+    assert again.returncode == 0 and "10 of 10 videos are in the cache already" in again.stdout
+
+
+def test_a_tar_that_changed_unseen_by_its_index_ends_the_run(cluster, files, tmp_path):
+    """Without a kept index the change is found on the way: nothing is overwritten, and the remedy is the same."""
+    place, cache = tmp_path / "tars", tmp_path / "cache"
+    place.mkdir()
+    for number in range(2):
+        write_tar(place / f"{number}.tar", {"a.mp4": files["bikes.mp4"]})
+    argv = [str(place), "--out", str(cache), *OPTIONS]
+    assert run_here(prune, argv).returncode == 0
+    before = tokens(cache)
+    shutil.rmtree(cache / "sources")
+    write_tar(place / "1.tar", {"a.mp4": files["carphone_distorted.mp4"]})
+    ended = run_here(prune, argv)
+    assert ended.returncode == 1 and "1.tar/a.mp4: the file had" in ended.stdout, ended.stdout
+    assert "--on-changed redo" in ended.stdout and tokens(cache) == before
+    assert run_here(prune, [*argv, "--on-changed", "redo"]).returncode == 0
+    assert TokenCache(cache).metadata("1.tar/a.mp4")["attempts"] >= 1 and tokens(cache) != before
 
 
 def test_a_run_over_tars_that_is_killed_reads_nothing_twice_that_was_committed(tmp_path, files):

@@ -42,7 +42,7 @@ class Committing:
         self.store = LocalStore(root)
         self.said = io.StringIO()
         plan = plan_resources(4, 0, total)
-        self.graph = PlannedGraph(build=nothing, commit=self.commit, plan=plan, total=total)
+        self.graph = PlannedGraph(build=nothing, commit=self.commit, plan=plan, total=lambda: total)
         self.watchdog = Told(Heartbeats(tuple(PRUNING.stages)), 60, plan, total, nothing)
 
     def commit(self, number: int, rows: pa.Table) -> None:

@@ -226,10 +226,10 @@ def test_an_index_is_kept_and_made_anew_where_the_tar_changed(tmp_path):
     assert len(store.names("sources", ".zlib")) == 1 and not store.taken()
     path.chmod(0)
     again, indexing = read(only_known=True)
-    assert again == first and indexing.unlisted == [] and indexing._n_read == 0
+    assert again == first and indexing.left == [] and indexing._n_read == 0
     path.chmod(0o644)
     write_tar(path, {"a.mp4": b"1", "b.mp4": b"2"})
-    assert read(only_known=True)[0] == [] and read(only_known=True)[1].unlisted == [str(path)]
+    assert read(only_known=True)[0] == [] and [place.uri for place in read(only_known=True)[1].left] == [str(path)]
     assert [row["video_id"] for row in read()[0]] == ["a.tar/a.mp4", "a.tar/b.mp4"]
     assert len(store.names("sources", ".zlib")) == 1
     (kept,) = (tmp_path / "cache" / "sources").iterdir()

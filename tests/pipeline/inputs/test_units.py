@@ -75,3 +75,11 @@ def test_rows_of_a_row_group_stay_together_also_where_some_are_done():
 def test_small_row_groups_share_a_unit():
     found = cut(rows_of_a_table(*range(10_000)), 2, row_group=2)
     assert len(found) < 100 and all(start % 2 == 0 for start, _ in found)
+
+
+def test_units_stay_large_while_other_containers_are_to_come():
+    videos = members([2**20] * 1000)
+    lengths = [stop - start for start, stop in cut(videos, 4, later_bytes=2**40)]
+    assert lengths == [256, 256, 256, 232] or set(lengths[:-1]) == {255, 256}
+    alone = cut(videos, 4)
+    assert len(alone) > 3 * len(lengths) and alone == cut(videos, 4, later_bytes=0)

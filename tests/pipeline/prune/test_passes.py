@@ -2,10 +2,12 @@
 
 import json
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyarrow as pa
 import pytest
+from rich.console import Console
 
 from pipeline import TokenCache
 from pipeline.cache.reader import HEADER
@@ -13,12 +15,17 @@ from pipeline.cache.table import table_files
 from pipeline.cache.writer import token_shard_id, write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.execution.run_record import RunFile
+from pipeline.inputs.discovery import Discovery
+from pipeline.inputs.indexes import Indexing, Place
 from pipeline.prune import passes
 from pipeline.prune.batches import written_batch
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.passes import FILES_LOOKED_AT, Commits, _plan, _shortfalls, known_file_bytes
+from pipeline.prune.passes import FILES_LOOKED_AT, Commits, Passes, _plan, _shortfalls, known_file_bytes
+from pipeline.prune.resume import TODO_SCHEMA
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
+from tests.pipeline.tars import write_tar
 
 
 def test_a_number_of_videos_a_shard_wins_over_its_size():
@@ -109,3 +116,18 @@ def test_the_record_of_a_run_says_what_it_committed(commits):
     commits._run_file.save()
     said = json.loads(store.read("runs/run.json"))["token_shards"]
     assert sorted(said) == sorted(map(token_shard_id, store.names("tokens", ".parquet")))
+
+
+def test_videos_that_can_no_longer_be_found_end_the_run(tmp_path):
+    """Also where none of those that were found is left to do, so that no graph is built."""
+
+    def refuse(videos):
+        raise ValueError("they have changed")
+
+    place = Place(str(write_tar(tmp_path / "a.tar", {"a.mp4": b"a"})), "a.tar")
+    known = TODO_SCHEMA.empty_table()
+    with Discovery(Indexing(left=[place]), Objects(), refuse, known) as discovery:
+        list(discovery.parts())
+        run = Passes(PruneConfig(), Console(), None, SimpleNamespace(give_up=None), None, None)
+        with pytest.raises(RunFailed, match="they have changed"):
+            run.first(discovery)

@@ -1,0 +1,162 @@
+"""Videos that are found while others are processed: a thread indexes containers, one after the other in their order."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
+from itertools import islice
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from pipeline.errors import RunFailed
+from pipeline.inputs.indexes import Indexing, Place
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.storage.s3 import Objects
+
+_LEAVE_S = 5.0  # how long a run that ends waits for what is being read
+
+
+class Part(NamedTuple):
+    """The videos of a container.
+
+    Attributes:
+        videos: all of them, MANIFEST_SCHEMA.
+        todo: those to process, TODO_SCHEMA.
+        later_bytes: bytes of the containers behind it.
+    """
+
+    videos: pa.Table
+    todo: pa.Table
+    later_bytes: int
+
+
+class Discovery(AbstractContextManager["Discovery"]):
+    """The containers of a run that were never indexed, and their videos, as far as they are found.
+
+    Use it in a ``with`` block, which starts the thread and ends it. Its length is the number of videos to process that
+    are known, but at least one before the end.
+
+    Args:
+        indexing: makes the indexes; its ``left`` are the containers.
+        select: returns the videos of this run (MANIFEST_SCHEMA) among those of a container, and the rows of those to
+            process (TODO_SCHEMA).
+        known: the videos to process that were known before.
+    """
+
+    def __init__(
+        self,
+        indexing: Indexing,
+        objects: Objects,
+        select: Callable[[pa.Table], tuple[pa.Table, pa.Table]],
+        known: pa.Table,
+    ) -> None:
+        self._places, self._indexing, self._objects, self._select = [*indexing.left], indexing, objects, select
+        indexing.later = False
+        self._sizes = [_size(place) for place in self._places]
+        self._parts = [Part(MANIFEST_SCHEMA.empty_table(), known, sum(self._sizes))]
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._closing, self._ended = False, not self._places
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+
+    def __enter__(self) -> Discovery:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing = True
+        self._indexing.stop()
+        self._thread.join(_LEAVE_S)
+        self._end()
+
+    def __len__(self) -> int:
+        found = sum(len(part.todo) for part in self._parts)
+        return found if self._ended else max(1, found)
+
+    @property
+    def n_parts(self) -> int:
+        """The number of parts that there will be: what was known before, and each container."""
+        return 1 + len(self._places)
+
+    @property
+    def n_left(self) -> int:
+        """The number of containers whose videos are not known."""
+        return self.n_parts - len(self._parts)
+
+    def fail(self, error: Exception) -> None:
+        """Record an error of another thread, which ``check`` raises."""
+        self._error = error
+
+    def check(self) -> None:
+        """Raise RunFailed where a container cannot be indexed, or its videos have changed, which ends the run."""
+        if self._error is not None:
+            raise RunFailed(str(self._error)) from self._error
+
+    def parts(self) -> Iterator[Part]:
+        """Yield each part once it is found; waits for it. It ends early if the discovery was stopped or failed."""
+        for number in range(self.n_parts):
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._parts) > number or self._ended)  # noqa: B023 - called here
+                if len(self._parts) <= number:
+                    return
+                part = self._parts[number]
+            yield part
+
+    def expected(self) -> int:
+        """Estimate how many videos there are to process, from the first container and the bytes of all of them.
+
+        Raises RunFailed.
+        """
+        known, *first = islice(self.parts(), 2)
+        self.check()
+        one = len(first[0].todo) if first else 0
+        scale = sum(self._sizes) / self._sizes[0] if self._sizes and self._sizes[0] else len(self._places)
+        return max(1, len(known.todo) + round(one * scale))
+
+    def all(self) -> Part:
+        """Wait for the end, and return all videos of the containers, and all to process. Raises RunFailed."""
+        for _ in self.parts():
+            pass
+        self.check()
+        return self.found()
+
+    def found(self) -> Part:
+        """Return the videos of the containers that are indexed, and all to process that are known."""
+        parts = [*self._parts]
+        return Part(pa.concat_tables(part.videos for part in parts), pa.concat_tables(part.todo for part in parts), 0)
+
+    def _run(self) -> None:
+        """Index the containers; runs in the thread."""
+        try:
+            with closing(self._indexing.rows(self._places, self._objects)) as tables:
+                left = sum(self._sizes)
+                for size, videos in zip(self._sizes, tables, strict=True):
+                    if self._closing:
+                        break
+                    left -= size
+                    part = Part(*self._select(videos), left)
+                    with self._changed:
+                        self._parts.append(part)
+                        self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - it is the main thread's
+            self.fail(error)
+        self._end()
+
+    def _end(self) -> None:
+        """Let nobody wait for more parts."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+def _size(place: Place) -> int:
+    """Return the bytes of a container, 0 where they are not known."""
+    if place.info is not None:
+        return place.info.size
+    try:
+        return os.path.getsize(place.uri)  # noqa: PTH202 - as manifests have it
+    except OSError:
+        return 0

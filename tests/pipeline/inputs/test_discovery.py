@@ -1,0 +1,146 @@
+"""Videos found while others are processed: whole, in order, once; what ends it early, and who may not."""
+
+import threading
+
+import pyarrow as pa
+import pytest
+
+from pipeline.errors import RunFailed
+from pipeline.inputs.container import Asked
+from pipeline.inputs.discovery import Discovery
+from pipeline.inputs.forms import FORMS
+from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.inputs.tar import Tar
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.tars import write_tar
+
+NOWHERE = Objects()
+NONE = MANIFEST_SCHEMA.empty_table()
+
+
+@pytest.fixture
+def tars(tmp_path):
+    """Three tars of 3, 2 and 1 videos."""
+    (tmp_path / "tars").mkdir()
+    for number in range(3):
+        write_tar(tmp_path / f"tars/{number}.tar", {f"{part}.mp4": bytes(100) for part in range(3 - number)})
+    return tmp_path / "tars"
+
+
+def listed(place, tmp_path, **more):
+    indexing = Indexing(Asked(), LocalStore(tmp_path / "cache"), keeps=True, later=True, **more)
+    names = place if isinstance(place, list) else [str(place)]
+    return read_manifest(names, (), NOWHERE, indexing), indexing
+
+
+def discovery(indexing, select=lambda videos: (videos, videos), known=NONE):
+    return Discovery(indexing, NOWHERE, select, known)
+
+
+def ids(table):
+    return table["video_id"].to_pylist()
+
+
+class Gated(Tar):
+    """A tar whose index waits for a sign before the second tar's first member."""
+
+    gate = threading.Event()
+
+    def members(self, asked):
+        if self._file.uri.endswith("1.tar"):
+            assert self.gate.wait(60)
+        yield from super().members(asked)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    monkeypatch.setattr(Gated, "gate", threading.Event())
+    monkeypatch.setitem(FORMS, ".tar", Gated)
+    yield Gated.gate
+    Gated.gate.set()
+
+
+def test_nothing_is_listed_first_and_a_part_is_there_before_the_next_one_is_indexed(tars, tmp_path, gate):
+    before, indexing = listed(tars, tmp_path)
+    assert len(before) == 0 and [place.name for place in indexing.left] == ["0.tar", "1.tar", "2.tar"]
+    with discovery(indexing) as found:
+        parts = found.parts()
+        assert ids(next(parts).todo) == []
+        first = next(parts)
+        assert ids(first.todo) == [f"0.tar/{number}.mp4" for number in range(3)]
+        assert first.later_bytes == sum((tars / f"{number}.tar").stat().st_size for number in (1, 2))
+        sizes = [(tars / f"{number}.tar").stat().st_size for number in range(3)]
+        assert (len(found), found.n_left, found.expected()) == (3, 2, round(3 * sum(sizes) / sizes[0]))
+        gate.set()
+        assert [ids(part.todo) for part in parts] == [["1.tar/0.mp4", "1.tar/1.mp4"], ["2.tar/0.mp4"]]
+        assert ids(found.all().videos) == ids(found.found().todo) and len(found) == 6 and found.n_left == 0
+    whole, indexing = listed(tars, tmp_path)
+    assert ids(whole) == ids(found.found().videos) and indexing.left == []  # all indexes were kept
+
+
+def test_what_has_a_kept_index_is_known_from_the_start(tars, tmp_path):
+    _, indexing = listed(tars, tmp_path)
+    with discovery(indexing) as found:
+        found.all()
+    write_tar(tars / "3.tar", {"new.mp4": bytes(9)})
+    write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
+    known, indexing = listed(tars, tmp_path)
+    assert [place.name for place in indexing.left] == ["3.tar"] and "1.tar/changed.mp4" in ids(known)
+    with discovery(indexing, known=known) as found:
+        assert found.expected() == len(known) + 1 and ids(found.all().todo) == [*ids(known), "3.tar/new.mp4"]
+        assert ids(found.found().videos) == ["3.tar/new.mp4"]
+
+
+def test_a_stop_ends_it_in_mid_container_and_drops_what_is_no_whole_index(tars, tmp_path, gate):
+    _, indexing = listed(tars, tmp_path)
+    with discovery(indexing) as found:
+        next(parts := found.parts())
+        next(parts)
+        threading.Timer(0.2, gate.set).start()
+    assert len(found.found().todo) == 3 and found.n_left == 2 and list(parts) == [] and len(found) == 3
+    _, indexing = listed(tars, tmp_path)
+    assert "1.tar" in [place.name for place in indexing.left]
+
+
+def test_what_ends_the_run_is_told_to_whoever_waits(tars, tmp_path):
+    def refuse(videos):
+        if "1.tar/0.mp4" in ids(videos):
+            raise ValueError("videos have changed")
+        return videos, videos
+
+    _, indexing = listed(tars, tmp_path)
+    with discovery(indexing, refuse) as found:
+        assert len(list(found.parts())) == 2
+        for ask in (found.check, found.all):
+            with pytest.raises(RunFailed, match="videos have changed"):
+                ask()
+
+
+@pytest.mark.parametrize("beside", ["one tar", "equal names", "files"])
+def test_containers_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, tmp_path, beside):
+    (tmp_path / "x").mkdir()
+    place = {
+        "one tar": tars / "0.tar",
+        "equal names": [str(tars), str(write_tar(tmp_path / "x" / "0.tar", {"z.mp4": b"z"}))],
+        "files": [str(tars), str(tmp_path / "x")],
+    }[beside]
+    (tmp_path / "x" / "y.mp4").write_bytes(b"y")
+    if beside == "equal names":
+        (tmp_path / "x" / "y.mp4").unlink()
+    found, indexing = listed(place, tmp_path)
+    assert indexing.left == [] and len(found) == {"one tar": 3, "equal names": 7, "files": 7}[beside]
+
+
+def test_a_member_of_one_container_and_a_container_below_it_may_meet(tars, tmp_path):
+    (tars / "0.tar.d").mkdir()
+    write_tar(tars / "0.tar.d" / "1.tar", {"a.mp4": b"a"})
+    assert len(listed(tars, tmp_path)[1].left) == 4  # 0.tar/ and 0.tar.d/ have no id in common
+
+
+def test_a_select_may_leave_videos_out(tars, tmp_path):
+    _, indexing = listed(tars, tmp_path)
+    with discovery(indexing, lambda videos: (videos.slice(1), videos.slice(2))) as found:
+        assert (len(found.all().videos), len(found.all().todo)) == (3, 1) and isinstance(found.found().todo, pa.Table)
