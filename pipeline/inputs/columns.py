@@ -98,8 +98,8 @@ class Table:
             )
         if not _holds_bytes(kind := schema.field(asked.column).type):
             raise ManifestError(
-                f"{self._file.uri}: the column {asked.column} holds {kind}, not bytes; one of paths is called uri, and "
-                "--column is left out"
+                f"{self._file.uri}: the column {asked.column} holds {kind}, not bytes; one of paths is read of a "
+                "single .parquet, or is called uri, and --column is left out"
             )
         return [field.name for field in schema if _is_small(field.type)]
 
@@ -181,6 +181,16 @@ def _holds_bytes(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind) and kind.get_field_index(_BYTES) >= 0:
         kind = kind.field(_BYTES).type
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def holds_paths(file: RandomFile, column: str) -> bool:
+    """Return whether a column of a Parquet file is text, as paths are; False also where it cannot be read."""
+    try:
+        schema = pq.read_schema(SeekableFile(file))
+        kind = schema.field(column).type
+    except (OSError, KeyError, pa.ArrowException):  # whoever reads the table says what is wrong
+        return False
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _is_small(kind: pa.DataType) -> bool:

@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from itertools import islice, pairwise
 from pathlib import Path
@@ -20,6 +21,8 @@ import pyarrow as pa
 
 from pipeline.errors import ManifestError, near_file
 from pipeline.inputs.braces import expanded
+from pipeline.inputs.columns import holds_paths
+from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.indexes import Indexing, Place
 from pipeline.inputs.listings import VIDEO_SUFFIXES, list_videos, listed_policy, root_prefix, suffix_of
@@ -53,7 +56,7 @@ def read_manifest(
     """
     roots, indexing = _roots(video_roots), indexing or Indexing()
     objects = objects or Objects.from_environment()
-    column = indexing.asked.column is not None
+    column = indexing.asked.column
     listed = [_read(name, roots, objects, column) for name in expanded([videos] if isinstance(videos, str) else videos)]
     if len(listed) == 1 and listed[0].videos is not None:
         return listed[0].videos
@@ -83,19 +86,20 @@ def _ids_apart(listed: Sequence[Listed], places: Sequence[Place]) -> bool:
     return alone and not any(after.startswith(name) for name, after in pairwise(names))
 
 
-def _read(videos: str, roots: Roots, objects: Objects, column: bool) -> Listed:
+def _read(videos: str, roots: Roots, objects: Objects, column: str | None) -> Listed:
     """List the videos, or else the containers, of one name; a table is a container if a ``column`` is asked for.
 
-    Raises ManifestError.
+    But if that is of paths, it is a manifest. Raises ManifestError.
     """
     _refuse_packed(videos)
-    forms = FORMS.keys() if column else FORMS.keys() - OF_COLUMNS
+    paths = column if column is not None and _names_paths(videos, column, objects) else None
+    forms = FORMS.keys() - OF_COLUMNS if column is None or paths is not None else FORMS.keys()
     if videos == "sample":
         return _from_files(_sample_folder(), videos, roots.folders, forms)
     if is_remote(videos):
         if is_object(videos):
             check_uri(videos)
-        return _from_objects(videos, roots, reach(videos, objects), forms)
+        return _from_objects(videos, roots, reach(videos, objects), forms, paths)
     if "://" in videos and not videos.startswith("file://"):
         shown = without_secrets(videos)
         raise ManifestError(f"{shown}: only local paths and s3:// are read, not {shown.split('://', maxsplit=1)[0]}://")
@@ -107,11 +111,22 @@ def _read(videos: str, roots: Roots, objects: Objects, column: bool) -> Listed:
             return Listed(None, _places([path], path.parent, Judge([path.parent, *roots.folders])))
         if path.suffix.lower() in TABLE_SUFFIXES:
             with path.open("rb") as file:
-                return Listed(_from_manifest(str(path), file, path.parent, roots))
+                return Listed(_from_manifest(str(path), file, path.parent, roots, paths))
         return Listed(_to_table([_file_row(path, path.parent, Judge([path.parent, *roots.folders]))]))
     if globbing.has_magic(str(path)):
         return _from_glob(str(path), roots.folders, forms)
     raise ManifestError(f"{videos}: no such folder, file or manifest{near_file(path)}")
+
+
+def _names_paths(videos: str, column: str, objects: Objects) -> bool:
+    """Return whether a name is that of a single .parquet whose ``column`` holds paths."""
+    if suffix_of(videos) != ".parquet" or globbing.has_magic(videos):
+        return False
+    try:
+        with closing(open_container(videos.removeprefix("file://"), objects)) as file:
+            return holds_paths(file, column)
+    except OSError:
+        return False
 
 
 def _refuse_packed(videos: str) -> None:
@@ -221,14 +236,16 @@ def _as_text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _from_objects(videos: str, roots: Roots, objects: Files, forms: Collection[str]) -> Listed:
+def _from_objects(
+    videos: str, roots: Roots, objects: Files, forms: Collection[str], paths: str | None = None
+) -> Listed:
     """List the videos, or else the containers, that an address on S3 names. Raises ManifestError."""
     if suffix_of(videos) in TABLE_SUFFIXES - {*forms} and not videos.endswith("/") and not globbing.has_magic(videos):
         try:
             file = io.BytesIO(objects.read(videos))
         except OSError as error:
             raise ManifestError(f"{videos}: cannot be read: {error.strerror}") from error
-        return Listed(_from_manifest(videos, file, videos[: videos.rindex("/") + 1], roots))
+        return Listed(_from_manifest(videos, file, videos[: videos.rindex("/") + 1], roots, paths))
     folder, found = list_videos(videos, VIDEO_SUFFIXES | {*forms}, objects)
     own = [info for info in found if suffix_of(info.uri) not in forms]
     if not own:
@@ -246,11 +263,14 @@ def _from_objects(videos: str, roots: Roots, objects: Files, forms: Collection[s
     return Listed(_to_table(rows))
 
 
-def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots) -> pa.Table:
-    """Read a manifest; ``base``, its folder or prefix, is what it may name and what relative uris are to."""
+def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots, paths: str | None = None) -> pa.Table:
+    """Read a manifest; ``base``, its folder or prefix, is what it may name and what relative uris are to.
+
+    ``paths`` is the column of its uris, if that has another name.
+    """
     named = NamedVideos(name, base, roots)
     try:
-        parts = [named.table(rows) for rows in read_parts(name, file, "video_id and uri", "video_id")]
+        parts = [named.table(rows) for rows in read_parts(name, file, "video_id and uri", "video_id", paths)]
     except BadRow as error:
         raise ManifestError(str(error)) from error
     except UNREADABLE as error:

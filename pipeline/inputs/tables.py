@@ -89,9 +89,12 @@ class Rows(Protocol):
         """Return the columns besides ``own`` of each row as JSON; null where there are none."""
 
 
-def read_parts(name: str, file: BinaryIO, needs: str, key: str | None = None) -> Iterator[Rows]:
+def read_parts(
+    name: str, file: BinaryIO, needs: str, key: str | None = None, paths: str | None = None
+) -> Iterator[Rows]:
     """Yield the rows of ``read_rows`` in parts that memory holds easily.
 
+    The column ``paths`` of a .parquet is taken for ``uri``, and for ``video_id`` where there is none.
     Those of a .parquet never become Python objects unless they are asked for one by one.
     """
     if suffix_of(name) == ".parquet":
@@ -99,12 +102,19 @@ def read_parts(name: str, file: BinaryIO, needs: str, key: str | None = None) ->
             start = 0
             for batch in shard.iter_batches(batch_size=_PART_ROWS, use_threads=False):
                 if len(batch):
-                    yield _ArrowRows(batch, start)
+                    yield _ArrowRows(batch if paths is None else _with_paths(batch, paths), start)
                 start += len(batch)
         return
     rows = read_rows(name, file, needs, key)
     while part := list(islice(rows, _PART_ROWS // 8)):
         yield _DictRows(part)
+
+
+def _with_paths(batch: pa.RecordBatch, paths: str) -> pa.RecordBatch:
+    """Return a batch whose column ``paths`` is called ``uri``, and ``video_id`` too where there is none."""
+    columns = {name: batch.column(name) for name in batch.schema.names if name != "uri" or name == paths}
+    columns["uri"] = columns.pop(paths)
+    return pa.RecordBatch.from_pydict({"video_id": columns["uri"], **columns})
 
 
 def given_parts(name: str, given: object, needs: str) -> Iterator[Rows]:

@@ -37,8 +37,9 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     column: str | None = option(
         None,
-        "VIDEOS are Parquet or Arrow tables, and this column of theirs holds the bytes of videos; their ids are the "
-        "column video_id, else the file and the row, and small columns are carried along",
+        "VIDEOS are Parquet or Arrow tables, and this column of theirs holds the bytes of videos (or, of a single "
+        ".parquet, their paths); their ids are the column video_id, else the file and the row (or the path), and small "
+        "columns are carried along",
         metavar="NAME",
     )
     clips_from: str | None = option(
