@@ -23,6 +23,7 @@ class Server:
 
     def __init__(self, cache, **limits):
         self.seen, self.go = [], asyncio.Event()
+        self.about_videos, self.statuses = True, []
         served = ServedCache(str(cache), "tiny", **limits)
         engine = SimpleNamespace(check_health=self.healthy)
         self.state = SimpleNamespace(
@@ -44,9 +45,10 @@ class Server:
         if scope["type"] == "lifespan":
             return
         self.seen.append((await receive())["body"])
-        REQUEST.get().videos = ["a=tokens/x.parquet:0:blake2b:1"]
+        REQUEST.get().videos = ["a=tokens/x.parquet:0:blake2b:1"] if self.about_videos else []
         await self.go.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        status = self.statuses.pop(0) if self.statuses else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b"answer"})
 
     async def start(self):
@@ -113,6 +115,21 @@ def test_a_large_body_is_refused_before_anything_looks_at_it(cache, monkeypatch)
     prompts_of.cache_clear()
     *_, stranger, seen = with_server(cache, use)
     assert stranger[0] == 401 and seen == []
+
+
+@pytest.mark.parametrize(
+    ("statuses", "about_videos", "answered", "tries"),
+    [([500], True, 200, 2), ([500, 500], True, 503, 2), ([500], False, 500, 1), ([404], True, 404, 1)],
+)
+def test_a_prompt_whose_rows_are_gone_is_made_once_again(cache, statuses, about_videos, answered, tries):
+    async def use(server):
+        server.go.set()
+        server.about_videos, server.statuses = about_videos, list(statuses)
+        return await server.ask(body=b"{1}"), server.seen
+
+    (status, headers, _), seen = with_server(cache, use)
+    assert (status, seen) == (answered, [b"{1}"] * tries)
+    assert (b"retry-after" in headers) == (answered == 503)
 
 
 def test_sigterm_lets_requests_end_and_takes_no_other(cache):

@@ -12,7 +12,9 @@ from pipeline import TokenCache
 from pipeline.errors import CorruptShard, RatioNotCached, UnknownVideo
 from pipeline.generate.engines.cached_rows import RowName, RowReader, read_outline
 from pipeline.generate.held_videos import n_bytes
+from pipeline.storage.stores import ObjectStore
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_shard
+from tests.pipeline.s3 import S3Server
 
 SHAPE = (4, 49, 64)
 
@@ -147,3 +149,18 @@ def test_what_is_away_or_damaged_is_said_and_asked_again(cache):
 def test_a_share_that_is_not_stored_has_no_outline(cache):
     with pytest.raises(RatioNotCached):
         named(cache, "a", 0.9)
+
+
+def test_rows_below_an_s3_prefix_are_the_same_and_prompts_fetch_none(tmp_path):
+    videos = {name: random_tokens(i, (8, 49, 512)) for i, name in enumerate("ab")}
+    make_cache(tmp_path / "c", videos)
+    near = TokenCache(tmp_path / "c").get("a").visual
+    with S3Server() as server:
+        make_cache(store := ObjectStore(server.uri("c"), server.objects()), videos)
+        cache = TokenCache(store.root, store=store)
+        server.requests.clear()
+        outline = read_outline(cache, cache.metadata("a"), None, "index")
+        # The row, the shard's footer, and the index in each of the four row groups: small ones, and none of vectors.
+        assert server.counts() == {"GET": 6}
+        rows = RowReader({"": lambda: cache}, 2**30).find(outline.rows).result()
+        assert torch.equal(rows.unpacked("cpu", torch.float32), rows_of(near).float())

@@ -14,7 +14,6 @@ from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
-from gstep.serving.inputs import engine_input
 from pipeline import TokenCache
 from pipeline.errors import QuestionFault
 from pipeline.generate.answer_stage import Answerer, AnswerSetup
@@ -33,6 +32,7 @@ from tests.pipeline.encoding import encode_clip
 from tests.pipeline.videos import sample
 
 from vllm import SamplingParams  # isort: skip - once vllm_here has looked
+from gstep.serving.inputs import engine_input  # isort: skip
 from vllm.distributed.ec_transfer import ec_transfer_state, get_ec_transfer  # isort: skip
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
