@@ -57,7 +57,7 @@ def test_everything_of_the_package_is_in_it(site):
         file.relative_to(ROOT).as_posix()
         for room in ("gstep", "pipeline", "jobs")
         for file in (ROOT / room).rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts and file.suffix not in {".md", ".png", ".ipynb"}
+        if file.is_file() and "__pycache__" not in file.parts and file.suffix not in {".md", ".png", ".svg", ".ipynb"}
     }
     assert len(listed) > 300
     assert sorted(name for name in listed if not (site / name).is_file()) == []
