@@ -106,15 +106,18 @@ class Discovery(AbstractContextManager["Discovery"]):
             yield part
 
     def expected(self) -> int:
-        """Estimate how many videos there are to process, from the first container and the bytes of all of them.
+        """Estimate how many videos there are to process, from the bytes of all containers and of the first with any.
 
         Raises RunFailed.
         """
-        known, *first = islice(self.parts(), 2)
+        known, seen, n_bytes = len(self._parts[0].todo), 0, 0
+        for part, size in zip(islice(self.parts(), 1, None), self._sizes, strict=False):
+            seen, n_bytes = seen + len(part.todo), n_bytes + size
+            if seen:
+                break
         self.check()
-        one = len(first[0].todo) if first else 0
-        scale = sum(self._sizes) / self._sizes[0] if self._sizes and self._sizes[0] else len(self._places)
-        return max(1, len(known.todo) + round(one * scale))
+        scale = sum(self._sizes) / n_bytes if n_bytes else len(self._places)
+        return max(1, known + round(seen * scale))
 
     def all(self) -> Part:
         """Wait for the end, and return all videos of the containers, and all to process. Raises RunFailed."""

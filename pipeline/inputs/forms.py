@@ -40,7 +40,7 @@ def fetch_of(spot: Spot | None, objects: Objects) -> Callable[[Callable[[bytes],
         return None
 
     def fetch(write: Callable[[bytes], object], limit: int) -> int:
-        with Containers(objects) as opened:
+        with Containers(objects, [spot]) as opened:
             return opened.fetch(spot, write, limit)
 
     return fetch

@@ -140,6 +140,14 @@ def test_a_member_of_one_container_and_a_container_below_it_may_meet(tars, tmp_p
     assert len(listed(tars, tmp_path)[1].left) == 4  # 0.tar/ and 0.tar.d/ have no id in common
 
 
+def test_a_first_container_without_videos_does_not_make_a_small_run(tars, tmp_path):
+    write_tar(tars / "-.tar", {"readme.txt": b"none"})  # the first by name
+    _, indexing = listed(tars, tmp_path)
+    with discovery(indexing) as found:
+        sizes = [path.stat().st_size for path in sorted(tars.iterdir())]
+        assert found.expected() == round(3 * sum(sizes) / (sizes[0] + sizes[1])) > 3
+
+
 def test_a_select_may_leave_videos_out(tars, tmp_path):
     _, indexing = listed(tars, tmp_path)
     with discovery(indexing, lambda videos: (videos.slice(1), videos.slice(2))) as found:
