@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
 from gstep.serving.items import SEPARATOR
@@ -69,19 +69,21 @@ class CachedRowsConnector(ECConnectorBase):  # type: ignore[misc]
             self._dtype = vllm_config.model_config.dtype
             caches = {name: partial(_opened, place) for name, place in extra["places"].items()}
             self.reader = RowReader(caches, int(extra["held_bytes"]))
-            self._answering = Answering(self.reader, address(get_tensor_model_parallel_rank()))
+            # Of a model in stages the first one takes the rows.
+            first = get_pp_group().is_first_rank
+            self._answering = Answering(self.reader, address(get_tensor_model_parallel_rank())) if first else None
         else:
             # Half of what a worker keeps is room enough for what is read ahead, and leaves the other half to stay.
             most = int(extra["held_bytes"]) // 2 // max(1, int(extra["row_bytes"]))
             workers = [address(rank) for rank in range(parallel.tensor_parallel_size)]
-            self.asking = Asking([_connected(worker) for worker in workers], most)
+            self.asking = Asking([connected(worker) for worker in workers], most)
 
     def shutdown(self) -> None:
         """Close the socket, and read no more."""
-        if self.role == ECConnectorRole.WORKER:
-            self._answering.close()
-        else:
+        if self.role == ECConnectorRole.SCHEDULER:
             self.asking.close()
+        elif self._answering is not None:
+            self._answering.close()
 
     # Of a worker
 
@@ -253,6 +255,8 @@ class Answering:
 
     def close(self) -> None:
         """Take no further names."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # so that the thread that waits for connections ends
         self._socket.close()
         self._reader.close()
 
@@ -293,7 +297,7 @@ def _opened(place: str) -> TokenCache:
     return OPENED.get(place) or TokenCache(place, store=store_at(place, Objects.from_environment()))
 
 
-def _connected(address: str) -> socket.socket:
+def connected(address: str) -> socket.socket:
     """Connect to a worker. Raises ValueError where it is on another machine."""
     worker = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

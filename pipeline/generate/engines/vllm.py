@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from pipeline.generate.engines.connector import Asking
 
-SUPPORTED = ">=0.30,<0.33"
+SUPPORTED = ">=0.32,<0.33"  # earlier connectors cannot say that rows are not there
+_PAUSE_S = 0.001  # where nothing could be computed: threads of this process read what is missing
 HELD_BYTES = 2**30  # of rows that each worker keeps in memory
 _IDS_AT_ONCE = 100  # log-probabilities that one request may ask for; vLLM allows 128
 
@@ -222,10 +223,12 @@ class VllmEngine:
     def _step(self, waiting: dict[str, str], done: dict[str, RequestOutput]) -> None:
         """Run one step, and move ended requests from ``waiting`` to ``done``. Raises EngineDied."""
         try:
-            ended = [output for output in self._engine.step() if output.finished]
+            outputs = self._engine.step()
+            if self.reads_cache and not outputs:
+                time.sleep(_PAUSE_S)
         except Exception as error:  # what went wrong inside leaves its scheduler in no known state
             raise EngineDied(f"vLLM: {type(error).__name__}: {error}") from error
-        for output in ended:
+        for output in (output for output in outputs if output.finished):
             done[output.request_id] = output
             del waiting[output.request_id]
 

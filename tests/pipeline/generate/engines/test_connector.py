@@ -1,17 +1,25 @@
 """Between vLLM's processes go names of rows: a server's to its engine's, and an engine's to its workers'."""
 
 import pickle
+import threading
+import time
+from functools import partial
 
 import pytest
 import torch
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, prompt_builder
+from gstep.serving.items import SEPARATOR
 from pipeline import TokenCache
 from pipeline.generate.engines import EngineSetup, load_engine
-from pipeline.generate.engines.cached_rows import read_outline
+from pipeline.generate.engines.cached_rows import RowReader, read_outline
 from tests import vllm_here
 from tests.pipeline.asking import tiny_cache
+from tests.pipeline.caches import make_cache, random_tokens
+from tests.waiting import wait_until
+
+from pipeline.generate.engines.connector import Answering, Asking, connected  # isort: skip - once vllm_here has looked
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -93,3 +101,48 @@ def test_no_row_goes_from_an_engine_to_its_workers(asked, monkeypatch):
         assert [answer.token_ids for answer in answers] == expected(whole)
     finally:
         engine.close()
+
+
+@pytest.fixture
+def sides(tmp_path):
+    """(cache, the readers of two workers, a scheduler that asks them for at most 60 rows ahead)."""
+    make_cache(tmp_path / "c", {name: random_tokens(i, (4, 49, 64)) for i, name in enumerate("abc")})
+    readers = [RowReader({"": partial(TokenCache, tmp_path / "c")}, 2**30) for _ in range(2)]
+    addresses = [f"\0{tmp_path}-{number}" for number in range(2)]
+    workers = [Answering(*worker) for worker in zip(readers, addresses, strict=True)]
+    asking = Asking(map(connected, addresses), 60)
+    yield TokenCache(tmp_path / "c"), readers, asking
+    asking.close()
+    for worker in workers:
+        worker.close()
+    wait_until(lambda: not any(t.name == "row-requests" for t in threading.enumerate()), "the threads to end")
+
+
+def test_rows_are_asked_for_as_far_as_there_is_room(sides):
+    cache, readers, asking = sides
+    a, b = (read_outline(cache, cache.metadata(name), None, "index").rows + SEPARATOR for name in "ab")
+    wait_until(lambda: asking.ready("1", {a: 49}), "the first rows")
+    for _ in range(3):  # the first request still waits for its turn, and 49 + 49 rows are too many
+        assert not asking.ready("2", {b: 49})
+        time.sleep(0.02)
+    assert [reader.n_read for reader in readers] == [1, 1]
+    asking.place("1", a)
+    assert asking.take_placed([]) == [a]
+    wait_until(lambda: asking.ready("2", {b: 49}), "the second")
+    assert asking.ready("3", {a: 49})  # in the encoder caches, until vLLM takes it out of them
+    assert asking.take_placed([a]) == []
+    assert not asking.ready("3", {a: 49})
+    asking.forget("2")  # its client has left
+    wait_until(lambda: asking.ready("3", {a: 49}), "room")
+    assert [reader.n_read for reader in readers] == [2, 2]
+
+
+def test_rows_that_are_not_there_fail_the_requests_that_ask_for_them(sides):
+    cache, _, asking = sides
+    good = read_outline(cache, cache.metadata("c"), None, "index").rows + SEPARATOR
+    wrong = good.replace("/49/", "/50/")
+    wait_until(lambda: (asking.ready("1", {wrong: 50}), asking.take_failed() == {"1"})[1], "the fault")
+    assert asking.reasons["1"].startswith("unknown-video: ")
+    assert not asking.ready("2", {wrong: 50, good: 49}) and asking.take_failed() == {"2"}
+    wait_until(lambda: asking.ready("3", {good: 49}), "the others")
+    assert asking.take_failed() == set()
