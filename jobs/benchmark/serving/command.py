@@ -43,6 +43,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="instead: N requests at once to jobs.serve, alone and while another client sends texts of 5 MB",
     )
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        metavar="R",
+        help="instead: requests to jobs.serve that arrive at random, R a second, each rate cold and then warm",
+    )
     add_json_or_file(parser)
 
 
@@ -66,6 +73,12 @@ def run(arguments: argparse.Namespace) -> Done:
         if cache is None:
             console.print("making a cache of the sample clips", style="dim")
             cache = make_cache(Path(folder) / "cache", arguments.model, arguments.num_frames)
+        if arguments.rates:
+            from jobs.benchmark.serving import open_loop  # noqa: PLC0415
+
+            arrived = open_loop.measure_open(cache, arguments.rates, arguments.questions)
+            wide_console().print(open_loop.as_table(arrived))
+            return Done(0, {**open_loop.as_record(arrived), "machine": machine(device())})
         if arguments.crowd is not None:
             return _crowd(cache, arguments)
         job = Job(

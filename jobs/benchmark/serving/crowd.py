@@ -21,7 +21,7 @@ from pipeline.errors import RunFailed
 if TYPE_CHECKING:
     import httpx
 
-_START_S: Final = 600.0  # the longest that a server may take to load its model
+PATIENCE_S: Final = 600.0  # the longest that a server may take to load its model
 _LARGE = "why " * (5_000_000 // 4)
 
 
@@ -45,7 +45,7 @@ class Waited:
 
 def measure_crowd(cache: str, requests: int, rounds: int) -> list[Waited]:
     """Measure so many requests at once, without and with a client of large texts in turns. Raises RunFailed."""
-    with _server(cache) as address:
+    with serving(cache) as address:
         return asyncio.run(_measure(address, TokenCache(cache).video_ids, requests, rounds))
 
 
@@ -55,7 +55,7 @@ def as_record(found: list[Waited]) -> dict[str, object]:
 
 
 @contextmanager
-def _server(cache: str) -> Iterator[str]:
+def serving(cache: str) -> Iterator[str]:
     """Start ``jobs.serve``, yield its address when it is ready, and end it. Raises RunFailed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -79,7 +79,7 @@ async def _until_ready(address: str, server: subprocess.Popen[bytes]) -> None:
     """Wait until the server says that it is ready. Raise RunFailed where its process ends or takes too long."""
     import httpx  # noqa: PLC0415 - comes with vLLM
 
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + PATIENCE_S
     async with httpx.AsyncClient() as client:
         while server.poll() is None and time.monotonic() < deadline:
             try:
@@ -102,7 +102,7 @@ async def _measure(address: str, videos: list[str], requests: int, rounds: int) 
     n_large = 0
     # A connection a request: the server may close one that rests in the very moment in which it is used again.
     once = {"connection": "close"}
-    async with httpx.AsyncClient(base_url=address, limits=limits, headers=once, timeout=_START_S) as client:
+    async with httpx.AsyncClient(base_url=address, limits=limits, headers=once, timeout=PATIENCE_S) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await _ask(client, model, videos[0])
         for _ in range(rounds):
@@ -125,7 +125,7 @@ async def _measure(address: str, videos: list[str], requests: int, rounds: int) 
     ]
 
 
-def _body(model: str, video_id: str, text: str) -> dict[str, object]:
+def body(model: str, video_id: str, text: str) -> dict[str, object]:
     """Return the body of a chat request that asks ``text`` about a cached video."""
     video = {"type": "video_url", "video_url": {"url": f"cache://{video_id}"}}
     content = [video, {"type": "text", "text": text}]
@@ -135,7 +135,7 @@ def _body(model: str, video_id: str, text: str) -> dict[str, object]:
 async def _ask(client: httpx.AsyncClient, model: str, video_id: str) -> float:
     """Ask about a video and return the seconds until the answer. Raises RunFailed where there is none."""
     started = time.monotonic()
-    answer = await client.post("/v1/chat/completions", json=_body(model, video_id, "What happens?"))
+    answer = await client.post("/v1/chat/completions", json=body(model, video_id, "What happens?"))
     if answer.is_error:
         raise RunFailed(f"jobs.serve answers {answer.status_code}: {answer.text[:500]}")
     return time.monotonic() - started
@@ -146,11 +146,11 @@ async def _send_large(client: httpx.AsyncClient, model: str) -> int:
     import httpx  # noqa: PLC0415
 
     n_answered = 0
-    body, kind = json.dumps(_body(model, "any", _LARGE)).encode(), {"content-type": "application/json"}
+    data, kind = json.dumps(body(model, "any", _LARGE)).encode(), {"content-type": "application/json"}
     try:
         while True:
             with suppress(httpx.TransportError):  # the server closes the connection once it has refused
-                await client.post("/v1/chat/completions", content=body, headers=kind)
+                await client.post("/v1/chat/completions", content=data, headers=kind)
             n_answered += 1
     except asyncio.CancelledError:
         return n_answered

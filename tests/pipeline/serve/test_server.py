@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -23,6 +24,8 @@ import pytest
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, load_language_model, prompt_builder
+from jobs import compact, remove
+from jobs.benchmark.serving.open_loop import as_record, as_table, measure_at
 from pipeline import TokenCache
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.jobs.jobs import environment
@@ -343,6 +346,55 @@ def test_rows_that_a_worker_cannot_read_are_a_503_of_that_video(client, address,
     time.sleep(1.1)  # so long a fault answers for all that ask
     answer = ask(client, parts("Who?", "cache://far?cache=more"))
     assert same(answer.choices[0].message.content, expected(more, "Who?", ["far"], None)[1])
+
+
+def test_a_merge_and_a_removal_fail_no_request(client, more):
+    """While many ask, files are merged and deleted at once, and a video is removed: who asks for it is told so."""
+    texts = {name: expected(more, "Why?", [name], 0.1)[1] for name in ("redone", "held", "old")}
+    found, refused, stop = [], [], threading.Event()
+
+    def asking():
+        while not stop.is_set():
+            for name in texts:
+                try:
+                    found.append((name, ask(client, parts("Why?", f"cache://{name}?cache=more&retention_ratio=0.1"))))
+                except openai.APIStatusError as error:
+                    refused.append((name, error.status_code))
+
+    threads = [threading.Thread(target=asking) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        (more.parent / "ids").write_text("old\n")
+        for module, argv in (
+            (compact, [str(more), "--tokens", "--keep-minutes", "0"]),
+            (compact, [str(more), "--tokens", "--keep-minutes", "0"]),
+            (remove, [str(more), "--ids", str(more.parent / "ids"), "--reason", "asked to", "--keep-minutes", "0"]),
+            (compact, [str(more), "--tokens", "--keep-minutes", "0"]),
+            (compact, [str(more), "--tokens", "--keep-minutes", "0"]),
+        ):
+            assert module.main(argv) == 0
+            before = len(found)
+            wait_until(lambda before=before: len(found) > before + 20, "twenty answers")
+        wait_until(lambda: len(refused) > 5, "that the video is gone")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert all(same(answer.choices[0].message.content, texts[name]) for name, answer in found)
+    assert set(refused) == {("old", 410)}
+
+
+def test_the_benchmark_measures_each_rate_cold_and_warm(cache, address):
+    found = asyncio.run(measure_at(address, TokenCache(cache), [20.0, 50.0], [1, 4], random.Random(0), KEY))
+    assert [(one.rate, one.questions, one.warm, one.requests) for one in found] == [
+        (rate, number, warm, 2 * number) for rate in (20.0, 50.0) for number in (1, 4) for warm in (False, True)
+    ]
+    for one in found:
+        assert 0 < one.first_p50_s <= one.first_p99_s and one.first_p50_s <= one.p50_s <= one.p99_s
+        assert one.parts_s.keys() == {"read", "queue", "prefill", "decode"} and one.parts_s["prefill"] > 0
+        assert (one.parts_s["read"] > 0) != one.warm  # rows of another share are read once
+    assert len(as_table(found).rows) == len(as_record(found)["open_loop"]) == 8
 
 
 def test_long_texts_are_refused(client, address):
