@@ -39,6 +39,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--hardness", nargs="+", choices=tuple(HARDNESS), default=("plain",), help="several are taken in turn [plain]"
     )
     parser.add_argument(
+        "--keyframe-seconds", type=count, metavar="S", help="seconds between keyframes [where x264 sets them]"
+    )
+    parser.add_argument(
         "--picture", type=file_in_folder, metavar="FILE", help=f"a PNG with all frames of the first {_PICTURED} videos"
     )
 
@@ -54,6 +57,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         n_videos=arguments.videos,
         durations=tuple(arguments.durations),
         hardness=tuple(arguments.hardness),
+        keyframe_seconds=arguments.keyframe_seconds,
     )
     asked = write_benchmark(arguments.folder, recipe, video_progress(console, arguments.videos))
     if arguments.picture is not None:

@@ -53,11 +53,12 @@ from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary
-from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
 MANIFEST = "videos.jsonl"
+_SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
 DROPPING = "dropping"  # file that marks a cache as being deleted
 # The files of a cache as runs name them.
 _OURS = re.compile(
@@ -274,10 +275,20 @@ def _answered(live: pa.Table) -> QuestionCollector:
 
 
 def _comparable(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an answers' identity that must be equal for scores to be compared."""
+    """Return the part of an answers' identity that must be equal for scores to be compared.
+
+    Frames moved to keyframes are a row of their own, as a method is.
+    """
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
-    cache = {name: identity["cache"].get(name) for name in ("preprocessing", "sampling")}
+    sampling = {name: value for name, value in _sampling(identity).items() if name != _SNAP}
+    cache = {"preprocessing": identity["cache"].get("preprocessing"), "sampling": sampling}
     return {**{name: identity.get(name) for name in ("model", "decoding")}, "prompt": prompt, "cache": cache}
+
+
+def _sampling(identity: Mapping[str, Any]) -> JsonObject:
+    """Return how the frames of a cache were sampled; {} where an old header does not say it."""
+    sampling: JsonObject = identity["cache"].get("sampling") or {}
+    return sampling
 
 
 def _arm(identity: Mapping[str, Any]) -> Arm:
@@ -285,7 +296,9 @@ def _arm(identity: Mapping[str, Any]) -> Arm:
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
     described = identity.get("pruner") or identity["cache"]["pruner"]
-    return Arm(_label(described["method"], described["params"]), float(identity["retention_ratio"]))
+    snap = _sampling(identity).get(_SNAP)
+    label = _label(described["method"], described["params"]) + ("" if snap is None else f",{_SNAP}={snap:g}")
+    return Arm(label, float(identity["retention_ratio"]))
 
 
 def _label(method: str, params: Mapping[str, Any]) -> str:
@@ -293,7 +306,7 @@ def _label(method: str, params: Mapping[str, Any]) -> str:
 
     Of a method from elsewhere, whose code is nothing that answers may load, all of them are named.
     """
-    usual: Mapping[str, Any] = {}
+    usual: JsonObject = {}
     if method in PRUNERS:
         rules = PRUNERS[method].family_parameter
         usual = make_pruner(method, **{name: params[name] for name in params if name == rules}).params()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import av
@@ -19,11 +19,11 @@ ENCODER = {"crf": "18", "preset": "medium", "bf": "0", "threads": "1", "x264-par
 _GAP = 4  # pixels between videos of a picture
 
 
-def write_mp4(target: Path | io.BytesIO, frames: Frames) -> None:
+def write_mp4(target: Path | io.BytesIO, frames: Frames, encoder: Mapping[str, str] = ENCODER) -> None:
     """Write frames [T,H,W,3] (RGB, even sides) as H.264 in yuv420p."""
     place = str(target) if isinstance(target, Path) else target
     with av.open(place, "w", format="mp4") as out:
-        stream = out.add_stream("libx264", rate=FPS, options=dict(ENCODER))
+        stream = out.add_stream("libx264", rate=FPS, options=dict(encoder))
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         for frame in frames:
             out.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))

@@ -43,6 +43,8 @@ _COLUMNS = pa.schema(
 class Recipe:
     """The videos of a benchmark, which take the durations and the kinds of hardness in turn.
 
+    Keyframes are ``keyframe_seconds`` apart; None leaves them to the encoder, which sets one at each change of scene.
+
     Raises UsageError for names that are not there, or more videos than a seed has.
     """
 
@@ -51,6 +53,7 @@ class Recipe:
     n_videos: int = 200
     durations: tuple[str, ...] = tuple(DURATIONS)
     hardness: tuple[str, ...] = ("plain",)
+    keyframe_seconds: int | None = None
 
     def __post_init__(self) -> None:
         for what, given, known in (
@@ -64,6 +67,12 @@ class Recipe:
                 raise UsageError(f"{what} must name at least one of {', '.join(known)}")
         benchmark_seeds(self.split, self.seed, self.n_videos)
 
+    @property
+    def encoder(self) -> dict[str, str]:
+        """The settings of the H.264 encoder."""
+        every = self.keyframe_seconds
+        return ENCODER if every is None else ENCODER | {"g": str(every * FPS), "sc_threshold": "0"}
+
     def videos(self) -> Iterator[Film]:
         """Yield the videos one after the other."""
         for number, seed in enumerate(benchmark_seeds(self.split, self.seed, self.n_videos)):
@@ -76,7 +85,8 @@ class Recipe:
         """Return all settings that decide the folder's content, JSON-able."""
         settings: dict[str, Hardness] = {name: HARDNESS[name] for name in self.hardness}
         made = asdict(self) | {"hardness": {name: asdict(one) for name, one in settings.items()}}
-        record = {"world_version": WORLD_VERSION, "fps": FPS, "encoder": ENCODER, **made}
+        del made["keyframe_seconds"]  # the encoder's settings have it, and folders of older recipes stay theirs
+        record = {"world_version": WORLD_VERSION, "fps": FPS, "encoder": self.encoder, **made}
         return dict(json.loads(json.dumps(record)))
 
 
@@ -120,7 +130,7 @@ def write_benchmark(folder: Path, recipe: Recipe, progress: Callable[[int], None
     _claim(folder, recipe.as_record())
     films = []
     for film in recipe.videos():
-        write_mp4(folder / film.path, render(film.video))
+        write_mp4(folder / film.path, render(film.video), recipe.encoder)
         films.append(film)
         progress(len(films))
     asked = [(film, question_id, question) for film in films for question_id, question in film.questions()]

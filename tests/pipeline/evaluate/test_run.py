@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionFault, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
@@ -274,6 +274,24 @@ def test_answers_of_several_places_are_compared_by_what_pruned_their_tokens(answ
 def test_a_part_of_what_is_cached_counts_at_its_own_ratio(answered):
     done = scored(answered("less", cache="pruned", retention_ratio=0.1))
     assert set(done.scores["retention_ratio"].to_pylist()) == {0.1}
+
+
+def test_frames_that_moved_to_keyframes_are_a_row_of_their_own(answered, tmp_path):
+    """Other differences of sampling are refused."""
+    held = read_header(LocalStore(tmp_path / "pruned"))["identity"] | {"sampling": {"num_frames": 8}}
+    for name, sampling in (
+        ("as_asked", {}),
+        ("moved", {"snap_to_keyframes_s": 5.0}),
+        ("fewer", {"num_frames": 4, "snap_to_keyframes_s": 2}),
+    ):
+        identity = held | {"sampling": {**held["sampling"], **sampling}}
+        tiny_cache(tmp_path / name, ("a", "b"), ratio=0.25, method="gstep", identity=identity)
+    plain = answered("plain", cache="as_asked")
+    done = scored(plain, answered("snapped", cache="moved"))
+    methods = done.scores["method"].to_pylist()
+    assert methods == ["gstep"] * 2 + ["gstep,snap_to_keyframes_s=5"] * 2
+    with pytest.raises(UsageError, match="num_frames"):
+        scored(plain, answered("others", cache="fewer"))
 
 
 def test_questions_that_share_a_video_are_drawn_together(answered):

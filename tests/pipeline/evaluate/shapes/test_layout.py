@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -16,6 +17,7 @@ from pipeline.evaluate.shapes.layout import ANNOTATIONS, Recipe, write_benchmark
 from pipeline.evaluate.shapes.questions import TYPES, ask
 from pipeline.evaluate.shapes.seeds import DEVELOPMENT, SEEDS
 from pipeline.inputs.manifest import read_manifest
+from pipeline.video.probe import probe
 from tests.pipeline.evaluate.shapes.shape_videos import videos
 from tests.pipeline.evaluate.videomme import SCHEMA
 
@@ -110,6 +112,16 @@ def test_making_it_again_writes_the_same_bytes_and_mends_what_is_missing(tmp_pat
     next((again / "data").iterdir()).write_bytes(b"half")
     write_benchmark(again, SMALL)
     assert bytes_of(again) == whole
+
+
+def test_keyframes_are_as_far_apart_as_asked(tmp_path):
+    recipe = Recipe(n_videos=1, durations=("long",), keyframe_seconds=10)
+    write_benchmark(tmp_path / "k", recipe)
+    (path,) = (tmp_path / "k/data").iterdir()
+    index = probe(str(path), "mov")
+    assert index.timestamps[np.isin(index.pts, index.keyframes)].tolist() == [0, 10, 20, 30]
+    with pytest.raises(UsageError, match="another recipe"):
+        write_benchmark(tmp_path / "k", replace(recipe, keyframe_seconds=None))
 
 
 def test_a_folder_that_was_left_halfway_is_no_benchmark(tmp_path):
