@@ -104,6 +104,8 @@ def test_two_commands_make_a_cluster_for_who_has_the_token(bare, tmp_path):
     assert done.returncode == 0, done.stdout
     assert "2 CPUs and 0 GPUs on 2 nodes" in done.stdout
     assert_complete(tmp_path / "c", [clips()[1].name])
+    logs = cluster.folder / "session_latest" / "logs"  # where the page sends people
+    assert (logs / "raylet.out").is_file() and list(logs.glob("worker-*.err"))
 
 
 def test_prometheus_finds_every_node(bare):

@@ -72,7 +72,9 @@ def test_a_task_that_is_stopped_writes_what_is_encoded_and_goes_on_by_itself(slu
     )
     assert slurm.run("scancel", "--signal=TERM", f"{job[1]}_0").returncode == 0
     wait_until(lambda: "goes on from here" in log(tmp_path, job[1], 0), lambda: logs(tmp_path), meanwhile=pause)
-    wait_until(lambda: ended(slurm), lambda: logs(tmp_path), 400, meanwhile=pause)
+    wait_until(lambda: slurm.run("squeue", "-h", "-o", "%t").stdout == "PD\n", lambda: logs(tmp_path), meanwhile=pause)
+    assert slurm.run("scontrol", "update", f"JobId={job[1]}_0", "StartTime=now").returncode == 0  # not in two minutes
+    wait_until(lambda: ended(slurm), lambda: logs(tmp_path), 240, meanwhile=pause)
     assert_complete(tmp_path / "c", ids)
     assert "videos are in the cache already" in log(tmp_path, job[1], 0)
 
