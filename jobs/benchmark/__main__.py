@@ -12,6 +12,7 @@ from jobs.benchmark.codecs import command as codecs
 from jobs.benchmark.decode import command as decode
 from jobs.benchmark.efficiency import command as efficiency
 from jobs.benchmark.methods import command as methods
+from jobs.benchmark.passes import command as passes
 from jobs.benchmark.pipeline import command as whole_job
 from jobs.benchmark.read import command as read
 from jobs.benchmark.selection import command as selection
@@ -25,6 +26,7 @@ from pipeline.errors import ManifestError, RunFailed, VideoFault
 _COMMANDS = {
     "pipeline": whole_job,
     "decode": decode,
+    "passes": passes,
     "methods": methods,
     "selection": selection,
     "table": table,

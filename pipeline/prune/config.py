@@ -185,8 +185,9 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     compile: bool = option(
         False,
-        "compile the layers of the vision tower (torch.compile): each encoder starts later, and a GPU's tokens "
-        "may differ in their last bits from one process to the next (not measured on GPUs)",
+        "compile the layers of the vision tower (torch.compile): each encoder starts 10 to 30 s later (tiny models, "
+        "two busy cores), and a GPU's tokens may differ in their last bits from one process to the next (not measured "
+        "on GPUs)",
     )
     token_codec: str = option(
         BFLOAT16.name,
