@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,20 +51,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write a page: of a cache its counts and some of its videos, of a video the kept tokens in its frames, of "
         "answers the questions",
     )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="show the run that writes to the cache, anywhere, until it ends; exit code 1 where it did not finish",
+    )
     add_json(parser)
     add_flags(parser, S3Options)
     arguments = parser.parse_args(argv)
-    if arguments.retention_ratio is not None and arguments.item is None:
-        parser.error("--retention-ratio goes with a video")
-    if arguments.failed and (arguments.item is not None or arguments.html is not None):
-        parser.error("--failed goes with neither an ID nor --html")
+    _check_flags(parser, arguments)
     return exit_code_of(
         lambda: _inspect(arguments),
         Console(stderr=True),
         failed=(CorruptShard, OSError),
         refused=(ValueError, UnknownVideo),
+        interrupted="the run goes on" if arguments.watch else "interrupted",
         document=arguments.json,
     )
+
+
+def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
+    """End the program with the parser's error where flags do not go together."""
+    if arguments.retention_ratio is not None and arguments.item is None:
+        parser.error("--retention-ratio goes with a video")
+    for flag in ("failed", "watch"):
+        if getattr(arguments, flag) and (arguments.item is not None or arguments.html is not None):
+            parser.error(f"--{flag} goes with neither an ID nor --html")
+    if arguments.failed and arguments.watch:
+        parser.error("--failed goes with no --watch")
 
 
 def _inspect(arguments: argparse.Namespace) -> Done:
@@ -92,8 +107,9 @@ def _answers(store: Store, arguments: argparse.Namespace) -> Done:
     from pipeline.inspect.answers import Answers, answers_report, question_report  # noqa: PLC0415
     from pipeline.inspect.failed import failed_questions  # noqa: PLC0415
 
-    if arguments.retention_ratio is not None:
-        raise ValueError(f"--retention-ratio goes with a video of a cache; {store} holds answers")
+    for flag in ("retention_ratio", "watch"):
+        if getattr(arguments, flag):
+            raise ValueError(f"--{flag.replace('_', '-')} goes with a cache; {store} holds answers")
     answers = Answers.open(store, arguments.item)
     if arguments.html is not None:
         from pipeline.inspect.answers_page import write_answers_page  # noqa: PLC0415
@@ -118,6 +134,8 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
     cache = TokenCache(arguments.place, store=store)
     if video_id is not None:
         _check_id(cache, video_id)
+    if arguments.watch:
+        return _watched(cache, arguments)
     if arguments.html is not None and video_id is None:
         from pipeline.inspect.cache_page import write_cache_page  # noqa: PLC0415 - reads videos and decodes some
 
@@ -139,6 +157,15 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
     if arguments.json is not None:
         return Done(code, cache_record(cache, counted))
     return _shown(cache_report(cache, counted), {}, arguments, code)
+
+
+def _watched(cache: TokenCache, arguments: argparse.Namespace) -> Done:
+    """Show the cache's run until it ends, and return its last state; the exit code is 1 where it did not finish."""
+    from pipeline.inspect.watch import watch  # noqa: PLC0415
+
+    run = watch(cache, Console(stderr=arguments.json is not None))
+    record = None if run is None else asdict(run)
+    return Done(int(run is not None and run.status != "finished"), {"cache": str(cache.store), "last_run": record})
 
 
 def _check_id(cache: TokenCache, video_id: str) -> None:

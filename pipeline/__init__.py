@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         UsageError,
         VideoFault,
     )
-    from pipeline.execution.progress import Progress
+    from pipeline.execution.monitoring.load import Progress
     from pipeline.execution.token_source import ray_dataset
     from pipeline.generate.answers import read_answers
     from pipeline.generate.library import answer_questions
@@ -91,7 +91,7 @@ _HOMES = {
     "EncodedVideo": "pipeline.prune.one_video",
     "LocalEncoder": "pipeline.prune.one_video",
     "PruneStages": "pipeline.prune.map_batches",
-    "Progress": "pipeline.execution.progress",
+    "Progress": "pipeline.execution.monitoring.load",
     "Summary": "pipeline.prune.summary",
     "answer_questions": "pipeline.generate.library",
     "encode_video": "pipeline.prune.one_video",

@@ -30,6 +30,8 @@ TABLE = (
             "a driver does not know the cluster that `ray start` left on this machine"),
     Private("GcsClient", "ray", "2.60", "ray._raylet", "pipeline/execution/access.py",
             "a cluster that does not answer is waited for as long as Ray likes"),
+    Private("GcsLogSubscriber", "ray", "2.60", "ray._raylet", "pipeline/execution/monitoring/worker_logs.py",
+            "the log of a run has who died and with what in hand, not what they had written"),
     Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/execution/cluster.py",
             "every command waits a second for Ray's monitor when it ends"),
     Private("iter_internal_ref_bundles", "ray", "2.60", "ray.data:Dataset", "pipeline/execution/shards.py",

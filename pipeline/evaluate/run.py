@@ -63,7 +63,7 @@ DROPPING = "dropping"  # file that marks a cache as being deleted
 # The files of a cache as runs name them.
 _OURS = re.compile(
     r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6,}-[0-9a-f]{32}\.parquet|videos/sorted-[-0-9a-f]+\.parquet"
-    r"|runs/[^/]+\.json"
+    r"|runs/[^/]+\.(json|log)"
 )
 
 

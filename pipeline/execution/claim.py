@@ -13,13 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TypedDict, cast
 
 from pipeline.errors import CacheLocked, UsageError
+from pipeline.execution.monitoring.load import Progress
 from pipeline.execution.run_record import RUNS
+from pipeline.rows import JsonObject
 from pipeline.storage.stores import NOTE, Store
 
 HEARTBEAT_S = 10.0
@@ -36,6 +39,7 @@ class Holder(TypedDict, total=False):
         since: when the run began, by the clock of its host.
         checked: whether it has looked for others, and found none.
         beat: goes up with every sign of life.
+        progress: the numbers of the run (``Progress``), once its workers are at work.
     """
 
     run_id: str
@@ -46,6 +50,7 @@ class Holder(TypedDict, total=False):
     since: str
     checked: bool
     beat: int
+    progress: JsonObject
 
 
 _OPEN: set[str] = set()  # the run ids of this process's claims
@@ -105,6 +110,10 @@ class Claim:
         self._ended.set()
         self._heart.join(self._heartbeat_s)
         self._leave()
+
+    def tell(self, progress: Progress) -> None:
+        """Put the run's numbers into its note when that is next written."""
+        self._me["progress"] = asdict(progress)
 
     def _leave(self) -> None:
         """Delete this run's note."""

@@ -31,7 +31,7 @@ from pipeline.execution.access import (
     startup_failure,
     workers_import_this,
 )
-from pipeline.execution.heartbeat import NodeTally
+from pipeline.execution.monitoring.report import NodeTally
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RunRecord
 from pipeline.execution.stages import OOM_RETRIES, configure_ray_data

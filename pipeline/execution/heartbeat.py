@@ -16,16 +16,17 @@ import os
 import socket
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pipeline.execution.monitoring.report import Death, Fault, NodeTally, ProgressDelta, Worker, WorkerReport
 
 _RESTARTS = 3
 _ANSWER_S = 10.0
@@ -39,81 +40,13 @@ POISON = 2  # deaths with one item in hand after which the item is given to no o
 RECENT, REST_S, BETTER = 8, 60.0, 0.25
 _AT_WORK_S = 10.0  # a worker that moved an item in the last 10 s counts as at work
 _LOOK_S = _REPORT_S = 1.0
+_IDLE_S = 10.0  # a worker that has nothing to do says so this often
+_DEATHS_KEPT = 100  # processes that died, for the driver's log
 _BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fill the worker's memory
-
-
-class Worker(NamedTuple):
-    """The sender of a report: one name for all processes of an actor or attempts of a task, and where this one runs."""
-
-    name: str
-    host: str
-    node: str
-
-
-class ProgressDelta(NamedTuple):
-    """Numbers of items since a worker's last report.
-
-    Attributes:
-        left: items that went on to the next stage.
-        moves: items that came or went on.
-        done: items that were tried without a failure that another node might avoid.
-        failed: items that were tried with such a failure.
-        made: items that went on as results of the stage, not as failures.
-    """
-
-    left: int = 0
-    moves: int = 0
-    done: int = 0
-    failed: int = 0
-    made: int = 0
-
-    def plus(self, more: ProgressDelta) -> ProgressDelta:
-        return ProgressDelta(*(a + b for a, b in zip(self, more, strict=True)))
-
-
-class NodeTally(NamedTuple):
-    """The items that a stage did and failed on a node, as ProgressDelta counts them."""
-
-    host: str
-    done: int = 0
-    failed: int = 0
-
-
-@dataclass(frozen=True)
-class WorkerReport:
-    """The state of all stages, as the actor knows it.
-
-    Attributes:
-        inside: stage -> what its workers hold and where: "ID on HOST", or a description of other work.
-        left: stage -> how many items went through it. An item that is tried again counts again.
-        made: stage -> how many of these had not failed, in this stage or before.
-        moves: a number that grows with every item that enters or leaves a stage.
-        failure: why a worker gave the run up, if one did.
-        tried: stage -> node id -> its tally.
-        out_of_service: descriptions of the workers that were put out of service.
-        failing: the stages of which all workers at work fail nearly every item.
-    """
-
-    inside: dict[str, list[str]] = field(default_factory=dict)
-    left: dict[str, int] = field(default_factory=dict)
-    made: dict[str, int] = field(default_factory=dict)
-    moves: int = 0
-    failure: str | None = None
-    tried: dict[str, dict[str, NodeTally]] = field(default_factory=dict)
-    out_of_service: list[str] = field(default_factory=list)
-    failing: list[str] = field(default_factory=list)
 
 
 class WorkerGivenUp(RuntimeError):  # noqa: N818
     """The process of this worker has died too often; the run ends."""
-
-
-class _Held(NamedTuple):
-    """The items that a worker holds, and where it runs."""
-
-    items: Sequence[str]
-    host: str
-    node: str
 
 
 class _RecentItems:
@@ -155,27 +88,36 @@ class Heartbeats:
         self._clock = clock
         self._living = living
         self._nodes: tuple[float, Collection[str]] | None = None  # when Ray was asked for them, and its answer
-        self._held: dict[str, dict[str, _Held]] = {stage: {} for stage in stages}
+        self._held: dict[str, dict[str, Sequence[str]]] = {stage: {} for stage in stages}  # by worker
+        self._processes: dict[str, dict[str, Worker]] = {stage: {} for stage in stages}  # by worker: its last one
+        self._dead: deque[Death] = deque(maxlen=_DEATHS_KEPT)
+        self._nodes_seen: set[str] = set()
+        self._lost: set[Worker] = set()  # processes on nodes that were lost
         self._deaths: dict[tuple[str, str], list[str]] = defaultdict(list)  # (stage, item) -> hosts
         self._died: dict[str, deque[float]] = {}  # worker -> when its last processes died
         self._tallies: dict[str, dict[str, NodeTally]] = {stage: {} for stage in stages}
         self._recent_items: dict[str, dict[str, _RecentItems]] = {stage: defaultdict(_RecentItems) for stage in stages}
         self._out_of_service: dict[str, str] = {}  # worker -> a description for the user
-        self._left = dict.fromkeys(stages, 0)
-        self._made = dict.fromkeys(stages, 0)
+        self._left, self._made = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+        self._up_s, self._busy_s = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
+        self._faults: Counter[Fault] = Counter()
         self._moves = 0
         self._failure: str | None = None
 
     @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
     def state(self, stage: str, worker: Worker, held: Sequence[str], delta: ProgressDelta) -> None:
         """Record the items that a worker of ``stage`` holds now, and its counts since its last report."""
+        self._processes[stage][worker.name] = worker
         if held:
-            self._held[stage][worker.name] = _Held(held, worker.host, worker.node)
+            self._held[stage][worker.name] = held
         else:
             self._held[stage].pop(worker.name, None)
         self._left[stage] += delta.left
         self._made[stage] += delta.made
         self._moves += delta.moves
+        self._up_s[stage] += delta.up_s
+        self._busy_s[stage] += delta.busy_s
+        self._faults.update(Fault(stage, worker.host, fault) for fault in delta.faults)
         if delta.done or delta.failed:
             before = self._tallies[stage].get(worker.node, NodeTally(worker.host))
             done, failed = before.done + delta.done, before.failed + delta.failed
@@ -203,7 +145,7 @@ class Heartbeats:
     def _at_work(self, stage: str) -> set[str]:
         """Return the workers of a stage that hold something or have moved in the last seconds."""
         recently, now = self._recent_items[stage], self._clock()
-        holding = {name for name, held in self._held[stage].items() if self._node_lives(held.node)}
+        holding = {name for name in self._held[stage] if self._node_lives(self._processes[stage][name].node)}
         return holding | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
 
     def _node_lives(self, node: str) -> bool:
@@ -214,6 +156,7 @@ class Heartbeats:
         if self._nodes is None or now - self._nodes[0] > _AT_WORK_S:
             with suppress(Exception):  # without an answer the last one stands
                 self._nodes = now, self._living()
+                self._nodes_seen.update(self._nodes[1])
         return self._nodes is None or node in self._nodes[1]
 
     def _do_better(self, stage: str, workers: Collection[str]) -> bool:
@@ -229,19 +172,31 @@ class Heartbeats:
 
     def start(self, stage: str, worker: Worker) -> int | None:
         """Record that a process of this worker starts. Return how many before it died; None where too many did."""
+        last, self._processes[stage][worker.name] = self._processes[stage].get(worker.name, worker), worker
         if worker.name not in self._died:
             self._died[worker.name] = deque(maxlen=DEATHS + 1)
             return 0
         now, died = self._clock(), self._died[worker.name]
         died.append(now)
-        last = self._held[stage].pop(worker.name, _Held((), "", ""))
-        for item in last.items:
+        items = tuple(self._held[stage].pop(worker.name, ()))
+        if last not in self._lost:
+            self._dead.append(Death(stage, last, items))
+        for item in items:
             self._deaths[stage, item].append(last.host)
         if len(died) <= DEATHS or now - died[0] > DEATHS_S:
             return len(died)
-        having = f", the last one on {last.host} with {', '.join(last.items)} in hand" if last.items else ""
+        having = f", the last one on {last.host} with {', '.join(items)} in hand" if items else ""
         self.fail(f"{len(died)} processes of one {stage} worker died in {now - died[0]:.0f} s{having}")
         return None
+
+    def _note_lost_nodes(self) -> None:
+        """Count the processes of lost nodes as dead; those that Ray starts elsewhere are others."""
+        for stage, workers in self._processes.items():
+            for name, worker in workers.items():
+                gone = not self._node_lives(worker.node) and worker.node in self._nodes_seen  # not one that has joined
+                if gone and worker not in self._lost:
+                    self._lost.add(worker)
+                    self._dead.append(Death(stage, worker, tuple(self._held[stage].get(name, ()))))
 
     def deaths(self, stage: str, item: str) -> list[str]:
         """List the hosts on which a process of this stage died with this item in hand, one for each death."""
@@ -253,16 +208,29 @@ class Heartbeats:
 
     def read(self) -> WorkerReport:
         """Return the state of all stages."""
+        self._note_lost_nodes()
         inside = {
-            stage: [f"{item} on {held.host}" for held in workers.values() for item in held.items]
+            stage: [f"{x} on {self._processes[stage][name].host}" for name, items in workers.items() for x in items]
             for stage, workers in self._held.items()
         }
         tried = {stage: dict(nodes) for stage, nodes in self._tallies.items()}
         out_of_service = list(self._out_of_service.values())
         at_work = {stage: workers for stage in self._held if (workers := self._at_work(stage))}
         failing = [stage for stage, workers in at_work.items() if self._all_fail(stage, workers)]
-        left, made = dict(self._left), dict(self._made)
-        return WorkerReport(inside, left, made, self._moves, self._failure, tried, out_of_service, failing)
+        return WorkerReport(
+            inside=inside,
+            left=dict(self._left),
+            made=dict(self._made),
+            moves=self._moves,
+            failure=self._failure,
+            tried=tried,
+            out_of_service=out_of_service,
+            failing=failing,
+            up_s=dict(self._up_s),
+            busy_s=dict(self._busy_s),
+            faults=dict(self._faults),
+            deaths=list(self._dead),
+        )
 
 
 def start_heartbeats(stages: Sequence[str]) -> ActorHandle:
@@ -279,18 +247,20 @@ class HeldItems:
         self.items = list(items)
         self._count = count
 
-    def done(self, failed: bool | None = None, *, made: bool = True, n: int = 1) -> None:
+    def done(self, failed: bool | None = None, *, made: bool = True, n: int = 1, fault: str | None = None) -> None:
         """Let go of the next ``n`` items, which go on to the next stage.
 
         Args:
             failed: whether they failed in a way that another node might avoid; None where this worker did not try them.
                 A failure is reported at once, since it may put the worker out of service.
             made: whether they go on as results of the stage, not as failures.
+            fault: the error class of an item that failed here.
         """
         del self.items[:n]
         tried = n * (failed is not None)
         wrong = n * bool(failed)
-        self._count(ProgressDelta(left=n, moves=n, done=tried - wrong, failed=wrong, made=n * made))
+        faults = () if fault is None else (fault,)
+        self._count(ProgressDelta(n, n, done=tried - wrong, failed=wrong, made=n * made, faults=faults))
 
 
 class Heartbeat:
@@ -310,6 +280,7 @@ class Heartbeat:
         self._suspects = suspects
         self._reports_by_itself = False
         self._delta = ProgressDelta()  # what is not reported yet
+        self._counted_until: float | None = None  # the time until which up_s and busy_s are counted
         self._failed = False
         self.one_died = False
         self._held: list[HeldItems] = []
@@ -328,6 +299,7 @@ class Heartbeat:
         if n_died is None:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
         self.one_died = n_died > 0
+        self._counted_until = time.monotonic()
 
     def rest(self) -> None:
         """Wait while this worker is out of service. The actor is asked only after a failed item."""
@@ -354,10 +326,19 @@ class Heartbeat:
         return self._hold((work,), ProgressDelta())
 
     @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Report the model as being loaded inside the context; such time counts neither as work nor as idle."""
+        self._counted_until = None
+        with self.busy("the model, being loaded"):
+            yield
+        self._counted_until = time.monotonic()
+
+    @contextmanager
     def _hold(self, items: Sequence[str], delta: ProgressDelta) -> Iterator[HeldItems]:
         """Hold items inside the context, and report that as soon as it matters."""
         held = HeldItems(items, self._count)
         with self._reporting:
+            self._count_time()
             self._held.insert(0, held)
             self._delta = self._delta.plus(delta)
             if self._suspects or not self._reports_by_itself:
@@ -366,6 +347,7 @@ class Heartbeat:
             yield held
         finally:
             with self._reporting:
+                self._count_time()
                 self._held.remove(held)
                 # Ray Data may end an idle worker before its next report.
                 if not self._held or not self._reports_by_itself:
@@ -381,12 +363,21 @@ class Heartbeat:
                 self._report()
 
     def _report_each_second(self) -> None:
-        """Report once a second if anything changed; runs in a thread."""
+        """Report once a second what changed, or seldom that nothing did; runs in a thread."""
         while True:
             time.sleep(_REPORT_S)
             with self._reporting:
-                if self._delta != ProgressDelta() or self._held_items() != self._reported:
+                self._count_time()
+                idle = self._delta._replace(up_s=0.0) == ProgressDelta() and self._held_items() == self._reported
+                if not idle or self._delta.up_s >= _IDLE_S:
                     self._report()
+
+    def _count_time(self) -> None:
+        """Add the time since the last call to the counts of the next report."""
+        if (since := self._counted_until) is not None:
+            self._counted_until = time.monotonic()
+            up_s = self._counted_until - since
+            self._delta = self._delta.plus(ProgressDelta(up_s=up_s, busy_s=up_s if self._held else 0.0))
 
     def _held_items(self) -> list[str]:
         return [item for holding in self._held for item in holding.items]
@@ -423,4 +414,5 @@ class Heartbeat:
     def _me(self) -> Worker:
         """The worker that this process is an attempt of."""
         here = ray.get_runtime_context()
-        return Worker(str(here.get_actor_id() or here.get_task_id()), socket.gethostname(), here.get_node_id())
+        name = str(here.get_actor_id() or here.get_task_id())
+        return Worker(name, socket.gethostname(), here.get_node_id(), os.getpid())

@@ -15,7 +15,7 @@ from rich.text import Text
 from pipeline.errors import Fault
 from pipeline.rows import JsonObject
 
-_OF_A_RUN = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s", "plan"})
+_OF_A_RUN = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s", "plan", "log"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Outcome:
         n_new_failed: those of them that failed; a failed redo leaves an earlier result in place.
         wall_s: seconds this run took; None for a summary of a cache.
         out: where the results are; "" for a summary of a cache.
+        log: the file with what worker processes said before they died; "" where none did.
         failed: id -> error class of the items that failed; empty unless a caller from Python asked for it.
     """
 
@@ -46,6 +47,7 @@ class Outcome:
     n_new_failed: int = 0
     wall_s: float | None = None
     out: str = ""
+    log: str = ""
     failed: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -82,7 +84,8 @@ class Outcome:
             return f"nothing to do: every {item} has a row already"
         failed = f" ({self.n_new_failed} failed)" if self.n_new_failed else ""
         rate = self.n_new / self.wall_s if self.wall_s else 0.0
-        return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s"
+        died = f"; what workers said before they died is in {self.log}" if self.log else ""
+        return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s{died}"
 
     def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
         """Make a table of the failures by class, with one example and the remedy of each."""

@@ -6,43 +6,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from rich import progress as rich_progress
 from rich.console import Console
 
-from pipeline.execution.stages import Wording, stage_counts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The numbers of a run at one moment.
-
-    Attributes:
-        item: the kind of its items, "video" or "question".
-        total: items of this run.
-        ok: items with a result.
-        failed: items with an error row.
-        ahead: how many items each stage before the last has done, by its word for that: "decoded".
-        note: a line for the user; "" if only the numbers are new.
-    """
-
-    item: str = ""
-    total: int = 0
-    ok: int = 0
-    failed: int = 0
-    ahead: Mapping[str, int] = field(default_factory=dict)
-    note: str = ""
-
-    @property
-    def done(self) -> int:
-        """The number of items with a row, ok or failed."""
-        return self.ok + self.failed
-
-    def __str__(self) -> str:
-        return f"{self.done}/{self.total} {self.item}s, {self.failed} failed{stage_counts(self.ahead)}"
+from pipeline.execution.monitoring.load import Load, Progress, bottleneck, stage_counts
+from pipeline.execution.monitoring.report import WorkerReport
+from pipeline.execution.stages import Wording
 
 
 class Listening(Console):
@@ -136,6 +109,7 @@ class Reporter:
         self.pace = Pace(total, words.item)
         self._words = words
         self._made: Mapping[str, int] = {}
+        self._load = Load()
 
     def __enter__(self) -> Self:
         self.show()
@@ -162,10 +136,12 @@ class Reporter:
         self.pace.done(ok + failed)
         self._take(replace(self.at, ok=self.at.ok + ok, failed=self.at.failed + failed))
 
-    def stages(self, made: Mapping[str, int]) -> None:
-        """Record how many items each stage has made so far."""
-        self._made = made
-        self._take(self.at)
+    def stages(self, report: WorkerReport) -> None:
+        """Record how many items each stage has made so far, and how busy its workers are."""
+        self._made = report.made
+        self._load.add(report)
+        busy = self._load.busy()
+        self._take(replace(self.at, busy=busy, waiting=self._load.waiting(self.at.total), bottleneck=bottleneck(busy)))
 
     def _take(self, at: Progress) -> None:
         """Set the current counts, and show them if they changed."""
@@ -214,7 +190,7 @@ class BarReporter(Reporter):
         self._bar.stop()
 
     def show(self) -> None:
-        more = f"{self.at.failed} failed{stage_counts(self.at.ahead)}"
+        more = ", ".join(filter(None, (f"{self.at.failed} failed{stage_counts(self.at.ahead)}", self.at.load)))
         self._bar.update(self._task, completed=self.at.done, total=self.at.total, more=more)
 
 

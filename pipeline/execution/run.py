@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sized
+from dataclasses import replace
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ from rich.console import Console
 from pipeline.errors import RunFailed
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import check_device, root_cause
+from pipeline.execution.monitoring.monitor import Monitor
 from pipeline.execution.outcome import Outcome
 from pipeline.execution.run_record import RunFile
 from pipeline.options import RunOptions
@@ -53,6 +55,7 @@ class Run(ABC, Generic[O, R, T, S]):
     def __init__(self, options: O, console: Console) -> None:
         self.options = options
         self.console = console
+        self.monitor: Monitor  # of the run that is carried out
 
     @abstractmethod
     def prepare(self) -> R:
@@ -104,15 +107,17 @@ class Run(ABC, Generic[O, R, T, S]):
         self.console.print(f"configuration: {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
         request.store.make()
         notify = partial(self.console.print, highlight=False, markup=False)
-        with Claim(request.store, request.run_id, notify, join=self.options.join):
+        with Claim(request.store, request.run_id, notify, join=self.options.join) as claim:
             request = self.match(request)  # once more: another run may have written before the claim was made
             started = time.monotonic()
             todo = self.remaining(request)
             if not len(todo):
                 check_device(self.options, self.say)
-            streamed = self.stream(request, todo) if len(todo) else None
+            with Monitor(request.store, request.run_id, claim.tell) as self.monitor:
+                streamed = self.stream(request, todo) if len(todo) else None
             n_failed = streamed.n_failed if streamed else 0
-            summary = self.summarise(request, todo, n_failed, time.monotonic() - started)
+            wall_s = time.monotonic() - started
+            summary = replace(self.summarise(request, todo, n_failed, wall_s), log=self.monitor.log)
             if streamed:
                 streamed.run_file.save(summary=summary.as_record())
                 self.tidy(request, todo)

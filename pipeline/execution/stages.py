@@ -64,11 +64,6 @@ class Wording:
         return {words.done: max(made[stage], ok) for stage, words in early} if made else {}
 
 
-def stage_counts(ahead: Mapping[str, int]) -> str:
-    """Format the items that each stage has done, to follow other numbers: ", 9 decoded"."""
-    return "".join(f", {count} {word}" for word, count in ahead.items())
-
-
 class Plan(Protocol):
     """The resources that a run's stages reserve, and its words for messages."""
 

@@ -19,7 +19,9 @@ from rich.console import Console
 
 from pipeline.errors import RunFailed
 from pipeline.execution.cluster import root_cause
-from pipeline.execution.heartbeat import WorkerReport, start_heartbeats
+from pipeline.execution.heartbeat import start_heartbeats
+from pipeline.execution.monitoring.load import Progress
+from pipeline.execution.monitoring.report import WorkerReport
 from pipeline.execution.progress import Reporter, reporter
 from pipeline.execution.shards import TICK_S, RunGraph, Shard, Shards
 from pipeline.execution.stages import Plan, end_workers
@@ -43,6 +45,7 @@ class PlannedGraph:
         total: returns how many items must come out, as far as that is known now.
         give_up: returns why the run should stop, if so, given the workers' report.
         available_resources: returns the resources of the nodes that the graph may use now.
+        on_look: gets the workers' report and the run's numbers at every look, and at the end.
         on_end: gets the workers' last report, however the run ended.
     """
 
@@ -52,6 +55,7 @@ class PlannedGraph:
     total: Callable[[], int]
     give_up: Callable[[WorkerReport], str | None] = lambda reading: None
     available_resources: Callable[[], Mapping[str, float]] = ray.cluster_resources
+    on_look: Callable[[WorkerReport, Progress], object] = lambda reading, at: None
     on_end: Callable[[WorkerReport], object] = lambda reading: None
 
 
@@ -100,8 +104,13 @@ def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: 
     console.print(f"starting workers: {graph.plan.workers}", highlight=False, soft_wrap=True)
     heartbeats = start_heartbeats(tuple(wording.stages))
     flow = graph.build(heartbeats)
+
+    def tell(report: WorkerReport) -> None:
+        progress.stages(report)
+        graph.on_look(report, progress.at)
+
     with progress, Shards(flow, options.flush_seconds) as shards:
-        told = (graph.plan, graph.total(), progress.stages, graph.give_up, graph.available_resources)
+        told = (graph.plan, graph.total(), tell, graph.give_up, graph.available_resources)
         watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
 
         def look() -> None:
@@ -120,6 +129,7 @@ def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: 
             raise
         finally:
             reading = watchdog.last()
+            graph.on_look(reading, progress.at)
             graph.on_end(reading)
             for worker in reading.out_of_service:
                 console.print(f"note: out of service: {worker}", highlight=False, markup=False, soft_wrap=True)

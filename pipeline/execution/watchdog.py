@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 
 from pipeline.errors import RunFailed, printable
-from pipeline.execution.heartbeat import WorkerReport
+from pipeline.execution.monitoring.report import WorkerReport
 from pipeline.execution.stages import Plan
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Watchdog:
     timeout_s: float
     plan: Plan
     total: int
-    tell: Callable[[Mapping[str, int]], None]
+    tell: Callable[[WorkerReport], None]
     give_up: Callable[[WorkerReport], str | None] = lambda report: None
     available_resources: Callable[[], Mapping[str, float]] = ray.cluster_resources
     clock: Callable[[], float] = time.monotonic
@@ -73,7 +73,7 @@ class Watchdog:
         if report.moves != self._report.moves:
             self.moved()
         self._report = report
-        self.tell(report.made)
+        self.tell(report)
         if (why := self.give_up(report)) is not None:
             raise RunFailed(why)
         still_s = self.clock() - self._moved_at

@@ -87,7 +87,7 @@ class Answerer:
         cache = (
             None if any(setup.prunings.values()) else TokenCache(str(setup.store), store=setup.store, live=setup.live)
         )
-        with self._heartbeat.busy("the model, being loaded"):
+        with self._heartbeat.loading():
             self._engine = load_engine(replace(setup.engine, cache=cache), setup.source, runtime)
             self._asker = Asker(setup, self._engine, runtime.device, self._heartbeat)
         self._provenance = json.dumps(self._engine.describe())

@@ -16,6 +16,7 @@ from rich.console import Console
 from pipeline.cache.merging import WAITING, WAITING_AT_END
 from pipeline.errors import RunFailed, UsageError
 from pipeline.execution.cluster import choose_device, provenance
+from pipeline.execution.monitoring.monitor import Monitor
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
 from pipeline.execution.stream import PlannedGraph, stream
@@ -152,7 +153,8 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         ``n_shards`` shards of the run exist already, and their numbers are not used again.
         """
         config = self.options
-        commits = Commits(request, n_shards, run_file, self.say)
+        self.monitor.start()
+        commits = Commits(request, n_shards, run_file, self.say, self.monitor)
 
         def planned(ask: list[QuestionRecord]) -> PlannedGraph:
             plan = self._planned(len(ask), computed.device, run_file)
@@ -163,6 +165,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
                 plan,
                 partial(len, ask),
                 available_resources=self._available_resources,
+                on_look=self.monitor.look,
             )
 
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
@@ -199,9 +202,14 @@ class Commits:
     """
 
     def __init__(
-        self, request: GenerateRequest, n_shards: int, run_file: RunFile, say: Callable[[str], object]
+        self,
+        request: GenerateRequest,
+        n_shards: int,
+        run_file: RunFile,
+        say: Callable[[str], object],
+        monitor: Monitor | None = None,
     ) -> None:
-        self._request, self._run_file, self._say = request, run_file, say
+        self._request, self._run_file, self._say, self._monitor = request, run_file, say, monitor
         self.n_shards = n_shards
         self._runtimes: list[str] = []
         self.answered: set[tuple[str, str | None]] = set()
@@ -219,7 +227,10 @@ class Commits:
         commit_answers(request.store, request.run_id, place, answers, request.config.format)
         self.n_shards = max(self.n_shards, place + 1)
         self.answered.update(map(answer_key, answers))
-        self.n_failed += sum(answer["status"] != "ok" for answer in answers)
+        n_failed = sum(answer["status"] != "ok" for answer in answers)
+        self.n_failed += n_failed
+        if self._monitor is not None:
+            self._monitor.committed("question", len(answers) - n_failed, n_failed)
         if self.n_shards % WAITING == 0:
             try_merge_answers(request.store, WAITING, self._say)
 

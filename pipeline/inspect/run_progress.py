@@ -9,6 +9,7 @@ from datetime import datetime
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard
 from pipeline.execution.claim import Holder, holder
+from pipeline.execution.monitoring.load import Progress
 from pipeline.execution.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
 
@@ -27,6 +28,7 @@ class RunProgress:
         n_failed: those of them that failed.
         seconds: since it started, or what it took.
         error: what ended it, if something did.
+        now: the numbers of its workers in its note, where it is running.
     """
 
     run_id: str
@@ -38,6 +40,7 @@ class RunProgress:
     n_failed: int
     seconds: float
     error: str | None
+    now: Progress | None = None
 
     def describe(self) -> str:
         """Describe the run's progress in one line."""
@@ -57,12 +60,13 @@ class RunProgress:
 
 def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
     """Return the progress of the run that is writing to the cache, else of the newest; None without any run."""
-    names = store.names(RUNS, ".json")
-    if not names:
-        return None
-    now_at_work = holder(store)
-    own = f"{RUNS}/{now_at_work['run_id']}.json" if now_at_work else ""
-    for name in [own] if own in names else reversed(names):  # a run_id begins with its time
+    names, now_at_work = store.names(RUNS, ".json"), holder(store)
+    if now_at_work:
+        own = f"{RUNS}/{now_at_work['run_id']}.json"
+        if own not in names:
+            return _starting(now_at_work)
+        names = [own]
+    for name in reversed(names):  # a run_id begins with its time
         try:
             record = json.loads(store.read(name))
             if "videos" in record or "status" not in record:  # jobs.remove and its like leave records of no progress
@@ -72,22 +76,16 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
     return None
 
 
+def _starting(note: Holder) -> RunProgress:
+    """Return the progress of a run that has made its note and no record yet."""
+    where, counts = (note["run_id"], "starting", note["host"], note["pid"]), (0, 0, 0)
+    return RunProgress(*where, *counts, seconds=0.0, error=None)
+
+
 def _progress(ledger: Ledger, record: RunRecord, now_at_work: Holder | None) -> RunProgress:
-    """Return the progress of a run from its record, or of the run at work if that has no record yet."""
+    """Return the progress of a run from its record."""
     n_done, n_failed = ledger.of_run(record["run_id"])
     status = record["status"]
-    if now_at_work and record["run_id"] != now_at_work["run_id"]:
-        return RunProgress(
-            run_id=now_at_work["run_id"],
-            status="starting",
-            host=now_at_work["host"],
-            pid=now_at_work["pid"],
-            n_videos=0,
-            n_done=0,
-            n_failed=0,
-            seconds=0.0,
-            error=None,
-        )
     if status == "running" and not now_at_work:
         status = "gone"
     until = datetime.fromisoformat(record.get("ended") or now())
@@ -101,4 +99,13 @@ def _progress(ledger: Ledger, record: RunRecord, now_at_work: Holder | None) -> 
         n_failed=n_failed,
         seconds=(until - datetime.fromisoformat(record["started"])).total_seconds(),
         error=record.get("error"),
+        now=_progress_in(now_at_work) if now_at_work else None,
     )
+
+
+def _progress_in(note: Holder) -> Progress | None:
+    """Return the numbers in a run's note; None where it has none, or those of another version of this program."""
+    try:
+        return Progress(**note["progress"])  # type: ignore[arg-type]  # what it lacks or has too many raises
+    except (KeyError, TypeError):
+        return None

@@ -154,7 +154,7 @@ class Decoder:
         self._heartbeat.rest()
         with self._decoder.open(row, containers) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
-        held.done(may_succeed_elsewhere(record), made=frames is not None)
+        held.done(may_succeed_elsewhere(record), made=frames is not None, fault=record.get("error_class"))
         return VideoFrames(record, frames)
 
 

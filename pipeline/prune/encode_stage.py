@@ -291,7 +291,7 @@ class Encoder:
         self._heartbeat.start()
         self._alone = threading.Lock()
         self._careful = CAREFUL if self._heartbeat.one_died else 0  # videos
-        with self._heartbeat.busy("the model, being loaded"), importing_much():
+        with self._heartbeat.loading(), importing_much():
             self.encoder = setup.encoder()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
@@ -321,13 +321,12 @@ class Encoder:
 
     def _suspect(self, video: VideoFrames) -> PrunedVideo:
         """Encode alone a video that may have killed the previous process, so that another death is surely its own."""
-        record = video.record
-        with self._heartbeat.holding(record["video_id"]) as held:
-            hosts = self._heartbeat.deaths(record["video_id"])
+        with self._heartbeat.holding(video.record["video_id"]) as held:
+            hosts = self._heartbeat.deaths(video.record["video_id"])
             if len(hosts) < POISON:
                 return self._video(video, held)
-            held.done(made=False)
-        return PrunedVideo(failed_video(record, _repeated_crash(hosts)))
+            held.done(made=False, fault="crash")
+        return PrunedVideo(failed_video(video.record, _repeated_crash(hosts)))
 
     def _video(self, video: VideoFrames, held: HeldItems) -> PrunedVideo:
         """Encode one video of a bundle, reported to the heartbeat."""
@@ -336,7 +335,8 @@ class Encoder:
             held.done(made=False)
             return PrunedVideo(video.record)
         pruned = self._pruned(video)
-        held.done(may_succeed_elsewhere(pruned.record), made=pruned.kept is not None)
+        fault = pruned.record.get("error_class")
+        held.done(may_succeed_elsewhere(pruned.record), made=pruned.kept is not None, fault=fault)
         return pruned
 
     def _pruned(self, video: VideoFrames) -> PrunedVideo:

@@ -8,7 +8,7 @@ import os
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,13 +17,15 @@ import pyarrow as pa
 from rich.console import Console
 
 from pipeline.cache.header import fingerprint
-from pipeline.cache.ledger import Ledger
+from pipeline.cache.ledger import TIMED, Ledger
 from pipeline.cache.merging import WAITING, try_merge
 from pipeline.cache.reader import HEADER
 from pipeline.cache.writer import commit, token_shard_id
 from pipeline.errors import FAULTS, FaultClass, RunFailed
 from pipeline.execution.cluster import failing_nodes, resources_without
-from pipeline.execution.heartbeat import WorkerReport
+from pipeline.execution.monitoring.metrics import Metrics
+from pipeline.execution.monitoring.monitor import Monitor
+from pipeline.execution.monitoring.report import WorkerReport
 from pipeline.execution.run_record import COMMITTED, RunFile
 from pipeline.execution.stream import PlannedGraph, stream
 from pipeline.inputs.discovery import Discovery
@@ -35,7 +37,7 @@ from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_for
 from pipeline.prune.request import PruneRequest
 from pipeline.prune.resume import unfinished
-from pipeline.rows import failed_from_outside, may_succeed_elsewhere
+from pipeline.rows import VideoRecord, failed_from_outside, may_succeed_elsewhere
 from pipeline.storage.hub import is_remote
 
 # Fewer failures of one class never stop a run, since a missing folder may hold as many videos.
@@ -70,11 +72,13 @@ class Commits:
         run_file: RunFile,
         say: Callable[[str], object],
         limits: Limits | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         """Take the cache's ``header``, as a file, and the ``limit`` of failures alike from outside the videos.
 
-        ``limits`` are those of time and money, by what the run has taken.
+        ``limits`` are those of time and money, by what the run has taken; ``monitor`` shows that to others.
         """
+        self._monitor = monitor
         self.limits = limits or Limits(Facts(0.0))
         self._run_file, self._say = run_file, say
         self.request = request
@@ -96,6 +100,10 @@ class Commits:
         self._check_header()
         commit(store, run_id, before + number, records, made_with=self._made_with)
         self.limits.facts.add(records)
+        failed = [record for record in records if record["status"] != "ok"]
+        if self._monitor is not None:
+            self._monitor.committed("video", len(records) - len(failed), len(failed))
+            self._count(records, self._monitor.metrics)
         self._note({token_shard_id(record["token_shard"]) for record in records if record["status"] == "ok"})
         self._n_waiting += 1
         if self._n_waiting > WAITING:
@@ -103,12 +111,24 @@ class Commits:
             self._n_waiting = 0
         self.n_shards = max(self.n_shards, before + number + 1)
         self.fetched += sum(record.get("source_size") or 0 for record in records if is_remote(record["uri"]))
-        failed = [record for record in records if record["status"] != "ok"]
         self.failed |= {record["video_id"]: record["attempts"] for record in failed}
         self.retryable |= {record["video_id"]: record["attempts"] for record in filter(may_succeed_elsewhere, failed)}
         for record in filter(failed_from_outside, records):
             self._outside[record["error_class"]] += 1
             self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
+
+    def _count(self, records: Sequence[VideoRecord], metrics: Metrics) -> None:
+        """Count what committed videos took in the metrics of the run."""
+        kept = sum(record.get("n_tokens", 0) for record in records)
+        metrics.count("tokens", sum(record.get("n_total", 0) for record in records), kind="in")
+        metrics.count("tokens", kept, kind="kept")
+        metrics.count("bytes", sum(record.get("source_size") or 0 for record in records), kind="read")
+        metrics.count("bytes", kept * self.limits.facts.token_bytes, kind="stored")
+        seconds = [
+            [record.get(name, 0.0) for name in ("decode_s", "encode_s", "prune_s", "write_s")] for record in records
+        ]
+        for stage, spent in zip(TIMED, zip(*seconds, strict=True), strict=True):
+            metrics.count("stage_seconds", sum(spent), stage=stage)
 
     def _note(self, token_shards: set[str]) -> None:
         """Record in the run's file what it has committed, so that lost files of the table are noticed."""
@@ -155,6 +175,7 @@ class Passes:
     commits: Commits
     ledger: Ledger
     run_file: RunFile
+    monitor: Monitor
     reports: list[WorkerReport] = field(default_factory=list)
 
     def first(self, videos: pa.Table | Discovery) -> int:
@@ -196,7 +217,8 @@ class Passes:
             build = partial(build_graph, videos, *self.setups, plan, request.store, request.run_id, without=without)
             commit = partial(self.commits, self.commits.n_shards)
             stop = give_up if isinstance(videos, pa.Table) else partial(_checked, videos, give_up)
-            return PlannedGraph(build, commit, plan, partial(len, videos), stop, available, self._on_end)
+            looks = (stop, available, self.monitor.look, self._on_end)
+            return PlannedGraph(build, commit, plan, partial(len, videos), *looks)
 
         def left(videos: pa.Table | Discovery) -> pa.Table | Discovery:
             found = videos if isinstance(videos, pa.Table) else videos.all().todo

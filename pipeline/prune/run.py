@@ -142,6 +142,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         config = self.options
         device, dtype = choose_device(config, request.dtype, self.say)
         n_videos = todo.expected()
+        self.monitor.start()
         check_decoder_device(config.decoder, device)
         if not request.store.names(VIDEOS, ".parquet"):
             with refusing():
@@ -160,8 +161,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         }
         run_file = RunFile(request.store, {**provenance(request.run_id, _RECORDED_VERSIONS), **about})
         header, limit = request.store.read(HEADER), config.outside_limit(n_videos)
-        commits = Commits(request, header, limit, run_file, self.say, limits)
-        passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file)
+        commits = Commits(request, header, limit, run_file, self.say, limits, self.monitor)
+        passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file, self.monitor)
         with run_file:
             try:
                 n_failed = passes.first(todo.known if todo.discovery is None else todo.discovery)

@@ -42,7 +42,7 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
         killer.join()
     assert done.returncode == 0, done.stdout
     assert_complete(cache, ids)
-    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
+    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["status"] == "finished"
     anew = "note: nodes were lost and nothing moves: " in done.stdout
     assert record["resources"]["cluster"]["CPU"] == (stays if anew else stays + goes)

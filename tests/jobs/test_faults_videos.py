@@ -167,7 +167,7 @@ def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundl
     argv = [str(folder), "--out", str(cache), "--pruner", "tests.jobs.poison:Poison", "--fps", "25"]
     done = run_here(prune, [*argv, "--max-frames", "8", *passes])
     assert done.returncode == 0, done.stdout
-    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
+    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["resources"]["plan"]["videos_per_bundle"] == 2
     found = TokenCache(cache)
     assert found.failed == {poison: "crash"} and found.video_ids == sorted({*ids} - {poison})

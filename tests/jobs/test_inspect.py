@@ -2,8 +2,12 @@
 
 import json
 import os
+import pty
+import select
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,13 @@ import pytest
 from jobs import compact, inspect
 from pipeline import TokenCache
 from pipeline.cache.reader import TokenCache as Opened
+from pipeline.execution.claim import Claim, holder
+from pipeline.execution.run_record import RunFile
 from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.storage.stores import LocalStore
+from tests.paths import ROOT
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +63,8 @@ def test_a_larger_ratio_is_refused(cache, tmp_path, capsys):
         (["--retention-ratio", "0.1"], "--retention-ratio goes with a video"),
         (["--failed", "--html", "page.html"], "--failed goes with neither"),
         ([VIDEO, "--failed"], "--failed goes with neither"),
+        ([VIDEO, "--watch"], "--watch goes with neither"),
+        (["--failed", "--watch"], "--failed goes with no --watch"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(cache, capsys, flags, message):
@@ -157,3 +167,34 @@ def test_an_unknown_video_gets_the_likely_ones(cache, capsys):
     assert "did you mean bad.mp4?" in " ".join(capsys.readouterr().err.split())
     assert inspect.main([str(cache.store), "nothing of the kind"]) == 2
     assert "did you mean" not in capsys.readouterr().err
+
+
+def test_watching_ends_at_ctrl_c_and_the_run_goes_on(cache, tmp_path):
+    shutil.copytree(cache.store.root, tmp_path / "c")
+    store, (ours, theirs) = LocalStore(tmp_path / "c"), pty.openpty()
+    shown = bytearray()
+
+    def read() -> str:
+        while select.select([ours], [], [], 0.1)[0]:
+            shown.extend(os.read(ours, 4096))
+        return shown.decode()
+
+    with Claim(store, "r9", print):
+        command = [sys.executable, "-m", "jobs.inspect", str(store), "--watch"]
+        watching = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
+        wait_until(lambda: "r9 on" in read(), read)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(timeout=60) == 130
+        assert "the run goes on" in read() and "Traceback" not in read()
+        assert holder(store)["run_id"] == "r9"
+
+
+def test_watching_a_run_that_has_ended_says_how(cache, tmp_path, capsys):
+    shutil.copytree(cache.store.root, tmp_path / "c")
+    store = LocalStore(tmp_path / "c")
+    for status, code in (("finished", 0), ("failed", 1)):
+        RunFile(store, {"run_id": "r9", "host": "h", "pid": 1, "videos": 1}).save(status=status, error="the end")
+        assert inspect.main([str(store), "--watch"]) == code
+        assert f"r9 on h (pid 1) {status}" in capsys.readouterr().out
+    assert inspect.main([str(store), "--watch", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["last_run"]["status"] == "failed"

@@ -323,6 +323,63 @@ def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(ac
     assert asked == ["rests"] * 3
 
 
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """The time of the workers of a test."""
+    clock = Clock()
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    return clock
+
+
+def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idle(actor, clock, monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    mine = Heartbeat("encode", handle(actor))
+    mine.start()
+    clock.now += 1
+    with mine.loading():
+        clock.now += 30
+    clock.now += 2
+    with mine.holding("v1", "v2") as held:
+        clock.now += 3
+        held.done()
+        with mine.holding("v3"):  # of another call
+            clock.now += 4
+        held.done()
+    reading = actor.read()
+    assert (reading.up_s["encode"], reading.busy_s["encode"]) == (9, 7)
+    assert (reading.up_s["decode"], reading.busy_s["decode"]) == (0, 0)
+
+
+def test_failures_are_known_by_stage_host_and_class(actor):
+    mine, here = Heartbeat("decode", handle(actor)), socket.gethostname()
+    with mine.holding("v1", "v2", "v3") as held:
+        held.done(failed=True, made=False, fault="io")
+        held.done(failed=False, made=False, fault="corrupt")
+        held.done(failed=False)
+    actor.state("decode", worker("w2", "h2"), [], ProgressDelta(faults=("io", "io")))
+    assert actor.read().faults == {("decode", here, "io"): 1, ("decode", here, "corrupt"): 1, ("decode", "h2", "io"): 2}
+
+
+def test_processes_that_died_are_named_once_with_what_they_held():
+    living = {"n1", "n2"}
+    heartbeats = Heartbeats(STAGES, Clock(), living=lambda: set(living))
+    for name, node in (("w1", "n1"), ("w2", "n2"), ("w3", "n2")):
+        heartbeats.start("encode", worker(name, node=node))
+    heartbeats.state("encode", worker("w1"), ["v1", "v2"], ProgressDelta(moves=2))
+    heartbeats.start("encode", worker("w1"))
+    assert heartbeats.read().deaths == [("encode", worker("w1"), ("v1", "v2"))]
+    heartbeats.state("encode", worker("w2", node="n2"), ["v3"], ProgressDelta(moves=1))
+    living.remove("n2")
+    heartbeats._clock.now += 11
+    lost = heartbeats.read().deaths[1:]
+    assert lost == [("encode", worker("w2", node="n2"), ("v3",)), ("encode", worker("w3", node="n2"), ())]
+    heartbeats.start("encode", worker("w2", node="n1"))  # Ray has started it again elsewhere
+    assert len(heartbeats.read().deaths) == 3
+    living.add("n3")
+    heartbeats.start("encode", worker("w4", node="n3"))  # of a node that has joined since Ray was asked
+    assert len(heartbeats.read().deaths) == 3
+
+
 @pytest.fixture(scope="module")
 def heartbeats():
     with ray_here({"num_cpus": 1}):

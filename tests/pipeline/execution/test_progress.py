@@ -6,6 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
+from pipeline.execution.monitoring.report import WorkerReport
 from pipeline.execution.progress import LineReporter, Listening, OneLine, Pace, Progress, reporter
 from pipeline.generate.graph import ANSWERING
 from pipeline.prune.graph import PRUNING
@@ -17,7 +18,7 @@ def test_a_log_gets_lines_even_while_nothing_is_committed():
     with reporter(Console(file=text, width=120), 10, 0.02, PRUNING) as progress:
         wait_until(lambda: text.getvalue().count("\n") >= 3, "three lines")
         progress.advance(3, 1)
-        progress.stages({"decode": 7, "encode": 5, "write": 4})
+        progress.stages(WorkerReport(made={"decode": 7, "encode": 5, "write": 4}))
     lines = text.getvalue().splitlines()
     assert lines[0] == "0/10 videos, 0 failed, no estimate yet"
     assert lines[-1].startswith("4/10 videos, 1 failed, 7 decoded, 5 encoded, ")
@@ -26,7 +27,7 @@ def test_a_log_gets_lines_even_while_nothing_is_committed():
 def test_a_terminal_gets_a_bar():
     text = io.StringIO()
     with reporter(Console(file=text, force_terminal=True, width=120), 10, 30, PRUNING) as progress:
-        progress.stages({"decode": 3, "encode": 2, "write": 0})
+        progress.stages(WorkerReport(made={"decode": 3, "encode": 2, "write": 0}))
         progress.advance(9, 1)
     assert "10/10" in text.getvalue() and "1 failed, 9 decoded, 9 encoded" in text.getvalue()
 
@@ -34,7 +35,7 @@ def test_a_terminal_gets_a_bar():
 def test_a_line_stays_one_line_and_never_says_that_less_was_decoded_than_is_done():
     text = io.StringIO()
     with LineReporter(Console(file=text, width=40), 10_000, 60, PRUNING) as progress:
-        progress.stages({"decode": 5, "encode": 4, "write": 3})
+        progress.stages(WorkerReport(made={"decode": 5, "encode": 4, "write": 3}))
         progress.through(1)
         progress.through(6)
         progress.advance(6, 1)
@@ -45,7 +46,7 @@ def test_a_line_stays_one_line_and_never_says_that_less_was_decoded_than_is_done
 def test_files_that_cannot_be_read_were_neither_decoded_nor_encoded():
     text = io.StringIO()
     with LineReporter(Console(file=text, width=40), 6, 60, PRUNING) as progress:
-        progress.stages({"decode": 0, "encode": 0, "write": 6})
+        progress.stages(WorkerReport(made={"decode": 0, "encode": 0, "write": 6}))
         progress.advance(0, 6)
     assert text.getvalue() == "6/6 videos, 6 failed, 0 decoded, 0 encoded\n"
 
@@ -79,8 +80,8 @@ def test_a_function_is_told_numbers_and_notes():
     console = Listening(told.append)
     console.print("note: [a] long one " + "x" * 200, markup=False)
     with reporter(console, 3, 30.0, PRUNING) as progress:
-        progress.stages({"decode": 2, "encode": 1, "write": 0})
-        progress.stages({"decode": 2, "encode": 1, "write": 0})  # nothing new
+        progress.stages(WorkerReport(made={"decode": 2, "encode": 1, "write": 0}))
+        progress.stages(WorkerReport(made={"decode": 2, "encode": 1, "write": 0}))  # nothing new
         progress.advance(1, 1)
         progress.advance(1, 0)
     notes, numbers = [one for one in told if one.note], [one for one in told if not one.note]
@@ -97,7 +98,7 @@ def test_a_function_is_told_numbers_and_notes():
 def test_of_a_run_of_one_stage_its_own_is_told():
     told: list[Progress] = []
     with reporter(Listening(told.append), 2, 30.0, ANSWERING) as progress:
-        progress.stages({"answer": 1})
+        progress.stages(WorkerReport(made={"answer": 1}))
     assert (told[-1].item, dict(told[-1].ahead)) == ("question", {"asked": 1})
 
 

@@ -5,6 +5,7 @@ import inspect
 import ray.data
 
 from pipeline.execution.heartbeat import DEATHS
+from pipeline.execution.monitoring.load import stage_counts
 from pipeline.execution.stages import (
     BLOCK_BYTES,
     BLOCKS_AHEAD,
@@ -16,7 +17,6 @@ from pipeline.execution.stages import (
     Wording,
     actor_options,
     configure_ray_data,
-    stage_counts,
 )
 
 

@@ -128,6 +128,6 @@ def test_videos_that_can_no_longer_be_found_end_the_run(tmp_path):
     known = TODO_SCHEMA.empty_table()
     with Discovery(Indexing(left=[place]), Objects(), refuse, known) as discovery:
         list(discovery.parts())
-        run = Passes(PruneConfig(), Console(), None, SimpleNamespace(give_up=None), None, None)
+        run = Passes(PruneConfig(), Console(), None, SimpleNamespace(give_up=None), None, None, None)
         with pytest.raises(RunFailed, match="they have changed"):
             run.first(discovery)

@@ -1,0 +1,68 @@
+"""The load of stages, from reports of their workers: busy shares, queues, and what limits the run."""
+
+import pytest
+
+from pipeline.execution.monitoring.load import Load, Progress, bottleneck
+from pipeline.execution.monitoring.report import WorkerReport
+
+
+def report(left=(0, 0, 0), up_s=(0.0, 0.0, 0.0), busy_s=(0.0, 0.0, 0.0)) -> WorkerReport:
+    def by_stage(numbers):
+        return dict(zip(("decode", "encode", "write"), numbers, strict=True))
+
+    return WorkerReport(left=by_stage(left), up_s=by_stage(up_s), busy_s=by_stage(busy_s))
+
+
+def test_shares_are_of_the_time_in_which_workers_could_work():
+    load = Load()
+    assert load.busy() == {}
+    load.add(report(up_s=(20, 0, 0), busy_s=(19, 0, 0)))  # two decoders for ten seconds; the encoders load their models
+    assert load.busy() == {"decode": pytest.approx(0.95)}
+
+
+def test_shares_are_those_of_the_last_looks_alone():
+    load = Load()
+    for look in range(1, 6):
+        idle = max(0, look - 2)  # from the third look on nobody works
+        load.add(report(up_s=(10 * look,) * 3, busy_s=(10 * (look - idle), 0, 5 * look)))
+    assert load.busy() == {"decode": 0.0, "encode": 0.0, "write": pytest.approx(0.5)}
+
+
+def test_counts_that_begin_anew_in_another_actor_give_no_shares_beyond_0_and_1():
+    load = Load()
+    load.add(report(up_s=(50, 50, 50), busy_s=(50, 50, 50)))
+    load.add(report(up_s=(60, 60, 60), busy_s=(5, 60, 70)))
+    for _ in range(3):
+        load.add(report(up_s=(1, 1, 1), busy_s=(1, 1, 1)))
+    assert all(0 <= share <= 1 for share in load.busy().values())
+
+
+def test_queues_hold_what_the_stage_before_is_through_with():
+    load = Load()
+    load.add(report(left=(7, 4, 4)))
+    assert load.waiting(10) == {"decode": 3, "encode": 3, "write": 0}
+    load.add(report(left=(11, 4, 5)))  # an item was decoded again on another node
+    assert load.waiting(10) == {"decode": 0, "encode": 7, "write": 0}
+
+
+@pytest.mark.parametrize(
+    ("busy", "limits"),
+    [
+        ({"decode": 0.97, "encode": 0.41, "write": 0.02}, "decode"),
+        ({"decode": 0.60, "encode": 0.99, "write": 0.02}, "encode"),
+        ({"decode": 0.97, "encode": 0.96, "write": 0.02}, "encode"),  # decoders fill what is in front of the encoders
+        ({"decode": 0.95, "encode": 0.95, "write": 0.95}, "write"),
+        ({"decode": 0.70, "encode": 0.60, "write": 0.02}, "decode"),
+        ({"decode": 0.30, "encode": 0.20, "write": 0.02}, ""),  # they wait for something else
+        ({"answer": 1.0}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_last_stage_that_is_always_busy_limits_the_run(busy, limits):
+    assert bottleneck(busy) == limits
+
+
+def test_a_line_names_the_busy_shares_and_the_bottleneck():
+    at = Progress(item="video", total=9, ok=3, ahead={"decoded": 5}, busy={"decode": 0.97, "encode": 0.41})
+    assert str(at) == "3/9 videos, 0 failed, 5 decoded, busy: decode 97% encode 41%"
+    assert str(Progress(item="video", busy=at.busy, bottleneck="decode")).endswith("encode 41% (bottleneck: decode)")

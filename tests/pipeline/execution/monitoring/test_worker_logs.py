@@ -1,0 +1,68 @@
+"""The last lines of processes that died, on nodes that stay and on nodes that are lost with their files."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from pipeline.execution.monitoring.report import Death, Worker
+from pipeline.execution.monitoring.worker_logs import WorkerLogs
+from tests.jobs.processes import family
+from tests.pipeline.rays import ray_here
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+
+@ray.remote(num_cpus=1, max_restarts=0)
+class Talker:
+    """An actor that says who it is."""
+
+    def talk(self) -> tuple[str, int]:
+        print(f"{os.getpid()} is here", file=sys.stderr, flush=True)
+        print(f"{os.getpid()} leaves", flush=True)
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+def raylets() -> list[int]:
+    named = [pid for pid, title in family(os.getpid()).items() if Path(title.split()[0]).name == "raylet"]
+    return sorted(named)
+
+
+def test_the_last_lines_of_the_dead_and_of_nobody_else():
+    node = {"num_cpus": 1, "include_log_monitor": True}
+    saved: list[bytes] = []
+    with ray_here(node, node) as (_, second):
+        logs = WorkerLogs(saved.append)
+        logs.start()
+        talkers = [Talker.remote(), Talker.remote()]
+        (lost, kept) = sorted(ray.get([one.talk.remote() for one in talkers]), key=lambda one: one[0] != second)
+        wait_until(lambda: len(logs._lines) == 2, lambda: f"lines of both: {logs._lines}")
+        os.kill(raylets()[1], signal.SIGKILL)
+        is_lost = lambda: not all(node["Alive"] for node in ray.nodes())  # noqa: E731
+        wait_until(is_lost, "Ray notices the loss", 60, meanwhile=lambda: time.sleep(0.1))
+        deaths = [Death("encode", Worker("w", "h", *lost), ("v1", "v2"))]
+        logs.add(deaths)
+        logs.add(deaths)  # every report names them
+        logs.close()
+        assert logs.n_deaths == 1 and len(saved) == 1
+    text = saved[0].decode()
+    assert f"a worker of encode on h (process {lost[1]}, node {second}) died with v1, v2 in hand" in text
+    assert "its node was lost: " in text
+    assert f"    {lost[1]} is here" in text and f"    {lost[1]} leaves" in text
+    assert f"{kept[1]} is here" not in text
+
+
+def test_a_cluster_that_is_gone_costs_no_more_than_the_lines():
+    saved: list[bytes] = []
+    with ray_here({"num_cpus": 1}):
+        logs = WorkerLogs(saved.append)
+        logs.start()
+    logs.add([Death("decode", Worker("w", "h", "n", 7), ())])
+    logs.close()
+    (text,) = saved
+    assert b"a worker of decode on h (process 7, node n) died\nit had written nothing that Ray passed on" in text
