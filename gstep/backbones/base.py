@@ -117,14 +117,14 @@ class Backbone(ABC):
         The evidence, which was checked, comes with them: [T,...] each in float32.
         """
 
-    @abstractmethod
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode several videos in one pass of the vision tower, each given and returned as by ``encode_chunk``."""
+        """Encode several videos, each given and returned as by ``encode_chunk``, where a family can in one pass."""
+        return [self.encode_chunk(frames, evidence) for frames in videos]
 
     @property
-    @abstractmethod
     def layers(self) -> Sequence[nn.Module]:
-        """The layers of the vision tower up to the last one that visual tokens are made from."""
+        """The layers of the vision tower up to the last one that visual tokens are made from; () without any."""
+        return ()
 
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
         """Return the number of frames of [height, width] pixels to encode at once, at most ``frame_batch``."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gstep.evidence import is_per_frame
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import KeptTokens, PrunedVideo
-from pipeline.prune.resume import TODO_SCHEMA
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.rows import VideoRecord, without_nulls
 
 BYTES = pa.large_binary()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import SourceChanged
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import ManifestRow, VideoRow
@@ -21,9 +21,6 @@ from pipeline.video.source import Sizes
 
 Mask = NDArray[np.bool_]
 _SHOWN = 5  # changed videos that a refusal lists
-
-# A todo row is a manifest row and the number of this attempt.
-TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=False))
 
 
 class Tally(NamedTuple):

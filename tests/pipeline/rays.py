@@ -18,10 +18,10 @@ from gstep.backbones import ModelSource, family_of
 from pipeline.execution.shards import RunGraph, Shards
 from pipeline.execution.stages import configure_ray_data
 from pipeline.execution.stream import written_shards
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import Resources, build_graph
-from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment

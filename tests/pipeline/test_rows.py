@@ -11,7 +11,7 @@ from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.errors import FaultClass, QuestionFault, QuestionFaultClass, VideoFault
 from pipeline.generate.answer_stage import TO_ASK
 from pipeline.generate.answers import ANSWER_SCHEMA
-from pipeline.prune.resume import TODO_SCHEMA
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.rows import (
     AnswerRecord,
     QuestionRecord,

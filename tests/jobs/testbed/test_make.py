@@ -130,8 +130,8 @@ def test_a_file_in_the_way_of_the_folder_is_refused(tmp_path, capsys):
 def test_an_interrupted_one_ends_with_130_and_goes_on(tmp_path, monkeypatch):
     write = layout.write_mp4
 
-    def interrupted(path, frames):
-        write(path, frames)
+    def interrupted(path, frames, encoder):
+        write(path, frames, encoder)
         if len(list(path.parent.iterdir())) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 

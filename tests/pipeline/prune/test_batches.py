@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.cache.writer import KeptTokens, PrunedVideo
 from pipeline.errors import VideoFault
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import (
     DECODED,
     ENCODED,
@@ -25,7 +26,6 @@ from pipeline.prune.batches import (
     written_batch,
     written_records,
 )
-from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.rows import VideoRecord, failed_video
 from tests.pipeline.caches import encoded, random_tokens, source_record
 

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pytest
 
 from pipeline.errors import UsageError
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import decoded_videos
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, check_decoder_device
-from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.video.sampling import Sampling
 from tests.pipeline.s3 import KEY, SECRET, S3Server
 from tests.pipeline.videos import KeepSize, write_clip

@@ -12,6 +12,7 @@ from ray.data._internal.logical.optimizers import get_execution_plan
 from gstep.backbones import ModelSource, family_of
 from pipeline.execution.shards import RunGraph
 from pipeline.execution.stages import MAX_BLOCKS, RESTARTS, TASK_RETRIES
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import (
@@ -25,7 +26,6 @@ from pipeline.prune.graph import (
     plan_resources,
     videos_for,
 )
-from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.pipeline.rays import ray_here, rows_of

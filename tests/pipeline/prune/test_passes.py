@@ -17,11 +17,11 @@ from pipeline.errors import RunFailed
 from pipeline.execution.run_record import RunFile
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing, Place
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune import passes
 from pipeline.prune.batches import written_batch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.passes import FILES_LOOKED_AT, Commits, Passes, _plan, _shortfalls, known_file_bytes
-from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header

@@ -7,8 +7,9 @@ import pytest
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import SourceChanged, UsageError, VideoFault
 from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import TODO_SCHEMA, Tally, remaining, retry_candidates, unfinished, within_limit
+from pipeline.prune.resume import Tally, remaining, retry_candidates, unfinished, within_limit
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
