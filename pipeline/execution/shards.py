@@ -20,6 +20,8 @@ from ray.actor import ActorHandle
 
 # A shard that is due is written at most this much later.
 TICK_S = 0.5
+# So many shards are committed together at most: their rows are in the driver's memory.
+MOST_TOGETHER = 64
 
 
 class Batch(NamedTuple):
@@ -30,7 +32,7 @@ class Batch(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A written shard: its number, the same however often it is yielded, and the rows to commit."""
+    """A written shard, or several: the last one's number, and the rows to commit."""
 
     number: int
     rows: pa.Table
@@ -140,8 +142,9 @@ class Shards:
     def written(self, wait_s: float = TICK_S) -> Iterator[Shard]:
         """Yield the shards that are written and to be committed; wait for one only while no batch can be taken.
 
-        A shard is yielded again if the next one was not asked for: an interrupted driver cannot know whether it is
-        committed.
+        Those that writers have finished meanwhile come as one, by the last one's number: a commit takes about as long
+        whatever it holds, so that a driver which falls behind catches up. A shard is yielded again if the next one was
+        not asked for: an interrupted driver cannot know whether it is committed.
         """
         self._write_due()
         while self._written:
@@ -149,15 +152,19 @@ class Shards:
             self._written.popleft()
         if self._writing:
             wait_s = wait_s if self._ended or not self.has_room() else 0
-            done, _ = ray.wait(list(self._writing), timeout=wait_s)
-            for answer in done:
+            ray.wait(list(self._writing), timeout=wait_s)
+            done, _ = ray.wait(list(self._writing), num_returns=len(self._writing), timeout=0)
+            tables: dict[ray.ObjectRef, pa.Table] = {}
+            for answer in done[:MOST_TOGETHER]:
                 try:
-                    rows = ray.get(answer)
+                    tables[answer] = ray.get(answer)
                 except ray.exceptions.RayError:
                     del self._writing[answer]
                     raise
-                yield Shard(self._writing[answer][0], rows)
-                del self._writing[answer]
+            if tables:
+                yield Shard(max(self._writing[answer][0] for answer in tables), pa.concat_tables(tables.values()))
+                for answer in tables:
+                    del self._writing[answer]
 
     def rest(self, within_s: float) -> Iterator[Shard]:
         """Yield the shards of all batches taken that are written within ``within_s`` seconds, as ``written`` does."""

@@ -124,6 +124,30 @@ def test_no_more_is_taken_than_writers_have_to_do_and_one_that_is_killed_loses_n
             ray.kill(writer, no_restart=False)
             gate.touch()
             done = sorted(shards.rest(within_s=60), key=lambda shard: shard.number)
-        assert [shard.rows["id"].to_pylist() for shard in done] == [["v0", "v1"], ["v2", "v3"], ["v4", "v5"]]
-        assert [shard.number for shard in done] == [0, 1, 2]
+        assert sorted(name for shard in done for name in shard.rows["id"].to_pylist()) == [f"v{n}" for n in range(6)]
+        assert done[-1].number == 2
         wait_until(lambda: has_ended(writer), "the writer's end")  # which the end of the block asked for
+
+
+@pytest.mark.slow
+def test_shards_that_are_written_meanwhile_are_committed_together_and_again_after_an_interrupt(tmp_path):
+    gates = [tmp_path / name for name in "ab"]
+    with ray_here({"num_cpus": 2}):
+        flow = RunGraph(None, 1, lambda *have: [*map(gated, gates)])
+        with Shards(flow, age_s=3600) as shards:
+            for number in range(4):
+                shards.take(Batch([ray.put(batch(f"v{number}").tables[0])], 1))
+            for gate in gates:
+                gate.touch()
+            ray.wait(list(shards._writing), num_returns=4, timeout=60)
+            interrupted = shards.written()
+            first = next(interrupted)
+            assert (first.number, sorted(first.rows["id"].to_pylist())) == (3, ["v0", "v1", "v2", "v3"])
+            interrupted.close()  # the driver was interrupted in its commit
+            (again,) = shards.rest(within_s=60)
+            assert again.rows.equals(first.rows) and not shards.unwritten
+
+
+def gated(gate: Path):
+    (writer,) = start_actors(Gated, Stage(0, 0, 1, "one"), (gate,))
+    return writer
