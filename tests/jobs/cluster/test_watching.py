@@ -52,7 +52,7 @@ class Scraped:
         reader = threading.Thread(target=self._read_until, args=(ended,))
         reader.start()
         try:
-            flags = ("--num-frames", "2", "--decoder", "tests.jobs.hostile:SlowDecoder", "--stall-timeout", "20")
+            flags = ("--num-frames", "2", "--decoder", "tests.jobs.hostile:SlowDecoder")
             argv = (str(videos), "--out", str(folder / "c"), *flags, "--log-interval", "2", "--flush-seconds", "2")
             self.done = run("jobs.prune", *argv, RAY_ADDRESS=cluster.gcs_address, RAY_metrics_report_interval_ms="1000")
             time.sleep(3)  # what the driver reported last is scraped
