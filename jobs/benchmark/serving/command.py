@@ -12,7 +12,7 @@ from jobs.command import add_json_or_file, count, share, wide_console
 from jobs.frame.json_document import Done
 
 HELP = "answering from a cache, by vLLM and by transformers, beside vLLM on the videos themselves"
-MODES = ("cached-vllm", "cached-transformers", "online-vllm")
+MODES = ("cached-vllm", "cached-transformers", "online-vllm", "online-vllm-evs", "online-vllm-vidcom2")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -23,11 +23,14 @@ from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache
 from pipeline.errors import RunFailed
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, Engine, EngineSetup, load_engine
+from pipeline.generate.engines.cached_rows import read_outline
 from pipeline.generate.engines.vllm import VllmEngine, check_installed
 from pipeline.generate.held_videos import HeldVideos
 from pipeline.rows import JsonObject
 
 _BATCH = BATCH_SIZES[TRANSFORMERS]
+#: Ways by which vLLM prunes the tokens of videos itself -> its ``video_pruning_method``.
+RIVALS = {"online-vllm-evs": "evs", "online-vllm-vidcom2": "vidcom2"}
 
 
 @dataclass(frozen=True)
@@ -52,23 +55,26 @@ class Measured:
 
     Attributes:
         requests_per_s: answered, all of them given at once; reading tokens (or decoding and encoding videos) included.
+            None where there is no such way.
         first_token_s: until half of the requests had their first token; None where a way does not say.
         reused: share of the prompts' tokens that the prefix cache had; None likewise.
         visual_tokens: in a prompt, on average.
         peak_mb: highest resident memory of the process, with the model.
         gpu_mb: highest of torch's GPU memory; None without a GPU.
+        note: why there are no figures.
     """
 
     mode: str
     retention_ratio: float
     questions: int
     requests: int
-    requests_per_s: float
+    requests_per_s: float | None
     first_token_s: float | None
     reused: float | None
     visual_tokens: float | None
-    peak_mb: float
+    peak_mb: float | None
     gpu_mb: float | None
+    note: str = ""
 
 
 def device() -> str:
@@ -78,7 +84,7 @@ def device() -> str:
 
 def check(modes: Sequence[str]) -> None:
     """Raise UsageError where vLLM is asked for and missing."""
-    if any(mode.endswith(VLLM) for mode in modes):
+    if any(VLLM in mode for mode in modes):
         check_installed("jobs.benchmark serving")
 
 
@@ -93,7 +99,24 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
 
 
 def measure(mode: str, job: Job) -> list[Measured]:
-    """Measure one way of answering in a child process, whose memory ends with it. Raises RunFailed where it fails."""
+    """Measure one way of answering, in a process of its own for each engine. Raises RunFailed where it fails.
+
+    A method of vLLM's own that prunes videos needs an engine for each ratio; a model that it is not for has no figures.
+    """
+    if mode not in RIVALS:
+        return _in_child(mode, job)
+    found: list[Measured] = []
+    for ratio in (ratio for ratio in job.ratios if ratio < 1.0):
+        try:
+            found += _in_child(mode, replace(job, ratios=(ratio,)))
+        except RunFailed as error:
+            note = str(error).splitlines()[0][:300]
+            found += [Measured(mode, ratio, number, 0, *(None,) * 6, note=note) for number in job.questions]
+    return found
+
+
+def _in_child(mode: str, job: Job) -> list[Measured]:
+    """Measure in a child process, whose memory ends with it. Raises RunFailed where it fails."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(mode, job, theirs))
@@ -114,7 +137,7 @@ def _child(mode: str, job: Job, pipe: Connection) -> None:
     """Measure in the child process, and send the results or the error's text through the pipe."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        pipe.send(list(_online(job) if mode == "online-vllm" else _cached(mode, job)))
+        pipe.send(list(_online(mode, job) if mode.startswith("online") else _cached(mode, job)))
     except Exception as error:  # noqa: BLE001 - the parent says it
         pipe.send(f"{type(error).__name__}: {error}")
 
@@ -123,8 +146,9 @@ def _cached(mode: str, job: Job) -> Iterator[Measured]:
     """Answer from the cache with an engine of this package, yielding one result a ratio and number of questions."""
     source, runtime = ModelSource.resolve(job.model), choose_runtime()
     cache = TokenCache(job.cache)
-    setup = EngineSetup(mode.removeprefix("cached-"), largest_video=cache.most_tokens + 1)
-    engine = load_engine(setup, source, runtime)
+    name = mode.removeprefix("cached-")
+    read_by = cache if name == VLLM else None  # vLLM's workers read it themselves
+    engine = load_engine(EngineSetup(name, largest_video=cache.most_tokens + 1, cache=read_by), source, runtime)
     builder = prompt_builder(source)
     how = Decoding(max_new_tokens=job.max_new_tokens)
     for ratio in job.ratios:
@@ -132,7 +156,7 @@ def _cached(mode: str, job: Job) -> Iterator[Measured]:
             sizes: list[int] = []
 
             def ask(ratio: float = ratio, questions: int = questions, sizes: list[int] = sizes) -> float | None:
-                held = HeldVideos(cache, ratio)
+                held = HeldVideos(cache, ratio, outline=read_outline if engine.reads_cache else None)
                 prompts = [
                     builder.build(text, [held.get(video_id).visual])
                     for video_id in cache.video_ids
@@ -151,8 +175,11 @@ def _cached(mode: str, job: Job) -> Iterator[Measured]:
             yield _measured(mode, ratio, questions, len(cache) * questions, job, ask, engine, sizes)
 
 
-def _online(job: Job) -> Iterator[Measured]:
-    """Answer from the videos with vLLM's own model and video loader, which decode and encode every video."""
+def _online(mode: str, job: Job) -> Iterator[Measured]:
+    """Answer from the videos with vLLM's own model and video loader, which decode and encode every video.
+
+    A rival prunes their tokens by vLLM's own method, to the first ratio.
+    """
     from gstep.serving.options import prepare_process  # noqa: PLC0415
 
     prepare_process(device(), 1)
@@ -162,6 +189,8 @@ def _online(job: Job) -> Iterator[Measured]:
     cache = TokenCache(job.cache)
     files = [Path(cache.metadata(video_id)["uri"]).resolve() for video_id in cache]
     root = os.path.commonpath([str(file.parent) for file in files])
+    ratio = job.ratios[0] if mode in RIVALS else 1.0
+    pruned = {"video_pruning_method": RIVALS[mode], "video_pruning_rate": 1.0 - ratio} if mode in RIVALS else {}
     llm = LLM(
         model=name,
         revision=revision,
@@ -172,6 +201,7 @@ def _online(job: Job) -> Iterator[Measured]:
         max_model_len=-1,
         disable_log_stats=False,
         enforce_eager=runtime.device == "cpu",
+        **pruned,
     )
     params = SamplingParams(max_tokens=job.max_new_tokens, temperature=0.0)
     for questions in job.questions:
@@ -186,7 +216,7 @@ def _online(job: Job) -> Iterator[Measured]:
             reuse.add(outputs)
             return float(median(output.metrics.first_token_latency for output in outputs))
 
-        yield _measured("online-vllm", 1.0, questions, len(messages), job, ask, reuse, [])
+        yield _measured(mode, ratio, questions, len(messages), job, ask, reuse, [])
 
 
 def _message(file: Path, text: str) -> list[dict[str, Any]]:
@@ -259,19 +289,20 @@ def as_table(found: Sequence[Measured], title: str) -> Table:
         table.add_column(name, justify="right")
     online = {one.questions: one.requests_per_s for one in found if one.mode == "online-vllm"}
     for one in found:
-        times = one.requests_per_s / online[one.questions] if one.questions in online else None
+        speed, base = one.requests_per_s, online.get(one.questions)
         table.add_row(
             one.mode,
             f"{one.retention_ratio:.0%}",
             str(one.questions),
             _shown(one.visual_tokens, ".0f"),
-            f"{one.requests_per_s:.2f}",
-            _shown(times, ".1f"),
+            _shown(speed, ".2f"),
+            _shown(speed / base if speed and base else None, ".1f"),
             _shown(one.first_token_s, ".3f"),
             _shown(one.reused, ".0%"),
-            f"{one.peak_mb:.0f}",
+            _shown(one.peak_mb, ".0f"),
             _shown(one.gpu_mb, ".0f"),
         )
+    table.caption = "\n".join(sorted({f"{one.mode}: {one.note}" for one in found if one.note})) or None
     return table
 
 
