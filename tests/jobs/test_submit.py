@@ -150,7 +150,8 @@ def test_a_driver_without_the_token_is_told_so_in_a_line(cluster, tmp_path, give
 
 def test_the_installed_package_needs_no_checkout(cluster, checkout, tmp_path):
     """A wheel built offline, unpacked where only PYTHONPATH names it, as a job without --working-dir."""
-    shutil.copytree(checkout, tmp_path / "source", ignore=shutil.ignore_patterns("cache"))
+    caches = {"cache", "my-cache"}  # at the top only: pipeline has a room of that name
+    shutil.copytree(checkout, tmp_path / "source", ignore=lambda at, names: caches if Path(at) == checkout else set())
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     pip = [sys.executable, "-m", "pip"]
     subprocess.run([*pip, "wheel", *offline, "-w", tmp_path, tmp_path / "source"], check=True)
