@@ -13,6 +13,7 @@ from ray._private.internal_api import node_stats
 
 from pipeline.execution.stages import BLOCKS_AHEAD
 from pipeline.prune import graph
+from pipeline.prune.batches import VideoFrames
 from pipeline.prune.encode_stage import Encoder
 from pipeline.prune.graph import plan_resources
 from pipeline.prune.write_stage import Writer
@@ -29,10 +30,10 @@ SMALL, LARGE = 40, 120
 class SlowEncoder(Encoder):
     """Takes its time, and computes on two of the frames only."""
 
-    def _pruned(self, record, frames):
+    def _pruned(self, video):
         threading.Event().wait(0.08)
-        few = {**record, **{name: record[name][:2] for name in ("frame_indices", "timestamps")}}
-        return super()._pruned(few, frames[: len(frames) * 2 // len(record["frame_indices"])].copy())
+        few = {**video.record, **{name: video.record[name][:2] for name in ("frame_indices", "timestamps")}}
+        return super()._pruned(VideoFrames(few, video.shaped()[:2].copy()))
 
 
 class SlowWriter(Writer):
