@@ -163,6 +163,6 @@ def _commit_all(
         why = (isinstance(error, ray.exceptions.RayError) and watchdog.failure()) or root_cause(error)
         items = f"{graph.total()} {graph.plan.wording.item}s"
         raise RunFailed(f"the run stopped after {progress.at.done} of {items}: {why}") from error
-    if (missing := graph.total() - progress.at.done) != 0:
-        items = f"{graph.total()} {graph.plan.wording.item}s"
-        raise RunFailed(f"{missing} of {items} have no row; run the same command again")
+    if progress.at.done != (total := graph.total()):
+        missing = f"{total - progress.at.done} of {total} {graph.plan.wording.item}s"
+        raise RunFailed(f"{missing} have no row; run the same command again")

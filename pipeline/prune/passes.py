@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from bisect import insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -85,8 +85,7 @@ class Commits:
         self.failed: dict[str, int] = {}
         self.retryable: dict[str, int] = {}
         self.n_shards = self.fetched = 0
-        self._token_shards: set[str] = set()
-        self._sorted_shards: list[str] = []
+        self._token_shards: list[str] = []  # ascending
         self._n_waiting = 0
         self._noted = time.monotonic()
         self._header, self._made_with = header, fingerprint(json.loads(header)["identity"])
@@ -132,10 +131,11 @@ class Commits:
 
     def _note(self, token_shards: set[str]) -> None:
         """Record in the run's file what it has committed, so that lost files of the table are noticed."""
-        for shard in token_shards - self._token_shards:
-            insort(self._sorted_shards, shard)  # sorting all of them would take longer with each commit
-        self._token_shards |= token_shards
-        self._run_file.note(**{COMMITTED: self._sorted_shards}, **self.limits.facts.as_record())
+        for shard in token_shards:  # sorting all of them would take longer with each commit
+            place = bisect_left(self._token_shards, shard)
+            if self._token_shards[place : place + 1] != [shard]:
+                self._token_shards.insert(place, shard)
+        self._run_file.note(**{COMMITTED: self._token_shards}, **self.limits.facts.as_record())
         if time.monotonic() - self._noted > _NOTE_S:
             self._run_file.save()
             self._noted = time.monotonic()

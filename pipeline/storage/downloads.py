@@ -6,12 +6,37 @@ import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 _CHUNK = 2**14  # small, so that a slow download is noticed
 # How often a download goes on where it broke, without so many bytes in between: stores end connections that wait long.
 _RESUMES, _PROGRESS = 4, 2**24
 _GRACE_S, _SLOWEST = 120, 2**18  # a download may take this long, and as long as its size takes at this rate (bytes/s)
+
+
+class Incoming(Protocol):
+    """Bytes of an object on their way.
+
+    Attributes:
+        size: bytes of the whole object.
+    """
+
+    size: int
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+
+def hand_over(download: Incoming, write: Callable[[bytes], object], limit: int | None, uri: str) -> int:
+    """Hand a whole object to ``write`` piece by piece, and return its size.
+
+    Raises OSError with EFBIG, which names ``uri``, before anything is read of one above ``limit`` bytes.
+    """
+    if limit is not None and download.size > limit:
+        what = f"the object has {download.size} bytes, more than the {limit} that are allowed"
+        raise OSError(errno.EFBIG, what, uri)
+    for piece in download:
+        write(piece)
+    return download.size
 
 
 class Download(AbstractContextManager["Download"], Iterator[bytes]):

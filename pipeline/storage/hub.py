@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipeline.errors import UsageError
+from pipeline.storage.downloads import hand_over
 from pipeline.storage.s3 import ObjectInfo, Objects, Slice, is_object
 
 SCHEME = "hf://"
@@ -65,13 +66,7 @@ class HubFiles:
 
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
         """Hand the file to ``write`` piece by piece; returns its size. Raises OSError with EFBIG above ``limit``."""
-        download = self.download(uri)
-        if limit is not None and download.size > limit:
-            what = f"the file has {download.size} bytes, more than the {limit} that are allowed"
-            raise OSError(errno.EFBIG, what, uri)
-        for piece in download:
-            write(piece)
-        return download.size
+        return hand_over(self.download(uri), write, limit, uri)
 
 
 class HubDownload(Iterator[bytes]):

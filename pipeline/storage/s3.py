@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
-from pipeline.storage.downloads import Download
+from pipeline.storage.downloads import Download, hand_over
 
 SCHEME = "s3://"
 _RETRIES = 4  # how often a range whose download broke is asked for again
@@ -226,12 +226,7 @@ class Objects:
         anything is read where the object has more than ``limit`` bytes, and with ETIMEDOUT where it only trickles.
         """
         with self.download(uri) as download:
-            if limit is not None and download.size > limit:
-                what = f"the object has {download.size} bytes, more than the {limit} that are allowed"
-                raise OSError(errno.EFBIG, what, uri)
-            for piece in download:
-                write(piece)
-            return download.size
+            return hand_over(download, write, limit, uri)
 
     def put(self, uri: str, data: Any) -> None:
         """Write a whole object in one request (at most 5 GiB): it is complete afterwards, or absent."""

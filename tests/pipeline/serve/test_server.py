@@ -303,18 +303,25 @@ def test_a_redone_video_is_answered_afresh_and_no_answer_fails(client, more):
     assert all(same(text, expected_texts[name]) for text, name in found)
 
 
-def test_a_store_that_is_away_is_a_503_and_what_is_held_goes_on(client, address, more):
+@contextmanager
+def store_away(client, more, video):
+    """Take the store away in this context, once a video is held: a question about ``video`` is a 503, others go on."""
     held = named(client, "Who?", "cache://held?cache=more")
     more.rename(more.with_name("away"))
     try:
         with pytest.raises(openai.InternalServerError) as caught:
-            ask(client, parts("Who?", "cache://x?cache=more"))
+            ask(client, parts("Who?", f"cache://{video}?cache=more"))
         assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"] == "10"
         assert named(client, "Who?", "cache://held?cache=more") == held
-        wait_until(lambda: json.loads(fetched(f"{address}/health")[1])["stores"]["more"] == "away", "health")
-        assert fetched(f"{address}/health")[0] == fetched(f"{address}/ready")[0] == 200
+        yield
     finally:
         more.with_name("away").rename(more)
+
+
+def test_a_store_that_is_away_is_a_503_and_what_is_held_goes_on(client, address, more):
+    with store_away(client, more, "x"):
+        wait_until(lambda: json.loads(fetched(f"{address}/health")[1])["stores"]["more"] == "away", "health")
+        assert fetched(f"{address}/health")[0] == fetched(f"{address}/ready")[0] == 200
     named(client, "Who?", "cache://x?cache=more")
     for shard in (more / "tokens").glob("gone-*"):
         shard.unlink()
@@ -332,17 +339,10 @@ def test_a_store_that_is_away_is_a_503_and_what_is_held_goes_on(client, address,
 
 def test_rows_that_a_worker_cannot_read_are_a_503_of_that_video(client, address, more):
     """The server knows the video, so that it makes a prompt of it; its worker has not read it yet."""
-    held = named(client, "Who?", "cache://held?cache=more")
     asked = {"model": "tiny", "messages": parts("Who?", "cache://far?cache=more")}
     assert fetched(f"{address}/tokenize", asked, "POST", key=KEY)[0] == 200
-    more.rename(more.with_name("away"))
-    try:
-        with pytest.raises(openai.InternalServerError) as caught:
-            ask(client, parts("Who?", "cache://far?cache=more"))
-        assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"] == "10"
-        assert named(client, "Who?", "cache://held?cache=more") == held
-    finally:
-        more.with_name("away").rename(more)
+    with store_away(client, more, "far"):
+        pass
     time.sleep(1.1)  # so long a fault answers for all that ask
     answer = ask(client, parts("Who?", "cache://far?cache=more"))
     assert same(answer.choices[0].message.content, expected(more, "Who?", ["far"], None)[1])
