@@ -71,7 +71,8 @@ class Scraped:
     def _read_until(self, ended: threading.Event) -> None:
         while not ended.wait(0.5):
             text = self.read()
-            if "ray_gstep_busy_share" in text:
+            # A port names a metric for a while before and after it has values.
+            if all(values(text, "ray_gstep_busy_share", stage=stage) for stage in ("decode", "encode")):
                 self.meanwhile = text
 
 
