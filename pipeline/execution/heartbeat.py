@@ -148,12 +148,12 @@ class Heartbeats:
         holding = {name for name in self._held[stage] if self._node_lives(self._processes[stage][name].node)}
         return holding | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
 
-    def _node_lives(self, node: str) -> bool:
-        """Return whether a node is alive by the cluster's list of a moment ago; True if the list cannot be had."""
+    def _node_lives(self, node: str, within_s: float = _AT_WORK_S) -> bool:
+        """Return whether a node is alive by a list of at most ``within_s`` ago; True if the list cannot be had."""
         if self._living is None:
             return True
         now = self._clock()
-        if self._nodes is None or now - self._nodes[0] > _AT_WORK_S:
+        if self._nodes is None or now - self._nodes[0] >= within_s:
             with suppress(Exception):  # without an answer the last one stands
                 self._nodes = now, self._living()
                 self._nodes_seen.update(self._nodes[1])
@@ -181,8 +181,9 @@ class Heartbeats:
         items = tuple(self._held[stage].pop(worker.name, ()))
         if last not in self._lost:
             self._dead.append(Death(stage, last, items))
-        for item in items:
-            self._deaths[stage, item].append(last.host)
+        if last.node == worker.node or self._node_lives(last.node, within_s=0.0):  # no item is to blame for a lost node
+            for item in items:
+                self._deaths[stage, item].append(last.host)
         if len(died) <= DEATHS or now - died[0] > DEATHS_S:
             return len(died)
         having = f", the last one on {last.host} with {', '.join(items)} in hand" if items else ""

@@ -380,6 +380,18 @@ def test_processes_that_died_are_named_once_with_what_they_held():
     assert len(heartbeats.read().deaths) == 3
 
 
+def test_what_was_in_hand_on_lost_nodes_is_not_blamed_for_them():
+    living = {"n1", "n2", "n3"}
+    heartbeats = Heartbeats(STAGES, Clock(), living=lambda: set(living))
+    for node in ("n1", "n2", "n3"):
+        heartbeats.start("encode", worker("a", node, node))
+        heartbeats.state("encode", worker("a", node, node), ["v"], ProgressDelta(moves=1))
+        living.discard(node if node != "n3" else "")
+    assert heartbeats.deaths("encode", "v") == []
+    heartbeats.start("encode", worker("a", "n4", "n4"))  # a process that died on a node that lives
+    assert heartbeats.deaths("encode", "v") == ["n3"]
+
+
 @pytest.fixture(scope="module")
 def heartbeats():
     with ray_here({"num_cpus": 1}):
