@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         PROGRAM if by_name() else "python -m jobs",
         description=__doc__,
         epilog="commands:\n" + "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if not words and not completing():
         parser.print_help()

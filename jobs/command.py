@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+        super().__init__(*arguments, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **more})
         self.prog = as_called(self.prog)
         self._json = False
         self.usual: frozenset[str] | None = None

@@ -7,15 +7,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import LogConsole, Parser, exit_code_of
-from jobs.frame.flags import add_flags, from_flags
+from jobs.command import Parser
 from jobs.frame.json_document import Done, add_json
-from pipeline.errors import CorruptShard, RunFailed
-from pipeline.options import S3Options
+from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores, saying
+
+if TYPE_CHECKING:
+    from pipeline.storage.s3 import Objects
 
 EPILOG = """\
 jobs.prune merges by itself while it runs and when it ends; this merges everything, and may run beside others. Files
@@ -30,56 +31,31 @@ Exit code: 0 merged; 1 a file is damaged, rows of committed videos are lost, or 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Merge the files of a cache's videos table; return the exit code."""
-    parser = Parser(
-        "python -m jobs.compact",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "cache", metavar="CACHE", help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote"
-    )
-    parser.add_argument(
-        "--keep-minutes",
-        type=float,
-        default=10.0,
-        metavar="M",
-        help="keep merged files for M minutes, so that readers go on [10]",
-    )
+    parser = Parser("python -m jobs.compact", description=__doc__, epilog=EPILOG)
+    add_cache(parser)
+    add_keep_minutes(parser, "keep merged files for M minutes, so that readers go on")
     parser.add_argument(
         "--tokens",
         action="store_true",
         help="join small token shards too, as a slow run leaves them; refused while a run writes to the cache",
     )
     add_json(parser)
-    add_flags(parser, S3Options)
-    arguments = parser.parse_args(argv)
-    console = LogConsole()
-    return exit_code_of(
-        lambda: _compact(arguments, console),
-        console,
-        failed=(CorruptShard, RunFailed, OSError),
-        interrupted="interrupted: nothing is lost",
-        document=arguments.json,
-    )
+    return run_on_stores(parser, argv, _compact, interrupted="interrupted: nothing is lost")
 
 
-def _compact(arguments: argparse.Namespace, console: Console) -> Done:
+def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Merge the videos table, print what was done, and return the record."""
     from pipeline.cache.ledger import Ledger  # noqa: PLC0415
     from pipeline.cache.merging import merge, upgrade  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.cache.reader import made_with  # noqa: PLC0415
     from pipeline.execution.run_record import committed_shards  # noqa: PLC0415
     from pipeline.prune.summary import lost_line  # noqa: PLC0415
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
     from pipeline.verify.joining import Joined, join_tokens  # noqa: PLC0415
 
-    s3 = from_flags(S3Options, arguments)
-    store = store_at(arguments.cache, Objects.from_environment(s3.s3_endpoint, s3.s3_region))
+    store, say = store_at(arguments.cache, objects), saying(console)
     identity = made_with(store, required=True)
     committed = committed_shards(store)
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     keep = timedelta(minutes=arguments.keep_minutes)
     done = merge(store, identity, everything=True, keep=keep)
     for line in done.lines():

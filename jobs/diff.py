@@ -6,14 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import Parser, exit_code_of, wide_console
-from jobs.frame.flags import add_flags, from_flags
+from jobs.command import Parser, wide_console
 from jobs.frame.json_document import Done, add_json
-from pipeline.errors import CorruptShard
-from pipeline.options import S3Options
+from jobs.frame.stores import run_on_stores
+
+if TYPE_CHECKING:
+    from pipeline.storage.s3 import Objects
 
 EPILOG = """\
 Tokens are compared by the checksums in the rows: that the files hold them is for jobs.verify to say. Which run wrote a
@@ -25,30 +27,18 @@ Exit code: 0 equal; 1 different, or a file is damaged; 2 usage, or a place is ne
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare two caches or two folders of answers; return the exit code."""
-    parser = Parser(
-        "python -m jobs.diff",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m jobs.diff", description=__doc__, epilog=EPILOG)
     for name in ("first", "second"):
         parser.add_argument(name, metavar=name.upper(), help="a cache, or what jobs.generate wrote")
     add_json(parser)
-    add_flags(parser, S3Options)
-    arguments = parser.parse_args(argv)
-    return exit_code_of(
-        lambda: _diff(arguments), Console(stderr=True), failed=(CorruptShard, OSError), document=arguments.json
-    )
+    return run_on_stores(parser, argv, _diff, interrupted="interrupted")
 
 
-def _diff(arguments: argparse.Namespace) -> Done:
+def _diff(arguments: argparse.Namespace, objects: Objects, _: Console) -> Done:
     """Compare the two places, show how they differ, and return the record."""
     from pipeline.sharing.diff import compare, render  # noqa: PLC0415 - Arrow loads after the flags are checked
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    s3 = from_flags(S3Options, arguments)
-    objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
     difference = compare(store_at(arguments.first, objects), store_at(arguments.second, objects))
     if arguments.json is None:
         wide_console().print(render(difference))

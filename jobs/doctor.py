@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import RawDescriptionHelpFormatter as RawDescription
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -34,7 +33,7 @@ _COLOURS = {"ok": "green", "slow": "yellow", "wrong": "bold red", "unknown": "di
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 1 where something is wrong, else 0."""
-    parser = Parser("python -m jobs.doctor", description=__doc__, epilog=EPILOG, formatter_class=RawDescription)
+    parser = Parser("python -m jobs.doctor", description=__doc__, epilog=EPILOG)
     add_json(parser)
     add_flags(parser, PruneConfig)
     arguments = parser.parse_args(argv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -36,12 +35,7 @@ USUAL = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Score pruning methods on a benchmark, or lay out tables of results; return the exit code."""
-    parser = Parser(
-        "python -m jobs.evaluate",
-        description=__doc__,
-        epilog=EPILOG + EXIT_CODES.format(item="question"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m jobs.evaluate", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="question"))
     return run_command(parser, EvaluateConfig, _evaluate, argv, usual=USUAL)
 
 

@@ -6,17 +6,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import LogConsole, Parser, exit_code_of
-from jobs.frame.flags import add_flags, from_flags
+from jobs.command import Parser
 from jobs.frame.json_document import Done, add_json
+from jobs.frame.stores import add_cache, run_on_stores, saying
 from jobs.remove import read_ids
-from pipeline.errors import CorruptShard, RunFailed, UsageError
-from pipeline.options import S3Options
+from pipeline.errors import UsageError
 from pipeline.storage.hub import SCHEME
+
+if TYPE_CHECKING:
+    from pipeline.storage.s3 import Objects
 
 EPILOG = """\
 The copy is a cache that every command reads, without the records of runs (hosts, folders, flags); token shards are hard
@@ -33,15 +35,8 @@ Exit code: 0 exported; 1 a file is damaged, or a store failed; 2 usage, no cache
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export a cache; return the exit code."""
-    parser = Parser(
-        "python -m jobs.export",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "cache", metavar="CACHE", help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote"
-    )
+    parser = Parser("python -m jobs.export", description=__doc__, epilog=EPILOG)
+    add_cache(parser)
     parser.add_argument(
         "--to", required=True, metavar="PLACE", help="a new folder, a prefix of a store, or a dataset of the hub"
     )
@@ -52,38 +47,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--to-tar", action="store_true", help="write tars of .json, .tokens.npy and .index.npy instead (WebDataset)"
     )
     add_json(parser)
-    add_flags(parser, S3Options)
-    arguments = parser.parse_args(argv)
+    return run_on_stores(parser, argv, _export, _wrong)
+
+
+def _wrong(arguments: argparse.Namespace) -> str | None:
+    """Return what is wrong with the flags, if anything."""
     to_hub = arguments.to.startswith(SCHEME)
     if to_hub and (arguments.to_tar or arguments.staging is None):
-        parser.error("--to hf:// goes with --staging FOLDER, and not with --to-tar")
-    if arguments.staging is not None and not to_hub:
-        parser.error("--staging goes with --to hf://")
-    console = LogConsole()
-    return exit_code_of(
-        lambda: _export(arguments, console),
-        console,
-        failed=(CorruptShard, RunFailed, OSError),
-        interrupted="interrupted: the same command goes on",
-        document=arguments.json,
-    )
+        return "--to hf:// goes with --staging FOLDER, and not with --to-tar"
+    return "--staging goes with --to hf://" if arguments.staging is not None and not to_hub else None
 
 
-def _export(arguments: argparse.Namespace, console: Console) -> Done:
+def _export(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Export the cache, print what was written, and return the record."""
     from pipeline.sharing.export import export, export_tars  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.sharing.publish import publish, repository_of  # noqa: PLC0415
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import LocalStore, store_at  # noqa: PLC0415
 
-    s3 = from_flags(S3Options, arguments)
-    objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
     source, out = store_at(arguments.cache, objects), store_at(arguments.staging or arguments.to, objects)
     if arguments.staging is not None:
         repository_of(arguments.to)
         if not isinstance(out, LocalStore):
             raise UsageError(f"--staging {arguments.staging}: name a folder of this machine")
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say = saying(console)
     ids = None if arguments.ids is None else read_ids(arguments.ids)
     done = export_tars(source, out, say, ids) if arguments.to_tar else export(source, out, say, ids, arguments.licence)
     say(f"{done.videos:,} videos, {done.bytes:,} bytes of tokens in {done.files:,} files: {out}")

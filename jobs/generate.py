@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -32,12 +31,7 @@ USUAL = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer the questions of a file from a cache; return the exit code."""
-    parser = Parser(
-        "python -m jobs.generate",
-        description=__doc__,
-        epilog=EPILOG + EXIT_CODES.format(item="question"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m jobs.generate", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="question"))
     return run_command(parser, GenerateConfig, _generate, argv, usual=USUAL)
 
 

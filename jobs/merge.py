@@ -6,15 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import LogConsole, Parser, exit_code_of
-from jobs.frame.flags import add_flags, from_flags
+from jobs.command import Parser
 from jobs.frame.json_document import Done, add_json
-from pipeline.errors import CorruptShard, RunFailed
-from pipeline.options import S3Options
+from jobs.frame.stores import run_on_stores, saying
+
+if TYPE_CHECKING:
+    from pipeline.storage.s3 import Objects
 
 EPILOG = """\
 A video that several caches have is that of the README's rule for live rows: removed before ok before failed, then the
@@ -28,12 +29,7 @@ equal ids with --on-equal refuse: nothing is written; 130 interrupted: the same 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Merge caches into one; return the exit code."""
-    parser = Parser(
-        "python -m jobs.merge",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m jobs.merge", description=__doc__, epilog=EPILOG)
     parser.add_argument("caches", metavar="CACHE", nargs="+", help="two or more folders, or prefixes of a store")
     parser.add_argument("--out", required=True, metavar="CACHE", help="the merged cache: a new place, or such a cache")
     parser.add_argument(
@@ -43,30 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="for videos with other tokens in several caches: take the row that counts, or refuse to merge [rule]",
     )
     add_json(parser)
-    add_flags(parser, S3Options)
-    arguments = parser.parse_args(argv)
-    if len({*arguments.caches, arguments.out}) < 2:
-        parser.error("name two caches, or one and another --out")
-    console = LogConsole()
-    return exit_code_of(
-        lambda: _merge(arguments, console),
-        console,
-        failed=(CorruptShard, RunFailed, OSError),
-        interrupted="interrupted: the same command goes on",
-        document=arguments.json,
-    )
+
+    def wrong(arguments: argparse.Namespace) -> str | None:
+        alone = len({*arguments.caches, arguments.out}) < 2
+        return "name two caches, or one and another --out" if alone else None
+
+    return run_on_stores(parser, argv, _merge, wrong)
 
 
-def _merge(arguments: argparse.Namespace, console: Console) -> Done:
+def _merge(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Merge the caches, print what was done, and return the record."""
     from pipeline.sharing.merge import merge_caches  # noqa: PLC0415 - Arrow loads after the flags are checked
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    s3 = from_flags(S3Options, arguments)
-    objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
+    say = saying(console)
     sources = [store_at(place, objects) for place in arguments.caches]
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     done = merge_caches(sources, store_at(arguments.out, objects), say, arguments.on_equal)
     for line in done.lines():
         say(line)

@@ -40,12 +40,7 @@ USUAL = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prune the videos that the flags name into a cache, or say what a run would do; return the exit code."""
-    parser = Parser(
-        "python -m jobs.prune",
-        description=__doc__,
-        epilog=EPILOG + EXIT_CODES.format(item="video"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m jobs.prune", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="video"))
     return run_command(parser, PruneConfig, _prune, argv, _other_sampling, USUAL)
 
 

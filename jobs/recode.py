@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from jobs.command import Parser, run_command
 from jobs.frame.json_document import Done
+from jobs.frame.stores import Say, rewrite_cache
 from pipeline.cache.codecs import CODECS
 from pipeline.errors import UsageError
 from pipeline.options import S3Options, check_choices, option
+
+if TYPE_CHECKING:
+    from pipeline.cache.reader import TokenCache
+    from pipeline.rewrite.rewrite import Rewrite
+    from pipeline.storage.s3 import Objects
+    from pipeline.storage.stores import Store
 
 EPILOG = """\
 example:
@@ -23,8 +29,8 @@ example:
 The source is only read, and must hold bfloat16 tokens. The same command again goes on where the last one stopped, and
 takes in what was added to the source since.
 
-Exit code: 0 all videos of the source are there; 1 a file is damaged, or the store failed; 2 usage or refused;
-130 interrupted: the same command goes on.
+Exit code: 0 all videos of the source are there; 1 the codec has no scales for a video, a file is damaged, or the store
+failed; 2 usage or refused; 130 interrupted: the same command goes on.
 """
 
 
@@ -58,37 +64,29 @@ class RecodeConfig(S3Options):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Store the tokens of a cache by another codec in another cache; return the exit code."""
-    parser = Parser(
-        "python -m jobs.recode",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m jobs.recode", description=__doc__, epilog=EPILOG)
     return run_command(parser, RecodeConfig, _recode, argv)
 
 
 def _recode(config: RecodeConfig, console: Console) -> Done:
     """Make a cache of another with its tokens in another codec, print what was done, and return the record."""
-    from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
-    from pipeline.rewrite.recode import recoding  # noqa: PLC0415
-    from pipeline.rewrite.rewrite import check_place, rewrite  # noqa: PLC0415
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
+    from pipeline.rewrite.recode import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
     assert config.cache is not None and config.out is not None
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    source = TokenCache(config.cache, store=store_at(config.cache, objects))
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    what, out = recoding(source, config.token_codec, config.out), store_at(config.out, objects)
-    check_place(out, what.header)
-    if config.gate is not None:
-        from pipeline.rewrite.gate import gate_recoding  # noqa: PLC0415
+    place = config.out
 
-        what = gate_recoding(what, config.gate, config.model, objects, say)
-    done = rewrite(what, out, say)
-    for line in done.lines():
-        say(line)
-    return Done(0, {"cache": config.cache, "out": config.out, "gate": what.header.get("gate"), **asdict(done)})
+    def planned(source: TokenCache, out: Store, objects: Objects, say: Say) -> Rewrite:
+        what = recoding(source, config.token_codec, place)
+        if config.gate is None:
+            return what
+        from pipeline.rewrite.gate import gate_recoding  # noqa: PLC0415
+        from pipeline.rewrite.rewrite import check_place  # noqa: PLC0415
+
+        check_place(out, what.header)
+        return gate_recoding(what, config.gate, config.model, objects, say)
+
+    done = rewrite_cache(config.cache, place, config, console, planned)
+    return Done(done.exit_code, {"cache": config.cache, **done.record})
 
 
 if __name__ == "__main__":

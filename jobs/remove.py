@@ -7,16 +7,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import LogConsole, Parser, exit_code_of
-from jobs.frame.flags import add_flags, from_flags
+from jobs.command import Parser
 from jobs.frame.json_document import Done, add_json
-from pipeline.errors import CorruptShard, RunFailed, UsageError
-from pipeline.options import S3Options
+from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores, saying
+from pipeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeline.storage.s3 import Objects
 
 EPILOG = """\
 For takedowns, licences, privacy. From the first moment readers refuse the videos by name (RemovedVideo) and no run
@@ -30,46 +32,28 @@ Exit code: 0 removed; 1 a file is damaged, or the store failed; 2 usage, no cach
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Remove videos from a cache for good; return the exit code."""
-    parser = Parser(
-        "python -m jobs.remove",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "cache", metavar="CACHE", help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote"
-    )
+    parser = Parser("python -m jobs.remove", description=__doc__, epilog=EPILOG)
+    add_cache(parser)
     parser.add_argument("--ids", required=True, metavar="FILE", help="a video_id a line, as jobs.inspect shows them")
     parser.add_argument("--reason", required=True, metavar="TEXT", help="why; it stays in the cache")
-    parser.add_argument(
-        "--keep-minutes", type=float, default=10.0, metavar="M", help="files stay so long for their readers [10]"
-    )
+    add_keep_minutes(parser, "files stay so long for their readers")
     add_json(parser)
-    add_flags(parser, S3Options)
-    arguments = parser.parse_args(argv)
-    if arguments.keep_minutes < 0:
-        parser.error("--keep-minutes must not be below 0")
-    console = LogConsole()
-    return exit_code_of(
-        lambda: _remove(arguments, console),
-        console,
-        failed=(CorruptShard, RunFailed, OSError),
-        interrupted="interrupted: the same command goes on",
-        document=arguments.json,
-    )
+    return run_on_stores(parser, argv, _remove, _wrong)
 
 
-def _remove(arguments: argparse.Namespace, console: Console) -> Done:
+def _wrong(arguments: argparse.Namespace) -> str | None:
+    """Return what is wrong with the flags, if anything."""
+    return "--keep-minutes must not be below 0" if arguments.keep_minutes < 0 else None
+
+
+def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Remove the videos listed in a file, print what was done, and return the record."""
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415 - Arrow loads after the flags are checked
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
+    from pipeline.storage.stores import store_at  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.verify.removal import remove_videos  # noqa: PLC0415
 
-    ids = read_ids(arguments.ids)
-    s3 = from_flags(S3Options, arguments)
-    store = store_at(arguments.cache, Objects.from_environment(s3.s3_endpoint, s3.s3_region))
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    done = remove_videos(store, ids, arguments.reason, say, timedelta(minutes=arguments.keep_minutes))
+    store, say = store_at(arguments.cache, objects), saying(console)
+    keep = timedelta(minutes=arguments.keep_minutes)
+    done = remove_videos(store, read_ids(arguments.ids), arguments.reason, say, keep)
     for line in done.lines():
         say(line)
     return Done(0, {"cache": str(store), **asdict(done)})

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from gstep.methods import OF_A_VIDEO
 from jobs.command import Parser, run_command
 from jobs.frame.json_document import Done
+from jobs.frame.stores import rewrite_cache
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
 from pipeline.options import S3Options, check, check_choices, named_values, option
@@ -68,33 +67,18 @@ class RepruneConfig(S3Options):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prune a cache of all tokens into another cache; return the exit code."""
-    parser = Parser(
-        "python -m jobs.reprune",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m jobs.reprune", description=__doc__, epilog=EPILOG)
     return run_command(parser, RepruneConfig, _reprune, argv)
 
 
 def _reprune(config: RepruneConfig, console: Console) -> Done:
     """Make a pruned cache of one that holds all tokens, print what was done, and return the record."""
-    from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
-    from pipeline.rewrite.reprune import repruning  # noqa: PLC0415
-    from pipeline.rewrite.rewrite import rewrite  # noqa: PLC0415
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
+    from pipeline.rewrite.reprune import repruning  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
     assert config.whole is not None and config.out is not None
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    source = TokenCache(config.whole, store=store_at(config.whole, objects))
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    ratio, seed = config.retention_ratio, config.seed
-    what = repruning(source, config.pruner, config.pruner_params(), ratio, seed, config.token_codec, config.out)
-    done = rewrite(what, store_at(config.out, objects), say)
-    for line in done.lines():
-        say(line)
-    return Done(1 if done.failed else 0, {"whole": config.whole, "out": config.out, **asdict(done)})
+    of = (config.pruner, config.pruner_params(), config.retention_ratio, config.seed, config.token_codec, config.out)
+    done = rewrite_cache(config.whole, config.out, config, console, lambda source, *_: repruning(source, *of))
+    return Done(done.exit_code, {"whole": config.whole, **done.record})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -27,12 +26,7 @@ USUAL = ("cache", "caches", "model", "retention_ratio", "tensor_parallel", "host
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the chat server on a cache; return the exit code."""
-    parser = Parser(
-        "python -m jobs.serve",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m jobs.serve", description=__doc__, epilog=EPILOG)
     return run_command(parser, ServeConfig, _serve, argv, usual=USUAL)
 
 

@@ -7,14 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import LogConsole, Parser, add_json_or_file, count, exit_code_of, wide_console
-from jobs.frame.flags import add_flags, from_flags
+from jobs.command import Parser, add_json_or_file, count, wide_console
 from jobs.frame.json_document import Done
-from pipeline.errors import CorruptShard, RunFailed
-from pipeline.options import S3Options
+from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores
+
+if TYPE_CHECKING:
+    from pipeline.storage.s3 import Objects
 
 EPILOG = """\
 Checked: the header; each videos shard against the hash in its name, and its rows; of each token shard that they name
@@ -27,37 +29,25 @@ Exit code: 0 all is well (files left behind are a note), after --repair or --cle
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check every file of a cache, and repair or clean it where asked; return the exit code."""
-    parser = Parser(
-        "python -m jobs.verify",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m jobs.verify", description=__doc__, epilog=EPILOG)
     _add_flags(parser)
-    arguments = parser.parse_args(argv)
+    return run_on_stores(parser, argv, _verify, _wrong, "interrupted: the cache was not read to its end")
+
+
+def _wrong(arguments: argparse.Namespace) -> str | None:
+    """Return what is wrong with the flags, if anything."""
     if arguments.model is not None and not arguments.live:
-        parser.error("--model goes with --live")
+        return "--model goes with --live"
     if arguments.repair and arguments.live:
-        parser.error("--repair and --live do not go together: repair first")
+        return "--repair and --live do not go together: repair first"
     if arguments.sample and (arguments.repair or arguments.clean):
-        parser.error("--sample goes with neither --repair nor --clean, which need all that is wrong")
-    if arguments.log_interval <= 0:
-        parser.error("--log-interval must be above 0")
-    console = LogConsole()
-    return exit_code_of(
-        lambda: _verify(arguments, console),
-        console,
-        failed=(RunFailed, CorruptShard, OSError),
-        interrupted="interrupted: the cache was not read to its end",
-        document=arguments.json,
-    )
+        return "--sample goes with neither --repair nor --clean, which need all that is wrong"
+    return "--log-interval must be above 0" if arguments.log_interval <= 0 else None
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
-    parser.add_argument(
-        "cache", metavar="CACHE", help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote"
-    )
+    add_cache(parser)
     parser.add_argument(
         "--jobs", type=count, default=min(8, os.cpu_count() or 1), metavar="N", help="files read at a time"
     )
@@ -67,13 +57,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="remove token shards that no row names and files of broken writes, and abort uploads that have been "
         "pending for an hour; refused while a run writes to the cache",
     )
-    parser.add_argument(
-        "--keep-minutes",
-        type=float,
-        default=10.0,
-        metavar="M",
-        help="with --clean and --repair: keep files younger than M minutes [10]",
-    )
+    add_keep_minutes(parser, "with --clean and --repair: keep files younger than M minutes")
     parser.add_argument(
         "--repair",
         action="store_true",
@@ -84,7 +68,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     _add_sampling(parser)
     add_json_or_file(parser)
     parser.add_argument("--log-interval", type=float, default=30.0, metavar="S", help="seconds between progress lines")
-    add_flags(parser, S3Options)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -107,15 +90,12 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _verify(arguments: argparse.Namespace, console: Console) -> Done:
+def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Run the verification, print its report, and return the exit code and record."""
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
+    from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.verify.report import render  # noqa: PLC0415
     from pipeline.verify.verify import Request, verify  # noqa: PLC0415
 
-    s3 = from_flags(S3Options, arguments)
-    objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
     names = ("jobs", "clean", "repair", "live", "sample", "seed", "model", "log_interval")
     keep = timedelta(minutes=arguments.keep_minutes)
     request = Request(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)

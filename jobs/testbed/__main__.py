@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -27,12 +26,7 @@ COMMANDS = {"make": make, "compare": compare}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = Parser(
-        "python -m jobs.testbed",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m jobs.testbed", description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
     for name, command in COMMANDS.items():
         flags = commands.add_parser(name, help=command.HELP, description=command.__doc__)

@@ -228,18 +228,11 @@ class VideoEncoder:
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
         for level, values_TND in enumerate(deepstack):  # pruning checks the tokens themselves
             _check_finite(f"deepstack level {level}", values_TND)
-        self._check_reach(tokens_TND, *deepstack)
+        CODECS[self._setup.codec].check_reach(tokens_TND, *deepstack)
         evidence = {name: values.to(torch.bfloat16) for name, values in visual.evidence.items()}
         for name in self._setup.evidence:
             _check_finite(f"the evidence {name}", evidence[name])
         return VisualTokens(tokens_TND, evidence, tuple(deepstack))
-
-    def _check_reach(self, *levels_TND: Tensor) -> None:
-        """Raise VideoFault where the codec of the cache has no scale for tokens so large."""
-        largest = CODECS[self._setup.codec].largest
-        if any(float(values.abs().max()) > largest for values in levels_TND if largest < math.inf):
-            what = f"the tokens are larger than {largest:g}, which {self._setup.codec} has no scales for"
-            raise VideoFault("internal", what, stage="encode")
 
     def pruned(self, visual: VisualTokens) -> PrunedTokens:
         """Prune the tokens. Raise VideoFault("internal") where the method cannot prune them."""

@@ -26,7 +26,7 @@ from pipeline.generate.late_pruning import evidence_columns, is_whole
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from pipeline.rewrite.recode import check_source
 from pipeline.rewrite.rewrite import Rewrite, config_of
-from pipeline.rows import VideoRecord, failed_video
+from pipeline.rows import VideoRecord
 
 
 def repruning(
@@ -83,7 +83,7 @@ def _pruned(
     video: CachedVideo,
     record: VideoRecord,
 ) -> PrunedVideo:
-    """Prune a whole video as the encoder's actor does; a fault of the method becomes an error row."""
+    """Prune a whole video as the encoder's actor does. Raises VideoFault."""
     shape = (record["n_frames"], record["tokens_per_frame"])
 
     def whole(values: Tensor) -> Tensor:
@@ -98,7 +98,6 @@ def _pruned(
     try:
         pruned = pruner.prune(visual, ratio, seed=seed)
     except ValueError as error:
-        fault = VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune")
-        return PrunedVideo(failed_video(record, fault))
+        raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
     done: VideoRecord = {**pruned_columns(pruned, visual), "prune_s": time.perf_counter() - started}
     return PrunedVideo({**record, **done}, kept_tokens(pruned, visual))

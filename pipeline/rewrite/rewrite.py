@@ -27,12 +27,12 @@ from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo, commit, token_shard_id, write_token_shard
-from pipeline.errors import IdentityMismatch, NotACache, RunFailed
+from pipeline.errors import IdentityMismatch, NotACache, RunFailed, VideoFault
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
 from pipeline.execution.request import check_out, new_run_id, store_refusing
 from pipeline.execution.run_record import COMMITTED, RUNS, RunFile, RunRecord
-from pipeline.rows import VideoRecord, VideoRow
+from pipeline.rows import VideoRecord, VideoRow, failed_video
 from pipeline.storage.stores import Store
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")
@@ -57,7 +57,8 @@ class Rewrite:
         config: the options of ``jobs.prune`` that would make it, as far as the source's runs tell.
         order: in which a video's tokens are read.
         evidence: read besides the tokens.
-        change: turns a video of the source into what is written of it; its record is ready but for that.
+        change: turns a video of the source into what is written of it; its record is ready but for that. It raises
+            VideoFault, which becomes an error row.
     """
 
     source: TokenCache
@@ -191,13 +192,17 @@ def _ranks(rows: pa.Table) -> list[tuple[int, int]]:
 
 def _changed(what: Rewrite, todo: pa.Table) -> Iterator[PrunedVideo]:
     """Yield the videos of ``todo`` as they are written; failed and removed ones are copied."""
-    full = VideoRows(what.source.store)
+    full, codec = VideoRows(what.source.store), codec_of(what.header["identity"])
     for shard, row in zip(todo["shard"].to_pylist(), todo["row"].to_pylist(), strict=True):
         stored = full(shard, row)
         record = _record(stored)
         if stored["status"] == "ok":
             (video,) = what.source.get_rows([stored], None, what.order, what.evidence)
-            yield what.change(video, record)
+            try:
+                codec.check_reach(video.tokens, *video.deepstack)
+                yield what.change(video, record)
+            except VideoFault as fault:
+                yield PrunedVideo(failed_video(record, fault))
         else:
             yield PrunedVideo(record)
 

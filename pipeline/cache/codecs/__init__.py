@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import NotACache
+from pipeline.errors import NotACache, VideoFault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +59,12 @@ class TokenCodec:
     def largest(self) -> float:
         """The largest magnitude that float16 scales reach."""
         return 65504.0 * (2 ** (self.bits - 1) - 1) if self.group else math.inf
+
+    def check_reach(self, *levels: Tensor) -> None:
+        """Raise VideoFault where this codec has no scales for a video's tokens."""
+        if self.group and not all(float(values.abs().max()) <= self.largest for values in levels):
+            what = f"the tokens are larger than {self.largest:g}, or no numbers: {self.name} has no scales for them"
+            raise VideoFault("internal", what, stage="encode")
 
     def encode(self, column: str, values: NDArray[np.int16]) -> dict[str, NDArray[np.int16]]:
         """Encode [K,D] bits of bfloat16 as the columns of ``widths``, each [K,width / 2].

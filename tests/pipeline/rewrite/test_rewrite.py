@@ -27,6 +27,7 @@ from tests.pipeline.verifying import verified
 
 SHAPE = (4, 20, 48)
 NAMES = "abcde"
+NAN, HUGE = 0x7FC0, 0x7F00  # the bits of bfloat16 numbers, the second 2**127
 TOKENS = {name: random_tokens(i, SHAPE) for i, name in enumerate(NAMES)}
 LEVELS = {name: [random_tokens(10 + i, SHAPE)] for i, name in enumerate(NAMES)}
 
@@ -119,18 +120,29 @@ def test_what_was_done_again_in_the_source_is_taken_in_and_what_was_removed_stay
     assert torch.equal(found.get("bad").index, whole.index)
 
 
-def test_a_method_that_cannot_prune_a_video_gives_it_an_error_row(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("command", "number", "more"),
+    [
+        (reprune, NAN, []),
+        (reprune, NAN, ["--token-codec", "int4"]),
+        (reprune, HUGE, ["--token-codec", "int4"]),
+        (recode, NAN, []),
+        (recode, HUGE, ["--token-codec", "int8"]),
+    ],
+)
+def test_a_video_that_cannot_be_pruned_or_coded_gets_an_error_row(tmp_path, capsys, command, number, more):
     store = write_header(tmp_path / "whole", 1.0, "none", hidden_size=48)
-    write_shard(store, "run", encoded("a", TOKENS["a"], 1.0, "none"), with_nan(encoded("b", TOKENS["b"], 1.0, "none")))
-    assert reprune.main([str(tmp_path / "whole"), "--out", str(tmp_path / "out")]) == 1
+    others = [encoded(name, TOKENS[name], 1.0, "none") for name in "ab"]
+    write_shard(store, "run", others[0], with_number(others[1], number))
+    assert command.main([str(tmp_path / "whole"), "--out", str(tmp_path / "out"), *more]) == 1
     assert "1 of them failed" in capsys.readouterr().err
     found = TokenCache(tmp_path / "out")
     assert found.video_ids == ["a"] and found.failed == {"b": "internal"}
 
 
-def with_nan(video):
+def with_number(video, number):
     tokens = video.kept.tokens.copy()
-    tokens[0, 0] = 0x7FC0
+    tokens[0, :] = number
     return replace(video, kept=replace(video.kept, tokens=tokens))
 
 
