@@ -8,7 +8,7 @@ the limit of the graph, which holds back the earlier stages.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -187,9 +187,9 @@ class Shards:
         if self._flow.writers is None:
             self._written.append(Shard(number, pa.concat_tables(self._waiting)))
         else:
-            busy = [writer for _, writer in self._writing.values()]
-            writer = min(self._writers, key=busy.count)
-            if busy.count(writer) >= 2:
+            in_hand = Counter(writer for _, writer in self._writing.values())
+            writer = min(self._writers, key=lambda one: in_hand[one])
+            if in_hand[writer] >= 2:
                 return
             # If an interrupt hits here, the same shard is written again, and the first result is never committed.
             answer = writer.write.remote(*self._waiting)
