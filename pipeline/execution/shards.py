@@ -68,6 +68,8 @@ class RunGraph:
         bundles = self.dataset.iter_internal_ref_bundles()
         try:
             for bundle in bundles:
+                if not bundle.num_rows():  # of a call that had no item; such a block may lack columns
+                    continue
                 if self.writers is not None:
                     yield Batch(bundle.block_refs, bundle.num_rows() * self.items_per_row)
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -44,6 +45,10 @@ class Discovery(AbstractContextManager["Discovery"]):
         select: returns the videos of this run (MANIFEST_SCHEMA) among those of a container, and the rows of those to
             process (TODO_SCHEMA).
         known: the videos to process that were known before.
+        limit: how many videos are processed at most; then no further container is opened.
+
+    Attributes:
+        beyond: the rows of the last container opened that the limit leaves for another run.
     """
 
     def __init__(
@@ -52,10 +57,15 @@ class Discovery(AbstractContextManager["Discovery"]):
         objects: Objects,
         select: Callable[[pa.Table], tuple[pa.Table, pa.Table]],
         known: pa.Table,
+        limit: int | None = None,
     ) -> None:
         self._places, self._indexing, self._objects, self._select = [*indexing.left], indexing, objects, select
         indexing.later = False
+        if limit is not None:
+            indexing.at_once = 1
         self._sizes = [_size(place) for place in self._places]
+        self._room = math.inf if limit is None else limit - len(known)
+        self.beyond = known.slice(len(known))
         self._parts = [Part(MANIFEST_SCHEMA.empty_table(), known, sum(self._sizes))]
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -96,13 +106,16 @@ class Discovery(AbstractContextManager["Discovery"]):
             raise RunFailed(str(self._error)) from self._error
 
     def parts(self) -> Iterator[Part]:
-        """Yield each part once it is found; waits for it. It ends early if the discovery was stopped or failed."""
+        """Yield each part once it is found; waits for it. It ends early if the discovery was stopped or failed.
+
+        Of a container that the limit leaves closed the part is empty.
+        """
         for number in range(self.n_parts):
             with self._changed:
                 self._changed.wait_for(lambda: len(self._parts) > number or self._ended)  # noqa: B023 - called here
-                if len(self._parts) <= number:
+                if len(self._parts) <= number and self._room > 0:
                     return
-                part = self._parts[number]
+                part = self._parts[number] if number < len(self._parts) else self._none()
             yield part
 
     def expected(self) -> int:
@@ -117,7 +130,7 @@ class Discovery(AbstractContextManager["Discovery"]):
                 break
         self.check()
         scale = sum(self._sizes) / n_bytes if n_bytes else len(self._places)
-        return max(1, known + round(seen * scale))
+        return max(1, round(min(known + seen * scale, len(self) + self._room)))
 
     def all(self) -> Part:
         """Wait for the end, and return all videos of the containers, and all to process. Raises RunFailed."""
@@ -134,19 +147,28 @@ class Discovery(AbstractContextManager["Discovery"]):
     def _run(self) -> None:
         """Index the containers; runs in the thread."""
         try:
-            with closing(self._indexing.rows(self._places, self._objects)) as tables:
+            places = self._places if self._room > 0 else []
+            with closing(self._indexing.rows(places, self._objects)) as tables:
                 left = sum(self._sizes)
-                for size, videos in zip(self._sizes, tables, strict=True):
+                for size, table in zip(self._sizes, tables, strict=False):
                     if self._closing:
                         break
                     left -= size
-                    part = Part(*self._select(videos), left)
+                    videos, todo = self._select(table)
+                    taken = int(min(self._room, len(todo)))
                     with self._changed:
-                        self._parts.append(part)
+                        self._parts.append(Part(videos, todo.slice(0, taken), left))
+                        self._room, self.beyond = self._room - taken, todo.slice(taken)
                         self._changed.notify_all()
+                    if self._room <= 0:
+                        break
         except Exception as error:  # noqa: BLE001 - it is the main thread's
             self.fail(error)
         self._end()
+
+    def _none(self) -> Part:
+        """Return the part of a container that was not opened."""
+        return Part(MANIFEST_SCHEMA.empty_table(), self.beyond.slice(len(self.beyond)), 0)
 
     def _end(self) -> None:
         """Let nobody wait for more parts."""

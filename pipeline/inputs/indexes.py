@@ -6,10 +6,11 @@ import hashlib
 import json
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Final, NamedTuple
 
 import pyarrow as pa
@@ -22,7 +23,6 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
 
-_THREADS = 32  # that index containers
 _NOTE_S = 10.0  # seconds between two lines of progress
 _VERSION: Final = 1  # of kept indexes; others are made anew
 _CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
@@ -69,6 +69,7 @@ class Indexing:
         left: the containers that were left out, in order.
         fetched: bytes that were read from stores.
         unit: the most videos that share what is read of their container.
+        at_once: how many containers are read at a time.
     """
 
     asked: Asked = field(default_factory=Asked)
@@ -80,6 +81,7 @@ class Indexing:
     left: list[Place] = field(default_factory=list)
     fetched: int = 0
     unit: int = 1
+    at_once: int = 32
     _n_read: int = 0
     _stopped: bool = False
 
@@ -90,11 +92,12 @@ class Indexing:
         """
         told = time.monotonic()
         n_videos = 0
-        with ThreadPoolExecutor(_THREADS) as pool:
-            futures = [pool.submit(self._rows, place, objects) for place in places]
+        with ThreadPoolExecutor(self.at_once) as pool:
+            begun = (pool.submit(self._rows, place, objects) for place in places)
+            reading = deque(islice(begun, self.at_once))
             try:
-                for number, future in enumerate(futures, 1):
-                    if (table := future.result()) is None:
+                for number in range(1, len(places) + 1):
+                    if (table := reading.popleft().result()) is None:
                         self.left.append(places[number - 1])
                         table = MANIFEST_SCHEMA.empty_table()
                     n_videos += len(table)
@@ -102,6 +105,7 @@ class Indexing:
                         told = time.monotonic()
                         self.say(f"indexed {number} of {len(places)} containers: {n_videos} videos seen")
                     yield table
+                    reading.extend(islice(begun, 1))
             finally:
                 self._stopped = True  # threads that still read one end at its next member
                 pool.shutdown(cancel_futures=True)

@@ -123,10 +123,12 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         todo, counts = remaining(request.manifest, ledger, self.options, request.objects)
         for line in skipped_lines(counts, self.options):
             self.console.print(line, highlight=False)
-        found = None
+        found, limit = None, self.options.limit
+        known, n_waiting = within_limit(todo, limit)
         if request.indexing.left:
-            found = Discovery(request.indexing, request.objects, partial(self._selected, request, ledger), todo)
-        return Todo(*within_limit(todo, self.options.limit), ledger, committed, found)
+            select = partial(self._selected, request, ledger)
+            found = Discovery(request.indexing, request.objects, select, known, limit)
+        return Todo(known, n_waiting, ledger, committed, found)
 
     def _selected(self, request: PruneRequest, ledger: Ledger, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
         """Return the videos of this run among those of a container, and the rows that are left to do of them."""
@@ -191,7 +193,9 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
 
     def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
         header, manifest = read_header(request.store), request.manifest
+        n_waiting = todo.n_waiting
         if todo.discovery is not None:
+            n_waiting += within_limit(todo.discovery.beyond, 0)[1]
             manifest = pa.concat_tables([manifest, todo.discovery.found().videos])
             if todo.discovery.n_left:
                 self.say(f"note: the videos of {todo.discovery.n_left} containers are not known yet, and not counted")
@@ -200,7 +204,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             manifest,
             deepstack_levels(header),
             codec_of(header["identity"]),
-            n_waiting=todo.n_waiting,
+            n_waiting=n_waiting,
             list_failed=self._list_failed,
             committed=todo.committed,
         )

@@ -35,7 +35,7 @@ class Writer:
 
     def write(self, *bundles: pa.Table) -> pa.Table:
         """Write the videos of some bundles (ENCODED) as a shard; return their rows (WRITTEN)."""
-        videos = [video for bundle in bundles for video in encoded_videos(bundle)]
+        videos = [video for bundle in bundles if len(bundle) for video in encoded_videos(bundle)]
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
             try:
                 if self._sample_limit >= 0:

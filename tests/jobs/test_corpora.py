@@ -246,3 +246,18 @@ def test_a_run_over_tars_that_is_killed_reads_nothing_twice_that_was_committed(t
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0 and f"{len(done)} of {len(ids)} videos are in the cache already" in output
     assert_complete(cache, ids)
+
+
+def test_a_limit_opens_the_tars_that_it_needs_and_the_next_run_goes_on(cluster, files, tmp_path):
+    place, cache = tmp_path / "tars", tmp_path / "cache"
+    place.mkdir()
+    for number in range(5):
+        write_tar(place / f"{number}.tar", {f"{part}.mp4": files["carphone_distorted.mp4"] for part in "ab"})
+    argv = [str(place), "--out", str(cache), *OPTIONS]
+    for limit, ids in ((3, ["0.tar/a", "0.tar/b", "1.tar/a"]), (1, ["0.tar/a", "0.tar/b", "1.tar/a", "1.tar/b"])):
+        done = run_here(prune, [*argv, "--limit", str(limit)])
+        assert done.returncode == 0, done.stdout
+        assert_complete(cache, [f"{video_id}.mp4" for video_id in ids])
+        assert len(list((cache / "sources").iterdir())) == 2 and "the videos of 3 containers" in done.stdout
+    assert run_here(prune, argv).returncode == 0
+    assert_complete(cache, [f"{number}.tar/{part}.mp4" for number in range(5) for part in "ab"])

@@ -9,7 +9,7 @@ from pipeline.errors import RunFailed
 from pipeline.inputs.container import Asked
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.forms import FORMS
-from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.indexes import Indexing, Place
 from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inputs.tar import Tar
@@ -152,3 +152,21 @@ def test_a_select_may_leave_videos_out(tars, tmp_path):
     _, indexing = listed(tars, tmp_path)
     with discovery(indexing, lambda videos: (videos.slice(1), videos.slice(2))) as found:
         assert (len(found.all().videos), len(found.all().todo)) == (3, 1) and isinstance(found.found().todo, pa.Table)
+
+
+@pytest.mark.parametrize(("limit", "opened", "beyond"), [(1, 1, 2), (3, 1, 0), (4, 2, 1), (6, 3, 0), (9, 3, 0)])
+def test_a_limit_opens_no_container_behind_its_last_video(tars, tmp_path, limit, opened, beyond):
+    _, indexing = listed(tars, tmp_path)
+    with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), NONE, limit) as found:
+        assert len(list(found.parts())) == 4 and found.expected() <= limit
+        assert (len(found), len(found.beyond), found.n_left) == (min(6, limit), beyond, 3 - opened)
+    assert len(listed(tars, tmp_path)[0]) == [3, 5, 6][opened - 1]  # no other index was made
+
+
+def test_a_limit_that_known_videos_meet_opens_no_container(tars, tmp_path):
+    known = listed([str(tars / "0.tar")], tmp_path)[0]
+    _, indexing = listed(tars, tmp_path)
+    indexing.left = indexing.left or [Place(str(tars / "1.tar"), "1.tar"), Place(str(tars / "2.tar"), "2.tar")]
+    with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, 3) as found:
+        assert [len(part.todo) for part in found.parts()] == [3, *[0] * len(indexing.left)]
+        assert found.n_left == len(indexing.left) and indexing._n_read == 0 and len(found) == 3
