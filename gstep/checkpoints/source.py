@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from gstep.checkpoints import random_weights, tiny
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.checkpoints.identity import folder_identity
 from gstep.checkpoints.pooling_head import PoolingHeadSource
-from gstep.checkpoints.quantization import refuse_quantized
+from gstep.checkpoints.quantization import SERVED, refuse_quantized
 from gstep.checkpoints.tensors import find_weight_files
 from gstep.errors import ModelError
 from gstep.families import FAMILIES
@@ -55,18 +56,19 @@ class ModelSource:
     pooling_head: PoolingHeadSource | None = None
 
     @classmethod
-    def resolve(cls, model: str | Path, revision: str | None = None) -> ModelSource:
+    def resolve(cls, model: str | Path, revision: str | None = None, *, quantized: bool = False) -> ModelSource:
         """Find a model by its folder, Hugging Face id or name here. Small JSON files are read, weights are not.
 
         Args:
             model: a folder with config.json and *.safetensors, a Hugging Face id, "shapes" or "tiny".
             revision: branch, tag or commit of a Hugging Face id; its default branch where None.
+            quantized: whether the language model may be quantized, for vLLM (quantization.SERVED).
 
         Raises ModelError, with the remedy, where there is no such model or it cannot be used.
         """
         name = str(model)
         files = CheckpointFiles.locate(name, revision)
-        config = _config(name, files)
+        config = _config(name, files, SERVED if quantized else ())
         model_type = _known_type(name, config)
         weight_files = find_weight_files(name, files)
         return cls(
@@ -123,12 +125,12 @@ class ModelSource:
         return str(self.file("config.json").parent), None
 
 
-def _config(name: str, files: CheckpointFiles) -> dict[str, Any]:
-    """Read config.json. Raise ModelError if it is missing or describes a quantized model."""
+def _config(name: str, files: CheckpointFiles, served: Collection[str] = ()) -> dict[str, Any]:
+    """Read config.json. Raise ModelError if it is missing or describes a model quantized by a method not ``served``."""
     config = files.read_json("config.json")
     if config is None:
         raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
-    refuse_quantized(name, config)
+    refuse_quantized(name, config, served)
     return config
 
 

@@ -5,7 +5,7 @@ Nothing here unpickles, or runs code that comes with a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -50,7 +50,12 @@ def read_tensors(
 
     Raises ModelError where a file is missing or is no safetensors file, or a tensor is quantized.
     """
-    tensors = {}
+    # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
+    return {name: values.to(device=device, dtype=dtype, copy=True) for name, values in each_tensor(source, wanted)}
+
+
+def each_tensor(source: TensorSource, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the new name and the memory-mapped values of each tensor, chosen and refused as by ``read_tensors``."""
     for filename in files_with(source, wanted):
         path = source.file(filename)
         try:
@@ -58,11 +63,9 @@ def read_tensors(
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
                     if (name := wanted(key)) is not None:
                         refuse_stored(source.name, key, opened.get_slice(key).get_dtype())
-                        # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
-                        tensors[name] = opened.get_tensor(key).to(device=device, dtype=dtype, copy=True)
+                        yield name, opened.get_tensor(key)
         except SafetensorError as error:
             raise ModelError(f"{path} is no complete safetensors file ({error}): download it again") from error
-    return tensors
 
 
 def files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> list[str]:

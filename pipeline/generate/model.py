@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints.shipped import SHIPPED
 from gstep.checkpoints.tiny import TINY
+from gstep.checkpoints.tower import tower_hash
 from gstep.language import PromptBuilder
-from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels
+from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, fingerprint
+from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.storage.stores import Store
@@ -47,13 +49,39 @@ def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:
     return source
 
 
-def check_model(cache: Store | str, held: ModelIdentity, source: ModelSource) -> None:
-    """Raise IdentityMismatch if the cache was made with other weights than the model's."""
-    if (held["type"], held["weights"]) != (source.model_type, source.identity):
-        raise IdentityMismatch(
-            f"{cache} was made with the weights {held['weights']} ({held['type']}), --model {source.name} has "
-            f"{source.identity} ({source.model_type}): an LLM understands the tokens of its own vision encoder only"
+def check_model(
+    cache: Store | str, held: ModelIdentity, source: ModelSource, stored: Callable[[], str | None] | None = None
+) -> None:
+    """Raise IdentityMismatch if the cache was made with other weights than the model's.
+
+    ``stored`` reads the hash of the vision encoder that the cache was made with: other weights, also quantized ones,
+    are then taken if they come with the same encoder. Raises ModelError where that is quantized or not all there.
+    """
+    if (held["type"], held["weights"]) == (source.model_type, source.identity):
+        return
+    same = ""
+    if stored is not None and held["type"] == source.model_type:
+        theirs, ours = stored(), tower_hash(source)
+        if theirs is not None and theirs == ours:
+            return
+        same = (
+            f". The vision tower and projector of the cache are {theirs or 'not known: it was made before they were'}, "
+            f"of --model {ours}: use a checkpoint made from the cache's that left both as they were, or prune again "
+            "with the vision encoder of this one"
         )
+    raise IdentityMismatch(
+        f"{cache} was made with the weights {held['weights']} ({held['type']}), --model {source.name} has "
+        f"{source.identity} ({source.model_type}): an LLM understands the tokens of its own vision encoder only{same}"
+    )
+
+
+def stored_tower(cache: Store, header: CacheHeader) -> str | None:
+    """Return the hash of the vision encoder that a cache was made with, from its rows; None where none says it.
+
+    All rows of a cache are of the same weights. Raises CorruptShard and OSError.
+    """
+    rows = LiveVideos.open(cache, fingerprint(header["identity"])).live(("tower_hash",))
+    return next(filter(None, rows["tower_hash"].unique().to_pylist()), None)
 
 
 def check_tokens(cache: Store, header: CacheHeader, widths: Collection[int], builder: PromptBuilder) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pyarrow as pa
@@ -24,9 +24,9 @@ from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.generate.answers import HEADER, AnswersTable, read_answers_header
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import ENGINES, EngineSetup
+from pipeline.generate.engines import ENGINES, VLLM, EngineSetup
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
-from pipeline.generate.model import check_model, check_tokens, model_of
+from pipeline.generate.model import check_model, check_tokens, model_of, stored_tower
 from pipeline.generate.questions import Way, given_questions, read_questions
 from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject, VideoRecord, without_nulls
@@ -230,7 +230,7 @@ def checked(
         live = _live_of(cache, header, questions)
         _check_free(store)
     held = header["identity"]
-    source, builder = _resolved(config, cache, held)
+    source, builder = _resolved(config, cache, header)
     check_tokens(cache, header, widths_of(live), builder)
     prunings = _prunings(config, asked, held, source, builder)
     _check_ratio(config.retention_ratio if prunings.get("", ...) is None else None, held["retention_ratio"], live)
@@ -256,11 +256,16 @@ def checked(
     return request
 
 
-def _resolved(config: GenerateConfig, cache: Store, held: CacheIdentity) -> tuple[ModelSource, PromptBuilder]:
-    """Return the model that made the cache, and its prompt builder. Raise UsageError if another one was asked for."""
-    with refusing():
-        source = ModelSource.resolve(*model_of(config.model, config.revision, held["model"]["weights"]))
-        check_model(cache, held["model"], source)
+def _resolved(config: GenerateConfig, cache: Store, header: CacheHeader) -> tuple[ModelSource, PromptBuilder]:
+    """Return the model that made the cache, or for vLLM one with its vision encoder, and its prompt builder.
+
+    Raise UsageError if another one was asked for.
+    """
+    held, vllm = header["identity"]["model"], config.engine == VLLM
+    with refusing(), store_refusing():
+        named = model_of(config.model, config.revision, held["weights"])
+        source = ModelSource.resolve(*named, quantized=vllm)
+        check_model(cache, held, source, partial(stored_tower, cache, header) if vllm else None)
         positions = None if config.positions == "auto" else config.positions
         return source, prompt_builder(source, positions, config.rule, config.frame_times)
 

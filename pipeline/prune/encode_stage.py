@@ -54,6 +54,7 @@ class EncodeSetup:
     batch_frames: int | None = None  # in one pass of the tower, of several videos too; None: of one video
     compiled: bool = False
     sample_limit: int = -1  # of the videos whose bfloat16 rows are kept too (pipeline.cache.codecs.sample)
+    tower_hash: str | None = None  # of the source (gstep.checkpoints.tower), which rows say
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """Estimate the bytes of the kept tokens of a video of [n_frames, height, width] pixels, before the codec."""
@@ -207,6 +208,7 @@ class VideoEncoder:
                 "encode_s": encode_s,
                 "prune_s": prune_s,
                 "runtime": json.dumps(runtime),
+                "tower_hash": self._setup.tower_hash,
                 "model_extra": json.dumps(self.backbone.model_extra(without_pixels(record))),
             }
             return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))

@@ -10,6 +10,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import family_of
+from gstep.checkpoints.tower import tower_hash
 from pipeline.cache.codecs import BFLOAT16, codec_of
 from pipeline.cache.codecs.sample import sample_limit, sample_store
 from pipeline.cache.header import deepstack_levels, header_bytes
@@ -150,7 +151,9 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             with refusing():
                 static = family_of(request.source).static()
             request.store.put(HEADER, header_bytes(request.header(dtype, static)))
-        encode = replace(request.encode_setup(device, dtype), sample_limit=_sample(request))
+        with refusing():
+            tower = tower_hash(request.source)
+        encode = replace(request.encode_setup(device, dtype), sample_limit=_sample(request), tower_hash=tower)
         setups = Setups(request.decode_setup(), encode)
         plan = self._forecast(request, todo, device)
         limits = self._limits = self._limited(request, plan)

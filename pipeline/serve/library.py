@@ -11,7 +11,7 @@ from gstep.language import PromptBuilder, prompt_builder
 from gstep.serving.options import engine_options, prepare_process
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
-from pipeline.generate.model import check_model, model_of
+from pipeline.generate.model import check_model, model_of, stored_tower
 
 
 def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "auto", **more: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
     """
     runtime = choose_runtime("auto", dtype)
     identity = cache.identity["model"]
-    source = _source(model, identity["type"], identity["weights"])
+    source = _source(model, identity["type"], identity["weights"], stored_tower(cache.store, cache.header))
     parallel = int(more.get("tensor_parallel_size", 1))
     prepare_process(runtime.device, parallel)
     return {**engine_options(source, runtime, cache.most_tokens + 1, parallel), **more}
@@ -63,22 +63,29 @@ def vllm_input(
     identity, *others = [one.header["identity"]["model"] for one in videos if one.header is not None]
     if any(other != identity for other in others):
         raise ValueError("the videos are of caches of different models")
-    builder = _builder(model, identity["type"], identity["weights"], positions, rule, frame_times)
+    made_with = identity["type"], identity["weights"], videos[0].metadata.get("tower_hash")
+    builder = _builder(model, *made_with, positions, rule, frame_times)
     built = builder.build(prompt, [one.visual for one in videos], system)
     return engine_input(built, int(builder.config.video_token_id))
 
 
 @lru_cache(maxsize=8)
-def _source(model: str | None, model_type: str, weights: str) -> ModelSource:
-    """Return the checkpoint for a cache, remembered per process. Raise IdentityMismatch for other weights."""
-    source = ModelSource.resolve(*model_of(model, None, weights))
-    check_model("the cache", {"type": model_type, "weights": weights}, source)
+def _source(model: str | None, model_type: str, weights: str, tower: str | None) -> ModelSource:
+    """Return the checkpoint for a cache, remembered per process. Raise IdentityMismatch for another vision encoder."""
+    source = ModelSource.resolve(*model_of(model, None, weights), quantized=True)
+    check_model("the cache", {"type": model_type, "weights": weights}, source, lambda: tower)
     return source
 
 
 @lru_cache(maxsize=8)
 def _builder(
-    model: str | None, model_type: str, weights: str, positions: str | None, rule: str, frame_times: str
+    model: str | None,
+    model_type: str,
+    weights: str,
+    tower: str | None,
+    positions: str | None,
+    rule: str,
+    frame_times: str,
 ) -> PromptBuilder:
     """Return the prompt builder for a cache's model, remembered per process."""
-    return prompt_builder(_source(model, model_type, weights), positions, rule, frame_times)
+    return prompt_builder(_source(model, model_type, weights, tower), positions, rule, frame_times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from gstep.backbones import ModelSource
@@ -13,7 +13,7 @@ from gstep.language import Prompt, PromptBuilder, prompt_builder
 from gstep.language.types import ChatMessage, ChatPart
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
-from pipeline.generate.model import check_model, check_tokens
+from pipeline.generate.model import check_model, check_tokens, stored_tower
 from pipeline.rows import Json, JsonObject
 from pipeline.serve import CONFIG
 from pipeline.serve.links import SCHEME, CacheLink
@@ -84,7 +84,7 @@ class CachedPrompts:
 
     def __init__(self, served: ServedCache) -> None:
         self._served = served
-        self.source = ModelSource.resolve(served.model, served.revision)
+        self.source = ModelSource.resolve(served.model, served.revision, quantized=True)
         self.builder: PromptBuilder = prompt_builder(self.source, served.positions, served.rule, served.frame_times)
         self.caches = {name: self._opened(name, place) for name, place in served.places().items()}
         #: The most visual tokens that a video of the caches has in a prompt.
@@ -98,7 +98,7 @@ class CachedPrompts:
             return TokenCache(place, store=store_at(place, Objects.from_environment()))
 
         first, ratio = opened(), self._served.retention_ratio
-        check_model(first.store, first.identity["model"], self.source)
+        check_model(first.store, first.identity["model"], self.source, partial(stored_tower, first.store, first.header))
         check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
         if ratio is not None and ratio > first.retention_ratio + 1e-9:
             raise UsageError(f"--retention-ratio {ratio:g}: the cache stores {first.retention_ratio:g}")

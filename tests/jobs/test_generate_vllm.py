@@ -8,9 +8,11 @@ from collections import Counter
 
 import pytest
 
+from gstep.backbones import ModelSource
 from jobs import generate, recode
 from pipeline import read_answers
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
+from tests.gstep.quantized import quantize
 from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -111,3 +113,22 @@ def test_an_argument_that_vllm_does_not_know_is_refused(cluster, asked, tmp_path
     argv = [*asked, "--out", str(tmp_path / "o"), "--engine", "vllm", "--engine-param"]
     assert "has no such engine argument" in run_here(generate, [*argv, "no_such_thing=1"]).stdout
     assert "it follows from the cache" in run_here(generate, [*argv, "dtype=float16"]).stdout
+
+
+def test_a_quantized_language_model_answers_and_both_models_are_in_the_identity(cluster, asked, tmp_path):
+    folder = quantize("tiny", "compressed-tensors", tmp_path / "int8")
+    common = [*asked, "--retention-ratio", "0.1", "--max-new-tokens", "6", "--model", str(folder)]
+    done = run_here(generate, [*common, "--out", str(tmp_path / "o"), "--engine", "vllm"])
+    assert done.returncode == 0, done.stdout
+    rows = answers(tmp_path / "o")
+    assert len(rows) == 37 and all(row["answer"] or row["choices"] for name, row in rows.items() if name != "away")
+    identity = json.loads((tmp_path / "o" / "answers.json").read_text())["identity"]
+    assert identity["cache"]["model"]["weights"] == ModelSource.resolve("tiny").identity
+    assert identity["model"]["weights"] == ModelSource.resolve(folder, quantized=True).identity
+    # Its scores are near those of the model that it was made from.
+    assert run_here(generate, [*common[:-2], "--out", str(tmp_path / "plain"), "--engine", "vllm"]).returncode == 0
+    plain = answers(tmp_path / "plain")
+    scored = [name for name, row in rows.items() if row["choice_scores"]]
+    assert scored and rows[scored[0]]["choice_scores"] != plain[scored[0]]["choice_scores"]
+    for name in scored:
+        assert rows[name]["choice_scores"] == pytest.approx(plain[name]["choice_scores"], abs=0.2)

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
+from gstep.checkpoints.tower import tower_hash
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
@@ -76,7 +77,8 @@ def tiny_cache(
         header["newline"] = newline_of(source)
     full = {"schema_version": SCHEMA_VERSION, "identity": identity, **header}
     store.put(HEADER, json.dumps(full).encode())
-    extra = {} if model_extra is None else {"model_extra": json.dumps(model_extra)}
+    extra = {"tower_hash": tower_hash(source)}
+    extra |= {} if model_extra is None else {"model_extra": json.dumps(model_extra)}
     rows = [encoded(name, random_tokens(i, shape), ratio, method, **extra) for i, name in enumerate(ids)]
     rows += [encoded_failure(name, VideoFault("corrupt", "damaged")) for name in failed]
     write_shard(store, "run", *rows)
