@@ -33,11 +33,15 @@ DECODE, ENCODE, DRIVER, CPUS, NOTHING = "decode", "encode", "driver", "cpus", "n
 
 
 class Cluster(NamedTuple):
-    """The machines of a run; ``cores`` are vCPUs, and all of them decode."""
+    """The machines of a run; ``cores`` are vCPUs, and all of them decode.
+
+    Encoders that share a GPU share its time, and each has a vision tower and a CUDA context of its own.
+    """
 
     gpus: int
     gpu_type: str | None
     cores: float
+    encoders_per_gpu: int = 1
 
     @property
     def start_s(self) -> Interval:
@@ -169,7 +173,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
         video_hours_per_day_per_gpu=per_wall.scaled(24 * video.expected / cluster.gpus)
         if video and cluster.gpus
         else None,
-        peak_gpu_bytes=_peak(work) if cluster.gpus else None,
+        peak_gpu_bytes=_peak(work).scaled(cluster.encoders_per_gpu) if cluster.gpus else None,
         break_even_questions=_break_even(work, cluster, prices, running),
         cost=_cost(work.videos, prices, prices.per_hour(cluster), wall, video, output),
         cluster=cluster,
@@ -190,7 +194,7 @@ def _stages(work: Workload, cluster: Cluster) -> dict[str, Interval]:
 
 
 def _peak(work: Workload) -> Interval:
-    """Estimate the memory of a GPU: bfloat16 weights, vectors of the patches that are encoded at once, CUDA."""
+    """Estimate the memory of an encoder on a GPU: bfloat16 weights, vectors of the patches encoded at once, CUDA."""
     return Interval(*(2 * work.parameters + _CONTEXT_BYTES + number * work.patch_bytes for number in _LIVE_VECTORS))
 
 

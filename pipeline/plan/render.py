@@ -61,8 +61,9 @@ def hours(seconds: float) -> str:
 
 def cluster_text(plan: Plan) -> str:
     """Return the machines of a plan in words."""
-    gpus, kind, cores = plan.cluster
-    return f"{gpus} x {kind}, {cores:g} vCPUs" if gpus else f"{cores:g} vCPUs, no GPU"
+    gpus, kind, cores, encoders = plan.cluster
+    shared = f" with {encoders} encoders each" if encoders > 1 else ""
+    return f"{gpus} x {kind}{shared}, {cores:g} vCPUs" if gpus else f"{cores:g} vCPUs, no GPU"
 
 
 def rows_of(plan: Plan) -> Iterator[Row]:

@@ -194,6 +194,7 @@ def plan_run(config: PruneConfig, console: Console) -> Plan:
             request = resolve(config, MANIFEST_SCHEMA.empty_table(), LocalStore(config.out), Objects(), source)
             work = _described(request, config.corpus_videos, config.seconds)
     cluster, notes = planned_cluster(config, config.device)
+    cluster = cluster._replace(encoders_per_gpu=config.encoders_per_gpu)
     plan = estimate(work, cluster, Prices.of(config), notes)
     return replace(plan, simulated_wall_s=simulated_s(work, cluster)) if config.simulate else plan
 

@@ -183,7 +183,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
     def _forecast(self, request: PruneRequest, todo: Todo, device: str) -> Plan:
         """Estimate the run on the cluster that is joined now."""
         seen = probed(request, todo.videos, self.options.probe or 0, self.console)
-        cluster = joined_cluster(resources_without(()), device)
+        cluster = joined_cluster(resources_without(()), device)._replace(encoders_per_gpu=self.options.encoders_per_gpu)
         return estimate(workload(request, todo.expected(), seen, todo.ledger), cluster, Prices.of(self.options))
 
     def _limited(self, request: PruneRequest, plan: Plan) -> Limits:

@@ -101,7 +101,7 @@ def test_what_an_earlier_run_measured_counts_instead_of_operations():
 
 def test_the_record_is_json_with_ranges_in_order():
     record = json.loads(json.dumps(_strict(estimate(work(decode_s=Interval(5, 10, 20)), A100S, PRICED).as_record())))
-    assert record["videos"] == 1000 and record["cluster"] == {"gpus": 4, "gpu_type": "A100", "cores": 48.0}
+    assert record["videos"] == 1000 and record["cluster"] == A100S._asdict()
     for key in FORECAST:
         assert record[key]["low"] <= record[key]["expected"] <= record[key]["high"], key
     assert record["bottleneck"] in record["stage_s"]

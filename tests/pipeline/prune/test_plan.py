@@ -1,6 +1,7 @@
 """The plan of a run: videos are probed, nothing is started or written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from jobs import prune
 from pipeline.errors import UsageError
+from pipeline.plan.render import cluster_text
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import plan_run
 from tests.pipeline.videos import write_clip
@@ -86,6 +88,11 @@ def test_a_model_needs_no_weights_for_that(tmp_path):
     plan = plan_run(config, Console(quiet=True))
     assert plan.gpu_s.expected > 1e6 * 21.33e12 / 989e12
     assert plan.cluster.cores == 8 * 24  # what usually stands beside them
+    shared = plan_run(replace(config, encoders_per_gpu=3), Console(quiet=True))
+    # Three encoders have three towers in the GPU's memory, and divide its time.
+    assert shared.peak_gpu_bytes == plan.peak_gpu_bytes.scaled(3) and shared.gpu_s == plan.gpu_s
+    assert (shared.stage_s, shared.wall_s) == (plan.stage_s, plan.wall_s)
+    assert cluster_text(shared) == "8 x H100 with 3 encoders each, 192 vCPUs"
 
 
 @pytest.mark.parametrize(
