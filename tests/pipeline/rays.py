@@ -15,6 +15,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
+from pipeline.execution.prefork.server import SOCKET, python_of_workers
 from pipeline.execution.shards import RunGraph, Shards
 from pipeline.execution.stages import configure_ray_data
 from pipeline.execution.stream import written_shards
@@ -24,12 +25,10 @@ from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import Resources, build_graph
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
-from tests.jobs.jobs import environment
-from tests.warm import worker
-from tests.warm.server import warm_workers
+from tests.jobs.jobs import environment, fork_server
 
 #: The nodes of most tests. Their cluster stays until this process ends or another test has one of its own. Its workers
-#: skip their imports (``tests.warm``); Ray itself starts those of the other clusters, whose nodes tests break.
+#: are forked; Ray itself starts those of the other clusters, whose nodes tests break.
 PLAIN = ({"num_cpus": 2},)
 _plain: list[tuple[ExitStack, list[str]]] = []
 
@@ -48,9 +47,9 @@ def _plain_ids() -> list[str]:
     if not _plain:
         stack = ExitStack()
         with _environment_of_nodes() as patch:
-            patch.setenv(worker.SOCKET, warm_workers())
-            warm = _connected(*PLAIN, worker_path=worker.__file__, no_monitor=True)
-            _plain.append((stack, stack.enter_context(warm)[1]))
+            patch.setenv(SOCKET, fork_server())
+            forking = {"py_executable": python_of_workers()}
+            _plain.append((stack, stack.enter_context(_connected(*PLAIN, runtime_env=forking, no_monitor=True))[1]))
         atexit.register(end_plain)
     return _plain[0][1]
 
@@ -81,13 +80,15 @@ def _environment_of_nodes() -> Iterator[pytest.MonkeyPatch]:
 
 
 @contextmanager
-def _connected(*nodes: dict[str, Any], **options: Any) -> Iterator[tuple[Callable[..., Any], list[str]]]:
+def _connected(
+    *nodes: dict[str, Any], runtime_env: dict[str, str] | None = None, **options: Any
+) -> Iterator[tuple[Callable[..., Any], list[str]]]:
     """Start and join a cluster, every node with ``options``; yield a function that adds a node, and the nodes' ids."""
     cluster = Cluster()
     try:
         add = partial(cluster.add_node, include_dashboard=False, include_log_monitor=False, **options)
         ids = [add(**node).node_id for node in nodes]
-        ray.init(cluster.address, logging_level="error", log_to_driver=False)
+        ray.init(cluster.address, logging_level="error", log_to_driver=False, runtime_env=runtime_env)
         configure_ray_data()
         yield add, ids
     finally:

@@ -1,0 +1,208 @@
+"""A process that has imported what Ray's workers use, and forks one for each that a raylet starts.
+
+A worker is Ray's own program in a process of its own, as ever; only its imports, up to five seconds of a core, are done
+once, and while Ray's own processes start. ``worker.py`` asks for it in place of what Ray would start, and starts that
+itself where the server does not answer.
+
+Ray's core reads the numbers of the job and of the raylet from the environment when it is imported. So for each of these
+the server forks a process that imports Ray, and that one forks the workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TypedDict
+
+#: The variable that names the socket of a server that runs already, for one command after another.
+SOCKET = "GSTEP_FORK_SERVER"
+_WITHOUT_RAY = (
+    "av",
+    "pandas",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+    "gstep.language.model",
+    "gstep.pruners.gstep",
+    "pipeline.cache.writer",
+    "pipeline.video.decode",
+    "transformers.models.llava_onevision.modeling_llava_onevision",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.siglip.modeling_siglip",
+)
+_WITH_RAY = (
+    "ray._private.workers.default_worker",
+    "ray.autoscaler.sdk",
+    "ray.data._internal.execution.operators.actor_pool_map_operator",
+    "pipeline.generate.answer_stage",
+    "pipeline.prune.decode_stage",
+    "pipeline.prune.encode_stage",
+    "pipeline.prune.write_stage",
+)
+# Libraries choose their threads when they load. Ray's own choice for its workers comes later, and is one.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Beginnings of the variables that libraries read when they load: with others a worker starts by itself.
+_READ_BY_IMPORTS = (
+    *("ATEN_", "CUDA_", "HF_", "HUGGINGFACE_", "LD_", "MKL_", "NPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONPATH"),
+    *("PYTORCH_", "TORCH", "TRANSFORMERS_", "TRITON_", "USE_"),
+)
+_HARMLESS_THREADS = {"jemalloc_bg_thd"}  # that of Arrow's allocator knows of forks
+_REQUEST_BYTES = 2**20
+
+
+class Request(TypedDict):
+    """What a worker would have been started with; its output goes to descriptors that come along."""
+
+    python: str
+    program: list[str]
+    environment: dict[str, str]
+    folder: str
+    oom_score: str
+
+
+def python_of_workers() -> str:
+    """Return the command that runs Ray's workers in place of ``python``; where no server is named, start one."""
+    place = os.environ.get(SOCKET) or start_server()
+    return shlex.join([sys.executable, "-S", "-E", str(Path(__file__).with_name("worker.py")), place])
+
+
+@cache
+def start_server() -> str:
+    """Start a server as a child of this process, which it ends with; return its socket.
+
+    It ends by itself too where this process is killed, and the workers end with their raylet, as ever.
+    """
+    folder = tempfile.mkdtemp(prefix="workers-")
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"{folder}/socket")
+    listening.listen(64)
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(listening.fileno()), json.dumps(sys.path)],
+        env=_ONE_THREAD | os.environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[listening.fileno()],
+        start_new_session=True,  # Ctrl-C is the driver's
+    )
+    listening.close()
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return f"{folder}/socket"
+
+
+def serve(listening: socket.socket, path: list[str]) -> None:
+    """Hand each request to the process of its job and raylet; return in a worker that has ended, and at the end.
+
+    Args:
+        path: the driver's ``sys.path``, so that the same packages are imported.
+    """
+    own_path, own_variables = sys.path[1:], _read_by_imports(os.environ)
+    sys.path[:] = path
+    _import(_WITHOUT_RAY)
+    sys.path[:] = own_path
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
+    forkers: dict[tuple[str, ...], socket.socket] = {}
+    while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
+        asked, _ = listening.accept()
+        with asked, suppress(OSError, ValueError):  # who gets no answer starts by itself
+            _, descriptors, *_ = socket.recv_fds(asked, 1, 2)
+            with asked.makefile() as lines:
+                line = lines.readline()
+            request: Request = json.loads(line)
+            environment = request["environment"]
+            numbers = tuple(environment.get(name, "") for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"))
+            fits = request["python"] == sys.executable and _read_by_imports(environment) == own_variables
+            if fits and numbers not in forkers:
+                forkers[numbers], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                if os.fork() == 0:
+                    for ours in (listening, asked, *forkers.values()):
+                        ours.close()
+                    return _fork_workers(theirs, environment, path)
+                theirs.close()
+            if fits:
+                socket.send_fds(forkers[numbers], [line.encode()], [asked.fileno(), *descriptors])
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _fork_workers(requests: socket.socket, environment: dict[str, str], path: list[str]) -> None:
+    """Import Ray in an environment that names a job and a raylet, then fork a worker for each request."""
+    _take(environment)
+    own_path, sys.path[:] = sys.path[:], path
+    _import(_WITH_RAY)
+    sys.path[:] = own_path
+    while True:
+        line, (asked, *output), *_ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
+        if not line:
+            return
+        if os.fork() == 0:
+            requests.close()
+            return _become_worker(asked, output, json.loads(line))
+        for descriptor in (asked, *output):
+            os.close(descriptor)
+
+
+def _become_worker(asked: int, output: list[int], request: Request) -> None:
+    """Run the program of a worker as if this process had been started for it, after an answer to who asked."""
+    os.setpgid(0, 0)  # as Ray's own workers: a raylet kills the group of a worker that has ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for target, descriptor in zip((0, 1, 2), (os.open(os.devnull, os.O_RDONLY), *output), strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    _take(request["environment"])
+    os.chdir(request["folder"])
+    Path("/proc/self/oom_score_adj").write_text(request["oom_score"], encoding="ascii")
+    os.write(asked, b"1")
+    os.close(asked)
+    program, *arguments = request["program"]
+    sys.argv = [program, *arguments]
+    sys.path.insert(0, str(Path(program).parent))
+    runpy.run_path(program, run_name="__main__")
+
+
+def _import(modules: Iterable[str]) -> None:
+    """Import the modules. End this process where that has started threads, which a fork would lose."""
+    gc.disable()
+    for module in modules:
+        import_module(module)
+    gc.freeze()
+    gc.enable()
+    tasks = Path("/proc/self/task")
+    names = {(task / "comm").read_text().strip() for task in tasks.iterdir() if task.name != str(os.getpid())}
+    if not names <= _HARMLESS_THREADS:
+        raise SystemExit(f"a fork would lose threads: {', '.join(sorted(names))}")
+
+
+def _take(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that libraries read when they load."""
+    return {name: value for name, value in (_ONE_THREAD | environment).items() if name.startswith(_READ_BY_IMPORTS)}
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]))

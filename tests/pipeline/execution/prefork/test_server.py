@@ -1,0 +1,98 @@
+"""Workers that are forked: what they are started with, and what happens where the server cannot fork them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pipeline.execution.prefork.server import SOCKET
+from tests.jobs.jobs import environment, fork_server
+from tests.waiting import wait_until
+
+# A driver that starts Ray as commands do; a worker says what it is.
+DRIVER = """
+import json, os, signal, subprocess, sys
+from pathlib import Path
+import ray
+from pipeline.execution.cluster import connect
+
+def server():
+    for task in Path("/proc").glob("[0-9]*/cmdline"):
+        parts = task.read_text().split(chr(0))
+        if any(part.endswith("prefork/server.py") for part in parts) and mine(task.parent):
+            return int(task.parent.name)
+
+def mine(process):
+    return int((process / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+
+@ray.remote(num_cpus=0)
+def say():
+    import os, sys
+    print("a line of its log", flush=True)
+    parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    found = dict(forked="prefork" in parent, loaded="transformers" in sys.modules, group=os.getpgid(0) == os.getpid())
+    return found | dict(threads=os.environ.get("OMP_NUM_THREADS"), word=os.environ.get("A_WORD"), pid=os.getpid(),
+        oom=Path("/proc/self/oom_score_adj").read_text().strip(), folder=os.getcwd())
+
+connect()
+if "kill" in sys.argv:
+    os.kill(server(), signal.SIGKILL)
+found = ray.get(say.remote())
+logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+logged = sum("a line of its log" in path.read_text() for path in logs.glob("worker*.out"))
+print(json.dumps(dict(found=found, logged=logged, server=server())), flush=True)
+if "wait" in sys.argv:
+    signal.pause()
+"""
+
+
+def drive(tmp_path: Path, *words: str, **more: str | None) -> subprocess.Popen[str]:
+    script = tmp_path / "driver.py"
+    script.write_text(textwrap.dedent(DRIVER))
+    command = [sys.executable, str(script), *words]
+    return subprocess.Popen(command, cwd=tmp_path, env=environment(**more), stdout=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> dict:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_worker_is_forked_with_the_environment_that_ray_gives_it(tmp_path):
+    document = said(drive(tmp_path, **{SOCKET: None}, A_WORD="here"))
+    found = document["found"]
+    assert found["forked"] and found["loaded"] and found["group"], found
+    assert found["word"] == "here" and found["folder"] == str(tmp_path)
+    assert int(found["oom"]) > 0  # the kernel ends workers first, as Ray asks it to
+    assert document["logged"] == 1
+
+
+@pytest.mark.slow
+def test_workers_start_by_themselves_where_the_server_is_gone(tmp_path):
+    found = said(drive(tmp_path, "kill", **{SOCKET: None}))["found"]
+    assert not found["forked"] and not found["loaded"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "HF_HUB_OFFLINE"])
+def test_a_server_of_other_variables_that_imports_read_forks_nothing(tmp_path, variable):
+    found = said(drive(tmp_path, **{SOCKET: fork_server(), variable: "default"}))["found"]
+    assert not found["forked"]
+
+
+@pytest.mark.slow
+def test_a_server_ends_with_a_driver_that_is_killed(tmp_path):
+    process = drive(tmp_path, "wait", **{SOCKET: None})
+    assert process.stdout is not None
+    document = json.loads(process.stdout.readline())
+    server, worker = document["server"], document["found"]["pid"]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (server, worker)), "server and worker end")
