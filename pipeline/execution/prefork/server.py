@@ -201,7 +201,7 @@ def _take(environment: dict[str, str]) -> None:
 
 def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that libraries read when they load."""
-    return {name: value for name, value in (_ONE_THREAD | environment).items() if name.startswith(_READ_BY_IMPORTS)}
+    return {name: value for name, value in {**_ONE_THREAD, **environment}.items() if name.startswith(_READ_BY_IMPORTS)}
 
 
 if __name__ == "__main__":
