@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
 from pipeline.cache.schema import digest
 from pipeline.errors import UsageError
-from pipeline.rows import Json
+from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
 
 CHECKSUM = "checksum"
@@ -121,12 +121,12 @@ def deepstack_levels(header: CacheHeader) -> int:
     return int(header.get("deepstack_levels", 0))  # headers written before there were levels lack the key
 
 
-def fingerprint(content: Mapping[str, Any]) -> str:
+def fingerprint(content: CacheIdentity | JsonObject) -> str:
     """Return ``blake2b:<hex>`` of JSON-able ``content``, however it is laid out as text."""
     return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def header_bytes(header: Mapping[str, Any]) -> bytes:
+def header_bytes(header: CacheHeader | JsonObject) -> bytes:
     """Serialise the header with the checksum of everything else in it, so that no flipped bit goes unseen."""
     content = _without_checksum(header)
     return json.dumps({**content, CHECKSUM: fingerprint(content)}, indent=2).encode()
@@ -134,7 +134,7 @@ def header_bytes(header: Mapping[str, Any]) -> bytes:
 
 def read_header_file(
     store: Store, name: str, versions: Collection[int | str], error: type[UsageError], absent: str, of: str = ""
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """Read the header file ``name`` of a place: an object with schema_version, identity and more.
 
     A header without a checksum, as they were once written, is taken as it is. Raises ``error`` where the file is
@@ -158,7 +158,7 @@ def read_header_file(
     return header
 
 
-def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, Any]:
+def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, Json]:
     """Read a JSON object that ``header_bytes`` wrote, and compare its checksum if it has one.
 
     Raises ``error`` where it is damaged, and FileNotFoundError.
@@ -175,8 +175,8 @@ def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, An
 
 
 def differences(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
+    old: Mapping[str, object],
+    new: Mapping[str, object],
     prefix: str = "",
     has: str = "the cache has",
     other: str = "this run",
@@ -196,6 +196,6 @@ def differences(
     return lines
 
 
-def _without_checksum(header: Mapping[str, Any]) -> dict[str, Any]:
+def _without_checksum(header: CacheHeader | JsonObject) -> JsonObject:
     """Return a header without its own checksum."""
-    return {key: value for key, value in header.items() if key != CHECKSUM}
+    return {key: cast(Json, value) for key, value in header.items() if key != CHECKSUM}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipeline.cache.schema import write_parquet
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
@@ -75,7 +74,7 @@ def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> t
     return table, [SCORES, *texts]
 
 
-def made_of_identity(benchmark: Benchmark, identity: Mapping[str, Any], n_questions: int) -> dict[str, str]:
+def made_of_identity(benchmark: Benchmark, identity: JsonObject, n_questions: int) -> dict[str, str]:
     """Return the settings that a table names under its scores: protocol, model, frames, number of questions."""
     whole = benchmark.n_questions
     made_of = {} if whole in (None, n_questions) else {WHOLE: f"{whole:,}"}

@@ -121,5 +121,6 @@ def chosen_video(whole: CachedVideo, pruned: PrunedTokens) -> CachedVideo:
 
 def described(held: CacheIdentity, late: LatePruning) -> CacheIdentity:
     """Return the identity of a cache that would store only the tokens that the method keeps."""
-    pruner = {name: value for name, value in late.describe().items() if name != "text_tower"}
-    return {**held, "pruner": pruner, "retention_ratio": late.retention_ratio}  # type: ignore[typeddict-item]
+    pruner = late.describe()
+    pruner.pop("text_tower", None)
+    return {**held, "pruner": pruner, "retention_ratio": late.retention_ratio}

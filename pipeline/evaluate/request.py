@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 from rich.console import Console
@@ -27,11 +27,11 @@ from pipeline.evaluate.questions import question_table
 from pipeline.evaluate.whole_cache import PASSED_ON, Grid, check_frames, identity_of, videos_of
 from pipeline.execution.request import check_out, refusing, store_refusing
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
-from pipeline.generate.answers import AnswersTable, read_answers_header
+from pipeline.generate.answers import PRUNINGS, AnswersIdentity, AnswersTable, LateIdentity, read_answers_header
 from pipeline.generate.engines import ENGINES, EngineSetup
 from pipeline.generate.late_pruning import LateAsked, check_inside, is_whole, late_pruning
 from pipeline.generate.model import check_model, model_of
-from pipeline.generate.request import PRUNINGS, describe_prunings, engine_of, refuse_others
+from pipeline.generate.request import describe_prunings, engine_of, refuse_others
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
@@ -171,7 +171,7 @@ def match_results(store: Store, identity: JsonObject) -> None:
     absent = f"no results (no {RESULTS_HEADER})"
     held = read_header_file(store, RESULTS_HEADER, (RESULTS_VERSION,), NotResults, absent, of="results of ")
     wanted = json.loads(json.dumps(identity))
-    if wrong := differences(held["identity"], wanted, has="the results have"):
+    if wrong := differences(cast(JsonObject, held["identity"]), wanted, has="the results have"):
         raise IdentityMismatch(
             f"{store} holds results of other settings, and one place holds one kind:\n  "
             + "\n  ".join(wrong)
@@ -182,7 +182,11 @@ def match_results(store: Store, identity: JsonObject) -> None:
 def write_results_header(store: Store, identity: JsonObject, about: Mapping[str, str] | None = None) -> None:
     """Write the header of a results folder: the identity of all its results, and ``about``, which runs may change."""
     store.make()
-    header = {"schema_version": RESULTS_VERSION, "identity": identity, **({"about": about} if about else {})}
+    header: JsonObject = {
+        "schema_version": RESULTS_VERSION,
+        "identity": identity,
+        **({"about": about} if about else {}),
+    }
     store.put(RESULTS_HEADER, header_bytes(header))
 
 
@@ -234,7 +238,7 @@ def _check_methods(
     source: ModelSource,
     cache: str,
     engine: EngineSetup,
-) -> JsonObject:
+) -> dict[str, LateIdentity | None]:
     """Raise UsageError for a method that cannot prune what the cache holds, or not with this engine.
 
     Returns each arm's description by label.
@@ -260,7 +264,7 @@ def answers_place(config: EvaluateConfig) -> str:
     return f"{config.out.rstrip('/')}/{ANSWERS_FOLDER}"
 
 
-def _match_answers(answers: Store, described: Mapping[str, Any], engine: EngineSetup) -> None:
+def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None], engine: EngineSetup) -> None:
     """Raise UsageError if the answers know a method by the same label with another seed or other weights.
 
     Answers of another engine are refused, too: nothing may be left to ask that would tell.
@@ -269,9 +273,10 @@ def _match_answers(answers: Store, described: Mapping[str, Any], engine: EngineS
         answers.exists(ANSWERS_HEADER) and AnswersTable(answers).names()
     ):  # settings without a single answer bind nothing
         held = read_answers_header(answers)["identity"]
-        computed = {"engine": held["engine"]} if "engine" in held else {}
-        wanted = {PRUNINGS: json.loads(json.dumps(described)), **engine.describe()}
-        refuse_others(answers, {PRUNINGS: held.get(PRUNINGS, {}), **computed}, wanted)
+        there: AnswersIdentity = {PRUNINGS: held.get(PRUNINGS, {})}
+        if "engine" in held:
+            there["engine"] = held["engine"]
+        refuse_others(answers, there, {PRUNINGS: json.loads(json.dumps(described)), **engine.describe()})
 
 
 def data_folder(request: EvaluateRequest) -> Path:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
-from pipeline.cache.header import differences
+from pipeline.cache.header import ModelIdentity, SamplingIdentity, differences
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import NotAnswers, RunFailed, UsageError
@@ -43,7 +42,7 @@ from pipeline.execution.claim import Claim
 from pipeline.execution.request import new_run_id
 from pipeline.execution.run_record import RUNS
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
-from pipeline.generate.answers import AnswersTable, read_answers, read_answers_header
+from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers, read_answers_header
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.questions import Way
 from pipeline.generate.request import checked
@@ -161,7 +160,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
     """Answer every question under the whole grid, in one run."""
     config = answers_config(request)
-    about = {"benchmark": request.benchmark.name, "protocol": request.identity}
+    about: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
     make = partial(checked, config, request.questions, _way(request), request.grid, console, about)
     n_asked = len(request.questions) * len(request.grid)
     console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_asked} answers")
@@ -234,7 +233,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     tables: list[pa.Table] = []
     arms: dict[str, Arm] = {}
-    first: tuple[Mapping[str, Any], QuestionCollector] | None = None
+    first: tuple[_Comparable, QuestionCollector] | None = None
     for place in config.score:
         store = store_at(place, objects)
         live, identity = read_answers(place, store=store), read_answers_header(store)["identity"]
@@ -274,24 +273,32 @@ def _answered(live: pa.Table) -> QuestionCollector:
     return collected
 
 
-def _comparable(identity: Mapping[str, Any]) -> dict[str, Any]:
+class _Comparable(TypedDict):
+    """The part of an answers' identity that must be equal for scores to be compared."""
+
+    model: ModelIdentity | None
+    decoding: JsonObject | None
+    prompt: JsonObject
+    cache: JsonObject
+
+
+def _comparable(identity: AnswersIdentity) -> _Comparable:
     """Return the part of an answers' identity that must be equal for scores to be compared.
 
     Frames moved to keyframes are a row of their own, as a method is.
     """
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
     sampling = {name: value for name, value in _sampling(identity).items() if name != _SNAP}
-    cache = {"preprocessing": identity["cache"].get("preprocessing"), "sampling": sampling}
-    return {**{name: identity.get(name) for name in ("model", "decoding")}, "prompt": prompt, "cache": cache}
+    cache: JsonObject = {"preprocessing": identity["cache"].get("preprocessing"), "sampling": sampling}
+    return {"model": identity.get("model"), "decoding": identity.get("decoding"), "prompt": prompt, "cache": cache}
 
 
-def _sampling(identity: Mapping[str, Any]) -> JsonObject:
+def _sampling(identity: AnswersIdentity) -> SamplingIdentity:
     """Return how the frames of a cache were sampled; {} where an old header does not say it."""
-    sampling: JsonObject = identity["cache"].get("sampling") or {}
-    return sampling
+    return identity["cache"].get("sampling") or {}
 
 
-def _arm(identity: Mapping[str, Any]) -> Arm:
+def _arm(identity: AnswersIdentity) -> Arm:
     """Return the method and ratio by which the tokens of these answers were pruned, before or after caching."""
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
@@ -301,7 +308,7 @@ def _arm(identity: Mapping[str, Any]) -> Arm:
     return Arm(label, float(identity["retention_ratio"]))
 
 
-def _label(method: str, params: Mapping[str, Any]) -> str:
+def _label(method: str, params: JsonObject) -> str:
     """Name a method with the parameters that differ from its defaults.
 
     Of a method from elsewhere, whose code is nothing that answers may load, all of them are named.

@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import Any, get_args
+from typing import Final, NotRequired, TypedDict, cast, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.cache.header import header_bytes, read_header_file
+from pipeline.cache.header import CacheIdentity, ModelIdentity, PrunerIdentity, header_bytes, read_header_file
 from pipeline.cache.live_rows import best_first, states_of
 from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
@@ -34,6 +34,7 @@ KEYS = ("question_id", "pruning")
 _MERGED = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
+PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
 
 ANSWER_SCHEMA = pa.schema(
@@ -79,6 +80,45 @@ ANSWER_SCHEMA = pa.schema(
 )
 
 
+class LateIdentity(PrunerIdentity):
+    """The identity of a pruning after the cache: where its evidence is from, and the positions of what it keeps."""
+
+    text_tower: NotRequired[str]
+    positions: NotRequired[str]
+    pooling_head: NotRequired[str | None]
+
+
+class AnswersIdentity(TypedDict, total=False):
+    """The settings that all answers in one place share; files of other versions may lack some.
+
+    Attributes:
+        prompt: the positions of tokens and their order (``gstep.language.PromptPolicy``).
+        decoding: the run's default way of answering.
+        pruner: of answers under one pruning after the cache; ``prunings`` of those under several, by label, None where
+            the tokens stay as they are stored. They may grow.
+        engine: its name and arguments; absent for the transformers engine.
+        benchmark, protocol: what asked, and the identity of its results; absent from answers of jobs.generate.
+    """
+
+    cache: CacheIdentity
+    model: ModelIdentity
+    retention_ratio: float
+    prompt: dict[str, str]
+    decoding: dict[str, str | int | float | None]
+    pruner: LateIdentity
+    prunings: dict[str, LateIdentity | None]
+    engine: JsonObject
+    benchmark: str
+    protocol: JsonObject
+
+
+class AnswersHeader(TypedDict):
+    """The content of answers.json."""
+
+    schema_version: int
+    identity: AnswersIdentity
+
+
 def answer_key(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
     """Return the key of a row within a run: its question id, and the pruning it is asked under."""
     return row["question_id"], row.get("pruning")
@@ -94,16 +134,16 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
     return AnswersTable(store).live().select(ANSWER_SCHEMA.names)
 
 
-def read_answers_header(store: Store) -> dict[str, Any]:
+def read_answers_header(store: Store) -> AnswersHeader:
     """Return schema version and identity of answers. Raises NotAnswers."""
     absent = f"no answers (no {HEADER}); python -m jobs.generate makes some"
-    return read_header_file(store, HEADER, READABLE_VERSIONS, NotAnswers, absent, of="answers of ")
+    return cast(AnswersHeader, read_header_file(store, HEADER, READABLE_VERSIONS, NotAnswers, absent, of="answers of "))
 
 
-def write_answers_header(store: Store, identity: JsonObject) -> None:
+def write_answers_header(store: Store, identity: AnswersIdentity) -> None:
     """Write the identity of a table of answers, which makes the place a folder of answers."""
     store.make()
-    store.put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": identity}))
+    store.put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": cast(JsonObject, identity)}))
 
 
 class AnswersTable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from gstep.pruners.base import Pruner
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.method import declared_method, describe_method
 from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.generate.answers import LateIdentity
 from pipeline.options import named_values
 
 
@@ -107,12 +108,16 @@ class LatePruning:
         """The method and share for a language model that prunes inside itself; None for a method that prunes before."""
         return None if self.pruner.layer is None else (self.pruner, self.retention_ratio)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> LateIdentity:
         """Return the method's part of the answers' identity, JSON-able."""
-        tower = {} if self.text_tower is None else {"text_tower": self.text_tower.identity}
-        seed = {"seed": self.seed} if self.pruner.seeded else {}
-        positions = {} if self.positions is None else {"positions": self.positions}
-        return {**describe_method(self.pruner), **seed, **tower, **positions}
+        described = cast(LateIdentity, describe_method(self.pruner))
+        if self.pruner.seeded:
+            described["seed"] = self.seed
+        if self.text_tower is not None:
+            described["text_tower"] = self.text_tower.identity
+        if self.positions is not None:
+            described["positions"] = self.positions
+        return described
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int) -> int:
         """Return the most tokens of a video [T,N,D] that go into a prompt: all of them if the model itself prunes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,18 +21,24 @@ from pipeline.cache.reader import read_header, warn_of_gate
 from pipeline.cache.reading import TokenOrder, rows_wanted
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
-from pipeline.generate.answers import HEADER, AnswersTable, read_answers_header
+from pipeline.generate.answers import (
+    HEADER,
+    PRUNINGS,
+    AnswersIdentity,
+    AnswersTable,
+    LateIdentity,
+    read_answers_header,
+)
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, VLLM, EngineSetup
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.generate.model import check_model, check_tokens, model_of, stored_tower
 from pipeline.generate.questions import Way, given_questions, read_questions
 from pipeline.options import EngineOptions
-from pipeline.rows import JsonObject, VideoRecord, without_nulls
+from pipeline.rows import VideoRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
-PRUNINGS = "prunings"  # key of the answers' identity, where several prunings were asked
 # What is asked of the index of the cache, beside what TokenCache needs of it.
 LIVE_COLUMNS = (
     *INDEX_COLUMNS,
@@ -73,7 +78,7 @@ class GenerateRequest:
     store: Store
     prunings: Mapping[str, LatePruning | None] = field(default_factory=lambda: {"": None})
     order: TokenOrder = "index"
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: AnswersIdentity = field(default_factory=AnswersIdentity)
 
     @cached_property
     def videos(self) -> dict[str, VideoRecord]:
@@ -81,20 +86,23 @@ class GenerateRequest:
         return {row["video_id"]: without_nulls(row, VideoRecord) for row in self.live.to_pylist()}
 
     @property
-    def identity(self) -> JsonObject:
+    def identity(self) -> AnswersIdentity:
         """The settings that all answers in one place share, JSON-able; PRUNINGS describes each pruning and may grow."""
         stored, late = self.held["retention_ratio"], self.prunings.get("")
-        return {
+        identity: AnswersIdentity = {
             "cache": self.held if "" in self.prunings else without_evidence(self.held),
             "model": {"type": self.source.model_type, "weights": self.source.identity},
             "retention_ratio": stored if self.config.retention_ratio is None else self.config.retention_ratio,
             "prompt": {**self.builder.policy.describe(), "order": self._order_policy()},
             "decoding": self.way.describe(),
             **engine_of(self.config).describe(),
-            **({} if late is None else {"pruner": late.describe()}),
-            **({} if "" in self.prunings else {PRUNINGS: describe_prunings(self.prunings, self.held)}),
             **self.about,
         }
+        if late is not None:
+            identity["pruner"] = late.describe()
+        if "" not in self.prunings:
+            identity[PRUNINGS] = describe_prunings(self.prunings, self.held)
+        return identity
 
     def _order_policy(self) -> str:
         """Return the order of tokens in prompts, as the answers' identity records it."""
@@ -137,13 +145,19 @@ def engine_of(config: EngineOptions) -> EngineSetup:
     return EngineSetup(config.engine, config.tensor_parallel, config.engine_params())
 
 
-def describe_prunings(prunings: Mapping[str, LatePruning | None], held: CacheIdentity) -> JsonObject:
+def describe_prunings(
+    prunings: Mapping[str, LatePruning | None], held: CacheIdentity
+) -> dict[str, LateIdentity | None]:
     """Describe each pruning of a cache, JSON-able, by label; with the pooling head's weights where a method uses it."""
-    head = {"pooling_head": held["model"].get("pooling_head")}
-    return {
-        name: None if late is None else {**late.describe(), **(head if _of_head(late) else {})}
-        for name, late in prunings.items()
-    }
+    return {name: None if late is None else _describe(late, held) for name, late in prunings.items()}
+
+
+def _describe(late: LatePruning, held: CacheIdentity) -> LateIdentity:
+    """Describe a pruning of a cache, with the pooling head's weights where it uses that."""
+    described = late.describe()
+    if _of_head(late):
+        described["pooling_head"] = held["model"].get("pooling_head")
+    return described
 
 
 def _of_head(late: LatePruning) -> bool:
@@ -152,11 +166,12 @@ def _of_head(late: LatePruning) -> bool:
     return bool(HEAD_SOURCES & {where for name, where in late.pruner.sources.items() if name in taken})
 
 
-def without_evidence(held: CacheIdentity) -> dict[str, Any]:
+def without_evidence(held: CacheIdentity) -> CacheIdentity:
     """Return a cache's identity without its evidence, which does not decide its tokens."""
-    model = {name: value for name, value in held["model"].items() if name != "pooling_head"}
+    rest, model = held.copy(), held["model"].copy()
+    rest.pop("evidence", None)
+    model.pop("pooling_head", None)
     dtype = {name: value for name, value in held["dtype"].items() if name != "evidence"}
-    rest = {name: value for name, value in held.items() if name != "evidence"}
     return {**rest, "model": model, "dtype": dtype}
 
 
@@ -216,7 +231,7 @@ def checked(
     way: Way,
     asked: Mapping[str, LateAsked | None],
     console: Console,
-    about: Mapping[str, Any] | None = None,
+    about: AnswersIdentity | None = None,
 ) -> GenerateRequest:
     """Check a request to ask questions, each under every pruning that is ``asked``.
 
@@ -248,7 +263,7 @@ def checked(
         store=store,
         prunings=prunings,
         order=_order(config, held, prunings),
-        about=about or {},
+        about=about or AnswersIdentity(),
     )
     _check_context(request, console)
     with store_refusing():
@@ -292,16 +307,15 @@ def match_answers(request: GenerateRequest) -> None:
         refuse_others(request.store, held, request.identity)
 
 
-def refuse_others(store: Store, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def refuse_others(store: Store, held: AnswersIdentity, wanted: AnswersIdentity) -> None:
     """Raise IdentityMismatch if answers of identity ``held`` cannot be mixed with ``wanted`` ones.
 
     Whatever differs counts, but for prunings that only one of the two has.
     """
     if PRUNINGS in held and PRUNINGS in wanted:
         both = held[PRUNINGS].keys() & wanted[PRUNINGS].keys()
-        held, wanted = (
-            {**identity, PRUNINGS: {name: identity[PRUNINGS][name] for name in both}} for identity in (held, wanted)
-        )
+        held = {**held, PRUNINGS: {name: held[PRUNINGS][name] for name in both}}
+        wanted = {**wanted, PRUNINGS: {name: wanted[PRUNINGS][name] for name in both}}
     if wrong := differences(held, wanted, has="the answers have"):
         raise IdentityMismatch(
             f"{store} holds answers made with other settings, and one place holds one kind:\n  "

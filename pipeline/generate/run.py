@@ -22,6 +22,8 @@ from pipeline.execution.run_record import RunFile
 from pipeline.execution.stream import PlannedGraph, stream
 from pipeline.generate.answer_stage import AnswerSetup
 from pipeline.generate.answers import (
+    PRUNINGS,
+    AnswersIdentity,
     AnswersTable,
     answer_key,
     commit_answers,
@@ -31,10 +33,10 @@ from pipeline.generate.answers import (
 )
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.graph import AnswerPlan, batch_size, build_graph, plan_answers
-from pipeline.generate.request import PRUNINGS, GenerateRequest, describe_prunings, match_answers, prepare
+from pipeline.generate.request import GenerateRequest, describe_prunings, match_answers, prepare
 from pipeline.generate.resume import asked_rows, notes_on_answered, split_decided, unanswered
 from pipeline.generate.summary import AnswerSummary, summarise_answers
-from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
+from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow")
 
@@ -116,7 +118,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         try_merge_answers(request.store, WAITING_AT_END, self.say)
 
     @staticmethod
-    def _identity(request: GenerateRequest, todo: Todo) -> JsonObject:
+    def _identity(request: GenerateRequest, todo: Todo) -> AnswersIdentity:
         """Return the answers' identity; prunings of earlier runs stay in it while they have answers."""
         identity = request.identity
         if PRUNINGS not in identity or not todo.table.names():

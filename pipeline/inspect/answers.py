@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.errors import QUESTION_FAULTS, UsageError
-from pipeline.generate.answers import AnswersTable, read_answers_header
+from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers_header
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.inspect.facts import facts_table, flat
 from pipeline.rows import AnswerRecord, JsonObject
@@ -35,7 +35,7 @@ class Answers:
     """
 
     place: str
-    identity: dict[str, Any]
+    identity: AnswersIdentity
     rows: pa.Table
 
     @classmethod
@@ -65,7 +65,7 @@ class Answers:
         """Return identity and counts as a JSON-able dict, without answers."""
         counts = self.summary.standing()
         del counts["n_outside"], counts["seconds"]  # answers record neither of the two
-        return {"answers": self.place, "identity": self.identity, **counts}
+        return {"answers": self.place, "identity": cast(JsonObject, self.identity), **counts}
 
     def as_records(self) -> list[AnswerRecord]:
         """Return every row whole, JSON-able."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cache.header import differences, fingerprint
+from pipeline.cache.header import CacheIdentity, differences, fingerprint
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.errors import NotACache
@@ -29,6 +30,7 @@ _ROW = (
 _ANSWER_STATUS, _ANSWER = ("status", "error_class"), ("answer", "choice")
 _ANSWER_ROW = ("prompt", "target", "n_visual_tokens", "n_kept", "retention_ratio", "finish", "decoding")
 _EXAMPLES: Final = 5
+_unlike = partial(differences, has="the first has", other="the second")
 
 
 @dataclass(frozen=True)
@@ -93,17 +95,16 @@ def compare(first: Store, second: Store) -> Difference:
     if kinds[0] != kinds[1]:
         raise NotACache(f"{first} holds {kinds[0]} and {second} {kinds[1]}: compare two of one kind")
     if kinds[0] == "answers":
-        headers = [read_answers_header(store) for store in (first, second)]
+        lines = _unlike(read_answers_header(first)["identity"], read_answers_header(second)["identity"])
         tables = [_answers(store) for store in (first, second)]
         compared: tuple[Sequence[str], ...] = (_ANSWER_STATUS, _ANSWER, _ANSWER_ROW)
         item = "question"
     else:
-        headers = [dict(read_header(store)) for store in (first, second)]
-        tables = [_videos(store, header) for store, header in zip((first, second), headers, strict=True)]
+        one, other = read_header(first)["identity"], read_header(second)["identity"]
+        lines = _unlike(one, other)
+        tables = [_videos(first, one), _videos(second, other)]
         compared = (_STATUS, _TOKENS, _ROW)
         item = "video"
-    identities = [header["identity"] for header in headers]
-    lines = differences(identities[0], identities[1], has="the first has", other="the second")
     status, content, row = compared
     return _difference(item, lines, tables, status, content, row)
 
@@ -117,10 +118,10 @@ def _kind(store: Store) -> str:
     raise NotACache(f"{store} is neither a pruned-token cache nor a folder of answers")
 
 
-def _videos(store: Store, header: dict[str, Any]) -> pa.Table:
+def _videos(store: Store, identity: CacheIdentity) -> pa.Table:
     """Return the live rows of a cache: ``id``, and the columns that are compared."""
     names = (*_STATUS, *_TOKENS, *_ROW)
-    rows = LiveVideos.open(store, fingerprint(header["identity"])).live(("video_id", *names))
+    rows = LiveVideos.open(store, fingerprint(identity)).live(("video_id", *names))
     return rows.select(["video_id", *names]).rename_columns(["id", *names])
 
 

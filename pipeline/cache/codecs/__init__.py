@@ -9,9 +9,8 @@ nothing. Each token names its own, so that a row is read without anything else.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.errors import NotACache, VideoFault
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from pipeline.cache.header import CacheIdentity
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ CODECS = {
 }
 
 
-def codec_of(identity: Mapping[str, Any], place: object = "the cache") -> TokenCodec:
+def codec_of(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
     """Return the codec of the tokens of a cache with this identity. Raises NotACache for one that is not known here."""
     name = identity.get("dtype", {}).get("stored", BFLOAT16.name)
     if name not in CODECS:

@@ -56,7 +56,7 @@ def lay_out(config: EvaluateConfig) -> PaperFiles:
 
 def _facts(found: Sequence[BenchmarkResults]) -> list[tuple[str, str]]:
     """Return (name, value) facts about the model and settings behind each benchmark's numbers."""
-    model = found[0].identity["model"]
+    model = found[0].model_identity
     facts = [("model", f"{found[0].model}, {model['type']}, {model['weights']}")]
     for one in found:
         frames, protocol = one.identity["num_frames"], one.identity["protocol"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from gstep import PRUNERS, make_pruner
 from gstep.language import BUILDERS
-from pipeline.cache.header import differences, read_header_file
+from pipeline.cache.header import ModelIdentity, differences, read_header_file
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
@@ -28,6 +28,7 @@ from pipeline.evaluate.statistics.score_matrix import ORIGINAL, arms_of, score_m
 from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
 from pipeline.generate.late_pruning import LateAsked
 from pipeline.options import named_values
+from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
@@ -55,15 +56,20 @@ class BenchmarkResults:
 
     place: str
     benchmark: Benchmark
-    identity: Mapping[str, Any]
+    identity: JsonObject
     about: Mapping[str, str]
     scores: pa.Table
     unknown: Sequence[str] = ()
 
     @property
+    def model_identity(self) -> ModelIdentity:
+        """The identity of the model that answered."""
+        return cast(ModelIdentity, self.identity["model"])
+
+    @property
     def model(self) -> str:
         """The model's name as its user wrote it; in results without one, its weights."""
-        name = self.about.get("model") or str(self.identity["model"]["weights"])
+        name = self.about.get("model") or self.model_identity["weights"]
         return PurePath(name).name if name.startswith(("/", ".")) else name
 
     def scored(self, *, split: bool) -> ScoredBenchmark:
@@ -94,7 +100,7 @@ def gather(table: PaperTable, places: Sequence[str], objects: Objects, *, mixed:
             both = f"{one.place} ({one.benchmark.title}) and {other.place} ({other.benchmark.title})"
             raise UsageError(f"{both} are for the same column: name one of them")
     for one in found[1:]:
-        if wrong := differences(found[0].identity["model"], one.identity["model"], has=f"{found[0].place} has"):
+        if wrong := differences(found[0].model_identity, one.model_identity, has=f"{found[0].place} has"):
             raise IdentityMismatch(f"{one.place} is of another model than {found[0].place}: {'; '.join(wrong)}")
     found = sorted(found, key=lambda one: order.get(one.benchmark.name, len(order)))
     if not mixed and (unlike := [line for one in found[1:] for line in _unlike(one, found[0])]):
@@ -140,7 +146,7 @@ def at_positions(one: BenchmarkResults, positions: str | None) -> BenchmarkResul
     The methods' names come without them. Rows that have no positions of their own stay: full retention, and methods
     that prune inside the model.
     """
-    usual = BUILDERS[one.identity["model"]["type"]].default_positions
+    usual = BUILDERS[one.model_identity["type"]].default_positions
     wanted = usual if positions is None else positions
     methods = [method.partition(_POSITIONS) for method in one.scores["method"].to_pylist()]
     kept = [(said or usual) == wanted or _has_no_positions(name) for name, _, said in methods]
@@ -191,12 +197,12 @@ def _read(place: str, objects: Objects) -> BenchmarkResults:
     store = store_at(place, objects)
     absent = f"no results of python -m jobs.evaluate --benchmark (no {RESULTS_HEADER})"
     held = read_header_file(store, RESULTS_HEADER, (RESULTS_VERSION,), NotResults, absent, of="results of ")
-    identity, about = held["identity"], held.get("about", {})
+    identity, about = cast(JsonObject, held["identity"]), cast(Mapping[str, str], held.get("about", {}))
     if "benchmark" not in identity:
         raise NotResults(f"{place} holds scored answers, not the results of a benchmark")
     if lacking := {"model", "num_frames", "protocol"} - identity.keys():
         raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
-    benchmark = find_benchmark(identity["benchmark"])
+    benchmark = find_benchmark(str(identity["benchmark"]))
     scores = _scores(place, store, published=not benchmark.submission)
     if benchmark.submission:
         scores = with_server_scores(store, scores)

@@ -13,6 +13,7 @@ from gstep.language import Answer, Decoding, Prompt, Score
 from gstep.lazy import LazyTable
 from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache
+from pipeline.generate.answers import AnswersIdentity
 from pipeline.rows import JsonObject
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
@@ -58,7 +59,7 @@ class EngineSetup:
     largest_video: int = 0
     cache: TokenCache | None = None
 
-    def describe(self) -> JsonObject:
+    def describe(self) -> AnswersIdentity:
         """Return the engine's part of the answers' identity, JSON-able; empty for the transformers engine."""
         if self.name == TRANSFORMERS:
             return {}

@@ -25,10 +25,10 @@ from pipeline.evaluate.request import (
     write_results_header,
 )
 from pipeline.evaluate.whole_cache import frame_rule
-from pipeline.generate.answers import commit_answers, write_answers_header
+from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
 from pipeline.generate.late_pruning import late_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
-from pipeline.generate.request import PRUNINGS, describe_prunings
+from pipeline.generate.request import describe_prunings
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.request import resolve
 from pipeline.storage.stores import LocalStore

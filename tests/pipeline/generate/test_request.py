@@ -10,11 +10,11 @@ from rich.console import Console
 from gstep.backbones import ModelSource, family_of
 from pipeline.cache.header import header_bytes
 from pipeline.errors import IdentityMismatch, NotACache, NotAnswers, UsageError
-from pipeline.generate.answers import commit_answers, read_answers_header, write_answers_header
+from pipeline.generate.answers import PRUNINGS, commit_answers, read_answers_header, write_answers_header
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LateAsked
 from pipeline.generate.questions import read_questions
-from pipeline.generate.request import PRUNINGS, GenerateRequest, checked, match_answers, way_of
+from pipeline.generate.request import GenerateRequest, checked, match_answers, way_of
 from pipeline.generate.run import AnswerRun
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import request_about, tiny_cache, write_questions
