@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from gstep.backbones import ModelSource, choose_runtime
@@ -27,7 +27,8 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
     """
     runtime = choose_runtime("auto", dtype)
     identity = cache.identity["model"]
-    source = _source(model, identity["type"], identity["weights"], stored_tower(cache.store, cache.header))
+    source = ModelSource.resolve(*model_of(model, None, identity["weights"]), quantized=True)
+    check_model("the cache", identity, source, partial(stored_tower, cache.store, cache.header))
     parallel = int(more.get("tensor_parallel_size", 1))
     prepare_process(runtime.device, parallel)
     return {**engine_options(source, runtime, cache.most_tokens + 1, parallel), **more}
