@@ -70,7 +70,10 @@ class Scraped:
 
     def _read_until(self, ended: threading.Event) -> None:
         while not ended.wait(0.5):
-            text = self.read()
+            try:
+                text = self.read()
+            except OSError:  # a port that Ray lists need not listen yet
+                continue
             # A port names a metric for a while before and after it has values.
             if all(values(text, "ray_gstep_busy_share", stage=stage) for stage in ("decode", "encode")):
                 self.meanwhile = text
