@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 from pipeline.errors import UsageError
+from pipeline.rows import Json
 
 # Failures from outside the items are tolerated up to this count, or this share of all items if that is more.
 OUTSIDE_COUNT, OUTSIDE_SHARE = 10, 0.05
@@ -141,12 +142,12 @@ class RunOptions(S3Options):
             return self.failure_limit(total)
         return max(OUTSIDE_COUNT, math.floor(OUTSIDE_SHARE * total + 1e-9))
 
-    def as_record(self) -> dict[str, object]:
+    def as_record(self) -> dict[str, Json]:
         """Return the options JSON-able, for the run's record; of a secret only that it is set."""
         values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
         return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
 
-    def chosen(self) -> dict[str, object]:
+    def chosen(self) -> dict[str, Json]:
         """Return the part of ``as_record`` that is not the default; the run's record has all."""
         defaults = {
             item.name: item.default if item.default_factory is MISSING else item.default_factory()
@@ -205,22 +206,23 @@ class EngineOptions(RunOptions):
                 if getattr(self, name) != off:
                     raise UsageError(f"--{name.replace('_', '-')} goes with --engine vllm")
 
-    def engine_params(self) -> dict[str, Any]:
+    def engine_params(self) -> dict[str, Json]:
         """Parse ``--engine-param`` into values by name."""
         return engine_values(self.engine_param)
 
 
-def engine_values(given: Iterable[str]) -> dict[str, Any]:
+def engine_values(given: Iterable[str]) -> dict[str, Json]:
     """Parse ``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
     return {name: _json_or_text(text) for name, text in named_values(given, "--engine-param").items()}
 
 
-def _json_or_text(text: str) -> Any:
+def _json_or_text(text: str) -> Json:
     """Return a text parsed as JSON, or as it is where it is no JSON."""
     try:
-        return json.loads(text)
+        value: Json = json.loads(text)
     except ValueError:
         return text
+    return value
 
 
 def _count_or_share(text: str, total: int) -> int:

@@ -34,9 +34,9 @@ from pipeline.execution.access import (
 from pipeline.execution.monitoring.report import NodeTally
 from pipeline.execution.prefork.server import python_of_workers
 from pipeline.execution.request import refusing
-from pipeline.execution.run_record import RunRecord
 from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
 from pipeline.options import RunOptions
+from pipeline.rows import Json
 
 _LOOK_S = 1.0
 # A start that fails later than this has waited for a process of Ray's in vain, as on a machine that is busy for a
@@ -244,7 +244,7 @@ def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
         raise UsageError("--device cuda: this machine has no GPU, and no Ray cluster is named or runs here")
 
 
-def provenance(run_id: str, packages: Sequence[str]) -> RunRecord:
+def provenance(run_id: str, packages: Sequence[str]) -> dict[str, Json]:
     """Return the run record's facts about this process: host, process id and versions of packages."""
     return {
         "run_id": run_id,

@@ -6,25 +6,46 @@ import json
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any
+from typing import TypedDict
 
 from pipeline.cache.live_rows import TOKENS
 from pipeline.cache.writer import run_of, token_shard_id
 from pipeline.errors import printable
+from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
 
 RUNS = "runs"
 COMMITTED = "token_shards"  # key of a record: the ids of the token shards that the rows of the run name
-#: A JSON object. Records of older and newer runs may have other keys, and nothing depends on them.
-RunRecord = dict[str, Any]
+
+
+class RunRecord(TypedDict, total=False):
+    """What is read of a run's record. Records of older and newer runs may lack it or have more; nothing depends on it.
+
+    Attributes:
+        versions: of packages, by name.
+        config: the run's options, those at their default too.
+        videos: how many it set out to do.
+        error: what ended it, if something did.
+    """
+
+    run_id: str
+    host: str
+    pid: int
+    versions: dict[str, str | None]
+    config: JsonObject
+    videos: int
+    status: str
+    started: str
+    ended: str
+    error: str | None
 
 
 class RunFile:
     """The file of a run's record, written when the run starts and again when it ends, however it ends."""
 
-    def __init__(self, store: Store, record: RunRecord) -> None:
+    def __init__(self, store: Store, record: JsonObject) -> None:
         self._store = store
-        self._record = record | {"started": now()}
+        self._record: dict[str, Json] = {**record, "started": now()}
 
     def __enter__(self) -> None:
         self.save(status="running")
@@ -35,14 +56,34 @@ class RunFile:
         with suppress(OSError) if kind is not None else nullcontext():
             self.save(status=status, ended=now(), error=None if value is None else printable(str(value)))
 
-    def note(self, **news: object) -> None:
+    def note(self, **news: Json) -> None:
         """Add facts that are written with the record's next save."""
         self._record |= news
 
-    def save(self, **news: object) -> None:
+    def save(self, **news: Json) -> None:
         """Write the record, with these facts added."""
         self.note(**news)
         self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
+
+
+def read_record(store: Store, name: str) -> RunRecord:
+    """Read the record in a file of a run; {} where it is missing or unreadable, since it is provenance only."""
+    try:
+        record = json.loads(store.read(name))
+    except (OSError, ValueError):
+        return {}
+    usable = isinstance(record, dict) and isinstance(record.get("versions", {}), dict)
+    found: RunRecord = record if usable else {}
+    return found
+
+
+def newest_record(store: Store) -> RunRecord | None:
+    """Read the newest record that says its run's options; None where none does."""
+    for name in reversed(store.names(RUNS, ".json")):  # a run_id begins with its time
+        record = read_record(store, name)
+        if isinstance(record.get("config"), dict):
+            return record
+    return None
 
 
 def committed_by(store: Store, run_id: str) -> frozenset[str] | None:

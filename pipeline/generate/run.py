@@ -36,7 +36,7 @@ from pipeline.generate.graph import AnswerPlan, batch_size, build_graph, plan_an
 from pipeline.generate.request import GenerateRequest, describe_prunings, match_answers, prepare
 from pipeline.generate.resume import asked_rows, notes_on_answered, split_decided, unanswered
 from pipeline.generate.summary import AnswerSummary, summarise_answers
-from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow")
 
@@ -101,7 +101,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         # Before any row is written: the cluster may not be able to do what the flags ask.
         computed = self._computed() if ask else None
         write_answers_header(request.store, self._identity(request, todo))
-        about = {"config": config.as_record(), "questions": len(todo)}
+        about: JsonObject = {"config": config.as_record(), "questions": len(todo)}
         run_file = RunFile(request.store, {**provenance(request.run_id, _RECORDED_VERSIONS), **about})
         n_failed = len(decided)
         with run_file:

@@ -33,6 +33,7 @@ from pipeline.prune.passes import Commits, Passes, Setups
 from pipeline.prune.request import PruneRequest, match_cache, of_shard, prepare
 from pipeline.prune.resume import remaining, retry_candidates, skipped_lines, within_limit
 from pipeline.prune.summary import Summary, lost_line, summarise
+from pipeline.rows import JsonObject
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
 
@@ -157,7 +158,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         setups = Setups(request.decode_setup(), encode)
         plan = self._forecast(request, todo, device)
         limits = self._limits = self._limited(request, plan)
-        about = {
+        about: JsonObject = {
             "config": config.as_record(),
             "device": device,
             "dtype": dtype,

@@ -26,7 +26,7 @@ from pipeline.generate.late_pruning import evidence_columns, is_whole
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from pipeline.rewrite.recode import check_source
 from pipeline.rewrite.rewrite import Rewrite, config_of
-from pipeline.rows import VideoRecord
+from pipeline.rows import Json, VideoRecord
 
 
 def repruning(
@@ -46,7 +46,7 @@ def repruning(
             raise UsageError(f"--pruner {method} selects anew for every question, so its tokens cannot be cached")
         columns = dict(evidence_columns(method, pruner, held))
         header = _header(source.header, pruner, pruner.nominal_ratio(ratio), seed, codec)
-    config = {
+    config: dict[str, Json] = {
         **{name: value for name, value in config_of(source.store).items() if name not in ("evidence", "evidence_for")},
         **{"out": out, "pruner": method_name(type(pruner)), "retention_ratio": ratio, "seed": seed},
         **{"pruner_param": [f"{name}={value}" for name, value in params.items()], "token_codec": codec},

@@ -6,7 +6,6 @@ done again only where the source's row counts for more than the copy's by the ru
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ from pipeline.errors import IdentityMismatch, NotACache, RunFailed, VideoFault
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
 from pipeline.execution.request import check_out, new_run_id, store_refusing
-from pipeline.execution.run_record import COMMITTED, RUNS, RunFile, RunRecord
-from pipeline.rows import VideoRecord, VideoRow, failed_video
+from pipeline.execution.run_record import COMMITTED, RunFile, newest_record
+from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
 from pipeline.storage.stores import Store
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")
@@ -63,7 +62,7 @@ class Rewrite:
 
     source: TokenCache
     header: CacheHeader
-    config: RunRecord
+    config: JsonObject
     order: TokenOrder
     evidence: Sequence[str]
     change: Callable[[CachedVideo, VideoRecord], PrunedVideo]
@@ -96,16 +95,10 @@ class Rewritten:
             yield f"warning: {self.failed:,} of them failed"
 
 
-def config_of(store: Store) -> RunRecord:
+def config_of(store: Store) -> JsonObject:
     """Return the options of the newest run of a cache that its record tells; {} where none does."""
-    for name in reversed(store.names(RUNS, ".json")):
-        try:
-            config = json.loads(store.read(name)).get("config")
-        except (OSError, ValueError, AttributeError):
-            continue
-        if isinstance(config, dict):
-            return config
-    return {}
+    record = newest_record(store)
+    return {} if record is None else record["config"]
 
 
 def check_place(out: Store, header: CacheHeader) -> None:
@@ -136,7 +129,7 @@ def rewrite(what: Rewrite, out: Store, say: Callable[[str], object]) -> Rewritte
             out.put(HEADER, header_bytes(what.header))
         todo = _todo(what.source, out, made_with, done)
         if len(todo):
-            about = {"rewritten_from": str(what.source.store), "config": what.config, "videos": len(todo)}
+            about: JsonObject = {"rewritten_from": str(what.source.store), "config": what.config, "videos": len(todo)}
             record = RunFile(out, {**provenance(done.run_id, _VERSIONS), **about})
             with record:
                 _stream(what, todo, out, record, done, say)

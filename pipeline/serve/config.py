@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 from pipeline.errors import UsageError
 from pipeline.generate.config import PromptOptions
 from pipeline.options import S3Options, check, check_choices, engine_values, option, positive
+from pipeline.rows import Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class ServeConfig(PromptOptions, S3Options):
         self.engine_params()
         self.named_caches()
 
-    def engine_params(self) -> dict[str, Any]:
+    def engine_params(self) -> dict[str, Json]:
         """Return the values of ``--engine-param`` by name."""
         return engine_values(self.engine_param)
 

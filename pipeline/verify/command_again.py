@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from typing import Any
 
-from pipeline.execution.run_record import RUNS
+from pipeline.execution.run_record import newest_record
 from pipeline.prune.config import PruneConfig
+from pipeline.rows import JsonObject
 from pipeline.storage.stores import Store
 
 _NOT_AGAIN = {"out", "limit", "dry_run", "retry_failed", "max_attempts"}
@@ -20,19 +19,21 @@ def command_again(store: Store, attempts: int) -> str:
 
     It also takes videos that had so many ``attempts``; the newest run is the newest whose record can be read.
     """
-    config = _newest_config(store)
-    more = ["--retry-failed"]
-    most = PruneConfig().max_attempts if config is None else config.get("max_attempts", PruneConfig().max_attempts)
+    record, more = newest_record(store), ["--retry-failed"]
+    config = {} if record is None else record["config"]
+    most, usual = config.get("max_attempts"), PruneConfig().max_attempts
+    if not isinstance(most, int):
+        most = usual
     if attempts >= most:
         more += ["--max-attempts", str(attempts + 1)]
-    elif most != PruneConfig().max_attempts:
+    elif most != usual:
         more += ["--max-attempts", str(most)]
-    if config is None:
+    if record is None:
         return f"the command that made it, with {shlex.join(more)}"
     return shlex.join(["python", "-m", "jobs.prune", *_flags(config), "--out", str(store), *more])
 
 
-def _flags(config: dict[str, Any]) -> Iterator[str]:
+def _flags(config: JsonObject) -> Iterator[str]:
     """Yield the flags of options that differ from the defaults; secret options are not in the record."""
     for item in fields(PruneConfig):
         value = config.get(item.name)
@@ -47,15 +48,3 @@ def _flags(config: dict[str, Any]) -> Iterator[str]:
         else:
             for one in value if isinstance(value, list) else [value]:
                 yield from (flag, str(one))
-
-
-def _newest_config(store: Store) -> dict[str, Any] | None:
-    """Return the options of the newest run whose record can be read, or None."""
-    for name in reversed(store.names(RUNS, ".json")):
-        try:
-            config = json.loads(store.read(name))["config"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if isinstance(config, dict):
-            return config
-    return None

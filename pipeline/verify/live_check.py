@@ -10,8 +10,6 @@ import json
 import random
 from contextlib import closing
 from dataclasses import fields, replace
-from pathlib import PurePosixPath
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,11 +24,12 @@ from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, PrunedVideo
 from pipeline.errors import UsageError, VideoFault
-from pipeline.execution.cluster import provenance
+from pipeline.execution.cluster import package_version
 from pipeline.execution.request import refusing
-from pipeline.execution.run_record import RUNS, RunRecord
+from pipeline.execution.run_record import RUNS, RunRecord, newest_record, read_record
 from pipeline.inputs.forms import fetch_of, spot_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.option_values import checked_options
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
@@ -87,7 +86,7 @@ class LiveCheck:
 
     def _compare(self, row: VideoRow, decoder: VideoDecoder) -> LiveResult:
         """Encode one video again and compare its tokens with the stored ones."""
-        video_id, run = row["video_id"], _run(self._cache, row["run_id"])
+        video_id, run = row["video_id"], read_record(self._cache.store, f"{RUNS}/{row['run_id']}.json")
         try:
             again = self._encoded(row, decoder)
         except VideoFault as fault:
@@ -169,7 +168,7 @@ def _suspicion(result: LiveResult) -> str:
 def _versions(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
     """Return the versions and devices that differ from those at encoding time, as name -> (then, now)."""
     then = dict(run.get("versions", {}))
-    now = dict(provenance("", tuple(then))["versions"])
+    now = {name: package_version(name) for name in then}
     before, after = row["runtime"] or {}, json.loads(record.get("runtime") or "{}")
     for name in _RUNTIME if after else ():
         then[name], now[name] = before.get(name), after.get(name)
@@ -186,36 +185,17 @@ def _config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig
     """
     known = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
     options = {name: value for name, value in run.get("config", {}).items() if name in known}
-    mine: dict[str, Any] = {
-        "out": str(cache.store),
-        "decoder": "auto",
-        "device": "auto",
-        "dtype": "auto",
-        "compile": False,
-    }
-    try:
-        return PruneConfig(**{**options, **mine, "attn": "auto", **({"model": model} if model else {})})
-    except TypeError as error:
-        raise UsageError(f"{cache.store}/{RUNS}/{run.get('run_id')}.json: {error}") from error
+    mine = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto"), "compile": False}
+    chosen = {**options, **mine, **({"model": model} if model else {})}
+    return PruneConfig(**checked_options(PruneConfig, chosen, f"{cache.store}/{RUNS}/{run.get('run_id')}.json: "))
 
 
 def _newest_run(cache: TokenCache) -> RunRecord:
     """Read the newest run's record; all runs of a cache made tokens with the same settings."""
-    for name in reversed(cache.store.names(RUNS, ".json")):
-        run = _run(cache, PurePosixPath(name).stem)
-        if isinstance(run.get("config"), dict):
-            return run
-    raise UsageError(f"{cache.store}/{RUNS}: no record of a run says which model the tokens are from")
-
-
-def _run(cache: TokenCache, run_id: str) -> RunRecord:
-    """Read a run's record; {} where it is missing or unreadable, since it is provenance only."""
-    try:
-        record = json.loads(cache.store.read(f"{RUNS}/{run_id}.json"))
-    except (OSError, ValueError):
-        return {}
-    usable = isinstance(record, dict) and isinstance(record.get("versions", {}), dict)
-    return record if usable else {}
+    run = newest_record(cache.store)
+    if run is None:
+        raise UsageError(f"{cache.store}/{RUNS}: no record of a run says which model the tokens are from")
+    return run
 
 
 def _todo(row: VideoRow) -> TodoRow:
