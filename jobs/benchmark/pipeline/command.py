@@ -14,12 +14,13 @@ from itertools import product
 
 from rich.console import Console
 
-from jobs.benchmark.pipeline.work import DECODE, DRIVER, JOB, LOOP, SINGLE, Work
+from jobs.benchmark.pipeline.work import DECODE, DRIVER, JOB, LOOP, SIMULATION, SINGLE, Work
 from jobs.benchmark.sizes import add_folder
 from jobs.command import add_json_or_file, count, file_in_folder, wide_console
 from jobs.frame.json_document import Done
 from pipeline.errors import UsageError
 
+_IDLE = "in _Fetcher.next"  # the function in which the driver waits for videos
 HELP = "the whole job beside a plain DataLoader loop"
 
 
@@ -43,9 +44,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="instead: the job over N and N videos by stages that do nothing",
     )
+    parser.add_argument(
+        "--simulate",
+        type=count,
+        nargs="+",
+        metavar="N",
+        help="instead: the driver alone, with N simulated encoders of the longest --encode-ms and videos of the most "
+        "--frames",
+    )
     for name, value, unit, what in (
         ("--encoders", 1, "N", "with --driver [1]"),
         ("--workers", max(1, (os.cpu_count() or 1) - 1), "N", "that decode, in job and loop [the CPUs less one]"),
+        ("--request-ms", 0, "MS", "with --simulate: that each request to the store takes [0]"),
         ("--seconds", 20, "S", "about, of one measurement [20]"),
         ("--repeats", 1, "N", "times each; medians are shown [1]"),
     ):
@@ -64,6 +74,8 @@ def run(arguments: argparse.Namespace) -> Done:
 
     if arguments.driver is not None:
         return _driver(arguments)
+    if arguments.simulate is not None:
+        return _simulated(arguments)
     cells = _measure(arguments)
     title = f"Encoders that sleep, on {os.cpu_count()} CPUs, {machine_line('cpu')}"
     wide_console().print(as_table(cells, title))
@@ -109,3 +121,29 @@ def _driver(arguments: argparse.Namespace) -> Done:
         f"of one core; {found['peak MB']:.0f} MB of all processes at most"
     )
     return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "encoders": encoders, "a_video": dict(found)})
+
+
+def _simulated(arguments: argparse.Namespace) -> Done:
+    """Show what the driver reaches with each number of simulated encoders, and where its time goes."""
+    from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
+    from jobs.benchmark.pipeline.measure import run_child  # noqa: PLC0415
+
+    frames, encode_s, found = max(arguments.frames), max(arguments.encode_ms) / 1e3, []
+    for encoders in arguments.simulate:
+        work = Work(SIMULATION, frames, encode_s, 1, encoders, folder=str(arguments.folder or ""))
+        videos = round(arguments.seconds * encoders / encode_s)
+        one = run_child(replace(work, videos=videos, request_s=arguments.request_ms / 1e3))
+        found.append({"encoders": encoders, **one})
+        idle = one.get(_IDLE, 0.0)
+        shares = ((share, name) for name, share in one.items() if name.startswith("in ") and name != _IDLE)
+        spent = sorted(shares, reverse=True)
+        wide_console().print(
+            f"{encoders} encoders: {one['reached']:.0f} videos/s of {one['offered']:.0f} offered; "
+            f"{one['driver CPU ms']:.2f} CPU ms of the driver a video; a tick that commits {1e3 * one['tick']:.0f} ms, "
+            f"1 in 100 {1e3 * one['slow tick']:.0f} ms; the driver {one['driver MB']:.0f} MB; "
+            f"{one['reports read']:.0f} of {one['reports sent']:.0f} reports/s read, each "
+            f"{1e3 * one['CPU heartbeat actor'] / (one['reports read'] * one['seconds']):.2f} CPU ms; it waits for videos "
+            f"{100 * idle:.0f} % of the time, most of the rest is "
+            + ", ".join(f"{name} {100 * share:.0f} %" for share, name in spent[:3])
+        )
+    return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "simulated": found})

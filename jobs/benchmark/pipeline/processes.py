@@ -16,6 +16,8 @@ KINDS = {
     "ray::Writer": "write actor",
     ":Writer.": "write actor",
     "ray::Heartbeats": "heartbeat actor",
+    "ray::SimulatedWriters": "writers",
+    "ray::Reporters": "reporters",
     "multiprocessing.": "decode child",
     "/raylet/raylet ": "raylet",
     "/gcs/gcs_server ": "gcs",

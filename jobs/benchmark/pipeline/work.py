@@ -13,7 +13,8 @@ FRAME_BYTES = 3 * SIDE**2
 TOKENS_PER_FRAME, HIDDEN, RATIO = 196, 64, 0.25  # as of the model "tiny"
 KEPT_BYTES_PER_FRAME = int(RATIO * TOKENS_PER_FRAME) * HIDDEN * 2
 LOOP, JOB, SINGLE, DECODE, DRIVER = "plain loop", "job", "single process", "decode alone", "driver"
-_ROOMS = {JOB: "job", DECODE: "decode_alone", DRIVER: "driver"}
+SIMULATION = "simulation"
+_ROOMS = {JOB: "job", DECODE: "decode_alone", DRIVER: "driver", SIMULATION: "simulation"}
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,14 @@ class Work:
 
     Attributes:
         kind: LOOP is a DataLoader with workers, SINGLE one without, DECODE that stage of the JOB, DRIVER the JOB with
-            stages that do nothing.
+            stages that do nothing, SIMULATION the driver of the JOB without the stages.
         frames: of each video.
         work_s: what an encoder sleeps for each video.
         workers: that decode.
         encoders: of the job; the plain loop has a process for each.
         nodes: logical ones; 0 is a Ray as the job starts it by itself.
         folder: has the videos, and gets the results.
+        request_s: seconds before each request to the store of a SIMULATION, as a distant store would take.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class Work:
     nodes: int = 0
     folder: str = ""
     videos: int = 0
+    request_s: float = 0.0
 
     @property
     def manifest(self) -> Path:

@@ -84,7 +84,7 @@ class Far:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._store, name)
-        if name not in {"read", "read_slice", "names", "exists", "listed"}:
+        if name not in {"put", "read", "read_slice", "names", "exists", "listed"}:
             return found
 
         def asked(*arguments: Any) -> Any:

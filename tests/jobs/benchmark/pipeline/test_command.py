@@ -6,7 +6,7 @@ import pytest
 
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.pipeline import measure
-from jobs.benchmark.pipeline.work import DRIVER, JOB, LOOP
+from jobs.benchmark.pipeline.work import DRIVER, JOB, LOOP, SIMULATION
 
 
 @pytest.fixture
@@ -59,6 +59,44 @@ def test_the_driver_is_shown_by_what_a_video_more_takes(tmp_path, capsys, ran):
     }
     assert "3 encoders, a video more from 100 to 300" in " ".join(capsys.readouterr().out.split())
     assert benchmark.main(["pipeline", "--driver", "100", "100"]) == 2
+
+
+def test_simulated_encoders_are_shown_with_what_the_driver_does_most(tmp_path, capsys, monkeypatch):
+    works = []
+
+    def run_child(work):
+        works.append(work)
+        shares = {
+            "in _Fetcher.next": 0.5,
+            "in commit": 0.3,
+            "in _Writer.write": 0.1,
+            "in Facts.add": 0.06,
+            "in look": 0.04,
+        }
+        times = {
+            "tick": 0.01,
+            "slow tick": 0.02,
+            "driver CPU ms": 0.5,
+            "driver MB": 300.0,
+            "seconds": 50.0,
+            "CPU heartbeat actor": 0.1,
+        }
+        return {"reached": 200.0, "offered": 256.0, "reports sent": 9.0, "reports read": 8.0, **times, **shares}
+
+    monkeypatch.setattr(measure, "run_child", run_child)
+    argv = ["pipeline", "--simulate", "64", "1000", "--request-ms", "20", "--seconds", "2", "--folder", str(tmp_path)]
+    assert benchmark.main(argv) == 0
+    assert [(work.kind, work.encoders, work.frames, work.videos) for work in works] == [
+        (SIMULATION, 64, 32, 512),
+        (SIMULATION, 1000, 32, 8000),
+    ]
+    assert {work.request_s for work in works} == {0.02}
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "64 encoders: 200 videos/s of 256 offered" in said
+        and "8 of 9 reports/s read, each 0.25 CPU ms; it waits for videos 50 % of the time" in said
+    )
+    assert "in commit 30 %, in _Writer.write 10 %, in Facts.add 6 %" in said and "look" not in said
 
 
 def test_a_picture_in_no_folder_is_refused(tmp_path, capsys):
