@@ -142,8 +142,8 @@ def _simulated(arguments: argparse.Namespace) -> Done:
             f"{one['driver CPU ms']:.2f} CPU ms of the driver a video; a tick that commits {1e3 * one['tick']:.0f} ms, "
             f"1 in 100 {1e3 * one['slow tick']:.0f} ms; the driver {one['driver MB']:.0f} MB; "
             f"{one['reports read']:.0f} of {one['reports sent']:.0f} reports/s read, each "
-            f"{1e3 * one['CPU heartbeat actor'] / (one['reports read'] * one['seconds']):.2f} CPU ms; it waits for videos "
-            f"{100 * idle:.0f} % of the time, most of the rest is "
+            f"{1e3 * one['CPU heartbeat actor'] / (one['reports read'] * one['seconds']):.2f} CPU ms; "
+            f"it waits for videos {100 * idle:.0f} % of the time, most of the rest is "
             + ", ".join(f"{name} {100 * share:.0f} %" for share, name in spent[:3])
         )
     return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "simulated": found})

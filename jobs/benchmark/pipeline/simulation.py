@@ -42,6 +42,7 @@ from pipeline.execution.monitoring.monitor import Monitor
 from pipeline.execution.monitoring.report import ProgressDelta, Worker, WorkerReport
 from pipeline.execution.run_record import RunFile
 from pipeline.execution.shards import TICK_S, Batch, RunGraph, Shard, Shards
+from pipeline.execution.stream import PlannedGraph
 from pipeline.prune.batches import written_batch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.graph import Resources, plan_resources, videos_for
@@ -170,7 +171,7 @@ class _Sampler:
         threading.Thread(target=self._sample, daemon=True).start()
 
     def end(self) -> dict[str, float]:
-        """Stop, and return the seconds since the start and the share that each function took, by "in " and its name."""
+        """End it, and return the seconds since the start and the share that each function took, by "in " and its name."""
         self._ended.set()
         seconds, used = time.perf_counter() - self._began, time.process_time() - self._used
         shares = {f"in {name}": times / self._samples.total() for name, times in self._samples.most_common()}
@@ -220,56 +221,74 @@ def _written_rows(work: Work, request: PruneRequest, n_rows: int) -> pa.Table:
     return written_batch(write_token_shard([video] * n_rows, store=request.store, run_id=request.run_id))
 
 
-def _streamed(work: Work, request: PruneRequest, plan: Resources) -> dict[str, float]:
-    """Stream the videos through the driver, and return its figures."""
-    console, bundle = Console(file=StringIO()), plan.videos_per_bundle
-    rows = _written_rows(work, request, plan.videos_per_shard)
-    writers = ray.remote(SimulatedWriters).options(num_cpus=0, max_concurrency=4 * work.encoders)
-    host = writers.remote(rows, str(work.out), request.run_id)
-    n_videos, video_s = work.videos // bundle * bundle, work.frames * _KEPT_BYTES / _WRITE_BYTES_S
-    stages = {"decode": plan.decode.workers, "encode": plan.encode.workers, "write": plan.write.workers}
-    reporters: list[ActorHandle] = []
-    samplers: list[_Sampler] = []
-    moves = 0
+class _Simulation:
+    """The builder of the simulated graph, which keeps what is measured from when it runs."""
 
-    def build(heartbeats: ActorHandle) -> RunGraph:
-        reporters.append(ray.remote(Reporters).options(num_cpus=0).remote(heartbeats, stages))
-        ray.get([reporters[0].sent.remote(), host.ready.remote()])
-        samplers.append(_Sampler())
+    def __init__(self, work: Work, plan: Resources, writers: ActorHandle) -> None:
+        self._work, self._plan, self._host = work, plan, writers
+        self.n_bundles = work.videos // plan.videos_per_bundle
+        self.reporters: ActorHandle | None = None
+        self.sampler: _Sampler | None = None
+        self.report = WorkerReport()
+
+    def build(self, heartbeats: ActorHandle) -> RunGraph:
+        """Start the reports, wait for all simulated workers, and return the graph."""
+        plan, work = self._plan, self._work
+        stages = {"decode": plan.decode.workers, "encode": plan.encode.workers, "write": plan.write.workers}
+        self.reporters = ray.remote(Reporters).options(num_cpus=0).remote(heartbeats, stages)
+        ray.get([self.reporters.sent.remote(), self._host.ready.remote()])
+        self.sampler = _Sampler()
         return SimulatedGraph(
             dataset=None,
             items_per_shard=plan.videos_per_shard,
-            writers=lambda: [_Writer(host, n, bundle, video_s) for n in range(plan.write.workers)],
-            items_per_row=bundle,
-            n_bundles=n_videos // bundle,
-            bundles_s=work.encoders / work.work_s / bundle,
+            writers=self._writers,
+            items_per_row=plan.videos_per_bundle,
+            n_bundles=self.n_bundles,
+            bundles_s=work.encoders / work.work_s / plan.videos_per_bundle,
         )
 
-    def note_moves(report: WorkerReport) -> None:
-        nonlocal moves
-        moves = report.moves
+    def _writers(self) -> list[_Writer]:
+        """Return the writers of the graph."""
+        video_s = self._work.frames * _KEPT_BYTES / _WRITE_BYTES_S
+        numbers = range(self._plan.write.workers)
+        return [_Writer(self._host, number, self._plan.videos_per_bundle, video_s) for number in numbers]
 
-    store = cast(Store, Far(cast(LocalStore, request.store), work.request_s))
-    run_file = RunFile(store, {"run_id": request.run_id})
-    far = replace(request, store=store)
-    with Monitor(store, request.run_id, lambda at: None) as monitor, run_file:
-        monitor.start()
-        commits = Commits(far, store.read(HEADER), n_videos, run_file, lambda text: None, monitor=monitor)
-        graph = streaming.PlannedGraph(
-            build, partial(commits, 0), plan, lambda: n_videos, on_look=monitor.look, on_end=note_moves
-        )
-        vars(streaming)["Shards"] = _TimedShards
-        streaming.stream(request.manifest, lambda left: graph, lambda left: left, console, request.config)
-        spent = samplers[0].end()
+    def keep(self, report: WorkerReport) -> None:
+        """Keep the last report of the workers."""
+        self.report = report
+
+    def figures(self) -> dict[str, float]:
+        """Return what the run took, with the share of the driver's time in each function."""
+        assert self.sampler is not None and self.reporters is not None
+        spent, n_videos = self.sampler.end(), self.n_bundles * self._plan.videos_per_bundle
         seconds = spent["seconds"]
         return {
-            "offered": work.encoders / work.work_s,
+            "offered": self._work.encoders / self._work.work_s,
             "reached": n_videos / seconds,
             "driver CPU ms": 1e3 * spent["CPU s"] / n_videos,
             "tick": float(np.median(_TimedShards.turns_s)),
             "slow tick": float(np.quantile(_TimedShards.turns_s, 0.99)),
             "driver MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-            "reports sent": ray.get(reporters[0].sent.remote()) / seconds,
-            "reports read": moves / 2 / seconds,
+            "reports sent": ray.get(self.reporters.sent.remote()) / seconds,
+            "reports read": self.report.moves / 2 / seconds,
             **spent,
         }
+
+
+def _streamed(work: Work, request: PruneRequest, plan: Resources) -> dict[str, float]:
+    """Stream the videos through the driver, and return its figures."""
+    rows = _written_rows(work, request, plan.videos_per_shard)
+    writers = ray.remote(SimulatedWriters).options(num_cpus=0, max_concurrency=4 * work.encoders)
+    simulated = _Simulation(work, plan, writers.remote(rows, str(work.out), request.run_id))
+    n_videos = simulated.n_bundles * plan.videos_per_bundle
+    store = cast(Store, Far(cast(LocalStore, request.store), work.request_s))
+    run_file, console = RunFile(store, {"run_id": request.run_id}), Console(file=StringIO())
+    vars(streaming)["Shards"] = _TimedShards
+    with Monitor(store, request.run_id, lambda at: None) as monitor, run_file:
+        monitor.start()
+        far = replace(request, store=store)
+        commits = Commits(far, store.read(HEADER), n_videos, run_file, lambda text: None, monitor=monitor)
+        commit, keep = partial(commits, 0), simulated.keep
+        graph = PlannedGraph(simulated.build, commit, plan, lambda: n_videos, on_look=monitor.look, on_end=keep)
+        streaming.stream(request.manifest, lambda left: graph, lambda left: left, console, request.config)
+        return simulated.figures()
