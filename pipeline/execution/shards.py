@@ -7,6 +7,7 @@ the limit of the graph, which holds back the earlier stages.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from ray.actor import ActorHandle
 
 # A shard that is due is written at most this much later.
 TICK_S = 0.5
+# While batches come, the driver looks for written shards this often: those that are written meanwhile are one commit.
+LOOK_S = 0.1
 # So many shards are committed together at most: their rows are in the driver's memory.
 MOST_TOGETHER = 64
 
@@ -101,6 +104,7 @@ class Shards:
         self._n_waiting = 0
         self._since = 0.0  # when the first waiting batch came
         self._n_shards = 0
+        self._looked = -math.inf  # when the driver last looked for written shards
         self._writing: dict[ray.ObjectRef, tuple[int, ActorHandle]] = {}  # the answer to come -> shard number, writer
         self._written: deque[Shard] = deque()  # shards of a graph without writers
         self._ended = False
@@ -153,9 +157,14 @@ class Shards:
             yield self._written[0]
             self._written.popleft()
         if self._writing:
-            wait_s = wait_s if self._ended or not self.has_room() else 0
-            ray.wait(list(self._writing), timeout=wait_s)
-            done, _ = ray.wait(list(self._writing), num_returns=len(self._writing), timeout=0)
+            free = self.has_room() and not self._ended
+            if free and self._clock() - self._looked < LOOK_S:
+                return  # a look costs Ray a look at every answer that is to come
+            self._looked = self._clock()
+            answers = list(self._writing)
+            if not free:
+                ray.wait(answers, timeout=wait_s)
+            done, _ = ray.wait(answers, num_returns=len(answers), timeout=0)
             tables: dict[ray.ObjectRef, pa.Table] = {}
             for answer in done[:MOST_TOGETHER]:
                 try:

@@ -171,7 +171,7 @@ class _Sampler:
         threading.Thread(target=self._sample, daemon=True).start()
 
     def end(self) -> dict[str, float]:
-        """End it, and return the seconds since the start and the share that each function took, by "in " and its name."""
+        """End it; return the seconds since the start and the share that each function took, by "in " and its name."""
         self._ended.set()
         seconds, used = time.perf_counter() - self._began, time.process_time() - self._used
         shares = {f"in {name}": times / self._samples.total() for name, times in self._samples.most_common()}
