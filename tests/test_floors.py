@@ -8,8 +8,8 @@ FLOORS = {
     "modules in a folder": 16,
     "lines of a file": 426,
     "lines of code of a function": 40,
-    "mappings of Any or object": 134,
-    "mentions of Any": 339,
+    "mappings of Any or object": 113,
+    "mentions of Any": 326,
     "docstrings of functions without a verb": 0,
 }
 

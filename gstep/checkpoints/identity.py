@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from gstep.errors import ModelError
 
@@ -15,6 +15,14 @@ SAMPLE_BYTES = 4096
 
 # Keys of config.json about the history of the file, which change no token.
 IRRELEVANT_KEYS = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+
+
+class _Entry(TypedDict):
+    """What the header of a safetensors file says of a tensor: data_offsets are its first byte and the one behind it."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
 
 
 def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str, Any]) -> str:
@@ -52,7 +60,7 @@ def _update(digest: hashlib._Hash, path: Path) -> None:
         digest.update(sample)
 
 
-def _header(path: Path) -> tuple[bytes, dict[str, Any]]:
+def _header(path: Path) -> tuple[bytes, dict[str, _Entry]]:
     """Read the header of a safetensors file as it is stored, and its entries of tensors by name."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -68,7 +76,7 @@ def _header(path: Path) -> tuple[bytes, dict[str, Any]]:
     return header, entries
 
 
-def _samples(path: Path, header_length: int, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+def _samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]) -> Iterator[bytes]:
     """Yield the first bytes of each stretch [start, end) behind the header."""
     with path.open("rb") as file:
         for start, end in spans:

@@ -12,6 +12,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.rows import JsonObject
+
 STDOUT = Path("-")
 HELP = "print one JSON document on stdout, for an error too, and everything else on stderr"
 
@@ -28,7 +30,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_const", const=STDOUT, help=HELP)
 
 
-def error_record(error: BaseException, message: str = "") -> dict[str, object]:
+def error_record(error: BaseException, message: str = "") -> JsonObject:
     """Return the JSON document of an error."""
     return {"error": {"class": type(error).__name__, "message": message or str(error)}}
 

@@ -38,7 +38,7 @@ from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 
 TIMED: Final = ("decode", "encode", "prune", "write")  # the steps whose seconds a row of the videos table has
-_COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
+_COLUMNS: Final[dict[str, tuple[type[np.number], tuple[int, ...]]]] = {
     "high": (np.uint64, ()),  # the two halves of the id's key
     "low": (np.uint64, ()),
     "clip": (np.uint64, ()),  # the key of uri, start_s, end_s

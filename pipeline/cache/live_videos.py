@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -282,7 +282,7 @@ def widths_of(live: pa.Table) -> set[int]:
 
 def _place_of(rows: pa.Table, at: int, shard: str, row: int) -> Place:
     """Build the Place of the row number ``at`` of ``rows``, which have RULE_COLUMNS and error_class."""
-    said: Mapping[str, Any] = rows.select([*RULE_COLUMNS, "error_class"]).slice(at, 1).to_pylist()[0]
+    said: VideoRow = rows.select([*RULE_COLUMNS, "error_class"]).slice(at, 1).to_pylist()[0]
     state = {"removed": 0, "ok": 1}.get(said["status"], 2)
     fault = None if state == 1 else "removed" if state == 0 else said["error_class"] or "internal"
     rank = (state, -(said["attempts"] or 0), -(said["rewritten"] or 0), said["tie_break"])

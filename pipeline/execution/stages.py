@@ -6,11 +6,11 @@ import logging
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, NotRequired, Protocol, TypedDict
 from uuid import uuid4
 
 import ray
@@ -105,7 +105,28 @@ class Stage:
     in_flight: int | None = None
 
 
-def actor_options(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> Mapping[str, Any]:
+class WorkerOptions(TypedDict):
+    """The options of Ray for a worker: what it reserves, the labels of its nodes, and how often it starts again."""
+
+    num_cpus: float
+    num_gpus: float
+    max_restarts: int
+    max_task_retries: int
+    label_selector: NotRequired[dict[str, str]]
+
+
+class ActorOptions(WorkerOptions):
+    """The options of ``map_batches`` for a stage of actors."""
+
+    batch_size: int
+    batch_format: str
+    zero_copy_batch: bool
+    compute: ray.data.ActorPoolStrategy
+    max_concurrency: int
+    ray_remote_args_fn: Callable[[], dict[str, str]]
+
+
+def actor_options(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> ActorOptions:
     """Return the ``map_batches`` options of a stage: ``batch_size`` rows a call, on nodes that match ``labels``."""
     return {
         **_worker_options(stage, labels),
@@ -118,15 +139,17 @@ def actor_options(stage: Stage, batch_size: int, labels: Mapping[str, str] | Non
     }
 
 
-def _worker_options(stage: Stage, labels: Mapping[str, str] | None) -> Mapping[str, Any]:
+def _worker_options(stage: Stage, labels: Mapping[str, str] | None) -> WorkerOptions:
     """Return the options of Ray for every worker of a stage: what it reserves, its nodes, and its restarts."""
-    return {
-        **({"label_selector": dict(labels)} if labels else {}),
+    options: WorkerOptions = {
         "num_cpus": stage.num_cpus,
         "num_gpus": stage.num_gpus,
         "max_restarts": RESTARTS,
         "max_task_retries": TASK_RETRIES,
     }
+    if labels:
+        options["label_selector"] = dict(labels)
+    return options
 
 
 def start_actors(

@@ -25,6 +25,7 @@ from pipeline.cache.method import declared_method, describe_method
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.answers import LateIdentity
 from pipeline.options import named_values
+from pipeline.rows import JsonObject
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def embedder_of(tower: TextTowerSource | None, model: Embedder, device: str) -> 
     return model if tower is None else TextTower.load(tower, device)
 
 
-def _unpickled(method: str, params: dict[str, Any], *rest: Any) -> LatePruning:
+def _unpickled(method: str, params: JsonObject, *rest: Any) -> LatePruning:
     """Make a LatePruning from its method's name and parameters, as ``__reduce__`` describes it."""
     return LatePruning(make_pruner(method, **params), *rest)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from rich.console import Group, RenderableType
@@ -21,7 +21,7 @@ from pipeline.execution.run_record import committed_shards
 from pipeline.inspect.facts import facts_table, flat
 from pipeline.inspect.run_progress import latest_run
 from pipeline.prune.summary import Summary, render, summarise
-from pipeline.rows import VideoRow
+from pipeline.rows import Json, JsonObject, VideoRow
 
 BAR = 24  # characters of a full bar
 
@@ -70,13 +70,13 @@ def _files_of(ledger: Ledger) -> dict[str, int]:
     return {"small": len(ledger.names) - n_sorted, "sorted": n_sorted}
 
 
-def cache_record(cache: TokenCache, counted: Counted) -> dict[str, Any]:
+def cache_record(cache: TokenCache, counted: Counted) -> JsonObject:
     """Return a cache's summary as a JSON-able dict: cache, identity, table, last_run, and counts."""
     ledger = counted.ledger
     run = latest_run(cache.store, ledger)
     return {
         "cache": str(cache.store),
-        "identity": cache.identity,
+        "identity": cast(JsonObject, cache.identity),
         "table": {**_files_of(ledger), "foreign": ledger.foreign},
         "last_run": None if run is None else asdict(run),
         **counted.summary.standing(),
@@ -116,7 +116,7 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
     return Group(facts_table(source_facts(row)), "", _frames(row, kept, title))
 
 
-def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> dict[str, Any]:
+def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> JsonObject:
     """Return a video's row (``pipeline.cache.schema.VIDEO_SCHEMA``), JSON-able, with tokens kept per frame.
 
     The kept tokens are those at ``retention_ratio``; None for a failed video.
@@ -124,14 +124,14 @@ def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None
     Raises UnknownVideo, RatioNotCached.
     """
     row = cache.metadata(video_id)
-    record: dict[str, Any] = {"cache": str(cache.store), "video_id": video_id, "status": row["status"]}
+    record: dict[str, Json] = {"cache": str(cache.store), "video_id": video_id, "status": row["status"]}
     record |= {"retention_ratio": None, "n_kept": None, "kept_per_frame": None}
     if row["status"] == "ok":
         video = cache.get(video_id, retention_ratio)
         record["retention_ratio"] = row["retention_ratio"] if retention_ratio is None else retention_ratio
         record["n_kept"] = len(video.index)
         record["kept_per_frame"] = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
-    return {**record, "row": row}
+    return {**record, "row": cast(JsonObject, row)}
 
 
 def source_facts(row: VideoRow) -> list[tuple[str, str]]:

@@ -31,7 +31,7 @@ from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import POISON, Heartbeat, HeldItems
 from pipeline.prune.batches import VideoFrames, decoded_videos, encoded_bundle
-from pipeline.rows import VideoRecord, failed_video, may_succeed_elsewhere
+from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
 
 T = TypeVar("T")
 CAREFUL = 100  # videos taken one by one after a death: more than a process has in hand or on their way
@@ -45,7 +45,7 @@ class EncodeSetup:
     pruner: str
     retention_ratio: float
     seed: int = 0
-    pruner_params: dict[str, Any] = field(default_factory=dict)  # as the method's class takes them
+    pruner_params: dict[str, Json] = field(default_factory=dict)  # as the method's class takes them
     evidence: dict[str, str] = field(default_factory=dict)  # to be stored, label -> where in the encoder
     device: str = "auto"
     dtype: str = "auto"

@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -40,7 +39,7 @@ from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.manifest_checks import Example, sure_failures
 from pipeline.prune.request import PruneRequest, prepare, resolve
 from pipeline.prune.resume import Tally, remaining, within_limit
-from pipeline.rows import VideoRecord
+from pipeline.rows import JsonObject, VideoRecord
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, Store
 
@@ -80,7 +79,7 @@ class Forecast:
     one_size: bool
     unlisted: list[str]
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> JsonObject:
         """Return the forecast as a JSON-able mapping."""
         return {**vars(self), "tally": self.tally._asdict()}
 
@@ -165,7 +164,7 @@ def _lines(plan: Forecast) -> list[tuple[str, str]]:
     return [*lines, ("first", ", ".join(plan.first_ids) + more)] if plan.first_ids else lines
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def _leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[str, str]]:
     """List (dotted name, value) of every leaf of nested mappings."""
     leaves: list[tuple[str, str]] = []
     for name, value in values.items():

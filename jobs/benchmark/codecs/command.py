@@ -12,6 +12,7 @@ from rich.console import Console
 from jobs.command import add_json_or_file, count, file_in_folder, share, wide_console
 from jobs.frame.json_document import Done
 from pipeline.errors import UsageError
+from pipeline.rows import JsonObject
 
 HELP = "bytes, seconds and answers of int8 and int4 tokens"
 
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> Done:
     return Done(0, {"costs": list(map(asdict, found)), "answers": cells, "machine": machine("cpu")})
 
 
-def _answers(arguments: argparse.Namespace) -> list[dict[str, object]]:
+def _answers(arguments: argparse.Namespace) -> list[JsonObject]:
     from jobs.benchmark.codecs.answers import answer_table, measure  # noqa: PLC0415 - as above
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415
 

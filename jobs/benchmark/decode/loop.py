@@ -41,7 +41,7 @@ def videos_per_second(path: Path, chosen: list[int], counts: Sequence[int], work
     The loops burn the CPU seconds that the job's small encoder takes for a video, so that all do the same work.
     """
     (few, many), encode_s = sorted(counts), list[float]()
-    ways: dict[str, Callable[[int], object]] = {JOB: lambda count: encode_s.append(_job(path, len(chosen), count))}
+    ways: dict[str, Callable[[int], None]] = {JOB: lambda count: encode_s.append(_job(path, len(chosen), count))}
     for library in LIBRARIES:
         ways[f"loop with {library}"] = partial(_loop, path, chosen, library, workers, encode_s)
     found: dict[str, float | None] = {}

@@ -129,11 +129,11 @@ def _ways(store: Store, job: ReadJob, where: str) -> Iterator[TimedReader]:
     beside = f"{where}boto3, a GET a video" if where else "pyarrow, mapped"
     tier = beside if where else "pyarrow, mapped, 10 % of 25 %"
 
-    def loader(workers: int) -> Callable[[], object]:
+    def loader(workers: int) -> Callable[[], None]:
         data = DataLoader(TokenDataset(cache), batch_size=BATCH, collate_fn=pack, num_workers=workers)
         return lambda: _each(data, lambda batch: None)
 
-    whole: dict[str, Callable[[], object]] = {
+    whole: dict[str, Callable[[], None]] = {
         "get, in order of selection": lambda: _each(ids, lambda video_id: cache.get(video_id, order="selection")),
         "get, in order of index": lambda: _each(ids, cache.get),
         "get, shuffled videos": lambda: _each(mixed, cache.get),

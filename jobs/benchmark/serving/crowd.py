@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from pipeline import TokenCache
 from pipeline.errors import RunFailed
+from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
     import httpx
@@ -49,7 +50,7 @@ def measure_crowd(cache: str, requests: int, rounds: int) -> list[Waited]:
         return asyncio.run(_measure(address, TokenCache(cache).video_ids, requests, rounds))
 
 
-def as_record(found: list[Waited]) -> dict[str, object]:
+def as_record(found: list[Waited]) -> JsonObject:
     """Return the figures as a JSON-able mapping."""
     return {"crowd": [asdict(waited) for waited in found], "p99_ratio": found[1].p99_s / found[0].p99_s}
 
@@ -125,10 +126,10 @@ async def _measure(address: str, videos: list[str], requests: int, rounds: int) 
     ]
 
 
-def body(model: str, video_id: str, text: str) -> dict[str, object]:
+def body(model: str, video_id: str, text: str) -> JsonObject:
     """Return the body of a chat request that asks ``text`` about a cached video."""
-    video = {"type": "video_url", "video_url": {"url": f"cache://{video_id}"}}
-    content = [video, {"type": "text", "text": text}]
+    video: JsonObject = {"type": "video_url", "video_url": {"url": f"cache://{video_id}"}}
+    content: list[JsonObject] = [video, {"type": "text", "text": text}]
     return {"model": model, "max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": content}]}
 
 

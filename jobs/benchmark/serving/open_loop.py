@@ -14,6 +14,7 @@ from rich.table import Table
 from jobs.benchmark.serving.crowd import PATIENCE_S, body, serving
 from pipeline import TokenCache
 from pipeline.errors import RunFailed
+from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
     import httpx
@@ -109,7 +110,7 @@ async def _round(
     )
 
 
-async def _ask(client: httpx.AsyncClient, request: dict[str, object]) -> tuple[float, float]:
+async def _ask(client: httpx.AsyncClient, request: JsonObject) -> tuple[float, float]:
     """Return the seconds until the first and the last token of an answer. Raises RunFailed where there is none."""
     started, first = time.monotonic(), None
     async with client.stream("POST", "/v1/chat/completions", json={**request, "stream": True}) as answer:
@@ -146,6 +147,6 @@ def as_table(found: list[Arrived]) -> Table:
     return table
 
 
-def as_record(found: list[Arrived]) -> dict[str, object]:
+def as_record(found: list[Arrived]) -> JsonObject:
     """Return the figures as a JSON-able mapping."""
     return {"open_loop": [asdict(one) for one in found]}

@@ -219,9 +219,9 @@ def _online(mode: str, job: Job) -> Iterator[Measured]:
         yield _measured(mode, ratio, questions, len(messages), job, ask, reuse, [])
 
 
-def _message(file: Path, text: str) -> list[dict[str, Any]]:
+def _message(file: Path, text: str) -> list[JsonObject]:
     """Return a chat message with a video and a question."""
-    video = {"type": "video_url", "video_url": {"url": file.as_uri()}}
+    video: JsonObject = {"type": "video_url", "video_url": {"url": file.as_uri()}}
     return [{"role": "user", "content": [video, {"type": "text", "text": text}]}]
 
 
