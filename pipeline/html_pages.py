@@ -6,14 +6,14 @@ import base64
 import hashlib
 from importlib.resources import files
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 
 def environment(package: str) -> Environment:
     """Return a Jinja environment of a package's templates: values are escaped, and missing ones are errors."""
     made = Environment(
-        loader=PackageLoader(package),
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # the latter has the head of all
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
