@@ -40,6 +40,9 @@ POISON = 2  # deaths with one item in hand after which the item is given to no o
 RECENT, REST_S, BETTER = 8, 60.0, 0.25
 _AT_WORK_S = 10.0  # a worker that moved an item in the last 10 s counts as at work
 _LOOK_S = _REPORT_S = 1.0
+# A report takes the actor a quarter of a millisecond of a core: all workers together send so many a second, each at
+# least one in SELDOM_S seconds. Each asks how often that is: soon, as others are starting, and later once a minute.
+REPORTS_A_SECOND, SELDOM_S, _SOON_S, _LATER_S = 2000, 8.0, 4.0, 60.0
 _IDLE_S = 10.0  # a worker that has nothing to do says so this often
 _DEATHS_KEPT = 100  # processes that died, for the driver's log
 _BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fill the worker's memory
@@ -203,6 +206,11 @@ class Heartbeats:
         """List the hosts on which a process of this stage died with this item in hand, one for each death."""
         return self._deaths.get((stage, item), [])
 
+    def every_s(self) -> float:
+        """Return how often each worker should report: once a second, or less often where they are many."""
+        n_workers = sum(map(len, self._processes.values()))
+        return min(SELDOM_S, max(_REPORT_S, n_workers / REPORTS_A_SECOND))
+
     def fail(self, why: str) -> None:
         """Record the reason why a worker ended the run; the first reason is kept."""
         self._failure = self._failure or why
@@ -268,7 +276,8 @@ class Heartbeat:
     """The reporter of one worker to the actor; it travels to the worker, and without an actor it does nothing.
 
     A worker may hold several items, also in several threads. It reports when it takes items, once a second what became
-    of them, and at once when it has none left: a report for each of many short items would be much of its work.
+    of them, and at once when it has none left: a report for each of many short items would be much of its work. Where
+    thousands of workers report, once a second is less often, as the actor says.
 
     Args:
         suspects: whether an item may kill the process, so that it must be reported before it is worked on. Else that,
@@ -295,7 +304,7 @@ class Heartbeat:
             # (CoreWorkerProcess::HandleAtExit), and nobody would end such a process.
             atexit.register(os._exit, 0)
             self._reports_by_itself = True
-            threading.Thread(target=self._report_each_second, name="heartbeat", daemon=True).start()
+            threading.Thread(target=self._report_regularly, name="heartbeat", daemon=True).start()
         n_died = self._ask_about_me("start", otherwise=0)
         if n_died is None:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
@@ -363,10 +372,14 @@ class Heartbeat:
             if delta.failed:
                 self._report()
 
-    def _report_each_second(self) -> None:
-        """Report once a second what changed, or seldom that nothing did; runs in a thread."""
+    def _report_regularly(self) -> None:
+        """Report once a second, or as the actor says, what changed, or seldom that nothing did; runs in a thread."""
+        every_s, asked_at, ask_s = _REPORT_S, time.monotonic(), _SOON_S
         while True:
-            time.sleep(_REPORT_S)
+            time.sleep(every_s)
+            if time.monotonic() - asked_at >= ask_s:  # an actor that does not answer has too much to do, or is gone
+                every_s = self._ask("every_s", otherwise=min(SELDOM_S, 2 * every_s))
+                asked_at, ask_s = time.monotonic(), min(_LATER_S, 2 * ask_s)
             with self._reporting:
                 self._count_time()
                 idle = self._delta._replace(up_s=0.0) == ProgressDelta() and self._held_items() == self._reported

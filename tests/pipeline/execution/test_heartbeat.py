@@ -18,7 +18,9 @@ from pipeline.execution.heartbeat import (
     DEATHS,
     DEATHS_S,
     RECENT,
+    REPORTS_A_SECOND,
     REST_S,
+    SELDOM_S,
     Heartbeat,
     Heartbeats,
     NodeTally,
@@ -60,6 +62,40 @@ def test_what_a_worker_held_when_its_process_died_is_known_to_the_next_one():
     assert heartbeats.deaths("encode", "poison") == ["h1", "h2"]
     assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "poison") == []
     assert heartbeats.read().inside["encode"] == ["good on h1"]
+
+
+def test_workers_report_less_often_the_more_they_are():
+    heartbeats, asked = Heartbeats(STAGES), []
+    for number in range(14_000):
+        heartbeats.state(STAGES[number % 3], worker(f"w{number}"), [], ProgressDelta())
+        if number + 1 in (1, REPORTS_A_SECOND, 2 * REPORTS_A_SECOND, 14_000):
+            asked.append(heartbeats.every_s())
+    assert asked == [1.0, 1.0, 2.0, 7.0]
+    for number in range(14_000, 20_000):
+        heartbeats.state("decode", worker(f"w{number}"), [], ProgressDelta())
+    assert heartbeats.every_s() == SELDOM_S
+
+
+def test_a_worker_reports_as_often_as_the_actor_says_and_less_often_without_an_answer(monkeypatch):
+    slept, now, answers = [], [0.0], [4.0, None, None, 1.0, None]
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+        if len(slept) == 100:
+            raise SystemExit
+
+    def ask(method: str, *arguments: object, otherwise: float) -> float:
+        assert method == "every_s"
+        return answers.pop(0) or otherwise
+
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
+    reporter = Heartbeat("decode")
+    reporter._ask = ask
+    with pytest.raises(SystemExit):
+        reporter._report_regularly()
+    # It asks after 4 s, 8 s more and so on, at last once a minute. Without an answer it reports half as often.
+    assert slept == [1.0] * 4 + [4.0] * 2 + [SELDOM_S] * (2 + 4) + [1.0] * 60 + [2.0] * 28
 
 
 def test_deaths_count_by_the_hour_and_not_over_the_run():
