@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -32,6 +33,7 @@ from pipeline.errors import RunFailed
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store
 
+_AT_ONCE = 16  # requests to the store
 Bits = NDArray[np.int16]  # numpy has no bfloat16; the bits are what counts
 
 
@@ -97,24 +99,31 @@ def commit(
     RunFailed where they were removed while this process was stopped.
     """
     needs = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
-    for name in needs:
-        if not store.exists(name):
-            raise FileNotFoundError(
-                errno.ENOENT,
-                f"not in this --out {store}, which must be shared by all nodes: one wrote it elsewhere, or it was "
-                "removed meanwhile",
-                name,
-            )
+    if missing := _missing(store, needs):
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"not in this --out {store}, which must be shared by all nodes: one wrote it elsewhere, or it was "
+            "removed meanwhile",
+            missing[0],
+        )
     ours: list[VideoRecord] = [{**row, "run_id": run_id} for row in rows]
     table = keyed(ours)
     name, data = small_file(VIDEOS, run_id, number, table, made_with)
     store.put(name, data)
     # A process that was stopped in between finds out here that somebody cleaned up meanwhile.
-    if missing := [need for need in needs if not store.exists(need)]:
+    if missing := _missing(store, needs):
         store.delete(name)
         what = f"{store}: {missing[0]} was removed before its videos were committed"
         raise RunFailed(f"{what}; run the same command again")
     return table
+
+
+def _missing(store: Store, names: Sequence[str]) -> list[str]:
+    """Return which of these files the store lacks; a driver with many writers asks for many, which a store delays."""
+    if len(names) <= 1:
+        return [name for name in names if not store.exists(name)]
+    with ThreadPoolExecutor(min(_AT_ONCE, len(names))) as pool:
+        return [name for name, there in zip(names, pool.map(store.exists, names), strict=True) if not there]
 
 
 def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_id: str, codec: TokenCodec) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -38,6 +39,20 @@ def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path, method):
     after = TokenCache(tmp_path).get("v", order="selection", verify=True)
     assert np.array_equal(after.tokens.view(torch.int16).numpy(), before.tokens.view(torch.int16).numpy())
     assert late["token_shard"] != after.metadata["token_shard"] and len(store.names("tokens", ".parquet")) == 2
+
+
+def test_a_commit_of_many_shards_asks_a_distant_store_for_several_at_a_time(tmp_path):
+    store, together = write_header(tmp_path), Barrier(2, timeout=60)
+    videos = [encoded(video_id, random_tokens(0), 0.25, "gstep") for video_id in "ab"]
+    rows = [row for video in videos for row in write_token_shard([video], store=store, run_id="r")]
+
+    class Distant(LocalStore):
+        def exists(self, name: str) -> bool:
+            together.wait()  # one request at a time would wait for ever
+            return super().exists(name)
+
+    commit(Distant(tmp_path), "r", 0, rows)
+    assert list(TokenCache(tmp_path).video_ids) == ["a", "b"]
 
 
 def test_a_driver_that_was_stopped_in_its_commit_shows_no_video_whose_tokens_were_removed(tmp_path):
