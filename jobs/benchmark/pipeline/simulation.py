@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
-from itertools import count
 from typing import cast
 from uuid import uuid4
 
@@ -55,7 +54,7 @@ _DECODERS = 12  # beside each encoder: the vCPUs of a GPU
 _CORPUS = 10**8  # videos for which the stages are planned: what is simulated is a stretch of a long run
 _KEPT_BYTES = 351_232  # of a frame: a quarter of 196 tokens of 3,584 numbers
 _SHARD_BYTES, _WRITE_BYTES_S = 256 * 10**6, 269e6  # bytes of a shard, and a second at which a writer hashes and writes
-_REPORT_S, _SAMPLE_S = 1.0, 0.005
+_SAMPLE_S = 0.005
 _STORE_BYTES = 64e9  # of the object store, beside each encoder
 _BLOCKS = 256  # the blocks that stand for all bundles
 
@@ -119,7 +118,7 @@ class SimulatedGraph(RunGraph):
 
 
 class Reporters:
-    """The actor that reports to ``heartbeats`` once a second for each of so many workers of each stage."""
+    """The actor that reports to ``heartbeats`` for so many workers of each stage, as often as these should."""
 
     def __init__(self, heartbeats: ActorHandle, stages: Mapping[str, int]) -> None:
         self._heartbeats = heartbeats
@@ -137,15 +136,15 @@ class Reporters:
 
     def _report(self) -> None:
         """Report for one worker after the other, as far as this process can; runs in a thread."""
-        began, step_s = time.monotonic(), _REPORT_S / len(self._workers)
-        for number in count():
-            stage, worker = self._workers[number % len(self._workers)]
-            if (early_s := began + number * step_s - time.monotonic()) > 0.01:
-                time.sleep(early_s)
-            delta = ProgressDelta(1, 2, 1, 0, 1, _REPORT_S, _REPORT_S)
-            with suppress(ray.exceptions.PendingCallsLimitExceeded):  # as a worker does
-                self._heartbeats.state.remote(stage, worker, [f"{worker.name}.mp4"], delta)
-                self._sent += 1
+        while True:
+            every_s, began = ray.get(self._heartbeats.every_s.remote()), time.monotonic()
+            for place, (stage, worker) in enumerate(self._workers):
+                if (early_s := began + place * every_s / len(self._workers) - time.monotonic()) > 0.01:
+                    time.sleep(early_s)
+                delta = ProgressDelta(1, 2, 1, 0, 1, every_s, every_s)
+                with suppress(ray.exceptions.PendingCallsLimitExceeded):  # as a worker does
+                    self._heartbeats.state.remote(stage, worker, [f"{worker.name}.mp4"], delta)
+                    self._sent += 1
 
 
 class _TimedShards(Shards):
