@@ -135,11 +135,8 @@ class Heartbeats:
             return False
         if mine.resting_since is None:
             mine.resting_since = now
-            self._out_of_service.setdefault(
-                worker.name,
-                f"a {stage} worker on {worker.host}: {sum(mine.failed)} of its last {RECENT} failed, and few of the "
-                "others'",
-            )
+            failed = f"{sum(mine.failed)} of its last {RECENT} failed, and few of the others'"
+            self._out_of_service.setdefault(worker.name, f"a {stage} worker on {worker.host}: {failed}")
         if now - mine.resting_since < mine.rest_s:
             return True
         mine.rest_s, mine.resting_since = 2 * mine.rest_s, None
@@ -208,8 +205,7 @@ class Heartbeats:
 
     def every_s(self) -> float:
         """Return how often each worker should report: once a second, or less often where they are many."""
-        n_workers = sum(map(len, self._processes.values()))
-        return min(SELDOM_S, max(_REPORT_S, n_workers / REPORTS_A_SECOND))
+        return min(SELDOM_S, max(_REPORT_S, sum(map(len, self._processes.values())) / REPORTS_A_SECOND))
 
     def fail(self, why: str) -> None:
         """Record the reason why a worker ended the run; the first reason is kept."""
@@ -222,8 +218,6 @@ class Heartbeats:
             stage: [f"{x} on {self._processes[stage][name].host}" for name, items in workers.items() for x in items]
             for stage, workers in self._held.items()
         }
-        tried = {stage: dict(nodes) for stage, nodes in self._tallies.items()}
-        out_of_service = list(self._out_of_service.values())
         at_work = {stage: workers for stage in self._held if (workers := self._at_work(stage))}
         failing = [stage for stage, workers in at_work.items() if self._all_fail(stage, workers)]
         return WorkerReport(
@@ -232,8 +226,8 @@ class Heartbeats:
             made=dict(self._made),
             moves=self._moves,
             failure=self._failure,
-            tried=tried,
-            out_of_service=out_of_service,
+            tried={stage: dict(nodes) for stage, nodes in self._tallies.items()},
+            out_of_service=list(self._out_of_service.values()),
             failing=failing,
             up_s=dict(self._up_s),
             busy_s=dict(self._busy_s),
@@ -276,8 +270,8 @@ class Heartbeat:
     """The reporter of one worker to the actor; it travels to the worker, and without an actor it does nothing.
 
     A worker may hold several items, also in several threads. It reports when it takes items, once a second what became
-    of them, and at once when it has none left: a report for each of many short items would be much of its work. Where
-    thousands of workers report, once a second is less often, as the actor says.
+    of them (less often among thousands of workers), and at once when it has none left: a report for each of many short
+    items would be much of its work.
 
     Args:
         suspects: whether an item may kill the process, so that it must be reported before it is worked on. Else that,

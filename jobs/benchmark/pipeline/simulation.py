@@ -136,13 +136,16 @@ class Reporters:
 
     def _report(self) -> None:
         """Report for one worker after the other, as far as this process can; runs in a thread."""
+        every_s, full = 1.0, ray.exceptions.PendingCallsLimitExceeded
         while True:
-            every_s, began = ray.get(self._heartbeats.every_s.remote()), time.monotonic()
+            with suppress(full):
+                every_s = ray.get(self._heartbeats.every_s.remote())
+            began = time.monotonic()
             for place, (stage, worker) in enumerate(self._workers):
                 if (early_s := began + place * every_s / len(self._workers) - time.monotonic()) > 0.01:
                     time.sleep(early_s)
                 delta = ProgressDelta(1, 2, 1, 0, 1, every_s, every_s)
-                with suppress(ray.exceptions.PendingCallsLimitExceeded):  # as a worker does
+                with suppress(full):  # as a worker does
                     self._heartbeats.state.remote(stage, worker, [f"{worker.name}.mp4"], delta)
                     self._sent += 1
 
