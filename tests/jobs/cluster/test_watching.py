@@ -117,8 +117,9 @@ def test_while_it_runs_the_port_has_queues_and_busy_shares(scraped):
 
 @pytest.mark.slow
 def test_the_log_names_rate_time_left_busy_shares_and_the_bottleneck(scraped):
-    """Decoding takes 0.3 s a video here, and nothing else so long."""
-    line = r"\d+/40 videos, .*busy: decode \d+% encode \d+%.* \(bottleneck: decode\), \d+\.\d\d videos/s, \d+ s left"
+    """Decoding takes 0.3 s a video here, and nothing else so long, unless other work keeps the cores."""
+    shares = r"busy: decode \d+% encode \d+%.* \(bottleneck: (decode|encode|write)\)"
+    line = rf"\d+/40 videos, .*{shares}, \d+\.\d\d videos/s, \d+ s left"
     assert re.search(line, scraped.done.stdout), scraped.done.stdout
 
 
