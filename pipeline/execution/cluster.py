@@ -106,7 +106,10 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     ended = Future[None]()
     # Not where there are GPUs: that a worker can use one after a fork was not tried.
     forks = starts and sys.platform == "linux" and not torch.cuda.device_count()
-    workers = {"runtime_env": {"py_executable": python_of_workers()}} if forks else {}
+    workers = {}
+    if forks:
+        with suppress(OSError):  # without a place for its socket Ray starts workers as ever
+            workers = {"runtime_env": {"py_executable": python_of_workers()}}
     # Of a Ray that starts here: the workers that it starts ahead serve no actor, since each wants its own environment.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 

@@ -83,11 +83,11 @@ def python_of_workers() -> str:
 
 @cache
 def start_server() -> str:
-    """Start a server as a child of this process, which it ends with; return its socket.
+    """Start a server as a child of this process, which it ends with; return its socket. Raises OSError.
 
     It ends by itself too where this process is killed, and the workers end with their raylet, as ever.
     """
-    folder = tempfile.mkdtemp(prefix="workers-")
+    folder = tempfile.mkdtemp(prefix="workers-", dir="/tmp")  # a socket's path has at most 107 bytes
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"{folder}/socket")
     listening.listen(64)
@@ -175,10 +175,22 @@ def _become_worker(asked: int, output: list[int], request: Request) -> None:
     Path("/proc/self/oom_score_adj").write_text(request["oom_score"], encoding="ascii")
     os.write(asked, b"1")
     os.close(asked)
+    _take_ids_of_its_own()
     program, *arguments = request["program"]
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path(program).parent))
     runpy.run_path(program, run_name="__main__")
+
+
+def _take_ids_of_its_own() -> None:
+    """Move this process to a place of its own in Ray's sequence of random ids, whose state a fork inherits.
+
+    Two workers that warm up the object store at once, with an object of one id, abort: Ray waits a minute for them.
+    """
+    from ray import ObjectRef  # noqa: PLC0415 - the server itself runs without Ray
+
+    for _ in range(os.getpid() % 2**15):
+        ObjectRef.from_random()
 
 
 def _import(modules: Iterable[str]) -> None:
