@@ -46,9 +46,9 @@ _WITHOUT_RAY = (
     "transformers.models.siglip.modeling_siglip",
 )
 _WITH_RAY = (
-    "ray._private.workers.default_worker",
+    "ray",
     "ray.autoscaler.sdk",
-    "ray.data._internal.execution.operators.actor_pool_map_operator",
+    "ray.data",
     "pipeline.generate.answer_stage",
     "pipeline.prune.decode_stage",
     "pipeline.prune.encode_stage",
