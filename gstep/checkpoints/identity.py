@@ -18,7 +18,7 @@ IRRELEVANT_KEYS = ("_name_or_path", "architectures", "auto_map", "dtype", "torch
 
 
 class _Entry(TypedDict):
-    """What the header of a safetensors file says of a tensor: data_offsets are its first byte and the one behind it."""
+    """The entry of a tensor in a safetensors header: data_offsets are its first byte and the one behind it."""
 
     dtype: str
     shape: list[int]

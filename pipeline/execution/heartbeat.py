@@ -70,7 +70,7 @@ class _RecentItems:
 
     @property
     def fails(self) -> bool:
-        """Whether all but one of the last RECENT items failed."""
+        """Return whether all but one of the last RECENT items failed."""
         return sum(self.failed) >= RECENT - 1
 
 

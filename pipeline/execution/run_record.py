@@ -19,7 +19,7 @@ COMMITTED = "token_shards"  # key of a record: the ids of the token shards that 
 
 
 class RunRecord(TypedDict, total=False):
-    """What is read of a run's record. Records of older and newer runs may lack it or have more; nothing depends on it.
+    """The fields of a run's record that are read. Older and newer records may lack some; nothing depends on it.
 
     Attributes:
         versions: of packages, by name.

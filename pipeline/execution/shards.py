@@ -120,7 +120,7 @@ class Shards:
 
     @property
     def unwritten(self) -> bool:
-        """Whether any batch was taken whose shard was not yet yielded and committed."""
+        """Return whether any batch was taken whose shard was not yet yielded and committed."""
         return bool(self._waiting or self._writing or self._written)
 
     def has_room(self) -> bool:

@@ -113,7 +113,7 @@ class GenerateRequest:
 
     @property
     def own_order(self) -> bool:
-        """Whether a method's own order in a prompt is kept."""
+        """Return whether a method's own order in a prompt is kept."""
         return self.config.order != "index"
 
     @property

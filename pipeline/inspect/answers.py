@@ -58,7 +58,7 @@ class Answers:
 
     @cached_property
     def several(self) -> bool:
-        """Whether questions were asked under several prunings."""
+        """Return whether questions were asked under several prunings."""
         return any(name is not None for name in pc.unique(self.rows["pruning"]).to_pylist())
 
     def as_record(self) -> JsonObject:

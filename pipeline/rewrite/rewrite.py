@@ -48,7 +48,7 @@ _STATES = {"removed": 0, "ok": 1, "failed": 2}
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What a cache is made of.
+    """The source of a rewritten cache, and the change to each video.
 
     Attributes:
         source: the cache that is read.
@@ -70,7 +70,7 @@ class Rewrite:
 
 @dataclass
 class Rewritten:
-    """What a rewrite did.
+    """The counts of a rewrite that has ended.
 
     Attributes:
         run_id: it names the record in runs/; "" where there was nothing to do.

@@ -73,7 +73,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         return not self.identity and not any(differing.count for _, differing in self.ways())
 
     def ways(self) -> Iterator[tuple[str, Differing]]:

@@ -11,7 +11,6 @@ the server forks a process that imports Ray, and that one forks the workers.
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import runpy
@@ -66,7 +65,10 @@ _REQUEST_BYTES = 2**20
 
 
 class Request(TypedDict):
-    """What a worker would have been started with; its output goes to descriptors that come along."""
+    """The program, environment and folder that a worker would have been started with.
+
+    Its output goes to descriptors that come along.
+    """
 
     python: str
     program: list[str]
@@ -195,11 +197,11 @@ def _take_ids_of_its_own() -> None:
 
 def _import(modules: Iterable[str]) -> None:
     """Import the modules. End this process where that has started threads, which a fork would lose."""
-    gc.disable()
-    for module in modules:
-        import_module(module)
-    gc.freeze()
-    gc.enable()
+    from gstep.lazy import importing_much  # noqa: PLC0415 - found by the driver's path only
+
+    with importing_much():
+        for module in modules:
+            import_module(module)
     tasks = Path("/proc/self/task")
     names = {(task / "comm").read_text().strip() for task in tasks.iterdir() if task.name != str(os.getpid())}
     if not names <= _HARMLESS_THREADS:
