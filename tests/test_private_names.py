@@ -36,6 +36,8 @@ TABLE = (
             "every command waits a second for Ray's monitor when it ends"),
     Private("iter_internal_ref_bundles", "ray", "2.60", "ray.data:Dataset", "pipeline/execution/shards.py",
             "encoded videos would pass through the driver on their way to a writer"),
+    Private("ActorClassID", "ray", "2.60", "ray.actor", "pipeline/execution/prefork/server.py",
+            "forked workers draw the same ids, and abort where two of them use the object store at once"),
     Private("get_memory_info_reply", "ray", "2.60", "ray._private.internal_api", "jobs/benchmark/pipeline/job.py",
             "the benchmark does not know what went through the object store"),
     Private("_new_shared", "torch", "2.13", "torch:UntypedStorage", "pipeline/datasets/packing.py",

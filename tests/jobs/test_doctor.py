@@ -53,6 +53,7 @@ def test_a_node_with_another_version_a_missing_codec_a_lying_store_and_no_model_
     other = {"num_cpus": 1, "env_vars": {"PYTHONPATH": f"{tmp_path / 'other'}:{ROOT}"}}
     with ray_here({"num_cpus": 1}, other):
         good = ["--num-frames", "2", "--out", str(tmp_path / "cache"), CLIP]
+        capfd.readouterr()  # what Ray said of the cluster of earlier tests, which has ended
         assert doctor.main([*good, "--json"]) == 1
         listed = json.loads(capfd.readouterr().out)
         age = LocalStore.age

@@ -27,6 +27,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypedDict
 
 #: The variable that names the socket of a server that runs already, for one command after another.
@@ -152,7 +153,7 @@ def _fork_workers(requests: socket.socket, environment: dict[str, str], path: li
     """Import Ray in an environment that names a job and a raylet, then fork a worker for each request."""
     _take(environment)
     own_path, sys.path[:] = sys.path[:], path
-    _import(_WITH_RAY)
+    import_ray()
     sys.path[:] = own_path
     while True:
         line, (asked, *output), *_ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
@@ -177,22 +178,24 @@ def _become_worker(asked: int, output: list[int], request: Request) -> None:
     Path("/proc/self/oom_score_adj").write_text(request["oom_score"], encoding="ascii")
     os.write(asked, b"1")
     os.close(asked)
-    _take_ids_of_its_own()
     program, *arguments = request["program"]
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path(program).parent))
     runpy.run_path(program, run_name="__main__")
 
 
-def _take_ids_of_its_own() -> None:
-    """Move this process to a place of its own in Ray's sequence of random ids, whose state a fork inherits.
+def import_ray() -> None:
+    """Import what workers use of Ray without drawing an id: each fork would inherit the state of Ray's random numbers.
 
-    Two workers that warm up the object store at once, with an object of one id, abort: Ray waits a minute for them.
+    Ray seeds them at the first draw, which is the id of a class of actors. Workers that draw alike meet in the object
+    store: two that warmed it up at once, with an object of one id, aborted, and Ray waited a minute for them.
     """
-    from ray import ObjectRef  # noqa: PLC0415 - the server itself runs without Ray
+    import ray.actor  # noqa: PLC0415 - the server itself runs without Ray
 
-    for _ in range(os.getpid() % 2**15):
-        ObjectRef.from_random()
+    class_id = ray.actor.ActorClassID
+    vars(ray.actor)["ActorClassID"] = SimpleNamespace(from_random=lambda: class_id(os.urandom(class_id.size())))
+    _import(_WITH_RAY)
+    vars(ray.actor)["ActorClassID"] = class_id
 
 
 def _import(modules: Iterable[str]) -> None:

@@ -50,6 +50,29 @@ if "wait" in sys.argv:
     signal.pause()
 """
 
+# Two forks of a process that has imported what workers use, each with ids that it draws in its two threads.
+FORKS = """
+import json, os, threading
+from pipeline.execution.prefork.server import import_ray
+
+def ids():
+    from ray import ObjectRef
+    drawn = [ObjectRef.from_random().hex()]
+    thread = threading.Thread(target=lambda: drawn.append(ObjectRef.from_random().hex()))
+    thread.start()
+    thread.join()
+    return drawn
+
+import_ray()
+read, write = os.pipe()
+for _ in range(2):
+    if os.fork() == 0:
+        os.write(write, json.dumps(ids()).encode() + b"\\n")
+        os._exit(0)
+os.close(write)
+print(open(read).read(), flush=True)
+"""
+
 
 def drive(tmp_path: Path, *words: str, **more: str | None) -> subprocess.Popen[str]:
     script = tmp_path / "driver.py"
@@ -72,6 +95,14 @@ def test_a_worker_is_forked_with_the_environment_that_ray_gives_it(tmp_path):
     assert found["word"] == "here" and found["folder"] == str(tmp_path)
     assert int(found["oom"]) > 0  # the kernel ends workers first, as Ray asks it to
     assert document["logged"] == 1
+
+
+@pytest.mark.slow
+def test_forked_workers_draw_ids_of_their_own():
+    command = [sys.executable, "-c", FORKS]
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    drawn = [drawn for line in done.stdout.splitlines() if line for drawn in json.loads(line)]
+    assert len(drawn) == len(set(drawn)) == 4
 
 
 @pytest.mark.slow
