@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import re
 import stat
@@ -24,8 +25,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LONGEST = 1024  # characters of a member's name
 _GAP = 2**20  # bytes between two spans that cost less than another request
 _TAIL = 2**16  # bytes at the end of an object that are fetched together
-# Bytes of a request that was not planned: at a new place; and where one goes on, at most so far behind the last.
-_LEAST, _AHEAD, _NEAR = 2**14, 2**22, 2**18
+_LEAST = 2**14  # bytes of a single request that was not planned
+# Bytes of a slice, which comes in one request where reads that were not planned go forward in steps of at most _STEP on
+# the mean. At 130 MB/s so many bytes take as long as another request, 30 ms. A longer step counts as one of a slice.
+_SLICE, _STEP = 2**25, 2**22
 
 
 class Member(NamedTuple):
@@ -164,17 +167,19 @@ class _Range:
     Args:
         keep: whether all that came stays in memory, so that it is read in any order; else what lies before the last
             read is dropped, and going back costs another request.
+        gap: so many bytes that nobody reads cost less than another request.
     """
 
-    def __init__(self, files: Files, uri: str, start: int, end: int, keep: bool) -> None:
-        self._files, self._uri, self.start, self.end, self._keep = files, uri, start, end, keep
+    def __init__(self, files: Files, uri: str, start: int, end: int, keep: bool, gap: int = _GAP) -> None:
+        self._files, self._uri, self.start, self.end, self._keep, self._gap = files, uri, start, end, keep, gap
         self._first, self._held = start, bytearray()  # what is held begins at ``_first``
         self.coming: Download | HubDownload | None = None
         self.fetched = 0
 
     def read(self, start: int, end: int) -> bytes:
         """Read bytes [start, end) of the range. Raises OSError."""
-        if self.coming is None or not (self._keep or self._first <= start <= self._first + len(self._held) + _GAP):
+        near = self._first <= start <= self._first + len(self._held) + self._gap
+        if self.coming is None or not (self._keep or near):
             self.close()
             self._first = self.start if self._keep else start
             self.coming = self._files.download(self._uri, self._first, self.end)
@@ -182,14 +187,19 @@ class _Range:
             while self._first + len(self._held) < end and (piece := next(self.coming, b"")):
                 self._held += piece
                 self.fetched += len(piece)
+                self._drop(start)
         except OSError:
             self.close()  # the next read asks anew
             raise
+        self._drop(start)
+        return bytes(self._held[start - self._first : end - self._first])
+
+    def _drop(self, start: int) -> None:
+        """Drop what is held before ``start``, unless all is kept."""
         if not self._keep:
             gone = min(start - self._first, len(self._held))
             del self._held[:gone]
             self._first += gone
-        return bytes(self._held[start - self._first : end - self._first])
 
     def close(self) -> None:
         """Drop what is held, and end the request."""
@@ -201,6 +211,9 @@ class _Range:
 class RemoteFile:
     """An object of a store, used as a PlainFile. What is planned comes in a request for each range.
 
+    Reads that were not planned are single small requests, or slices that are read through where they go forward in
+    short steps, as those of a tar's headers do between small members.
+
     Args:
         info: what a listing said of it; without that, ``size`` or ``mark`` may cost a request.
     """
@@ -208,14 +221,17 @@ class RemoteFile:
     def __init__(self, uri: str, objects: Objects, info: ObjectInfo | None = None) -> None:
         self.uri = uri
         self._files, self._info = reach(uri, objects), info
-        self._start, self._data = 0, b""  # of the last request that was not planned
+        self._start, self._data = 0, b""  # of the last single request
         self._ranges: list[_Range] = []
+        self._planned = False  # else the ranges are slices
+        self._at: int | None = None  # the end of the last read
+        self._steps, self._stepped = 0, 0.0  # reads that went forward, and by how many bytes
         self._fetched = 0
 
     @property
     def fetched(self) -> int:
         """The number of bytes that came from the store."""
-        return self._fetched + sum(planned.fetched for planned in self._ranges)
+        return self._fetched + sum(coming.fetched for coming in self._ranges)
 
     @property
     def size(self) -> int:
@@ -236,31 +252,59 @@ class RemoteFile:
     def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
         """Note the ranges that will be read, each in ascending order, or in any with ``keep``, which holds them."""
         self._end_ranges()
-        self._fetched = self.fetched
         self._ranges = [_Range(self._files, self.uri, *span, keep) for span in spans]
+        self._planned = True
 
     def read(self, start: int, end: int) -> bytes:
         """Read bytes [start, end), or those of them that there are; one request or none. Raises OSError."""
         end = end if self._info is None else min(end, self._info.size)
         if start >= end:
             return b""
-        for planned in self._ranges:
-            if planned.start <= start < planned.end:
-                found = planned.read(start, min(end, planned.end))
-                assert planned.coming is not None
-                self._check(planned.coming.size, len(found) == min(end, planned.end) - start)
-                return found + self.read(planned.end, end)
+        forward = self._goes_forward(start)
+        self._at = end
+        for coming in self._ranges:
+            if coming.start <= start < coming.end:
+                return self._read_range(coming, start, end)
         if not (self._start <= start and end <= self._start + len(self._data)):
+            if forward:
+                return self._read_range(self._slice(start), start, end)
             self._request(start, end)
         return self._data[start - self._start : end - self._start]
+
+    def _read_range(self, coming: _Range, start: int, end: int) -> bytes:
+        """Read bytes [start, end), which begin in a range and may end behind it. Raises OSError."""
+        until = min(end, coming.end)
+        try:
+            found = coming.read(start, until)
+        except OSError:
+            if self._planned:
+                raise
+            self._end_ranges()  # a slice may be too much for a slow store: from here on ask for no more than is read
+            self._stepped = math.inf
+            return self.read(start, end)
+        assert coming.coming is not None
+        self._check(coming.coming.size, len(found) == until - start)
+        return found + self.read(until, end)
+
+    def _goes_forward(self, start: int) -> bool:
+        """Note where a read begins; return whether such reads go forward in so short steps that a slice is cheaper."""
+        step = -1 if self._at is None else start - self._at
+        if step > _LEAST:
+            self._steps, self._stepped = self._steps + 1, self._stepped + min(step, _SLICE)
+        return not self._planned and step >= 0 and self._stepped <= _STEP * self._steps
+
+    def _slice(self, start: int) -> _Range:
+        """Begin the slice at ``start``, in place of the last one."""
+        self._end_ranges()
+        self._ranges = [_Range(self._files, self.uri, start, min(start + _SLICE, self.size), False, _SLICE)]
+        return self._ranges[0]
 
     def _request(self, start: int, end: int) -> None:
         """Fetch bytes [start, end) that were not planned, and some more."""
         first = start
         if self._info is not None and start >= self._info.size - _TAIL:
             first = max(0, self._info.size - _TAIL)  # directories and footers are read from their end
-        near = 0 <= start - self._start - len(self._data) <= _NEAR and self._data
-        found = self._files.read_slice(self.uri, first, max(end, start + (_AHEAD if near else _LEAST)))
+        found = self._files.read_slice(self.uri, first, max(end, start + _LEAST))
         self._check(found.size, first + len(found.data) >= end)
         self._start, self._data = first, found.data
         self._fetched += len(found.data)
@@ -277,9 +321,11 @@ class RemoteFile:
         self._end_ranges()
 
     def _end_ranges(self) -> None:
-        """Drop what is held of planned ranges, and end their requests."""
-        for planned in self._ranges:
-            planned.close()
+        """Drop the ranges and what is held of them, and end their requests."""
+        self._fetched = self.fetched
+        for coming in self._ranges:
+            coming.close()
+        self._ranges = []
 
 
 #: A file that holds videos, on disk or remote.

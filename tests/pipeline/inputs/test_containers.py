@@ -1,8 +1,10 @@
 """Containers of every form, here and on S3: the same rows, the right bytes, few requests; a form is added in a file."""
 
 import json
+import math
 import random
 import struct
+import tarfile
 import zipfile
 
 import pyarrow as pa
@@ -10,14 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError, RunFailed, VideoFault
+from pipeline.inputs import container
 from pipeline.inputs.container import Asked, Member
 from pipeline.inputs.forms import FORMS, Containers, fetch_of, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
+from pipeline.storage import downloads
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.s3 import S3Server
-from tests.pipeline.tars import write_tar
+from tests.pipeline.tars import ended, member, pax, renumbered, write_tar
 
 NOWHERE = Objects()
 FILES = {f"{number:02}.mp4": random.Random(number).randbytes(20_000 * (number % 3) + number) for number in range(12)}
@@ -192,6 +196,95 @@ def test_containers_on_s3_give_the_same_for_few_requests(server, tmp_path):
         alone(parts.append, 2**30)
         assert server.counts()["GET"] - before <= (2 if name == "a.parquet" else 1)
         assert b"".join(parts) == list(FILES.values())[7]
+
+
+def indexed(uri, server):
+    """The rows of a tar on the server, what each request was, and the bytes that came."""
+    server.requests.clear()
+    indexing = Indexing(Asked())
+    found = read_manifest(uri, (), server.objects(), indexing).to_pylist()
+    return found, server.counts(), indexing.fetched
+
+
+def alike(row):
+    return {**row, "uri": row["uri"].rpartition("/")[2]}
+
+
+def test_the_index_of_a_tar_of_small_videos_is_a_request_a_slice(server, tmp_path):
+    files = {f"{number:03}.mp4": random.Random(number).randbytes(300_000) for number in range(240)}
+    path = write_tar(tmp_path / "a.tar", files)
+    found, counts, fetched = indexed(server.upload("a.tar", path.read_bytes()), server)
+    size = path.stat().st_size
+    assert size > 2 * container._SLICE and fetched <= size + 2**20
+    assert counts["HEAD"] == 1 and counts["GET"] <= math.ceil(size / container._SLICE) + 1
+    assert [alike(row) for row in found] == [alike(row) for row in rows(str(path))]
+
+
+def test_the_index_of_a_tar_of_large_videos_is_a_small_request_a_video(server, tmp_path):
+    files = {f"{number}.mp4": random.Random(number).randbytes(2**16) * 200 for number in range(6)}
+    path = write_tar(tmp_path / "a.tar", files)
+    found, counts, fetched = indexed(server.upload("a.tar", path.read_bytes()), server)
+    assert counts["GET"] <= len(files) + 1 and fetched <= (len(files) + 1) * 2**14 + 2**16
+    assert [alike(row) for row in found] == [alike(row) for row in rows(str(path))]
+
+
+def test_a_large_video_among_small_ones_is_passed_over(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(container, "_SLICE", 2**20)
+    monkeypatch.setattr(container, "_STEP", 2**17)
+    sizes = [2**16] * 30 + [2**24] + [2**16] * 30
+    path = write_tar(tmp_path / "a.tar", {f"{number:02}.mp4": bytes(size) for number, size in enumerate(sizes)})
+    found, counts, fetched = indexed(server.upload("a.tar", path.read_bytes()), server)
+    assert counts["GET"] <= 2 * 2 + 4 and 58 * 2**16 <= fetched <= 60 * 2**16 + 2**20
+    assert [alike(row) for row in found] == [alike(row) for row in rows(str(path))]
+
+
+def test_a_store_that_is_too_slow_for_a_slice_is_asked_for_headers_alone(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(downloads, "_GRACE_S", -1)
+    monkeypatch.setattr(downloads, "_SLOWEST", math.inf)  # every download is too slow
+    path = write_tar(tmp_path / "a.tar", {f"{number}.mp4": bytes(2**16) for number in range(9)})
+    found, counts, _ = indexed(server.upload("a.tar", path.read_bytes()), server)
+    assert [alike(row) for row in found] == [alike(row) for row in rows(str(path))]
+    assert counts["GET"] == 1 + 1 + 9  # the first header, a slice in vain, the others
+
+
+HOSTILE = {
+    "no end": member("a.mp4", b"a" * 3000),
+    "cut in a member": member("a.mp4", b"a") + member("b.mp4", b"b" * 9000)[:5000],
+    "cut in a header": member("a.mp4", b"a" * 5000) + member("b.mp4", b"b")[:100],
+    "no header": member("a.mp4", b"a") + bytes(100) + b"x" * 9000 + bytes(212) + ended(member("b.mp4", b"b")),
+    "a long name": pax(path="a" * 5000 + ".mp4") + ended(member("a.mp4", b"a")),
+    "a huge header": renumbered(
+        member("pax", kind=tarfile.XHDTYPE), lambda block: block.__setitem__(slice(124, 136), b"00010000000\0")
+    )
+    + bytes(2**21)
+    + ended(member("b.mp4", b"b"), member("c.mp4", b"c")),
+    "sparse": ended(
+        pax(GNU__sparse__major="1", GNU__sparse__realsize=str(2**60)), member("a.mp4", b"a"), member("b.mp4", b"b")
+    ),
+    "two sizes": ended(pax(size="3"), member("a.mp4", b"123456"), member("b.mp4", b"b")),
+    "a name twice": ended(*(member("a.mp4", b"a" * size) for size in (9, 7000, 9))),
+    "a link": ended(member("a.mp4", kind=b"2", linkname="/etc/passwd"), member("../b.mp4", b"b")),
+    "carried": ended(
+        *(
+            one
+            for n in range(9)
+            for one in (member(f"{n}.json", b'{"n": 1}' + b" " * 3000), member(f"{n}.mp4", b"x" * 700))
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("sliced", [2**12, 2**25])
+def test_what_cannot_be_trusted_gives_the_same_rows_from_a_store(server, tmp_path, monkeypatch, sliced):
+    """With slices of 4 KiB a header and carried member may begin in one and end in another."""
+    monkeypatch.setattr(container, "_SLICE", sliced)
+    monkeypatch.setattr(container, "_LEAST", min(sliced, 2**14))
+    for name, data in HOSTILE.items():
+        (tmp_path / "a.tar").write_bytes(member("good.mp4", b"good" * 500) + data)
+        here = rows(str(tmp_path / "a.tar"))
+        found, _, _ = indexed(server.upload("a.tar", (tmp_path / "a.tar").read_bytes()), server)
+        assert [alike(row) for row in found] == [alike(row) for row in here], name
+        assert len(here) > 1
 
 
 def test_members_that_are_far_apart_are_not_fetched_with_what_lies_between(server, tmp_path):
