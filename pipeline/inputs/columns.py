@@ -98,8 +98,8 @@ class Table:
             )
         if not _holds_bytes(kind := schema.field(asked.column).type):
             raise ManifestError(
-                f"{self._file.uri}: the column {asked.column} holds {kind}, not bytes; one of paths is read of a "
-                "single .parquet, or is called uri, and --column is left out"
+                f"{self._file.uri}: the column {asked.column} holds {kind}, not bytes; paths are read where the first "
+                ".parquet has them"
             )
         return [field.name for field in schema if _is_small(field.type)]
 

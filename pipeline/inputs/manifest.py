@@ -26,11 +26,11 @@ from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.indexes import Indexing, Place
 from pipeline.inputs.listings import VIDEO_SUFFIXES, list_videos, listed_policy, root_prefix, suffix_of
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, without_secrets
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, given_parts, is_text, read_parts
-from pipeline.keys import ROWS_AT_ONCE, repeated
+from pipeline.keys import ROWS_AT_ONCE
 from pipeline.rows import ManifestRow
-from pipeline.storage.hub import Files, is_remote, reach
+from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
 
@@ -57,7 +57,8 @@ def read_manifest(
     roots, indexing = _roots(video_roots), indexing or Indexing()
     objects = objects or Objects.from_environment()
     column = indexing.asked.column
-    listed = [_read(name, roots, objects, column) for name in expanded([videos] if isinstance(videos, str) else videos)]
+    names = expanded([videos] if isinstance(videos, str) else videos)
+    listed = [part for name in names for part in _parts(_read(name, roots, objects, column), column, roots, objects)]
     if len(listed) == 1 and listed[0].videos is not None:
         return listed[0].videos
     places = [place for one in listed for place in one.containers]
@@ -73,7 +74,7 @@ def read_manifest(
         raise ManifestError(f"{videos}: none of the {len(parts)} containers holds a video")
     if len(table) == len(parts) == 1 and (wrong := table["fault"][0].as_py()) is not None:
         raise ManifestError(f"{table['uri'][0]}: {wrong}")
-    return _unique(table, _ONE_BY_ONE)
+    return unique(table, _ONE_BY_ONE if column is None else _TABLES)
 
 
 def _ids_apart(listed: Sequence[Listed], places: Sequence[Place]) -> bool:
@@ -89,17 +90,16 @@ def _ids_apart(listed: Sequence[Listed], places: Sequence[Place]) -> bool:
 def _read(videos: str, roots: Roots, objects: Objects, column: str | None) -> Listed:
     """List the videos, or else the containers, of one name; a table is a container if a ``column`` is asked for.
 
-    But if that is of paths, it is a manifest. Raises ManifestError.
+    Raises ManifestError.
     """
     _refuse_packed(videos)
-    paths = column if column is not None and _names_paths(videos, column, objects) else None
-    forms = FORMS.keys() - OF_COLUMNS if column is None or paths is not None else FORMS.keys()
+    forms = FORMS.keys() - OF_COLUMNS if column is None else FORMS.keys()
     if videos == "sample":
         return _from_files(_sample_folder(), videos, roots.folders, forms)
     if is_remote(videos):
         if is_object(videos):
             check_uri(videos)
-        return _from_objects(videos, roots, reach(videos, objects), forms, paths)
+        return _from_store(videos, roots, objects, forms)
     if "://" in videos and not videos.startswith("file://"):
         shown = without_secrets(videos)
         raise ManifestError(f"{shown}: only local paths and s3:// are read, not {shown.split('://', maxsplit=1)[0]}://")
@@ -110,23 +110,48 @@ def _read(videos: str, roots: Roots, objects: Objects, column: str | None) -> Li
         if suffix_of(path.name) in forms:
             return Listed(None, _places([path], path.parent, Judge([path.parent, *roots.folders])))
         if path.suffix.lower() in TABLE_SUFFIXES:
-            with path.open("rb") as file:
-                return Listed(_from_manifest(str(path), file, path.parent, roots, paths))
+            return Listed(_manifest_at(str(path), roots, objects))
         return Listed(_to_table([_file_row(path, path.parent, Judge([path.parent, *roots.folders]))]))
     if globbing.has_magic(str(path)):
         return _from_glob(str(path), roots.folders, forms)
     raise ManifestError(f"{videos}: no such folder, file or manifest{near_file(path)}")
 
 
-def _names_paths(videos: str, column: str, objects: Objects) -> bool:
-    """Return whether a name is that of a single .parquet whose ``column`` holds paths."""
-    if suffix_of(videos) != ".parquet" or globbing.has_magic(videos):
-        return False
+def _parts(found: Listed, column: str | None, roots: Roots, objects: Objects) -> list[Listed]:
+    """Return what was found, in its order, with tables as manifests if the ``column`` of the first is of paths.
+
+    Raises ManifestError.
+    """
+    tables = [one for one in found.containers if suffix_of(one.uri) == ".parquet" and one.policy is None]
+    if column is None or not tables or not _names_paths(tables[0], column, objects):
+        return [found]
+    for table in tables[1:]:
+        if not _names_paths(table, column, objects):
+            raise ManifestError(
+                f"{table.uri}: no column {column} of paths, which {tables[0].uri} has; name such tables alone"
+            )
+    manifests = {table.uri: Listed(_manifest_at(table.uri, roots, objects, column)) for table in tables}
+    return [manifests.get(one.uri, Listed(None, [one])) for one in found.containers]
+
+
+def _names_paths(table: Place, column: str, objects: Objects) -> bool:
+    """Return whether the ``column`` of a .parquet holds paths."""
     try:
-        with closing(open_container(videos.removeprefix("file://"), objects)) as file:
+        with closing(open_container(table.uri, objects, table.info)) as file:
             return holds_paths(file, column)
     except OSError:
         return False
+
+
+def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
+    """Read a manifest on disk or in a store, as ``_from_manifest`` does."""
+    remote = is_remote(uri)
+    try:
+        file: BinaryIO = io.BytesIO(reach(uri, objects).read(uri)) if remote else Path(uri).open("rb")  # noqa: SIM115
+    except OSError as error:
+        raise ManifestError(f"{uri}: cannot be read: {error.strerror}") from error
+    with file:
+        return _from_manifest(uri, file, uri[: uri.rindex("/") + 1] if remote else Path(uri).parent, roots, paths)
 
 
 def _refuse_packed(videos: str) -> None:
@@ -143,6 +168,7 @@ def _refuse_packed(videos: str) -> None:
 
 
 _PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|Z)|tgz|tbz2?|txz|tzst)$")
+_TABLES = "several VIDEOS (a row's id is its column video_id; without one, its path or its table and number: add one)"
 _ONE_BY_ONE = "several VIDEOS (an id is the path in the folder that was named; name the folder of all, or quote a glob)"
 
 
@@ -236,17 +262,11 @@ def _as_text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _from_objects(
-    videos: str, roots: Roots, objects: Files, forms: Collection[str], paths: str | None = None
-) -> Listed:
-    """List the videos, or else the containers, that an address on S3 names. Raises ManifestError."""
+def _from_store(videos: str, roots: Roots, objects: Objects, forms: Collection[str]) -> Listed:
+    """List the videos, or else the containers, that an address in a store names. Raises ManifestError."""
     if suffix_of(videos) in TABLE_SUFFIXES - {*forms} and not videos.endswith("/") and not globbing.has_magic(videos):
-        try:
-            file = io.BytesIO(objects.read(videos))
-        except OSError as error:
-            raise ManifestError(f"{videos}: cannot be read: {error.strerror}") from error
-        return Listed(_from_manifest(videos, file, videos[: videos.rindex("/") + 1], roots, paths))
-    folder, found = list_videos(videos, VIDEO_SUFFIXES | {*forms}, objects)
+        return Listed(_manifest_at(videos, roots, objects))
+    folder, found = list_videos(videos, VIDEO_SUFFIXES | {*forms}, reach(videos, objects))
     own = [info for info in found if suffix_of(info.uri) not in forms]
     if not own:
         places = [Place(info.uri, info.uri.removeprefix(folder), listed_policy(info.uri), info) for info in found]
@@ -277,7 +297,7 @@ def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots, pa
         raise ManifestError(f"{name}: cannot be read as a manifest: {error}") from error
     if not parts:
         raise ManifestError(f"{name}: the manifest has no rows")
-    return _unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA), name)
+    return unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA), name)
 
 
 def given_manifest(given: object, video_roots: Sequence[str] = ()) -> pa.Table:
@@ -301,7 +321,7 @@ def given_manifest(given: object, video_roots: Sequence[str] = ()) -> pa.Table:
         raise ManifestError(str(error)) from error
     if not parts:
         raise ManifestError("videos: there is none in it")
-    return _unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA), "videos")
+    return unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA), "videos")
 
 
 def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:
@@ -321,12 +341,4 @@ def _to_table(rows: Iterable[ManifestRow]) -> pa.Table:
     parts = []
     while part := list(islice(left, ROWS_AT_ONCE)):
         parts.append(pa.RecordBatch.from_pylist(part, schema=MANIFEST_SCHEMA))
-    return _unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA))
-
-
-def _unique(table: pa.Table, named: str = "") -> pa.Table:
-    """Return the table as it is. Raises ManifestError, about the manifest ``named``, if a ``video_id`` repeats."""
-    if again := repeated(table["video_id"]):
-        shown = ", ".join(repr(name) for name in again[:3])
-        raise ManifestError(f"{named}: {len(again)} rows repeat a video_id, e.g. {shown}; ids must be unique")
-    return table
+    return unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA))

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from pipeline.errors import ManifestError, printable
 from pipeline.inputs.listings import MISSHAPED, OUTSIDE, named_policy
 from pipeline.inputs.tables import Rows, UserRow, carried_json, number_of, text_in
+from pipeline.keys import repeated
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import is_object
 
@@ -199,6 +200,14 @@ def without_secrets(uri: str) -> str:
     if ":" in host and "@" in tail:  # KEY:SECRET@host, where the secret holds a slash
         host, slash, tail = tail.rpartition("@")[2].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{tail}"
+
+
+def unique(table: pa.Table, named: str = "") -> pa.Table:
+    """Return the table as it is. Raises ManifestError, about the manifest ``named``, if a ``video_id`` repeats."""
+    if again := repeated(table["video_id"]):
+        shown = ", ".join(repr(name) for name in again[:3])
+        raise ManifestError(f"{named}: {len(again)} rows repeat a video_id, e.g. {shown}; ids must be unique")
+    return table
 
 
 def _needs_closer_look(texts: pa.Array) -> bool:
