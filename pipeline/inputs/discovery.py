@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline.errors import RunFailed
 from pipeline.inputs.indexes import Indexing, Place
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, unique
 from pipeline.storage.s3 import Objects
 
 _LEAVE_S = 5.0  # how long a run that ends waits for what is being read
@@ -45,7 +45,8 @@ class Discovery(AbstractContextManager["Discovery"]):
         select: returns the videos of this run (MANIFEST_SCHEMA) among those of a container, and the rows of those to
             process (TODO_SCHEMA).
         known: the videos to process that were known before.
-        limit: how many videos are processed at most; then no further container is opened.
+        limit: how many videos are processed at most; then no further container is opened, and of the last one no
+            more read than is needed. That ids are unique is known of these videos alone.
 
     Attributes:
         beyond: the rows of the last container opened that the limit leaves for another run.
@@ -62,11 +63,12 @@ class Discovery(AbstractContextManager["Discovery"]):
         self._places, self._indexing, self._objects, self._select = [*indexing.left], indexing, objects, select
         indexing.later = False
         if limit is not None:
-            indexing.at_once = 1
+            indexing.at_once, indexing.enough = 1, self._enough
+        self._limit = limit
         self._sizes = [_size(place) for place in self._places]
         self._room = math.inf if limit is None else limit - len(known)
         self.beyond = known.slice(len(known))
-        self._parts = [Part(MANIFEST_SCHEMA.empty_table(), known, sum(self._sizes))]
+        self._parts = [Part(MANIFEST_SCHEMA.empty_table(), known, sum(self._sizes) if self._room > 0 else 0)]
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._closing, self._ended = False, not self._places
@@ -93,8 +95,8 @@ class Discovery(AbstractContextManager["Discovery"]):
 
     @property
     def n_left(self) -> int:
-        """The number of containers whose videos are not known."""
-        return self.n_parts - len(self._parts)
+        """The number of containers of which videos are not known."""
+        return self.n_parts - len(self._parts) + self._indexing.n_cut
 
     def fail(self, error: Exception) -> None:
         """Record an error of another thread, which ``check`` raises."""
@@ -150,21 +152,30 @@ class Discovery(AbstractContextManager["Discovery"]):
             places = self._places if self._room > 0 else []
             with closing(self._indexing.rows(places, self._objects)) as tables:
                 left = sum(self._sizes)
-                for size, table in zip(self._sizes, tables, strict=False):
+                for place, size, table in zip(places, self._sizes, tables, strict=False):
                     if self._closing:
                         break
                     left -= size
                     videos, todo = self._select(table)
                     taken = int(min(self._room, len(todo)))
+                    room = self._room - taken
+                    if self._limit is not None:
+                        unique(
+                            pa.concat_tables([*(part.todo for part in self._parts), todo.slice(0, taken)]), place.uri
+                        )
                     with self._changed:
-                        self._parts.append(Part(videos, todo.slice(0, taken), left))
-                        self._room, self.beyond = self._room - taken, todo.slice(taken)
+                        self._parts.append(Part(videos, todo.slice(0, taken), left if room > 0 else 0))
+                        self._room, self.beyond = room, todo.slice(taken)
                         self._changed.notify_all()
-                    if self._room <= 0:
+                    if room <= 0:
                         break
         except Exception as error:  # noqa: BLE001 - it is the main thread's
             self.fail(error)
         self._end()
+
+    def _enough(self, videos: pa.Table) -> bool:
+        """Return whether the first videos of a container are as many as the limit has room for."""
+        return len(self._select(videos)[1]) >= self._room
 
     def _none(self) -> Part:
         """Return the part of a container that was not opened."""

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Final, NamedTuple
 
 import pyarrow as pa
 
 from pipeline.errors import ManifestError, RunFailed, printable
-from pipeline.inputs.container import Asked, Member, fault, open_container
+from pipeline.inputs.container import Asked, Container, Member, fault, open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
@@ -24,6 +24,7 @@ from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
 
 _NOTE_S = 10.0  # seconds between two lines of progress
+_FIRST_LOOK = 256  # members, after which it is first looked whether they are enough
 _VERSION: Final = 1  # of kept indexes; others are made anew
 _CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
 
@@ -65,11 +66,14 @@ class Indexing:
         keeps: whether new ones are written there.
         only_known: whether containers without a kept index are left out.
         later: whether tars and zips that were never indexed are left out, to be indexed while others are read.
+        limited: whether tables, and what stands alone, are left out then too: a limit may need none of them.
+        enough: tells of the first videos of a container whether they are all that is wanted of it.
         say: gets lines of progress.
         left: the containers that were left out, in order.
         fetched: bytes that were read from stores.
         unit: the most videos that share what is read of their container.
         at_once: how many containers are read at a time.
+        n_cut: how many containers were read in part.
     """
 
     asked: Asked = field(default_factory=Asked)
@@ -77,11 +81,14 @@ class Indexing:
     keeps: bool = False
     only_known: bool = False
     later: bool = False
+    limited: bool = False
+    enough: Callable[[pa.Table], bool] | None = None
     say: Callable[[str], object] = _silent
     left: list[Place] = field(default_factory=list)
     fetched: int = 0
     unit: int = 1
     at_once: int = 32
+    n_cut: int = 0
     _n_read: int = 0
     _stopped: bool = False
 
@@ -125,7 +132,7 @@ class Indexing:
         if place.policy is not None:
             return _table(place, [Member("", 0)], self.asked)
         kept = self._kept_index(place)
-        if kept is None and self.later and self._keeps(place):
+        if kept is None and self.later and (self.limited or self._keeps(place)):
             return None
         try:
             file = open_container(place.uri, objects, place.info)
@@ -138,11 +145,12 @@ class Indexing:
                 return None
             self._n_read += 1
             container = FORMS[suffix_of(place.uri)](file)
-            members = list(takewhile(self._goes_on, container.members(self.asked)))
+            members, complete = self._members(place, container)
             self.unit = max(self.unit, container.unit)
             if self._stopped:
                 return MANIFEST_SCHEMA.empty_table()
-            self._keep(place, file.mark, members)
+            if complete:
+                self._keep(place, file.mark, members)
             return _table(place, members, self.asked)
         except OSError as error:
             return _table(place, [_unreadable(error)], self.asked)
@@ -150,9 +158,19 @@ class Indexing:
             self.fetched += file.fetched
             file.close()
 
-    def _goes_on(self, member: Member) -> bool:
-        """Return whether more members are wanted, whichever comes: none once indexing was stopped."""
-        return not self._stopped
+    def _members(self, place: Place, container: Container) -> tuple[list[Member], bool]:
+        """Return the members of a container, and whether they are all; not so once there are ``enough``."""
+        found, look_at = list[Member](), _FIRST_LOOK
+        for member in container.members(self.asked):
+            if self._stopped:
+                return found, False
+            if len(found) == look_at and self.enough is not None:
+                look_at *= 2
+                if self.enough(_table(place, found, self.asked)):
+                    self.n_cut += 1
+                    return found, False
+            found.append(member)
+        return found, True
 
     def _keeps(self, place: Place) -> bool:
         """Return whether indexes of containers of this form are kept: not those of tables, which are read fast."""

@@ -62,7 +62,7 @@ def read_manifest(
     if len(listed) == 1 and listed[0].videos is not None:
         return listed[0].videos
     places = [place for one in listed for place in one.containers]
-    indexing.later = indexing.later and _ids_apart(listed, places)
+    indexing.later = indexing.later and (indexing.limited or _ids_apart(listed, places))
     indexed = indexing.rows(places, objects)
     parts = [
         part

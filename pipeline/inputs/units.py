@@ -27,7 +27,7 @@ def units(
     ends = np.concatenate([[0], np.cumsum(pc.fill_null(videos["size"], 0).to_numpy())])
     heads = _heads(videos, row_group) if row_group > 1 else None
     start, share = 0, UNITS_AHEAD * workers
-    later_videos = later_bytes * n_videos // max(1, int(ends[-1]))
+    later_videos = later_bytes * n_videos // int(ends[-1]) if ends[-1] else 0  # tables do not tell sizes
     while start < n_videos:
         room = min(RANGE_BYTES, (ends[-1] - ends[start] + later_bytes) // share)
         by_bytes = int(np.searchsorted(ends, ends[start] + room, side="right")) - 1 - start

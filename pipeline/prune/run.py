@@ -12,7 +12,7 @@ from rich.console import Console
 from gstep.backbones import family_of
 from gstep.checkpoints.tower import tower_hash
 from pipeline.cache.codecs import BFLOAT16, codec_of
-from pipeline.cache.codecs.sample import sample_limit, sample_store
+from pipeline.cache.codecs.sample import sample_limit, sample_share, sample_store
 from pipeline.cache.header import deepstack_levels, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
@@ -77,14 +77,18 @@ class Todo:
         return len(self) if self.discovery is None else self.discovery.expected()
 
 
-def _sample(request: PruneRequest) -> int:
+def _sample(request: PruneRequest, todo: Todo) -> int:
     """Prepare the place of the sample that a gate will need, and return its limit; -1 where none is kept."""
     header = read_header(request.store)
     if request.config.token_codec == BFLOAT16.name or header.get("gate", {}).get("passed"):
         return -1
-    limit = sample_limit(request.manifest["video_id"], request.config.gate_sample)
+    sample, count = sample_store(request.store), request.config.gate_sample
+    if todo.discovery is None:
+        limit = sample_limit(request.manifest["video_id"], count)
+    else:  # --limit leaves containers closed: a share of this run's videos, until there are enough
+        held = len(Ledger(sample, made_with(sample)).refresh()) if sample.exists(HEADER) else 0
+        limit = sample_share(max(0, count - held), todo.expected())
     if limit >= 0:
-        sample = sample_store(request.store)
         sample.make()
         sample.put(HEADER, header_bytes(coded_header(header, BFLOAT16.name)))
     return limit
@@ -154,7 +158,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             request.store.put(HEADER, header_bytes(request.header(dtype, static)))
         with refusing():
             tower = tower_hash(request.source)
-        encode = replace(request.encode_setup(device, dtype), sample_limit=_sample(request), tower_hash=tower)
+        encode = replace(request.encode_setup(device, dtype), sample_limit=_sample(request, todo), tower_hash=tower)
         setups = Setups(request.decode_setup(), encode)
         plan = self._forecast(request, todo, device)
         limits = self._limits = self._limited(request, plan)
@@ -202,7 +206,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             n_waiting += within_limit(todo.discovery.beyond, 0)[1]
             manifest = pa.concat_tables([manifest, todo.discovery.found().videos])
             if todo.discovery.n_left:
-                self.say(f"note: the videos of {todo.discovery.n_left} containers are not known yet, and not counted")
+                self.say(f"note: videos of {todo.discovery.n_left} containers are not known yet, and not counted")
         held = summarise(
             todo.ledger.refresh(),
             manifest,

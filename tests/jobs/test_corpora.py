@@ -258,6 +258,48 @@ def test_a_limit_opens_the_tars_that_it_needs_and_the_next_run_goes_on(cluster, 
         done = run_here(prune, [*argv, "--limit", str(limit)])
         assert done.returncode == 0, done.stdout
         assert_complete(cache, [f"{video_id}.mp4" for video_id in ids])
-        assert len(list((cache / "sources").iterdir())) == 2 and "the videos of 3 containers" in done.stdout
+        assert len(list((cache / "sources").iterdir())) == 2 and "videos of 3 containers are not known" in done.stdout
     assert run_here(prune, argv).returncode == 0
     assert_complete(cache, [f"{number}.tar/{part}.mp4" for number in range(5) for part in "ab"])
+
+
+def test_a_limit_opens_of_a_single_tar_and_of_tables_what_it_needs(cluster, files, tmp_path, monkeypatch):
+    clip = files["carphone_distorted.mp4"]
+    members = {f"{number}.mp4": clip for number in range(4)}
+    for number in range(4, 1000):
+        members[f"{number:03}.mp4"] = b""  # would be rows of errors
+    write_tar(tmp_path / "a.tar", members)
+    argv = [str(tmp_path / "a.tar"), "--out", str(tmp_path / "one"), *OPTIONS, "--limit", "3"]
+    done = run_here(prune, argv)
+    assert done.returncode == 0 and "videos of 1 containers are not known yet" in done.stdout, done.stdout
+    assert_complete(tmp_path / "one", [f"a.tar/{number}.mp4" for number in range(3)])
+    assert not (tmp_path / "one" / "sources").exists()
+    assert run_here(prune, [*argv[:-1], "1"]).returncode == 0
+    assert_complete(tmp_path / "one", [f"a.tar/{number}.mp4" for number in range(4)])
+
+    (tmp_path / "tables").mkdir()
+    for number in range(3):
+        ids = [f"{number}-{part}" for part in "ab"]
+        pq.write_table(pa.table({"film": [clip, clip], "video_id": ids}), tmp_path / f"tables/{number}.parquet")
+    (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
+    argv = [str(tmp_path / "tables"), "--column", "film", "--out", str(tmp_path / "rows"), *OPTIONS, "--limit"]
+    for limit, left, ids in ((1, 3, ["0-a"]), (2, 2, ["0-a", "0-b", "1-a"])):
+        done = run_here(prune, [*argv, str(limit)])
+        assert done.returncode == 0 and f"videos of {left} containers are not known yet" in done.stdout, done.stdout
+        assert_complete(tmp_path / "rows", ids)
+
+
+def test_a_limit_opens_for_a_cache_of_codes_no_tar_that_it_does_not_need(cluster, files, tmp_path):
+    place, cache = tmp_path / "tars", tmp_path / "cache"
+    place.mkdir()
+    for number in range(4):
+        write_tar(place / f"{number}.tar", {f"{part}.mp4": files["carphone_distorted.mp4"] for part in "ab"})
+    argv = [str(place), "--out", str(cache), *OPTIONS, "--token-codec", "int8", "--gate-sample", "4"]
+    sample, ids = cache / "gate-sample", [f"{number}.tar/{part}.mp4" for number in range(4) for part in "ab"]
+    for limit, done in ((3, 3), (2, 5)):
+        assert run_here(prune, [*argv, "--limit", str(limit)]).returncode == 0
+        assert_complete(cache, ids[:done])
+        assert len(list((cache / "sources").iterdir())) == (done + 1) // 2
+        assert 3 <= len(TokenCache(sample).video_ids) <= 5
+    assert run_here(prune, argv).returncode == 0
+    assert_complete(cache, ids)

@@ -4,15 +4,21 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jobs import prune
+from pipeline.inputs.container import Asked, Member
+from pipeline.inputs.discovery import Discovery, Part
+from pipeline.inputs.forms import FORMS
+from pipeline.inputs.tar import Tar
 from tests.jobs.faults import files, tiny_videos
 from tests.jobs.jobs import assert_complete, run_here
 from tests.jobs.processes import family
 from tests.pipeline.rays import ray_here
+from tests.pipeline.tars import write_tar
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -46,6 +52,47 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
     assert record["status"] == "finished"
     anew = "note: nodes were lost and nothing moves: " in done.stdout
     assert record["resources"]["cluster"]["CPU"] == (stays if anew else stays + goes)
+
+
+def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
+    """What is left is planned anew once the last tar has its index, for which the run waits."""
+    names = tiny_videos(tmp_path / "videos", 30)
+    (tmp_path / "tars").mkdir()
+    for tar in range(5):
+        members = {name: (tmp_path / "videos" / name).read_bytes() for name in names[tar::5]}
+        write_tar(tmp_path / "tars" / f"{tar}.tar", members)
+    ids = [f"{tar}.tar/{name}" for tar in range(5) for name in names[tar::5]]
+    gate, found_all = threading.Event(), Discovery.all
+
+    class Gated(Tar):
+        def members(self, asked: Asked) -> Iterator[Member]:
+            assert not self._file.uri.endswith("4.tar") or gate.wait(400)
+            yield from super().members(asked)
+
+    def waited(discovery: Discovery) -> Part:
+        assert discovery.n_left == 1
+        threading.Timer(2, gate.set).start()
+        return found_all(discovery)
+
+    monkeypatch.setitem(FORMS, ".tar", Gated)
+    monkeypatch.setattr(Discovery, "all", waited)
+    cache = tmp_path / "c"
+    argv = [str(tmp_path / "tars"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
+    with ray_here({"num_cpus": 1}, {"num_cpus": 3}):
+
+        def kill() -> None:
+            wait_until(lambda: files(cache, "videos"), "the first commit")
+            os.kill(_raylets()[1], signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        done = run_here(prune, [*argv, "--flush-seconds", "1"])
+        killer.join()
+    assert done.returncode == 0, done.stdout
+    assert gate.is_set() and "note: nodes were lost and nothing moves: " in done.stdout
+    assert_complete(cache, ids)
+    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
+    assert record["resources"]["cluster"]["CPU"] == 1 and record["videos"] == len(ids)
 
 
 def _raylets() -> list[int]:

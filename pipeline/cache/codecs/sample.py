@@ -27,6 +27,11 @@ def sample_limit(ids: pa.ChunkedArray, count: int) -> int:
     return int(np.sort(hashes)[min(count, len(hashes)) - 1])
 
 
+def sample_share(count: int, n_videos: int) -> int:
+    """Return the largest hash in a sample of about ``count`` of ``n_videos`` whose ids are not known; -1 for none."""
+    return min(count, n_videos) * 2**64 // max(1, n_videos) - 1
+
+
 def keep_sample(videos: Sequence[PrunedVideo], limit: int, cache: Store, run_id: str) -> None:
     """Write the bfloat16 rows of those of the videos that are in the sample, and commit them. Raises OSError."""
     hashes = keys_of(pa.array([video.record["video_id"] for video in videos], pa.string()))[:, 0]

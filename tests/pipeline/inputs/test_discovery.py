@@ -3,6 +3,7 @@
 import threading
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import RunFailed
@@ -30,8 +31,8 @@ def tars(tmp_path):
     return tmp_path / "tars"
 
 
-def listed(place, tmp_path, **more):
-    indexing = Indexing(Asked(), LocalStore(tmp_path / "cache"), keeps=True, later=True, **more)
+def listed(place, tmp_path, column=None, **more):
+    indexing = Indexing(Asked(column), LocalStore(tmp_path / "cache"), keeps=True, later=True, **more)
     names = place if isinstance(place, list) else [str(place)]
     return read_manifest(names, (), NOWHERE, indexing), indexing
 
@@ -170,3 +171,73 @@ def test_a_limit_that_known_videos_meet_opens_no_container(tars, tmp_path):
     with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, 3) as found:
         assert [len(part.todo) for part in found.parts()] == [3, *[0] * len(indexing.left)]
         assert found.n_left == len(indexing.left) and indexing._n_read == 0 and len(found) == 3
+
+
+class Counting(Tar):
+    """A tar that counts the members that were asked of it."""
+
+    n_read = 0
+
+    def members(self, asked):
+        for member in super().members(asked):
+            Counting.n_read += 1
+            yield member
+
+
+def limited(place, tmp_path, limit, select=lambda videos: (videos, videos), column=None):
+    known, indexing = listed(place, tmp_path, column, limited=True)
+    assert len(known) == 0
+    with Discovery(indexing, NOWHERE, select, known, limit) as found:
+        return found.all().todo, found, indexing
+
+
+def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setitem(FORMS, ".tar", Counting)
+    monkeypatch.setattr(Counting, "n_read", 0)
+    path = write_tar(tmp_path / "a.tar", {f"{number:04}.mp4": bytes(number % 7) for number in range(3000)})
+    todo, found, _ = limited(path, tmp_path, 3)
+    assert ids(todo) == [f"a.tar/{number:04}.mp4" for number in range(3)]
+    assert Counting.n_read <= 257 and found.n_left == 1 and found.expected() == 3
+    assert not (tmp_path / "cache").exists()  # half an index is not kept
+
+    def undone(videos):
+        return videos, videos.slice(1500)
+
+    todo, found, _ = limited(path, tmp_path, 3, undone)
+    assert ids(todo) == [f"a.tar/{number}.mp4" for number in range(1500, 1503)] and found.n_left == 1
+    assert Counting.n_read < 3000
+    todo, found, _ = limited(path, tmp_path, 3000)
+    assert len(todo) == 3000 and found.n_left == 0
+    assert len(listed(path, tmp_path, limited=True)[0]) == 3000  # the index is whole, and was kept
+
+
+def test_a_limit_opens_no_table_that_it_does_not_need(tmp_path):
+    (tmp_path / "tables").mkdir()
+    for number in range(4):
+        write_table(tmp_path / f"tables/{number}.parquet", [f"{number}-{part}" for part in range(3)])
+    (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
+    for limit, left in ((1, 3), (3, 3), (4, 2), (9, 1)):
+        todo, found, indexing = limited(tmp_path / "tables", tmp_path, limit, column="video")
+        assert ids(todo) == [f"{number}-{part}" for number in range(3) for part in range(3)][:limit]
+        assert (found.n_left, indexing._n_read) == (left, 4 - left) and indexing.unit == 2
+    write_table(tmp_path / "tables/1.parquet", ["1-0", "0-2"])
+    assert len(limited(tmp_path / "tables", tmp_path, 4, column="video")[0]) == 4
+    with pytest.raises(RunFailed, match=r"1\.parquet: 1 rows repeat a video_id, e\.g\. '0-2'; ids must be unique"):
+        limited(tmp_path / "tables", tmp_path, 5, column="video")
+
+
+def write_table(path, names):
+    pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
+
+
+def test_without_a_limit_all_tables_are_read_first(tmp_path):
+    for number in range(2):
+        write_table(tmp_path / f"{number}.parquet", [f"{number}-{part}" for part in range(3)])
+    found, indexing = listed(tmp_path, tmp_path, "video")
+    assert len(found) == 6 and indexing.left == []
+
+
+def test_units_are_small_where_a_limit_ends_the_videos(tars, tmp_path):
+    known, indexing = listed(tars, tmp_path, limited=True)
+    with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, 4) as found:
+        assert [part.later_bytes > 0 for part in found.parts()] == [True, True, False, False]

@@ -83,3 +83,8 @@ def test_units_stay_large_while_other_containers_are_to_come():
     assert lengths == [256, 256, 256, 232] or set(lengths[:-1]) == {255, 256}
     alone = cut(videos, 4)
     assert len(alone) > 3 * len(lengths) and alone == cut(videos, 4, later_bytes=0)
+
+
+def test_rows_of_unknown_size_are_shared_though_other_tables_are_to_come():
+    lengths = [stop - start for start, stop in cut(rows_of_a_table(*range(200)), 8, later_bytes=2**40)]
+    assert max(lengths) <= 200 / (4 * 8) + 1

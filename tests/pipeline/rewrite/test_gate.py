@@ -16,11 +16,12 @@ from jobs import recode
 from jobs.testbed.__main__ import main as make_shapes
 from pipeline import TokenCache
 from pipeline.cache.codecs import CODECS, TokenCodec
-from pipeline.cache.codecs.sample import SAMPLE, keep_sample, sample_limit, sample_store
+from pipeline.cache.codecs.sample import SAMPLE, keep_sample, sample_limit, sample_share, sample_store
 from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import HEADER, UngatedCache, coded_header, read_header
 from pipeline.cache.writer import KeptTokens, PrunedVideo
 from pipeline.errors import UsageError
+from pipeline.keys import keys_of
 from pipeline.prune.one_video import LocalEncoder
 from pipeline.rewrite import gate
 from pipeline.rewrite.gate import PROMPTS, asked_of, gate_cache, lines_of, restored, run_gate
@@ -143,6 +144,14 @@ def test_the_largest_hash_of_a_sample():
     limits = [sample_limit(ids, count) for count in (0, 1, 2, 3, 9)]
     assert limits[0] == -1 and limits[1] < limits[2] < limits[3] == limits[4]
     assert sample_limit(ids.slice(0, 0), 5) == -1
+
+
+def test_a_share_of_videos_that_are_not_known_is_about_the_sample_that_was_asked_for():
+    ids = pa.array([f"v{number}" for number in range(20_000)])
+    hashes = keys_of(ids)[:, 0].tolist()
+    for count, n_videos, low, high in ((200, 20_000, 150, 250), (200, 3, 20_000, 20_000), (0, 9, 0, 0), (5, 0, 0, 0)):
+        limit = sample_share(count, n_videos)
+        assert low <= sum(key <= limit for key in hashes) <= high
 
 
 @pytest.mark.slow
