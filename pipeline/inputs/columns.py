@@ -7,8 +7,9 @@ a row group at a time. A name carries a hash of the table's footer, so that a ta
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,9 +43,8 @@ class Table:
         try:
             batches = self._opened()
             names = self._names(batches.schema, asked)
-            starts = batches.starts()
-            self.unit = max([1, *(end - start for start, end in pairwise(starts))])
-            for piece in range(len(starts) - 1):
+            self.unit = max([1, *batches.lengths])
+            for piece in range(len(batches.lengths)):
                 for batch in batches.read(piece, names, _ROWS):
                     for row in batch.to_pylist():
                         yield _member(f"{self._hash}/{asked.column}/{number}", number, row)
@@ -62,7 +62,7 @@ class Table:
             raise VideoFault("io", f"{self._file.uri} has changed since it was listed; run the same command again")
         try:
             value = self._value(rest.rpartition("/")[0], member.offset)
-        except (pa.ArrowException, StopIteration, KeyError) as error:
+        except (pa.ArrowException, StopIteration, LookupError) as error:
             raise VideoFault("corrupt", f"row {member.offset} of the table cannot be read: {error}") from error
         if isinstance(value, pa.StructScalar) and value.is_valid:
             value = value[_BYTES]
@@ -73,8 +73,8 @@ class Table:
     def _value(self, column: str, row: int) -> pa.Scalar:
         """Return a cell, reading on where the last one was before it in the same piece."""
         batches = self._opened()
-        starts = batches.starts()
-        piece = next(i for i in range(len(starts) - 1) if starts[i] <= row < starts[i + 1])
+        starts = [*accumulate(batches.lengths, initial=0)]
+        piece = bisect_right(starts, row) - 1
         if self._place[:2] != (column, piece) or row < self._place[2]:
             self._rows = (value for part in batches.read(piece, [column]) for value in part.column(0))
             self._place = column, piece, starts[piece]
@@ -111,13 +111,7 @@ class _RowGroups:
         self._file = file
         self._table = pq.ParquetFile(SeekableFile(file), pre_buffer=False, buffer_size=2**20)
         self.schema = self._table.schema_arrow
-
-    def starts(self) -> list[int]:
-        """Return the number of the first row of each row group, and the number of all rows at the end."""
-        found = [0]
-        for group in range(self._table.num_row_groups):
-            found.append(found[-1] + self._table.metadata.row_group(group).num_rows)
-        return found
+        self.lengths = [self._table.metadata.row_group(group).num_rows for group in range(self._table.num_row_groups)]
 
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
         """Yield the named columns of row group ``piece``, ``at_once`` rows a batch."""
@@ -145,14 +139,7 @@ class _RecordBatches:
             source.seek(0)
             reader = pa.ipc.open_stream(source)
             self._batches = list(reader)
-        self.schema = reader.schema
-
-    def starts(self) -> list[int]:
-        """Return the number of the first row of each record batch, and the number of all rows at the end."""
-        found = [0]
-        for batch in self._batches:
-            found.append(found[-1] + len(batch))
-        return found
+        self.schema, self.lengths = reader.schema, [len(batch) for batch in self._batches]
 
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
         """Yield the named columns of record batch ``piece`` in one piece, whatever ``at_once`` says."""

@@ -162,50 +162,61 @@ class PlainFile:
 
 
 class _Range:
-    """A range of an object that comes in one request while it is read in ascending order.
+    """A range of an object that comes in one request once it is read.
 
     Args:
-        keep: whether all that came stays in memory, so that it is read in any order; else what lies before the last
-            read is dropped, and going back costs another request.
+        whole: whether it is held as a whole, to be read in any order; else it is read in ascending order while it
+            comes, what lies before the last read is dropped, and going back costs another request.
         gap: so many bytes that nobody reads cost less than another request.
+
+    Attributes:
+        size: bytes of the object, as the store's answer has it.
+        fetched: bytes that came.
     """
 
-    def __init__(self, files: Files, uri: str, start: int, end: int, keep: bool, gap: int = _GAP) -> None:
-        self._files, self._uri, self.start, self.end, self._keep, self._gap = files, uri, start, end, keep, gap
+    def __init__(self, files: Files, uri: str, start: int, end: int, *, whole: bool, gap: int = _GAP) -> None:
+        self._files, self._uri, self.start, self.end, self.whole, self._gap = files, uri, start, end, whole, gap
         self._first, self._held = start, bytearray()  # what is held begins at ``_first``
-        self.coming: Download | HubDownload | None = None
-        self.fetched = 0
+        self._coming: Download | HubDownload | None = None
+        self.size = self.fetched = 0
 
     def read(self, start: int, end: int) -> bytes:
         """Read bytes [start, end) of the range. Raises OSError."""
-        near = self._first <= start <= self._first + len(self._held) + self._gap
-        if self.coming is None or not (self._keep or near):
+        if not self.whole:
+            self._stream(start, end)
+        elif not self._held:
+            found = self._files.read_slice(self._uri, self.start, self.end)
+            self._held, self.size, self.fetched = bytearray(found.data), found.size, len(found.data)
+        return bytes(self._held[start - self._first : end - self._first])
+
+    def _stream(self, start: int, end: int) -> None:
+        """Let bytes come up to ``end``, and drop those before ``start``."""
+        if self._coming is None or not self._first <= start <= self._first + len(self._held) + self._gap:
             self.close()
-            self._first = self.start if self._keep else start
-            self.coming = self._files.download(self._uri, self._first, self.end)
+            self._first = start
+            self._coming = self._files.download(self._uri, start, self.end)
+            self.size = self._coming.size
+        self._drop(start)
         try:
-            while self._first + len(self._held) < end and (piece := next(self.coming, b"")):
+            while self._first + len(self._held) < end and (piece := next(self._coming, b"")):
                 self._held += piece
                 self.fetched += len(piece)
                 self._drop(start)
         except OSError:
             self.close()  # the next read asks anew
             raise
-        self._drop(start)
-        return bytes(self._held[start - self._first : end - self._first])
 
     def _drop(self, start: int) -> None:
-        """Drop what is held before ``start``, unless all is kept."""
-        if not self._keep:
-            gone = min(start - self._first, len(self._held))
-            del self._held[:gone]
-            self._first += gone
+        """Drop what is held before ``start``."""
+        gone = min(start - self._first, len(self._held))
+        del self._held[:gone]
+        self._first += gone
 
     def close(self) -> None:
         """Drop what is held, and end the request."""
-        if self.coming is not None:
-            self.coming.close()
-        self.coming, self._held = None, bytearray()
+        if self._coming is not None:
+            self._coming.close()
+        self._coming, self._held = None, bytearray()
 
 
 class RemoteFile:
@@ -221,9 +232,8 @@ class RemoteFile:
     def __init__(self, uri: str, objects: Objects, info: ObjectInfo | None = None) -> None:
         self.uri = uri
         self._files, self._info = reach(uri, objects), info
-        self._start, self._data = 0, b""  # of the last single request
-        self._ranges: list[_Range] = []
-        self._planned = False  # else the ranges are slices
+        self._ranges: list[_Range] = []  # that were planned
+        self._last: _Range | None = None  # that was not
         self._at: int | None = None  # the end of the last read
         self._steps, self._stepped = 0, 0.0  # reads that went forward, and by how many bytes
         self._fetched = 0
@@ -231,7 +241,7 @@ class RemoteFile:
     @property
     def fetched(self) -> int:
         """The number of bytes that came from the store."""
-        return self._fetched + sum(coming.fetched for coming in self._ranges)
+        return self._fetched + sum(coming.fetched for coming in (*self._ranges, self._last) if coming is not None)
 
     @property
     def size(self) -> int:
@@ -251,9 +261,8 @@ class RemoteFile:
 
     def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
         """Note the ranges that will be read, each in ascending order, or in any with ``keep``, which holds them."""
-        self._end_ranges()
-        self._ranges = [_Range(self._files, self.uri, *span, keep) for span in spans]
-        self._planned = True
+        self._end(self._ranges)
+        self._ranges = [_Range(self._files, self.uri, *span, whole=keep) for span in spans]
 
     def read(self, start: int, end: int) -> bytes:
         """Read bytes [start, end), or those of them that there are; one request or none. Raises OSError."""
@@ -262,14 +271,12 @@ class RemoteFile:
             return b""
         forward = self._goes_forward(start)
         self._at = end
-        for coming in self._ranges:
-            if coming.start <= start < coming.end:
+        for coming in (*self._ranges, self._last):
+            if coming is not None and coming.start <= start < coming.end:
                 return self._read_range(coming, start, end)
-        if not (self._start <= start and end <= self._start + len(self._data)):
-            if forward:
-                return self._read_range(self._slice(start), start, end)
-            self._request(start, end)
-        return self._data[start - self._start : end - self._start]
+        self._end([self._last])
+        self._last = self._next(start, end, forward=forward)
+        return self._read_range(self._last, start, end)
 
     def _read_range(self, coming: _Range, start: int, end: int) -> bytes:
         """Read bytes [start, end), which begin in a range and may end behind it. Raises OSError."""
@@ -277,13 +284,14 @@ class RemoteFile:
         try:
             found = coming.read(start, until)
         except OSError:
-            if self._planned:
+            if coming is not self._last or coming.whole:
                 raise
-            self._end_ranges()  # a slice may be too much for a slow store: from here on ask for no more than is read
-            self._stepped = math.inf
+            self._end([coming])  # a slice may be too much for a slow store: from here on ask for no more than is read
+            self._last, self._stepped = None, math.inf
             return self.read(start, end)
-        assert coming.coming is not None
-        self._check(coming.coming.size, len(found) == until - start)
+        if self._info is not None and (coming.size != self._info.size or len(found) < until - start):
+            raise OSError(errno.ESTALE, "it has changed while it was read; run again", self.uri)
+        self._info = self._info or ObjectInfo(self.uri, coming.size)
         return found + self.read(until, end)
 
     def _goes_forward(self, start: int) -> bool:
@@ -291,41 +299,28 @@ class RemoteFile:
         step = -1 if self._at is None else start - self._at
         if step > _LEAST:
             self._steps, self._stepped = self._steps + 1, self._stepped + min(step, _SLICE)
-        return not self._planned and step >= 0 and self._stepped <= _STEP * self._steps
+        return not self._ranges and step >= 0 and self._stepped <= _STEP * self._steps
 
-    def _slice(self, start: int) -> _Range:
-        """Begin the slice at ``start``, in place of the last one."""
-        self._end_ranges()
-        self._ranges = [_Range(self._files, self.uri, start, min(start + _SLICE, self.size), False, _SLICE)]
-        return self._ranges[0]
-
-    def _request(self, start: int, end: int) -> None:
-        """Fetch bytes [start, end) that were not planned, and some more."""
-        first = start
+    def _next(self, start: int, end: int, *, forward: bool) -> _Range:
+        """Return the range to ask for where bytes [start, end) were not planned: a slice, or some bytes more."""
+        if forward:
+            return _Range(self._files, self.uri, start, min(start + _SLICE, self.size), whole=False, gap=_SLICE)
+        end = max(end, start + _LEAST)
         if self._info is not None and start >= self._info.size - _TAIL:
-            first = max(0, self._info.size - _TAIL)  # directories and footers are read from their end
-        found = self._files.read_slice(self.uri, first, max(end, start + _LEAST))
-        self._check(found.size, first + len(found.data) >= end)
-        self._start, self._data = first, found.data
-        self._fetched += len(found.data)
-
-    def _check(self, size: int, complete: bool) -> None:
-        """Raise OSError where an answer is of an object of another ``size`` than the last one, or not ``complete``."""
-        if self._info is not None and (size != self._info.size or not complete):
-            raise OSError(errno.ESTALE, "it has changed while it was read; run again", self.uri)
-        self._info = self._info or ObjectInfo(self.uri, size)
+            start = max(0, self._info.size - _TAIL)  # directories and footers are read from their end
+        return _Range(self._files, self.uri, start, end, whole=True)
 
     def close(self) -> None:
         """Drop what is held, and end all requests. May be called twice."""
-        self._data = b""
-        self._end_ranges()
+        self._end([*self._ranges, self._last])
 
-    def _end_ranges(self) -> None:
-        """Drop the ranges and what is held of them, and end their requests."""
-        self._fetched = self.fetched
-        for coming in self._ranges:
-            coming.close()
-        self._ranges = []
+    def _end(self, ranges: Iterable[_Range | None]) -> None:
+        """Drop what is held of some ranges, and end their requests."""
+        for coming in ranges:
+            if coming is not None:
+                self._fetched += coming.fetched
+                coming.fetched = 0
+                coming.close()
 
 
 #: A file that holds videos, on disk or remote.

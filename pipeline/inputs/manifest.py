@@ -10,7 +10,7 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from importlib.util import find_spec
 from itertools import islice, pairwise
@@ -29,7 +29,6 @@ from pipeline.inputs.listings import VIDEO_SUFFIXES, list_videos, listed_policy,
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE
-from pipeline.rows import ManifestRow
 from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
@@ -93,7 +92,7 @@ def _read(videos: str, roots: Roots, objects: Objects, column: str | None) -> Li
     Raises ManifestError.
     """
     _refuse_packed(videos)
-    forms = FORMS.keys() - OF_COLUMNS if column is None else FORMS.keys()
+    forms = frozenset(FORMS) - (OF_COLUMNS if column is None else frozenset())
     if videos == "sample":
         return _from_files(_sample_folder(), videos, roots.folders, forms)
     if is_remote(videos):
@@ -107,11 +106,10 @@ def _read(videos: str, roots: Roots, objects: Objects, column: str | None) -> Li
     if path.is_dir():
         return _from_files(path, videos, roots.folders, forms)
     if path.is_file():
-        if suffix_of(path.name) in forms:
-            return Listed(None, _places([path], path.parent, Judge([path.parent, *roots.folders])))
-        if path.suffix.lower() in TABLE_SUFFIXES:
+        if (suffix := suffix_of(path.name)) in TABLE_SUFFIXES - forms:
             return Listed(_manifest_at(str(path), roots, objects))
-        return Listed(_to_table([_file_row(path, path.parent, Judge([path.parent, *roots.folders]))]))
+        place = _place(path, path.parent, Judge([path.parent, *roots.folders]))
+        return _listed([place], videos=suffix not in forms)
     if globbing.has_magic(str(path)):
         return _from_glob(str(path), roots.folders, forms)
     raise ManifestError(f"{videos}: no such folder, file or manifest{near_file(path)}")
@@ -196,33 +194,36 @@ def _sample_folder() -> Path:
     return folder
 
 
-def _from_files(folder: Path, named: str, roots: Sequence[Path], forms: Collection[str]) -> Listed:
+def _from_files(folder: Path, named: str, roots: Sequence[Path], forms: frozenset[str]) -> Listed:
     """List the videos of a folder, or else its containers. Raises ManifestError where it has neither."""
     judge = Judge([folder, *roots])
     if (found := _videos_or_containers(_walk(folder), folder, judge, forms)) is not None:
         return found
-    looked = " ".join(sorted(VIDEO_SUFFIXES | {*forms}))
+    looked = " ".join(sorted(VIDEO_SUFFIXES | forms))
     raise ManifestError(f"{named}: no video in this folder (looked for {looked})")
 
 
-def _videos_or_containers(paths: Iterable[Path], root: Path, judge: Judge, forms: Collection[str]) -> Listed | None:
+def _videos_or_containers(paths: Iterable[Path], root: Path, judge: Judge, forms: frozenset[str]) -> Listed | None:
     """List the videos among some files, or else the containers; None where there are neither."""
-    videos, containers = list[Path](), list[Path]()
-    for path in paths:
-        suffix = path.suffix.lower()
-        if suffix in VIDEO_SUFFIXES:
-            videos.append(path)
-        elif suffix in forms and not videos:
-            containers.append(path)
-    if videos:
-        return Listed(_to_table(_file_row(path, root, judge) for path in sorted(videos)))
-    return Listed(None, _places(sorted(containers), root, judge)) if containers else None
+    known = VIDEO_SUFFIXES | forms
+    found = sorted(path for path in paths if path.suffix.lower() in known)
+    videos = [path for path in found if path.suffix.lower() in VIDEO_SUFFIXES]
+    places = (_place(path, root, judge) for path in videos or found)
+    return _listed(places, videos=bool(videos)) if found else None
 
 
-def _places(paths: Iterable[Path], root: Path, judge: Judge) -> list[Place]:
-    """Return the Place of each of some containers, named relative to ``root``."""
-    rows = [_file_row(path, root, judge) for path in paths]
-    return [Place(row["uri"], row["video_id"], row["policy"]) for row in rows]
+def _listed(places: Iterable[Place], *, videos: bool) -> Listed:
+    """Return files as videos, a part at a time, or as containers. Raises ManifestError for a repeated ``video_id``."""
+    if not videos:
+        return Listed(None, [*places])
+    left, parts = iter(places), []
+    while part := list(islice(left, ROWS_AT_ONCE)):
+        rows = [
+            {"video_id": one.name, "uri": one.uri, "policy": one.policy, "size": one.info.size if one.info else None}
+            for one in part
+        ]
+        parts.append(pa.RecordBatch.from_pylist(rows, schema=MANIFEST_SCHEMA))
+    return Listed(unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -234,7 +235,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names)
 
 
-def _from_glob(pattern: str, roots: Sequence[Path], forms: Collection[str]) -> Listed:
+def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str]) -> Listed:
     """List the videos that match a local glob, or else the containers. Raises ManifestError where nothing matches."""
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
@@ -246,15 +247,15 @@ def _from_glob(pattern: str, roots: Sequence[Path], forms: Collection[str]) -> L
     return found
 
 
-def _file_row(path: Path, root: Path, judge: Judge) -> ManifestRow:
-    """Build the row of a file found below ``root``; its id is the POSIX path relative to it."""
+def _place(path: Path, root: Path, judge: Judge) -> Place:
+    """Return the Place of a file found below ``root``; its name is the POSIX path relative to it."""
     absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
-    video_id = path.relative_to(root).as_posix()
+    name = path.relative_to(root).as_posix()
     policy = judge(absolute)
     if not is_text(absolute):
         policy = "the file's name is not valid UTF-8; rename it"
-        video_id, absolute = _as_text(video_id), _as_text(absolute)
-    return {"video_id": video_id, "uri": absolute, "policy": policy}
+        name, absolute = _as_text(name), _as_text(absolute)
+    return Place(absolute, name, policy)
 
 
 def _as_text(name: str) -> str:
@@ -262,25 +263,14 @@ def _as_text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _from_store(videos: str, roots: Roots, objects: Objects, forms: Collection[str]) -> Listed:
+def _from_store(videos: str, roots: Roots, objects: Objects, forms: frozenset[str]) -> Listed:
     """List the videos, or else the containers, that an address in a store names. Raises ManifestError."""
-    if suffix_of(videos) in TABLE_SUFFIXES - {*forms} and not videos.endswith("/") and not globbing.has_magic(videos):
+    if suffix_of(videos) in TABLE_SUFFIXES - forms and not videos.endswith("/") and not globbing.has_magic(videos):
         return Listed(_manifest_at(videos, roots, objects))
-    folder, found = list_videos(videos, VIDEO_SUFFIXES | {*forms}, reach(videos, objects))
+    folder, found = list_videos(videos, VIDEO_SUFFIXES | forms, reach(videos, objects))
     own = [info for info in found if suffix_of(info.uri) not in forms]
-    if not own:
-        places = [Place(info.uri, info.uri.removeprefix(folder), listed_policy(info.uri), info) for info in found]
-        return Listed(None, places)
-    rows: Iterator[ManifestRow] = (
-        {
-            "video_id": info.uri.removeprefix(folder),
-            "uri": info.uri,
-            "policy": listed_policy(info.uri),
-            "size": info.size,
-        }
-        for info in own
-    )
-    return Listed(_to_table(rows))
+    places = (Place(one.uri, one.uri.removeprefix(folder), listed_policy(one.uri), one) for one in own or found)
+    return _listed(places, videos=bool(own))
 
 
 def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots, paths: str | None = None) -> pa.Table:
@@ -333,12 +323,3 @@ def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, 
     folders = [Path(path).parent for path in paths if "://" not in path]
     prefixes = [root_prefix(path.rpartition("/")[0]) for path in paths if is_object(path)]
     return rows, Roots([*folders, *roots.folders], [*prefixes, *roots.prefixes])
-
-
-def _to_table(rows: Iterable[ManifestRow]) -> pa.Table:
-    """Build MANIFEST_SCHEMA of rows, a part at a time. Raises ManifestError for a repeated ``video_id``."""
-    left = iter(rows)
-    parts = []
-    while part := list(islice(left, ROWS_AT_ONCE)):
-        parts.append(pa.RecordBatch.from_pylist(part, schema=MANIFEST_SCHEMA))
-    return unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA))
