@@ -77,7 +77,10 @@ class Container(Protocol):
     unit: int
 
     def members(self, asked: Asked) -> Iterator[Member]:
-        """Yield every video, broken ones too, in order. Raises OSError, or ManifestError for a request that fails."""
+        """Yield every video, broken ones too, in order, called as the container calls it.
+
+        Raises OSError, or ManifestError for a request that fails.
+        """
 
     def span(self, member: Member) -> tuple[int, int]:
         """Return the bytes (start, end) of the container that ``read`` reads for a video, to plan requests by."""
@@ -91,9 +94,14 @@ def fault(fault_class: FaultClass, message: str) -> str:
     return f"{fault_class}: {message}"
 
 
-def named_safely(member: Member) -> Member:
-    """Return a member as it is if its name is safe as a part of an id, else with a fault and a printable name."""
-    name = member.name
+def named_safely(member: Member, seen: set[str]) -> Member:
+    """Return a member as it is if its name is safe as a part of an id, else with a fault and a printable name.
+
+    ``seen`` has the names of the members before it, and gets this one's.
+    """
+    name, again = member.name, member.name in seen
+    seen.add(name)
+    kind: FaultClass = "policy"
     if not is_text(name):
         why = "the member's name is not valid UTF-8; rename it"
         name = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -101,9 +109,11 @@ def named_safely(member: Member) -> Member:
         why = "the member's name leads out of its container, or holds control characters; rename it"
     elif len(name) > _LONGEST:
         why = f"the member's name has more than {_LONGEST} characters; rename it"
+    elif again:
+        kind, why = "corrupt", "an earlier member of the container has the same name"
     else:
         return member
-    return member._replace(name=f"{printable(name, _LONGEST)}@{member.offset}", fault=fault("policy", why))
+    return member._replace(name=f"{printable(name, _LONGEST)}@{member.offset}", fault=fault(kind, why))
 
 
 def open_container(uri: str, objects: Objects, info: ObjectInfo | None = None) -> RandomFile:

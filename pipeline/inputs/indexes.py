@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pipeline.errors import ManifestError, RunFailed, printable
-from pipeline.inputs.container import Asked, Container, Member, fault, open_container
+from pipeline.inputs.container import Asked, Container, Member, fault, named_safely, open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
@@ -160,7 +160,8 @@ class Indexing:
 
     def _members(self, place: Place, container: Container) -> tuple[list[Member], bool]:
         """Return the members of a container, and whether they are all; not so once there are ``enough``."""
-        found, look_at = list[Member](), _FIRST_LOOK
+        found, look_at, seen = list[Member](), _FIRST_LOOK, set[str]()
+        rows = suffix_of(place.uri) in OF_COLUMNS  # whose names are no part of an id
         for member in container.members(self.asked):
             if self._stopped:
                 return found, False
@@ -169,7 +170,7 @@ class Indexing:
                 if self.enough(_table(place, found, self.asked)):
                     self.n_cut += 1
                     return found, False
-            found.append(member)
+            found.append(member if rows else named_safely(member, seen))
         return found, True
 
     def _keeps(self, place: Place) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from pipeline.errors import VideoFault
-from pipeline.inputs.container import Asked, Member, RandomFile, fault, named_safely
+from pipeline.inputs.container import Asked, Member, RandomFile, fault
 from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
 from pipeline.inputs.tables import UserValue, carried_json
 
@@ -50,7 +50,6 @@ class Tar:
 
     def members(self, asked: Asked) -> Iterator[Member]:
         """Yield the videos in their order, those of one key once its last member was seen."""
-        seen: set[str] = set()
         key, videos, carried = "", list[Member](), dict[str, UserValue]()
         for entry in self._entries():
             name = entry.name.removeprefix("./")
@@ -58,8 +57,7 @@ class Tar:
                 yield from _with_carried(videos, carried)
                 key, videos, carried = _key(name), [], {}
             if suffix_of(name) in VIDEO_SUFFIXES or entry.kind == _UNKNOWN:
-                videos.append(_video(entry, name, again=name in seen))
-                seen.add(name)
+                videos.append(_video(entry, name))
             elif (kind := name.rpartition("/")[2].partition(".")[2]) in _CARRIED and entry.kind in _FILES:
                 carried[kind] = None if entry.wrong else self._carried(entry, kind)
         yield from _with_carried(videos, carried)
@@ -196,14 +194,12 @@ def _key(name: str) -> str:
     return f"{folder}{slash}{base.partition('.')[0]}"
 
 
-def _video(entry: _Entry, name: str, *, again: bool) -> Member:
+def _video(entry: _Entry, name: str) -> Member:
     """Return the member of a video, with what is wrong with it."""
     wrong = entry.wrong
     if entry.kind not in _FILES and not wrong:
         wrong = fault("policy", "the member is a link, a device or no file; pack the file itself")
-    if again:
-        name, wrong = f"{name}@{entry.offset}", fault("corrupt", "an earlier member of the tar has the same name")
-    return named_safely(Member(name, entry.offset, entry.size, fault=wrong))
+    return Member(name, entry.offset, entry.size, fault=wrong)
 
 
 def _with_carried(videos: list[Member], carried: dict[str, UserValue]) -> Iterator[Member]:

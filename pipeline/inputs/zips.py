@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from pipeline.errors import VideoFault
-from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, fault, named_safely
+from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, fault
 from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
 
 _HEADER: Final = struct.Struct("<4s5H3L2H")  # of a member: signature, version, flags, method, ..., two lengths
@@ -29,22 +29,17 @@ class Zip:
 
     def members(self, asked: Asked) -> Iterator[Member]:
         """Yield the videos that the directory at the end lists. Raises OSError where there is none."""
-        seen: set[str] = set()
         try:
             listed = zipfile.ZipFile(SeekableFile(self._file)).infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
             yield Member("@0", 0, fault=fault("corrupt", f"the directory of the zip cannot be read: {error}"))
             return
         for info in listed:
-            name, wrong = info.filename, None
-            if info.is_dir() or suffix_of(name) not in VIDEO_SUFFIXES:
+            if info.is_dir() or suffix_of(info.filename) not in VIDEO_SUFFIXES:
                 continue
-            if info.flag_bits & 1 or info.compress_type not in _METHODS:
-                wrong = fault("unsupported", "the member is encrypted or not deflated; pack it with zip -0")
-            if name in seen:
-                name, wrong = f"{name}@{info.header_offset}", fault("corrupt", "an earlier member has the same name")
-            seen.add(name)
-            yield named_safely(Member(name, info.header_offset, info.file_size, fault=wrong))
+            able = not info.flag_bits & 1 and info.compress_type in _METHODS
+            wrong = None if able else fault("unsupported", "the member is encrypted or not deflated; use zip -0")
+            yield Member(info.filename, info.header_offset, info.file_size, fault=wrong)
 
     def span(self, member: Member) -> tuple[int, int]:
         # The name and extra fields before the data are of any length; a deflated member has fewer bytes than this.

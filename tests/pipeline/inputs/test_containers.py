@@ -432,3 +432,19 @@ def test_a_form_is_added_by_one_class(tmp_path, monkeypatch, server):
         assert [row["video_id"] for row in found] == [f"a.lengths/{number}.mp4" for number in range(12)]
         assert contents(found, objects) == list(FILES.values())
         assert rows(place, objects=objects, store=store, only_known=True) == found
+
+
+class Unsafe(Lengths):
+    """A form that takes any name for a video's."""
+
+    def members(self, asked):
+        for found, name in zip(super().members(asked), ["a.mp4", "a.mp4", "../b.mp4", "c.mp4"], strict=False):
+            yield found._replace(name=name)
+
+
+def test_names_are_judged_whatever_the_form(tmp_path, monkeypatch):
+    monkeypatch.setitem(FORMS, ".unsafe", Unsafe)
+    (tmp_path / "a.unsafe").write_bytes(b"".join(struct.pack("<I", len(one)) + one for one in FILES.values()))
+    found = rows(str(tmp_path))
+    assert [row["fault"] and row["fault"].partition(":")[0] for row in found] == [None, "corrupt", "policy", None]
+    assert len({row["video_id"] for row in found}) == 4
