@@ -90,6 +90,11 @@ class RunOptions(S3Options):
         "wait until the cluster has N GPUs, for nodes that join late; without any, --device auto takes the CPU",
         metavar="N",
     )
+    max_gpus: int | None = option(
+        None,
+        "use at most N GPUs of the cluster, those that join meanwhile included; an autoscaling one is asked for N",
+        metavar="N",
+    )
     wait: float = option(600.0, "give up waiting for --min-gpus after S seconds", metavar="S")
     join: bool = option(
         False,
@@ -123,6 +128,8 @@ class RunOptions(S3Options):
         check_choices(self)
         check(self.max_attempts >= 1, "max_attempts", "at least 1", self.max_attempts)
         check(self.min_gpus >= 0, "min_gpus", "at least 0", self.min_gpus)
+        least = max(1, self.min_gpus)
+        check(self.max_gpus is None or self.max_gpus >= least, "max_gpus", f"at least {least}", self.max_gpus)
         if self.min_gpus and self.device == "cpu":
             raise UsageError(f"--min-gpus {self.min_gpus} and --device cpu do not go together")
         for name in ("wait", "stall_timeout", "flush_seconds", "log_interval"):

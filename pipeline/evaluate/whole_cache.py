@@ -25,7 +25,7 @@ from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
 Grid = Mapping[str, LateAsked | None]
 #: The options that the runs of an evaluation take as they are.
 PASSED_ON = (
-    *("revision", "dtype", "device", "attn", "min_gpus", "wait", "retry_failed", "max_attempts"),
+    *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "wait", "retry_failed", "max_attempts"),
     *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_region"),
 )
 

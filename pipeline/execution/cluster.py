@@ -290,13 +290,19 @@ def failing_nodes(tried: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str
     return found
 
 
-def resources_without(nodes: Collection[str]) -> dict[str, float]:
-    """Add up the resources of the living nodes that are not among ``nodes``."""
+def resources_without(nodes: Collection[str], max_gpus: int | None = None) -> dict[str, float]:
+    """Add up the resources of the living nodes that are not among ``nodes``, with at most ``max_gpus`` GPUs."""
     there: Counter[str] = Counter()
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] not in nodes:
             there.update(node["Resources"])
-    return dict(there)
+    return at_most(dict(there), max_gpus)
+
+
+def at_most(resources: dict[str, float], max_gpus: int | None) -> dict[str, float]:
+    """Return the resources with at most ``max_gpus`` GPUs."""
+    gpus = resources.get("GPU", 0.0)
+    return resources if max_gpus is None or gpus <= max_gpus else {**resources, "GPU": float(max_gpus)}
 
 
 def node_selector(nodes: Collection[str]) -> dict[str, str]:

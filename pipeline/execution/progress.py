@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from rich import progress as rich_progress
 from rich.console import Console
@@ -55,6 +55,19 @@ class OneLine:
 EARLY_S, _EARLY_LINES = 4.5, 7  # between the first lines of a log, and how many they are
 
 
+class Speed(NamedTuple):
+    """How fast a run's items come: ``rate`` a second, ``left`` to come, the first ``start_s`` after the run began."""
+
+    rate: float
+    left: int
+    start_s: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the last item, if nothing changes."""
+        return self.left / self.rate
+
+
 class Pace:
     """The rate of items since the first one came, so that loading models does not count."""
 
@@ -63,6 +76,7 @@ class Pace:
         self._item = item
         self._clock = clock
         self._through = self._done = self._at_first = 0
+        self._made_at = clock()
         self._first: float | None = None
 
     def grow(self, total: int) -> None:
@@ -89,16 +103,19 @@ class Pace:
         """The number of items that are through so far."""
         return max(self._through, self._done)
 
+    def speed(self) -> Speed | None:
+        """Return how fast the items come; None where that is not known yet."""
+        if self._first is None:
+            return None
+        new, seconds = self._now - self._at_first, self._clock() - self._first
+        return Speed(new / seconds, self._total - self._now, self._first - self._made_at) if new and seconds else None
+
     def __str__(self) -> str:
         """Return the rate and the time left, "" where all are through."""
-        new, seconds = self._now - self._at_first, 0.0 if self._first is None else self._clock() - self._first
-        left = self._total - self._now
-        if not left:
+        if self._total == self._now:
             return ""
-        if not new or not seconds:
-            return "no estimate yet"
-        rate = new / seconds
-        return f"{rate:.2f} {self._item}s/s, {left / rate:.0f} s left"
+        speed = self.speed()
+        return f"{speed.rate:.2f} {self._item}s/s, {speed.left_s:.0f} s left" if speed else "no estimate yet"
 
 
 class Reporter:

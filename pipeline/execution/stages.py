@@ -81,6 +81,10 @@ class Plan(Protocol):
     def workers(self) -> str:
         """A description of the workers that start."""
 
+    @property
+    def pools(self) -> Mapping[str, int]:
+        """Stage -> the number of its workers."""
+
     def collected(self, stage: str, waits: bool) -> int:
         """Return the number of items ``stage`` waits for before it takes any.
 

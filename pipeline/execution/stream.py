@@ -25,7 +25,7 @@ from pipeline.execution.monitoring.report import WorkerReport
 from pipeline.execution.progress import Reporter, reporter
 from pipeline.execution.shards import TICK_S, RunGraph, Shard, Shards
 from pipeline.execution.stages import Plan, end_workers
-from pipeline.execution.watchdog import ClusterShrunk, Watchdog, iterate_watched, still_running
+from pipeline.execution.watchdog import ClusterChanged, Growth, Watchdog, iterate_watched, still_running
 from pipeline.options import RunOptions
 
 W = TypeVar("W", bound=Sized)
@@ -47,6 +47,7 @@ class PlannedGraph:
         available_resources: returns the resources of the nodes that the graph may use now.
         on_look: gets the workers' report and the run's numbers at every look, and at the end.
         on_end: gets the workers' last report, however the run ended.
+        again: plans so many items on the nodes that are there now; None where that cannot be done now.
     """
 
     build: Callable[[ActorHandle], RunGraph]
@@ -57,6 +58,7 @@ class PlannedGraph:
     available_resources: Callable[[], Mapping[str, float]] = ray.cluster_resources
     on_look: Callable[[WorkerReport, Progress], object] = lambda reading, at: None
     on_end: Callable[[WorkerReport], object] = lambda reading: None
+    again: Callable[[int], Plan | None] = lambda left: None
 
 
 def stream(
@@ -66,7 +68,7 @@ def stream(
     console: Console,
     options: RunOptions,
 ) -> int:
-    """Run all items through graphs and commit every shard; items that a lost node held are planned again.
+    """Run all items through graphs and commit every shard; what is left is planned anew where the nodes change.
 
     Args:
         plan: plans the graph for items, on what the cluster has now.
@@ -82,15 +84,13 @@ def stream(
         try:
             _stream(graph, progress, console, options)
             return n_failed + progress.at.failed
-        except ClusterShrunk:
+        except ClusterChanged as why:
             items = unfinished(items)
             what = f"{len(items)} {graph.plan.wording.item}s are planned anew on those that are there"
             if still_running():
-                raise RunFailed(
-                    "nodes were lost, and what ran on them does not end; run the same command again"
-                ) from None
+                raise RunFailed(f"{why}, but what ran before does not end; run the same command again") from None
             end_workers()
-            console.print(f"note: nodes were lost and nothing moves: {what}", highlight=False, soft_wrap=True)
+            console.print(f"note: {why}: {what}", highlight=False, soft_wrap=True)
         except RunFailed:
             end_workers()  # they would keep room from the next run of this process
             raise
@@ -99,7 +99,7 @@ def stream(
 
 
 def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: RunOptions) -> None:
-    """Run one graph to its end, committing every shard. Raises RunFailed, and ClusterShrunk after lost nodes."""
+    """Run one graph to its end, committing every shard. Raises RunFailed, and ClusterChanged."""
     wording = graph.plan.wording
     console.print(f"starting workers: {graph.plan.workers}", highlight=False, soft_wrap=True)
     heartbeats = start_heartbeats(tuple(wording.stages))
@@ -112,16 +112,18 @@ def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: 
     with progress, Shards(flow, options.flush_seconds) as shards:
         told = (graph.plan, graph.total(), tell, graph.give_up, graph.available_resources)
         watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
+        growth = Growth(graph.plan, graph.again, options.max_gpus)
 
         def look() -> None:
             if (total := graph.total()) != watchdog.total:
                 watchdog.grow(total)
             watchdog.look()
+            growth.look(progress.at, progress.pace.speed())
 
         try:
             with closing(written_shards(flow, shards, look, watchdog.every_s, progress.through)) as done:
                 _commit_all(done, graph, watchdog, progress)
-        except (RunFailed, ClusterShrunk, KeyboardInterrupt) as ending:
+        except (RunFailed, ClusterChanged, KeyboardInterrupt) as ending:
             if shards.unwritten and not isinstance(ending.__cause__, OSError):  # a store that failed would fail again
                 console.print(f"stopping: what is done is written first, in {LEAVE_S:g} s at most", highlight=False)
                 with suppress(RunFailed):

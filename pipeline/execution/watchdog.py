@@ -1,4 +1,4 @@
-"""Ending a run that does not move, with the name of the stage that holds it up."""
+"""Ending a run that does not move, with the name of the stage that holds it up, or that new nodes would make faster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import ray
 from ray.actor import ActorHandle
 
 from pipeline.errors import RunFailed, printable
+from pipeline.execution.monitoring.load import Progress
 from pipeline.execution.monitoring.report import WorkerReport
+from pipeline.execution.progress import Speed
 from pipeline.execution.stages import Plan
 
 T = TypeVar("T")
@@ -28,8 +30,8 @@ _LONGEST_LOOK_S = 10.0
 SHRUNK_S = 30.0
 
 
-class ClusterShrunk(Exception):  # noqa: N818
-    """An error: nodes were lost and nothing moves, so what is left must be planned again for the remaining nodes."""
+class ClusterChanged(Exception):  # noqa: N818
+    """An error: what is left must be planned anew for the nodes that are there now. Its text says why."""
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Watchdog:
     """The observer of a running graph, which looks at the workers' reports at intervals.
 
     Raises RunFailed if nothing has moved for ``timeout_s`` seconds or ``give_up`` returns a reason to stop, and
-    ClusterShrunk if nodes were lost and the run could go on with those that ``available_resources`` says are left.
+    ClusterChanged if nodes were lost and the run could go on with those that ``available_resources`` says are left.
     """
 
     heartbeats: ActorHandle
@@ -78,7 +80,7 @@ class Watchdog:
             raise RunFailed(why)
         still_s = self.clock() - self._moved_at
         if SHRUNK_S < still_s <= self.timeout_s and self._had_room and self._shrunk():
-            raise ClusterShrunk
+            raise ClusterChanged("nodes were lost and nothing moves")
         if still_s > self.timeout_s:
             raise RunFailed(
                 f"no {self.plan.wording.item} moved for {self.timeout_s:g} s: {self._verdict()}; or raise "
@@ -137,6 +139,55 @@ class Watchdog:
             if waiting >= self.plan.collected(stage, waits=left[before] < self.total):
                 return f"{stage} takes none of {waiting} waiting {item}s; scheduling: {_describe_resources(self.plan)}"
         return f"scheduling: no worker holds a {item}; {_describe_resources(self.plan)}"
+
+
+class Growth:
+    """The judge of nodes that joined: whether what is left is done sooner if its workers end and more start there.
+
+    Ray Data starts no more workers than a graph was built with, so that these need a new graph. It costs the start of
+    all workers, and what an encoder has not got through yet is decoded again.
+
+    Args:
+        plan: that of the workers that run.
+        again: plans so many items on the nodes that are there now; None where that cannot be done now.
+        max_gpus: how many GPUs an autoscaling cluster is asked for, once all workers run; None for no more.
+    """
+
+    def __init__(self, plan: Plan, again: Callable[[int], Plan | None], max_gpus: int | None = None) -> None:
+        self._plan, self._again = plan, again
+        self._more = max(0, int((max_gpus or 0) - plan.gpus)) if plan.gpus else 0
+        self._seen: Mapping[str, int] | None = None
+        self._demand: list[ray.ObjectRef] = []
+
+    def look(self, at: Progress, speed: Speed | None) -> None:
+        """Raise ClusterChanged if a new plan saves more than twice what it costs; nodes must have stopped joining."""
+        if speed is None or not at.busy:
+            return
+        if self._more and not self._demand:
+            # Tasks that wait for a GPU are a demand that ends with this process, however it ends.
+            waits = ray.remote(_nothing).options(num_cpus=0, num_gpus=1)
+            self._demand = [waits.remote() for _ in range(self._more)]
+        try:
+            today = self._again(speed.left)
+        except Exception:  # noqa: BLE001 - a cluster that does not answer has not grown
+            return
+        pools = self._plan.pools if today is None else today.pools
+        settled, self._seen = pools == self._seen, pools
+        if not settled or all(pools[stage] <= workers for stage, workers in self._plan.pools.items()):
+            return
+        again_s = sum(list(at.waiting.values())[1:-1]) / speed.rate
+        saved_s = speed.left_s * (1 - 1 / self._speed_up(pools, at.busy)) if any(at.busy.values()) else 0.0
+        if saved_s > 2 * (speed.start_s + again_s):
+            raise ClusterChanged(f"nodes joined, which saves about {saved_s - speed.start_s - again_s:.0f} s")
+
+    def _speed_up(self, pools: Mapping[str, int], busy: Mapping[str, float]) -> float:
+        """Return how many times as fast these pools are: so much as the stage that will be the busiest then gets."""
+        most = max(busy.values())
+        return min(pools[x] / self._plan.pools[x] * most / share for x, share in busy.items() if share)
+
+
+def _nothing() -> None:
+    """Do nothing, where there is a GPU for it."""
 
 
 def _describe_resources(plan: Plan) -> str:

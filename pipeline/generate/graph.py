@@ -51,6 +51,11 @@ class AnswerPlan:
         """A description of the workers that start."""
         return f"{self.answer.workers} to answer, which load the model first"
 
+    @property
+    def pools(self) -> dict[str, int]:
+        """Stage -> the number of its workers."""
+        return {STAGE: self.answer.workers}
+
     def collected(self, stage: str, waits: bool) -> int:
         """Return 1: a block of questions is handed on as it is."""
         return 1

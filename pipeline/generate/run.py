@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pipeline.cache.merging import WAITING, WAITING_AT_END
 from pipeline.errors import RunFailed, UsageError
-from pipeline.execution.cluster import choose_device, provenance
+from pipeline.execution.cluster import at_most, choose_device, provenance
 from pipeline.execution.monitoring.monitor import Monitor
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
@@ -168,6 +168,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
                 partial(len, ask),
                 available_resources=self._available_resources,
                 on_look=self.monitor.look,
+                again=partial(self._plan, computed.device),
             )
 
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
@@ -179,19 +180,26 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         """Return the cluster's resources, counting only GPUs of nodes that have enough for a whole model."""
         cluster, each = dict(ray.cluster_resources()), self.options.tensor_parallel
         gpus = (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
-        return {**cluster, "GPU": cluster.get("GPU", 0.0) if each == 1 else sum(each * (gpu // each) for gpu in gpus)}
+        whole = cluster.get("GPU", 0.0) if each == 1 else sum(each * (gpu // each) for gpu in gpus)
+        return at_most({**cluster, "GPU": whole}, self.options.max_gpus)
 
     def _planned(self, n_questions: int, device: str, run_file: RunFile) -> AnswerPlan:
         """Plan the workers for the cluster as it is now."""
         cluster, config = self._available_resources(), self.options
         if cluster.get("CPU", 0.0) <= 0 or (device == "cuda" and cluster.get("GPU", 0.0) < config.tensor_parallel):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
-        plan = plan_answers(cluster["CPU"], cluster.get("GPU", 0.0) if device == "cuda" else 0.0, n_questions, config)
+        plan = self._plan(device, n_questions)
         if config.workers is not None and plan.answer.workers < min(config.workers, n_questions):
             room = f"the cluster has room for {plan.answer.workers} of --workers {config.workers}"
             self.console.print(f"note: {room}", highlight=False)
         run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
         return plan
+
+    def _plan(self, device: str, n_questions: int) -> AnswerPlan:
+        """Plan the workers for so many questions on the cluster as it is now."""
+        cluster = self._available_resources()
+        gpus = cluster["GPU"] if device == "cuda" else 0.0
+        return plan_answers(cluster["CPU"], gpus, n_questions, self.options)
 
 
 class Commits:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipeline.errors import LimitReached
 from pipeline.plan.estimate import HOUR, Plan
 from pipeline.rows import VideoRecord
 
 
+class _Taken(NamedTuple):
+    """What a run has taken: seconds of wall time, of all its encoders and of its GPUs, and what they cost."""
+
+    wall_s: float = 0.0
+    encoder_s: float = 0.0
+    gpu_s: float = 0.0
+    cost: float = 0.0
+
+
 @dataclass
 class Facts:
-    """Sums over the rows that a run has committed.
+    """Sums over the rows that a run has committed, and what its machines have taken.
 
     Attributes:
         token_bytes: stored bytes of a token and its columns.
@@ -32,9 +42,29 @@ class Facts:
     video_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
     started: float = field(init=False)
+    _before: _Taken = field(init=False)  # by the machines that the run had before those of now
 
     def __post_init__(self) -> None:
         self.started = self.clock()
+        self._before = _Taken()
+
+    def take(self, encoders: int, gpus: int, hourly: float | None) -> None:
+        """Count from now on with these machines, from the start on where nothing is committed yet."""
+        if self.videos:
+            self._before = self._taken(self.clock() - self.started)
+        self.encoders, self.gpus, self.hourly = encoders, gpus, hourly
+
+    def _taken(self, wall_s: float) -> _Taken:
+        """Return what the run has taken in its first ``wall_s`` seconds."""
+        seconds, before = max(0.0, wall_s - self._before.wall_s), self._before
+        cost = before.cost + seconds * (self.hourly or 0.0) / HOUR
+        encoder_s, gpu_s = before.encoder_s + seconds * self.encoders, before.gpu_s + seconds * self.gpus
+        return _Taken(before.wall_s + seconds, encoder_s, gpu_s, cost)
+
+    @property
+    def cost(self) -> float:
+        """What the machines have cost until now; 0 where no price is known."""
+        return self._taken(self.clock() - self.started).cost
 
     def add(self, records: Iterable[VideoRecord]) -> None:
         """Add the rows of a shard."""
@@ -49,17 +79,17 @@ class Facts:
     def as_record(self, wall_s: float | None = None) -> dict[str, float | None]:
         """Return the facts as a JSON-able mapping; ``wall_s`` are the seconds of the run, by default until now."""
         wall = self.clock() - self.started if wall_s is None else wall_s
-        hours = self.video_s / HOUR
+        hours, taken = self.video_s / HOUR, self._taken(wall)
         return {
             "wall_s": wall,
             "decode_core_s": self.decode_core_s,
             "encode_s": self.encode_s,
             "output_bytes": self.tokens * self.token_bytes,
-            "encoder_busy": min(1.0, self.encode_s / (self.encoders * wall)) if wall else 0.0,
+            "encoder_busy": min(1.0, self.encode_s / taken.encoder_s) if wall else 0.0,
             "core_s_a_video": self.decode_core_s / self.videos if self.videos else None,
             "video_hours": hours,
-            "video_hours_per_day_per_gpu": hours / wall * 24 * HOUR / self.gpus if self.gpus and wall else None,
-            "cost": None if self.hourly is None else self.hourly * wall / HOUR,
+            "video_hours_per_day_per_gpu": hours / taken.gpu_s * 24 * HOUR if taken.gpu_s else None,
+            "cost": None if self.hourly is None else taken.cost,
         }
 
 
@@ -88,7 +118,7 @@ class Limits:
         hours = (self.facts.clock() - self.facts.started) / HOUR
         if self.max_hours is not None and hours >= self.max_hours:
             self.reached = f"--max-hours {self.max_hours:g} is reached"
-        if self.max_cost is not None and hours * (self.facts.hourly or 0.0) >= self.max_cost:
+        if self.max_cost is not None and self.facts.cost >= self.max_cost:
             self.reached = f"--max-cost {self.max_cost:g} is reached"
         if self.reached:
             raise LimitReached(self.reached)

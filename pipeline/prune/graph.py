@@ -138,6 +138,11 @@ class Resources:
         """A description of the workers that start."""
         return f"{self.decode.workers} to decode, {self.encode.workers} to encode, which load the model first"
 
+    @property
+    def pools(self) -> dict[str, int]:
+        """Stage -> the number of its workers."""
+        return {"decode": self.decode.workers, "encode": self.encode.workers, "write": self.write.workers}
+
     def collected(self, stage: str, waits: bool) -> int:
         """Return the number of videos that a stage waits for before it takes any.
 

@@ -29,11 +29,13 @@ from pipeline.execution.monitoring.report import WorkerReport
 from pipeline.execution.run_record import COMMITTED, RunFile
 from pipeline.execution.stream import PlannedGraph, stream
 from pipeline.inputs.discovery import Discovery
+from pipeline.plan.estimate import Prices
 from pipeline.plan.facts import Facts, Limits
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
+from pipeline.prune.forecast import joined_cluster
 from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_for
 from pipeline.prune.request import PruneRequest
 from pipeline.prune.resume import unfinished
@@ -210,14 +212,21 @@ class Passes:
         give_up: Callable[[WorkerReport], str | None],
     ) -> int:
         """Stream videos through graphs on all nodes but ``without``; return how many failed."""
-        available = partial(resources_without, without)
+        available = partial(resources_without, without, self.config.max_gpus)
 
         def planned(videos: pa.Table | Discovery) -> PlannedGraph:
             plan, request = self._planned(available(), videos), self.commits.request
+            files_bytes = _files_bytes(videos)
             build = partial(build_graph, videos, *self.setups, plan, request.store, request.run_id, without=without)
             commit = partial(self.commits, self.commits.n_shards)
             stop = give_up if isinstance(videos, pa.Table) else partial(_checked, videos, give_up)
-            looks = (stop, available, self.monitor.look, self._on_end)
+
+            def again(left: int) -> Resources | None:
+                """Plan ``left`` videos for the cluster as it is now; None while containers are not all indexed."""
+                found = isinstance(videos, pa.Table) or not videos.n_left
+                return self._resources(available(), left, files_bytes)[1] if found else None
+
+            looks = (stop, available, self.monitor.look, self._on_end, again)
             return PlannedGraph(build, commit, plan, partial(len, videos), *looks)
 
         def left(videos: pa.Table | Discovery) -> pa.Table | Discovery:
@@ -239,20 +248,25 @@ class Passes:
         """Plan the workers for the cluster, and print notes about requested resources that it lacks."""
         if not self._can_run_on(cluster):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
-        table = isinstance(videos, pa.Table)
-        n_videos, shape = len(videos) if table else videos.expected(), self.setups.decode.largest_frames()
+        n_videos = len(videos) if isinstance(videos, pa.Table) else videos.expected()
+        wanted, plan = self._resources(cluster, n_videos, _files_bytes(videos))
+        for note in _shortfalls(self.config, wanted, plan, n_videos):
+            self._note(note)
+        there = joined_cluster(resources_without(()), self.setups.encode.device)
+        facts = self.commits.limits.facts
+        facts.take(plan.encode.workers, there.gpus, Prices.of(self.config).per_hour(there))
+        self.run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
+        return plan
+
+    def _resources(self, cluster: dict[str, float], n_videos: int, files_bytes: float) -> tuple[Resources, Resources]:
+        """Plan the workers for ``n_videos`` of ``files_bytes`` in all: as wanted, and as the object stores allow."""
+        shape, device = self.setups.decode.largest_frames(), self.setups.encode.device
         token_bytes = self.setups.encode.bytes_per_video(*shape)
-        device, files_bytes = self.setups.encode.device, known_file_bytes(videos) if table else math.inf
         stored_bytes = self.setups.encode.stored_bytes_per_video(*shape)
         wanted = _plan(self.config, cluster, device, n_videos, stored_bytes, shape[0], files_bytes)
         store_bytes = cluster.get("object_store_memory", math.inf)
         plan = wanted.fitting(store_bytes, 3 * math.prod(shape), token_bytes, n_videos)
-        plan = replace(plan, rows_per_group=self.commits.request.indexing.unit)
-        for note in _shortfalls(self.config, wanted, plan, n_videos):
-            self._note(note)
-        self.commits.limits.facts.encoders = plan.encode.workers
-        self.run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
-        return plan
+        return wanted, replace(plan, rows_per_group=self.commits.request.indexing.unit)
 
 
 def _checked(videos: Discovery, give_up: Callable[[WorkerReport], str | None], report: WorkerReport) -> str | None:
@@ -284,6 +298,11 @@ def _plan(
         encoders_per_gpu=config.encoders_per_gpu,
         decode_on_gpus=config.decoder == "nvdec",
     )
+
+
+def _files_bytes(videos: pa.Table | Discovery) -> float:
+    """Return the bytes of the files of all videos, infinite where they are many or not all known."""
+    return known_file_bytes(videos) if isinstance(videos, pa.Table) else math.inf
 
 
 def known_file_bytes(videos: pa.Table) -> float:

@@ -5,19 +5,22 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import pipeline
 from jobs import prune
 from pipeline.inputs.container import Asked, Member
 from pipeline.inputs.discovery import Discovery, Part
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar import Tar
+from pipeline.prune.summary import Summary
 from tests.jobs.faults import files, tiny_videos
 from tests.jobs.jobs import assert_complete, run_here
 from tests.jobs.processes import family
-from tests.pipeline.rays import ray_here
+from tests.pipeline.rays import growing_ray, ray_here
 from tests.pipeline.tars import write_tar
 from tests.waiting import wait_until
 
@@ -93,6 +96,35 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
     assert_complete(cache, ids)
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["resources"]["cluster"]["CPU"] == 1 and record["videos"] == len(ids)
+
+
+def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp_path):
+    """One of the first nodes is lost once what was left has been planned for all."""
+    ids = tiny_videos(tmp_path / "videos", 400)
+    cache = tmp_path / "c"
+    notes: list[str] = []
+
+    def run() -> Summary:
+        options = {"out": cache, "num_frames": 2, "decoder": SLOW}
+        return pipeline.prune_videos(tmp_path / "videos", **options, progress=lambda at: notes.append(at.note))
+
+    with growing_ray({"num_cpus": 1}, {"num_cpus": 1}) as (add_node, _), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)  # nodes are added by the main thread alone
+        wait_until(lambda: files(cache, "videos"), "the first commit")
+        add_node(num_cpus=6)
+        wait_until(lambda: planned_cpus(cache) == 8, "a plan for eight cores")
+        before = len(files(cache, "videos"))
+        wait_until(lambda: len(files(cache, "videos")) > before, "a commit by the new workers")
+        os.kill(_raylets()[1], signal.SIGKILL)
+        assert running.result().n_ok == len(ids)
+    assert any(note.startswith("note: nodes joined, which saves about ") for note in notes), notes
+    assert_complete(cache, ids)
+
+
+def planned_cpus(cache: Path) -> float:
+    """Return the CPUs of the cluster that the run in this cache was last planned for."""
+    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
+    return record["resources"]["cluster"]["CPU"]
 
 
 def _raylets() -> list[int]:

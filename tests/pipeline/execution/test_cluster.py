@@ -11,7 +11,7 @@ from ray._private.node import Node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import _is_worth_showing, _shut_down, choose_device
+from pipeline.execution.cluster import _is_worth_showing, _shut_down, at_most, choose_device, resources_without
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.graph import plan_resources
 from tests.pipeline.rays import graph_of, growing_ray, ray_here, rows_of
@@ -70,6 +70,15 @@ def test_gpus_that_join_late_are_waited_for():
             wait_until(lambda: said[-1].endswith("waiting 60 s for 2"), "that it waits")
             add_node(num_cpus=1, num_gpus=2)
             assert settling.result() == ("cuda", "bfloat16")
+
+
+def test_a_run_counts_at_most_so_many_gpus():
+    with ray_here({"num_cpus": 1, "num_gpus": 2}, {"num_cpus": 1, "num_gpus": 2}):
+        assert [resources_without((), most)["GPU"] for most in (None, 3, 8)] == [4, 3, 4]
+    assert "GPU" not in at_most({"CPU": 4.0}, 2)
+    for wrong in ({"max_gpus": 0}, {"min_gpus": 4, "max_gpus": 3}):
+        with pytest.raises(UsageError, match="--max-gpus must be at least"):
+            PruneConfig(**wrong)
 
 
 def test_two_nodes_of_one_cpu_each_leave_room_for_the_writers(tmp_path):

@@ -13,7 +13,9 @@ import ray
 from pipeline.errors import RunFailed
 from pipeline.execution import watchdog
 from pipeline.execution.heartbeat import Heartbeat, WorkerReport, start_heartbeats
-from pipeline.execution.watchdog import ClusterShrunk, Watchdog, iterate_watched
+from pipeline.execution.monitoring.load import Progress
+from pipeline.execution.progress import Speed
+from pipeline.execution.watchdog import ClusterChanged, Growth, Watchdog, iterate_watched
 from pipeline.prune import graph
 from pipeline.prune.graph import PRUNING, plan_resources
 from tests.pipeline.rays import graph_of, ray_here, rows_of
@@ -146,8 +148,57 @@ def test_what_is_left_is_planned_anew_where_nodes_were_lost(one_cpu, monkeypatch
     dog = Watchdog(start_heartbeats(STAGES), 60, plan, 64, nothing, available_resources=lambda: offer)
     dog.look()
     offer = now
-    with pytest.raises(ClusterShrunk) if anew else nullcontext():
+    with pytest.raises(ClusterChanged) if anew else nullcontext():
         dog.look()
+
+
+DECODING = {"decode": 0.98, "encode": 0.2, "write": 0.01}
+ENCODING = {"decode": 0.4, "encode": 0.99, "write": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("left", "now", "busy", "saved"),
+    [
+        (1000, (8, 0), DECODING, 240),  # 500 s become 250, and 10 s pass until they are begun
+        (60, (8, 0), DECODING, None),  # 30 s become 15
+        (1000, (4, 0), DECODING, None),
+        (1000, (2, 0), DECODING, None),
+        (1000, (7, 0), {"decode": 0.98, "encode": 0.7}, 133),  # the one encoder can take 1.4 times as many, not 1.75
+        (1000, None, DECODING, None),
+        (1000, (8, 0), {}, None),
+    ],
+)
+def test_what_is_left_is_planned_anew_where_that_saves_more_than_it_costs(left, now, busy, saved):
+    growth = Growth(plan_resources(4, 0, 4000), lambda n: None if now is None else plan_resources(*now, n))
+    at, speed = Progress(busy=busy, waiting={"decode": left, "encode": 0, "write": 0}), Speed(2.0, left, 10.0)
+    growth.look(at, speed)  # nodes may still be joining
+    if saved is None:
+        growth.look(at, speed)
+    else:
+        with pytest.raises(ClusterChanged, match=f"nodes joined, which saves about {saved} s"):
+            growth.look(at, speed)
+
+
+def test_nodes_that_do_not_help_the_slowest_stage_change_nothing():
+    growth = Growth(plan_resources(4, 2, 4000), lambda n: plan_resources(64, 2, n))
+    for _ in range(3):
+        growth.look(Progress(busy=ENCODING, waiting={"decode": 1000}), Speed(2.0, 1000, 10.0))
+
+
+def test_what_encoders_have_not_got_through_is_part_of_the_cost():
+    growth = Growth(plan_resources(4, 0, 4000), lambda n: plan_resources(8, 0, n))
+    for _ in range(3):
+        growth.look(Progress(busy=DECODING, waiting={"decode": 0, "encode": 400, "write": 0}), Speed(2.0, 1000, 10.0))
+
+
+def test_nodes_that_come_one_after_another_are_waited_for():
+    cores = iter([5, 6, 7, 8, 8])
+    growth = Growth(plan_resources(4, 0, 4000), lambda n: plan_resources(next(cores), 0, n))
+    at, speed = Progress(busy=DECODING, waiting={"decode": 1000}), Speed(2.0, 1000, 10.0)
+    for _ in range(4):
+        growth.look(at, speed)
+    with pytest.raises(ClusterChanged):
+        growth.look(at, speed)
 
 
 @pytest.mark.slow

@@ -27,6 +27,21 @@ def test_facts_are_sums_over_rows():
     assert told["video_hours_per_day_per_gpu"] == pytest.approx(110 / 3600 / 10 * 86400 / 2)
 
 
+def test_machines_that_join_count_from_then_on():
+    clock = Clock()
+    facts = Facts(1.0, clock=clock)
+    clock.now += 10.0
+    facts.take(2, 2, 72.0)  # nothing is done yet: so it was from the start
+    clock.now += 90.0
+    facts.add([{**GOOD, "encode_s": 399.75}])
+    facts.take(6, 6, 216.0)
+    clock.now += 50.0
+    told = facts.as_record()
+    assert told["cost"] == facts.cost == pytest.approx(2.0 + 3.0)
+    assert told["encoder_busy"] == pytest.approx(400 / (2 * 100 + 6 * 50))
+    assert told["video_hours_per_day_per_gpu"] == pytest.approx(60 / 3600 / (2 * 100 + 6 * 50) * 86400)
+
+
 def test_no_gpu_and_no_price_give_none():
     told = Facts(1.0, clock=Clock()).as_record(wall_s=0.0)
     assert told["cost"] is told["video_hours_per_day_per_gpu"] is told["core_s_a_video"] is None

@@ -1,0 +1,100 @@
+"""A cluster that grows by demand: Ray's autoscaler with nodes that are processes of this machine."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from pipeline.execution.cluster import resources_without
+from pipeline.execution.monitoring.load import Progress
+from pipeline.execution.progress import Speed
+from pipeline.execution.watchdog import ClusterChanged, Growth
+from pipeline.prune.graph import plan_resources
+from tests.jobs.jobs import environment
+from tests.waiting import wait_until
+
+# Ray's provider of such nodes knows its head by this name, and its nodes dial this port.
+HEAD, PORT = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000", 6379
+NODE = {"resources": {"CPU": 1, "GPU": 1}, "node_config": {}, "min_workers": 0}
+CONFIG = {
+    "cluster_name": "grows",
+    "max_workers": 4,
+    "upscaling_speed": 10,
+    "idle_timeout_minutes": 5,
+    "provider": {"type": "fake_multinode", "head_node_id": HEAD, "use_node_id_as_ip": True},
+    "available_node_types": {"ray.head.default": {**NODE, "max_workers": 0}, "more": {**NODE, "max_workers": 4}},
+    "head_node_type": "ray.head.default",
+    "file_mounts_sync_continuously": False,
+    **{key: {} for key in ("auth", "docker", "file_mounts")},
+    **{key: [] for key in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+    **{f"{where}_commands": [] for where in ("setup", "initialization", "head_setup", "worker_setup")},
+    **{f"{node}_start_ray_commands": [] for node in ("head", "worker")},
+}
+BUSY = Progress(busy={"decode": 0.2, "encode": 0.99}, waiting={"decode": 10_000, "encode": 2, "write": 1})
+
+
+@pytest.fixture
+def grows(tmp_path: Path):
+    """Start a head with an autoscaler, and join it."""
+    config = tmp_path / "grows.json"
+    config.write_text(json.dumps(CONFIG))
+    ray_command = str(Path(sys.executable).with_name("ray"))
+    start = [ray_command, "start", "--head", "--block", f"--port={PORT}", "--num-cpus=1", "--num-gpus=1"]
+    head = subprocess.Popen(
+        [*start, f"--autoscaling-config={config}", "--include-dashboard=false"],
+        env=environment(RAY_FAKE_CLUSTER="1", RAY_enable_autoscaler_v2="0", RAY_OVERRIDE_NODE_ID_FOR_TESTING=HEAD),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: answers(head), "the head")
+        ray.init(f"127.0.0.1:{PORT}", logging_level="error", log_to_driver=False)
+        yield
+    finally:
+        ray.shutdown()
+        os.killpg(head.pid, signal.SIGKILL)
+        head.wait()
+
+
+def answers(head: subprocess.Popen[bytes]) -> bool:
+    """Return whether the head answers by now: ``ray.init`` would end this process where it does not."""
+    assert head.poll() is None
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", PORT)) == 0
+
+
+@pytest.mark.slow
+def test_an_autoscaling_cluster_is_asked_for_gpus_which_a_new_plan_takes_in(grows):
+    cluster = resources_without(())
+    assert cluster["GPU"] == 1
+
+    def again(left: int):
+        now = resources_without((), 2)
+        return plan_resources(now["CPU"], now["GPU"], left)
+
+    encoder = ray.remote(Encoder).options(num_cpus=0, num_gpus=1).remote()  # as the worker of a run holds it
+    ray.get(encoder.here.remote())
+    growth = Growth(plan_resources(1, 1, 10_000), again, max_gpus=2)
+
+    def look() -> str:
+        time.sleep(1)
+        try:
+            growth.look(BUSY, Speed(2.0, 10_000, 10.0))
+        except ClusterChanged as changed:
+            return str(changed)
+        return ""
+
+    assert wait_until(look, "a node with a GPU").startswith("nodes joined")
+    assert resources_without(())["GPU"] == 2
+
+
+class Encoder:
+    def here(self) -> None: ...
