@@ -165,7 +165,7 @@ class Growth:
             return
         if self._more and not self._demand:
             # Tasks that wait for a GPU are a demand that ends with this process, however it ends.
-            waits = ray.remote(_nothing).options(num_cpus=0, num_gpus=1)
+            waits = ray.remote(_take_gpu).options(num_cpus=0, num_gpus=1)
             self._demand = [waits.remote() for _ in range(self._more)]
         try:
             today = self._again(speed.left)
@@ -186,8 +186,8 @@ class Growth:
         return min(pools[x] / self._plan.pools[x] * most / share for x, share in busy.items() if share)
 
 
-def _nothing() -> None:
-    """Do nothing, where there is a GPU for it."""
+def _take_gpu() -> None:
+    """Take a GPU for a moment: a demand as long as there is none."""
 
 
 def _describe_resources(plan: Plan) -> str:
