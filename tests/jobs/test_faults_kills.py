@@ -172,6 +172,24 @@ def test_a_driver_killed_again_and_again_on_one_cache_and_run_again_completes_it
     assert len(files(chain.cache, "tokens")) > len(token_shards(chain.cache))  # orphans are there to the end
 
 
+def test_three_drivers_fill_one_cache_while_one_of_them_and_two_encoders_are_killed(cluster, videos, visible, tmp_path):
+    """The part of the killed driver is done by the same command, beside the others."""
+    cache = tmp_path / "c"
+    options = ["--out", str(cache), *OPTIONS, *ONE_WORKER, "--decoder", COUNTED, "--join"]
+    argv = [[str(videos), *options, "--shard", f"{part}/3"] for part in range(3)]
+    drivers = [Driver(one, tmp_path / f"log{part}", RAY_ADDRESS=cluster) for part, one in enumerate(argv)]
+    drivers[0].until(lambda: len(files(cache, "videos")) >= 2, "two commits")
+    encoders = [pid for pid, title in family(os.getpid()).items() if "(MapBatches(Encoder))" in title]
+    assert len(encoders) == 3
+    for encoder in encoders[:2]:
+        os.kill(encoder, signal.SIGKILL)
+    drivers[0].kill()
+    again = run_here(prune, argv[0])
+    assert again.returncode == 0, again.stdout
+    assert [driver.wait() for driver in drivers[1:]] == [0, 0], [driver.output for driver in drivers]
+    visible.assert_complete(cache)
+
+
 def test_a_driver_killed_while_it_merges_the_table_leaves_a_cache_that_goes_on(cluster, videos, visible, tmp_path):
     cache = tmp_path / "c"
     argv = [str(videos), "--out", str(cache), *OPTIONS, *ONE_WORKER, "--limit", "40"]
