@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from pipeline.errors import FaultClass, printable
 from pipeline.inputs.tables import is_text
@@ -357,8 +357,7 @@ class SeekableFile(io.RawIOBase):
         self._place = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._file.size}[whence] + offset
         return self._place
 
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(self._place, self._place + len(buffer))
-        buffer[: len(data)] = data
+    def read(self, size: int = -1) -> bytes:  # not readinto, whose callers copy what they get
+        data = self._file.read(self._place, self._file.size if size < 0 else self._place + size)
         self._place += len(data)
-        return len(data)
+        return data
