@@ -2,18 +2,27 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from unittest.mock import Mock, call, create_autospec
 
+import pyarrow as pa
 import pytest
 import ray
 from ray._private import state
 from ray._private.node import Node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from gstep.backbones import ModelSource, family_of
+from jobs.benchmark.pipeline.job import SleepingSetup
 from pipeline.errors import UsageError
 from pipeline.execution.cluster import _is_worth_showing, _shut_down, at_most, choose_device, resources_without
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.graph import plan_resources
+from pipeline.prune.decode_stage import DecodeSetup
+from pipeline.prune.graph import build_graph, plan_resources
+from pipeline.storage.stores import LocalStore
+from pipeline.video.sampling import Sampling
+from tests.jobs.faults import tiny_videos
 from tests.pipeline.rays import graph_of, growing_ray, ray_here, rows_of
 from tests.waiting import wait_until
 
@@ -79,6 +88,23 @@ def test_a_run_counts_at_most_so_many_gpus():
     for wrong in ({"max_gpus": 0}, {"min_gpus": 4, "max_gpus": 3}):
         with pytest.raises(UsageError, match="--max-gpus must be at least"):
             PruneConfig(**wrong)
+
+
+def test_decoders_that_are_through_give_their_gpu_back_while_the_encoder_works(tmp_path):
+    tiny_videos(tmp_path, 1)
+    (path,) = tmp_path.glob("*.mp4")
+    rows = [{"video_id": f"v{number}", "uri": str(path), "attempts": 1} for number in range(16)]
+    source, free = ModelSource.resolve("tiny"), []
+    decode = DecodeSetup(Sampling(num_frames=2), family_of(source).preprocessor())
+    encode = SleepingSetup(source, "gstep", 0.25, device="cpu", work_s=0.5)
+    plan = plan_resources(1, 1, len(rows), decode_on_gpus=True)
+    plan = replace(plan, encode=replace(plan.encode, num_gpus=0.0))  # nvdec's decoders, and an encoder on the CPU
+    with ray_here({"num_cpus": 1, "num_gpus": 1}):
+        todo = pa.Table.from_pylist(rows, TODO_SCHEMA)
+        graph = build_graph(todo, decode, encode, plan, store=LocalStore(tmp_path), run_id="r")
+        made = rows_of(graph, lambda: free.append(ray.available_resources().get("GPU", 0.0)), 0.2)
+    assert len(made) == len(rows)
+    assert min(free) < 1 == free[-1], free
 
 
 def test_two_nodes_of_one_cpu_each_leave_room_for_the_writers(tmp_path):
