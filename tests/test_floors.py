@@ -9,7 +9,7 @@ FLOORS = {
     "lines of a file": 426,
     "lines of code of a function": 40,
     "mappings of Any or object": 113,
-    "mentions of Any": 326,
+    "mentions of Any": 325,
     "docstrings of functions without a verb": 0,
 }
 

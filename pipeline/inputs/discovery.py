@@ -68,6 +68,7 @@ class Discovery(AbstractContextManager["Discovery"]):
         self._sizes = [_size(place) for place in self._places]
         self._room = math.inf if limit is None else limit - len(known)
         self.beyond = known.slice(len(known))
+        self._none = Part(MANIFEST_SCHEMA.empty_table(), self.beyond, 0)  # of a container that is not opened
         self._parts = [Part(MANIFEST_SCHEMA.empty_table(), known, sum(self._sizes) if self._room > 0 else 0)]
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -117,7 +118,7 @@ class Discovery(AbstractContextManager["Discovery"]):
                 self._changed.wait_for(lambda: len(self._parts) > number or self._ended)  # noqa: B023 - called here
                 if len(self._parts) <= number and self._room > 0:
                     return
-                part = self._parts[number] if number < len(self._parts) else self._none()
+                part = self._parts[number] if number < len(self._parts) else self._none
             yield part
 
     def expected(self) -> int:
@@ -176,10 +177,6 @@ class Discovery(AbstractContextManager["Discovery"]):
     def _enough(self, videos: pa.Table) -> bool:
         """Return whether the first videos of a container are as many as the limit has room for."""
         return len(self._select(videos)[1]) >= self._room
-
-    def _none(self) -> Part:
-        """Return the part of a container that was not opened."""
-        return Part(MANIFEST_SCHEMA.empty_table(), self.beyond.slice(len(self.beyond)), 0)
 
     def _end(self) -> None:
         """Let nobody wait for more parts."""

@@ -9,6 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple
@@ -16,7 +17,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pipeline.errors import ManifestError, RunFailed, printable
-from pipeline.inputs.container import Asked, Container, Member, fault, named_safely, open_container
+from pipeline.inputs.container import Asked, Container, Member, RandomFile, fault, named_safely, open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
@@ -52,10 +53,6 @@ class _Kept(NamedTuple):
     members: list[Member]
 
 
-def _silent(line: str) -> None:
-    """Drop a line of progress: the default of ``Indexing.say``."""
-
-
 @dataclass
 class Indexing:
     """The way in which containers are indexed, and what indexing has met so far.
@@ -83,7 +80,7 @@ class Indexing:
     later: bool = False
     limited: bool = False
     enough: Callable[[pa.Table], bool] | None = None
-    say: Callable[[str], object] = _silent
+    say: Callable[[str], object] = lambda line: None
     left: list[Place] = field(default_factory=list)
     fetched: int = 0
     unit: int = 1
@@ -135,28 +132,27 @@ class Indexing:
         if kept is None and self.later and (self.limited or self._keeps(place)):
             return None
         try:
-            file = open_container(place.uri, objects, place.info)
+            with closing(open_container(place.uri, objects, place.info)) as file:
+                members = self._index(place, file, kept)
+                self.fetched += file.fetched
         except OSError as error:
-            return _table(place, [_unreadable(error)], self.asked)
-        try:
-            if kept is not None and kept.mark and kept.mark == file.mark:
-                return _table(place, kept.members, self.asked)
-            if self.only_known:
-                return None
-            self._n_read += 1
-            container = FORMS[suffix_of(place.uri)](file)
-            members, complete = self._members(place, container)
-            self.unit = max(self.unit, container.unit)
-            if self._stopped:
-                return MANIFEST_SCHEMA.empty_table()
-            if complete:
-                self._keep(place, file.mark, members)
-            return _table(place, members, self.asked)
-        except OSError as error:
-            return _table(place, [_unreadable(error)], self.asked)
-        finally:
-            self.fetched += file.fetched
-            file.close()
+            wrong = fault("io", printable(f"the container cannot be read: {error.strerror or error}"))
+            members = [Member("", 0, fault=wrong)]  # stands for all of its videos
+        return None if members is None else _table(place, members, self.asked)
+
+    def _index(self, place: Place, file: RandomFile, kept: _Kept | None) -> Sequence[Member] | None:
+        """Return the members of an open container; None where they are left out. Raises as ``_rows``, and OSError."""
+        if kept is not None and kept.mark and kept.mark == file.mark:
+            return kept.members
+        if self.only_known:
+            return None
+        self._n_read += 1
+        container = FORMS[suffix_of(place.uri)](file)
+        members, complete = self._members(place, container)
+        self.unit = max(self.unit, container.unit)
+        if complete:
+            self._keep(place, file.mark, members)
+        return members
 
     def _members(self, place: Place, container: Container) -> tuple[list[Member], bool]:
         """Return the members of a container, and whether they are all; not so once there are ``enough``."""
@@ -164,7 +160,7 @@ class Indexing:
         rows = suffix_of(place.uri) in OF_COLUMNS  # whose names are no part of an id
         for member in container.members(self.asked):
             if self._stopped:
-                return found, False
+                return [], False
             if len(found) == look_at and self.enough is not None:
                 look_at *= 2
                 if self.enough(_table(place, found, self.asked)):
@@ -206,11 +202,6 @@ def _name(uri: str) -> str:
     """Return the name of a container's kept index."""
     digest = hashlib.blake2b(uri.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     return f"{INDEXES}/{digest}.json.zlib"
-
-
-def _unreadable(error: OSError) -> Member:
-    """Return the one Member that stands for all videos of a container that cannot be read."""
-    return Member("", 0, fault=fault("io", printable(f"the container cannot be read: {error.strerror or error}")))
 
 
 def _table(place: Place, members: Sequence[Member], asked: Asked) -> pa.Table:

@@ -21,22 +21,9 @@ import pyarrow.parquet as pq
 from pipeline.errors import printable
 from pipeline.inputs.listings import suffix_of
 
+_Scalar = str | int | float | bool | bytes | date | time | timedelta | Decimal | os.PathLike[str] | None
 #: A value in a row that a user wrote: of JSON, or of the types that Parquet and tables in memory have beside them.
-UserValue = (
-    str
-    | int
-    | float
-    | bool
-    | bytes
-    | date
-    | time
-    | timedelta
-    | Decimal
-    | os.PathLike[str]
-    | Sequence["UserValue"]
-    | Mapping[str, "UserValue"]
-    | None
-)
+UserValue = _Scalar | Sequence["UserValue"] | Mapping[str, "UserValue"]
 #: A row of a file that a user wrote, by column.
 UserRow = Mapping[str, UserValue]
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
