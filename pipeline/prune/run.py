@@ -150,6 +150,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         config = self.options
         device, dtype = choose_device(config, request.dtype, self.say)
         n_videos = todo.expected()
+        if todo.discovery is not None and not len(request.manifest) and not len(todo.discovery.found().videos):
+            raise UsageError(f"{config.named}: none of the {todo.discovery.n_parts - 1} containers holds a video")
         self.monitor.start()
         check_decoder_device(config.decoder, device)
         if not request.store.names(VIDEOS, ".parquet"):

@@ -277,6 +277,10 @@ def test_a_limit_opens_of_a_single_tar_and_of_tables_what_it_needs(cluster, file
     assert run_here(prune, [*argv[:-1], "1"]).returncode == 0
     assert_complete(tmp_path / "one", [f"a.tar/{number}.mp4" for number in range(4)])
 
+    write_tar(tmp_path / "none.tar", {"a.txt": b"no video"})
+    done = run_here(prune, [str(tmp_path / "none.tar"), "--out", str(tmp_path / "none"), *OPTIONS, "--limit", "3"])
+    assert done.returncode == 2 and "none of the 1 containers holds a video" in done.stdout, done.stdout
+
     (tmp_path / "tables").mkdir()
     for number in range(3):
         ids = [f"{number}-{part}" for part in "ab"]
