@@ -7,7 +7,6 @@ bytes of a video are read by the worker that decodes it. Nothing is ever unpacke
 from __future__ import annotations
 
 import errno
-import io
 import math
 import os
 import re
@@ -19,6 +18,7 @@ from pipeline.errors import FaultClass, printable
 from pipeline.inputs.tables import is_text
 from pipeline.storage.downloads import Download
 from pipeline.storage.hub import Files, HubDownload, is_remote, reach
+from pipeline.storage.random_access import Positioned
 from pipeline.storage.s3 import ObjectInfo, Objects
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -337,27 +337,14 @@ class RemoteFile:
 RandomFile = PlainFile | RemoteFile
 
 
-class SeekableFile(io.RawIOBase):
+class SeekableFile(Positioned):
     """A RandomFile as a Python file with a position."""
 
     def __init__(self, file: RandomFile) -> None:
-        super().__init__()
-        self._file, self._place = file, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._file.size}[whence] + offset
-        return self._place
+        super().__init__(file.size)
+        self._file = file
 
     def read(self, size: int = -1) -> bytes:  # not readinto, whose callers copy what they get
-        data = self._file.read(self._place, self._file.size if size < 0 else self._place + size)
-        self._place += len(data)
+        data = self._file.read(self.place, self.size if size < 0 else self.place + size)
+        self.place += len(data)
         return data

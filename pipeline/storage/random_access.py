@@ -93,18 +93,12 @@ class Stretch(NamedTuple):
         return memoryview(self.data)[start - self.start : end - self.start]
 
 
-class Fetched(io.RawIOBase):
-    """A file object over prefetched stretches of an object; for one reader, since it has a position."""
+class Positioned(io.RawIOBase):
+    """A file of ``size`` bytes that is read on from a position."""
 
-    def __init__(self, stretches: Sequence[Stretch], rest: RangedObject) -> None:
-        """Hold ``stretches`` of an object; ``rest`` is asked for whatever else is read."""
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self._stretches, self._rest, self._place = stretches, rest, 0
-
-    def view(self, start: int, end: int) -> memoryview:
-        """Return bytes [start, end), or as many of them as the file has. Raises OSError."""
-        found = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest.stretch(start, end)
-        return found.view(start, min(end, self._rest.size()))
+        self.size, self.place = size, 0
 
     def seekable(self) -> bool:
         return True
@@ -113,12 +107,25 @@ class Fetched(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._place
+        return self.place
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._rest.size()}[whence]
-        self._place = base + offset
-        return self._place
+        self.place = {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence] + offset
+        return self.place
+
+
+class Fetched(Positioned):
+    """A file object over prefetched stretches of an object; for one reader, since it has a position."""
+
+    def __init__(self, stretches: Sequence[Stretch], rest: RangedObject) -> None:
+        """Hold ``stretches`` of an object; ``rest`` is asked for whatever else is read."""
+        super().__init__(rest.size())
+        self._stretches, self._rest = stretches, rest
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Return bytes [start, end), or as many of them as the file has. Raises OSError."""
+        found = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest.stretch(start, end)
+        return found.view(start, min(end, self.size))
 
     def readinto(self, buffer: Any) -> int:
         data = self.read_buffer(len(buffer))
@@ -127,7 +134,6 @@ class Fetched(io.RawIOBase):
 
     def read_buffer(self, n_bytes: int = -1) -> memoryview:
         """Return the next ``n_bytes`` as a view instead of a copy; pyarrow calls this."""
-        end = self._rest.size() if n_bytes < 0 else self._place + n_bytes
-        data = self.view(self._place, end)
-        self._place += len(data)
+        data = self.view(self.place, self.size if n_bytes < 0 else self.place + n_bytes)
+        self.place += len(data)
         return data

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -164,25 +162,6 @@ def test_tiers_end_at_what_is_stored():
     assert tiers_of({**row, "nested": False}, 0.1) == [(0.3, 30)]
     assert grid_of({"tokens_per_frame": 196}) == (14, 14) and grid_of({"tokens_per_frame": 195}) is None
     assert grid_of({"tokens_per_frame": 195, "model_extra": {"grid": [13, 15]}}) == (13, 15)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Any]:
-    """A headless Chromium; skips where there is none."""
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no Chromium with its driver on the PATH (Debian: apt-get install chromium chromium-driver)")
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    quiet = ("background-networking", "component-update", "sync", "gpu", "dev-shm-usage")
-    flags = ["headless", "no-sandbox", "no-first-run", "window-size=1200,1000", *(f"disable-{name}" for name in quiet)]
-    for flag in (*flags, f"user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    running = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
-    yield running
-    running.quit()
 
 
 def lit_in_path(d: str) -> list[int]:

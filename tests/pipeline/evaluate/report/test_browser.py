@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,25 +22,6 @@ def report() -> Report:
 @pytest.fixture(scope="module")
 def page(report) -> str:
     return report_page(report)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Any]:
-    """A headless Chromium; skips where there is none."""
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no Chromium with its driver on the PATH (Debian: apt-get install chromium chromium-driver)")
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    quiet = ("background-networking", "component-update", "sync", "gpu", "dev-shm-usage")
-    flags = ["headless", "no-sandbox", "no-first-run", "window-size=1280,900", *(f"disable-{name}" for name in quiet)]
-    for flag in (*flags, f"user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    running = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
-    yield running
-    running.quit()
 
 
 @pytest.fixture
