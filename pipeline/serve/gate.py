@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from pipeline.serve.guard import App, KeyGuard, Message, Scope, reply
-from pipeline.serve.metrics import export
+from pipeline.serve.metrics import CacheMetrics
 from pipeline.serve.prompts import CachedPrompts, ServedCache, prompts_of
 
 RETRY_AFTER_S = 10
@@ -61,6 +61,7 @@ class RequestGate:
         self._state: Any = None  # of vLLM's own application
         self._served: ServedCache | None = None
         self._prompts: CachedPrompts | None = None
+        self._metrics: CacheMetrics | None = None
         self._busy = 0
         self._draining: asyncio.Task[None] | None = None
 
@@ -73,11 +74,13 @@ class RequestGate:
             return
         request = Request(scope["method"], scope["path"])
         REQUEST.set(request)
+        self._count()
         self._busy += 1
         try:
             await self._answer(scope, receive, _recorded(request, send))
         finally:
             self._busy -= 1
+            self._count()  # one of several processes answers /metrics for all
             if scope["path"] not in ("/health", "/ready", "/ping", "/metrics"):
                 os.write(2, request.line())  # past vLLM's prefixes, so that every line is JSON
 
@@ -98,10 +101,15 @@ class RequestGate:
         self._state = state
         self._served = ServedCache.from_config(state.vllm_config)
         self._prompts = prompts_of(self._served)
-        export(self._prompts.caches)
+        self._metrics = CacheMetrics(self._prompts.caches)
         for model in state.openai_serving_models.base_model_paths:
             model.model_path = model.name  # else /v1/models tells everybody where the model lies
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._drain)
+
+    def _count(self) -> None:
+        """Bring the metrics of the caches up to date."""
+        if self._metrics is not None:
+            self._metrics.update()
 
     def _drain(self) -> None:
         """Begin to end the server: no more requests are admitted."""

