@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from jobs.command import add_json_or_file, count, share, wide_console
+from jobs.command import add_json_or_file, count, file_in_folder, share, wide_console
 from jobs.frame.json_document import Done
+from pipeline.errors import UsageError
 
 HELP = "answering from a cache, by vLLM and by transformers, beside vLLM on the videos themselves"
-MODES = ("cached-vllm", "cached-transformers", "online-vllm", "online-vllm-evs", "online-vllm-vidcom2")
+MODES = (
+    *("cached-vllm", "cached-vllm-rows", "text-vllm", "cached-transformers"),
+    *("online-vllm", "online-vllm-evs", "online-vllm-vidcom2"),
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +40,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--questions", type=count, nargs="+", default=[1, 8], metavar="Q", help="a video [1 8]")
     parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="[16]")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="[all]")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        default=list(MODES),
+        help="from a cache by names that vLLM's workers look up, with the rows in each request, and by transformers; "
+        "texts as long; from the videos, of all tokens or pruned by vLLM's own methods [all]",
+    )
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
+    parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")
+    _add_server_flags(parser)
+    add_json_or_file(parser)
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of what is measured of a server instead."""
     parser.add_argument(
         "--crowd",
         type=count,
@@ -50,22 +69,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="instead: requests to jobs.serve that arrive at random, R a second, each rate cold and then warm",
     )
-    add_json_or_file(parser)
+    parser.add_argument(
+        "--workers",
+        type=count,
+        metavar="N",
+        help="instead: ms until N workers hold the rows of a made-up video, each by itself or by one that reads",
+    )
 
 
 def run(arguments: argparse.Namespace) -> Done:
     """Measure and show; returns the exit code and the figures."""
-    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.serving.times import (  # noqa: PLC0415
-        Job,
-        as_record,
-        as_table,
-        check,
-        device,
-        make_cache,
-        measure,
-    )
+    if arguments.plot is not None and (arguments.rates or arguments.crowd or find_spec("matplotlib") is None):
+        raise UsageError("--plot draws the ways of answering (without --rates and --crowd), and needs matplotlib")
+    from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
+    from jobs.benchmark.serving.times import check, device, make_cache  # noqa: PLC0415
 
+    if arguments.workers is not None:
+        from jobs.benchmark.serving import workers  # noqa: PLC0415
+
+        shared = workers.measure_workers(arguments.workers, arguments.repeats)
+        wide_console().print(workers.as_table(shared))
+        return Done(0, {**workers.as_record(shared), "machine": machine(device())})
     check(arguments.modes)
     console = Console(stderr=True)
     with TemporaryDirectory() as folder:
@@ -79,22 +103,34 @@ def run(arguments: argparse.Namespace) -> Done:
             arrived = open_loop.measure_open(cache, arguments.rates, arguments.questions)
             wide_console().print(open_loop.as_table(arrived))
             return Done(0, {**open_loop.as_record(arrived), "machine": machine(device())})
-        if arguments.crowd is not None:
-            return _crowd(cache, arguments)
-        job = Job(
-            model=arguments.model,
-            cache=cache,
-            num_frames=arguments.num_frames,
-            ratios=tuple(sorted(arguments.retention_ratio, reverse=True)),
-            questions=tuple(arguments.questions),
-            max_new_tokens=arguments.max_new_tokens,
-            repeats=arguments.repeats,
-        )
-        found = []
-        for mode in arguments.modes:
-            console.print(f"{mode}: a process of its own", style="dim")
-            found += measure(mode, job)
-    wide_console().print(as_table(found, f"{arguments.model} on {machine_line(device())}"))
+        return _ways(cache, arguments, console) if arguments.crowd is None else _crowd(cache, arguments)
+
+
+def _ways(cache: str, arguments: argparse.Namespace, console: Console) -> Done:
+    """Measure the ways of answering, show and draw them."""
+    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - as above
+    from jobs.benchmark.serving.times import as_record, as_table, device, measure  # noqa: PLC0415
+    from jobs.benchmark.serving.ways import Job  # noqa: PLC0415
+
+    job = Job(
+        model=arguments.model,
+        cache=cache,
+        num_frames=arguments.num_frames,
+        ratios=tuple(sorted(arguments.retention_ratio, reverse=True)),
+        questions=tuple(arguments.questions),
+        max_new_tokens=arguments.max_new_tokens,
+        repeats=arguments.repeats,
+    )
+    found = []
+    for mode in arguments.modes:
+        console.print(f"{mode}: a process of its own", style="dim")
+        found += measure(mode, job)
+    title = f"{arguments.model} on {machine_line(device())}"
+    wide_console().print(as_table(found, title))
+    if arguments.plot is not None:
+        from jobs.benchmark.serving.plot import write_plot  # noqa: PLC0415 - needs the extra benchmark
+
+        write_plot(found, title, arguments.plot)
     return Done(0, as_record(found, job, machine=machine(device())))
 
 

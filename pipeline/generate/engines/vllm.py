@@ -171,9 +171,14 @@ class VllmEngine:
         if (asking := self._asking()) is not None:
             asking.forget_placed()
 
+    @property
+    def client(self) -> Any:
+        """Return vLLM's client of its core, which may run in a process of its own."""
+        return self._engine.engine_core
+
     def close(self) -> None:
         """Stop the engine and its worker processes."""
-        self._engine.engine_core.shutdown()
+        self.client.shutdown()
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[RequestOutput]:
         """Run the prompts through the engine, and return vLLM's finished output of each.
@@ -209,8 +214,9 @@ class VllmEngine:
         return outputs
 
     def _asking(self) -> Asking | None:
-        """Return the scheduler's side of what reads the cache; None without."""
-        connector = self._engine.engine_core.engine_core.scheduler.get_ec_connector()
+        """Return the scheduler's side of what reads the cache; None without, or in another process."""
+        core = getattr(self.client, "engine_core", None)
+        connector = None if core is None else core.scheduler.get_ec_connector()
         return None if connector is None else connector.asking
 
     def _unread(self, request: str) -> QuestionFault:

@@ -52,7 +52,7 @@ def serving(cache, *flags, stock=False):
         environ["PYTHONPATH"] += f"{os.pathsep}{package.parent}"
     server = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 900
         while True:
             assert server.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()[-5000:]
             try:

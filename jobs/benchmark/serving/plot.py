@@ -1,0 +1,31 @@
+"""Draw requests a second of every way of answering. Needs matplotlib (the extra ``benchmark``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from jobs.benchmark.serving.times import Measured
+
+
+def write_plot(found: Sequence[Measured], title: str, file: Path) -> None:
+    """Write a PNG of requests a second by questions a video, cold and warm, a line for each way and ratio."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    lines = dict.fromkeys((one.mode, one.retention_ratio) for one in found if one.requests_per_s is not None)
+    places = {number: place for place, number in enumerate(sorted({one.questions for one in found}))}
+    for panel, warm in zip(panels, (False, True), strict=True):
+        for mode, ratio in lines:
+            of_line = [one for one in found if (one.mode, one.retention_ratio) == (mode, ratio)]
+            speeds = [one.warm_requests_per_s if warm else one.requests_per_s for one in of_line]
+            across = [places[one.questions] for one in of_line]
+            panel.plot(across, [speed or float("nan") for speed in speeds], marker="o", label=f"{mode}, {ratio:.0%}")
+        panel.set_yscale("log")
+        panel.set_xticks(list(places.values()), [str(number) for number in places])
+        panel.set_xlabel("questions a video, " + ("asked again" if warm else "nothing held"))
+    panels[0].set_ylabel("requests/s")
+    panels[1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(file, format="png", dpi=110)
