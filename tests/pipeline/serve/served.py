@@ -11,7 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,9 @@ def fetched(url, body=None, method="GET", key=None):
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def ended(url, body):
+    """The status of an answer; None where the connection was closed."""
+    with suppress(OSError, HTTPException):
+        return fetched(url, body, "POST", KEY)[0]

@@ -12,7 +12,7 @@ import pytest
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.jobs.processes import family
 from tests.pipeline.asking import tiny_cache
-from tests.pipeline.serve.served import KEY, N_TOKENS, ask, expected, fetched, parts, same, serving
+from tests.pipeline.serve.served import KEY, N_TOKENS, ask, ended, expected, fetched, parts, same, serving
 from tests.waiting import wait_until
 
 openai = pytest.importorskip("openai")
@@ -92,8 +92,13 @@ def test_sigterm_lets_requests_of_all_of_them_end(cache):
         assert process.wait(60) == 0
 
 
-def test_one_that_is_killed_ends_the_server(cache):
+@pytest.mark.parametrize("title", ["APIServer", "EngineCore"])
+def test_a_process_that_is_killed_under_load_ends_the_server(cache, title):
     """Whatever runs it may start it again; nobody waits for an answer that does not come."""
-    with serving(cache, *TWO, stock=True) as (process, _):
-        os.kill(servers_of(process)[0], signal.SIGKILL)
-        assert process.wait(60) != 0
+    body = {"model": "tiny", "messages": parts("Who?", "cache://a"), "max_tokens": 200, "ignore_eos": True}
+    with serving(cache, *TWO, stock=True) as (process, address), ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(ended, f"{address}/v1/chat/completions", body) for _ in range(20)]
+        wait_until(lambda: count_of(address, "vllm:num_requests_running") > 0, "requests that run")
+        os.kill(next(pid for pid, name in family(process.pid).items() if title in name), signal.SIGKILL)
+        assert {one.result() for one in asked} <= {200, 500, 503, None}
+        assert process.wait(120) != 0

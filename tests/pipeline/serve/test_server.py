@@ -11,8 +11,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from http.client import HTTPException
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from tests.jobs.processes import family
 from tests.paths import ROOT
 from tests.pipeline.asking import SHAPE, tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
-from tests.pipeline.serve.served import KEY, N_TOKENS, ask, expected, fetched, parts, same, serving
+from tests.pipeline.serve.served import KEY, N_TOKENS, ask, ended, expected, fetched, parts, same, serving
 from tests.waiting import wait_until
 
 openai = pytest.importorskip("openai")
@@ -357,12 +356,6 @@ def test_an_engine_that_is_killed_ends_the_server(served):
         codes = [one.result() for one in asked]
     assert set(codes) <= {200, 500, 503, None}
     server.wait(60)
-
-
-def ended(url, body):
-    """The status of an answer; None where the connection was closed."""
-    with suppress(OSError, HTTPException):
-        return fetched(url, body, "POST", KEY)[0]
 
 
 def test_sigterm_drains_and_a_taken_port_is_one_line(cache):
