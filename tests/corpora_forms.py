@@ -2,14 +2,15 @@
 
 ``python -m tests.corpora_forms DIR`` makes 240 videos of 1 MiB in DIR (once; most of each is a box that holds nothing,
 so that files are as large as real ones), prunes them in each form with a model that costs next to nothing, compares the
-checksums of their tokens, and prints a table. S3 is moto's server, on the same cores. ``--rounds 0`` and ``--kills 0``
-leave either part out.
+checksums of their tokens, and prints a table, and what fetching the videos alone costs a core. S3 is moto's server, on
+the same cores. ``--rounds 0`` and ``--kills 0`` leave either part out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import shutil
@@ -24,6 +25,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import TokenCache
+from pipeline.inputs.container import Asked
+from pipeline.inputs.forms import Containers, spot_of
+from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.manifest import read_manifest
+from pipeline.storage.s3 import Objects
 from tests.jobs.jobs import committed, environment, start
 from tests.paths import ROOT
 from tests.pipeline.s3 import S3Server
@@ -42,10 +48,30 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     arguments = parser.parse_args()
     videos = made(arguments.folder)
+    fetched(arguments.folder)
     if arguments.rounds:
         timed(arguments.folder, len(videos), arguments.rounds)
     if arguments.kills:
         killed(arguments.folder, videos, arguments.kills)
+
+
+def fetched(root: Path) -> None:
+    """Fetch the videos of each container on disk as workers do, without decoding, and print the core seconds."""
+    for name, column in (("all.tar", None), ("all.parquet", "video")):
+        indexing = Indexing(Asked(column))
+        rows = read_manifest(str(root / name), indexing=indexing).to_pylist()
+        spots = [spot_of(row["uri"], row["source_offset"], row["size"]) for row in rows]
+        n_bytes, took = 0, []
+        for _ in range(3):
+            started, n_bytes = time.process_time(), 0
+            for first in range(0, len(spots), max(indexing.unit, 30)):
+                unit = [spot for spot in spots[first : first + max(indexing.unit, 30)] if spot is not None]
+                with Containers(Objects(), unit) as opened:
+                    for spot in unit:
+                        with os.fdopen(os.memfd_create("video"), "wb", buffering=0) as file:
+                            n_bytes += opened.fetch(spot, file.write, 2**40)
+            took.append(time.process_time() - started)
+        print(f"{name}: {n_bytes:,} bytes of {len(spots)} videos fetched in {min(took):.2f} core seconds")
 
 
 def timed(root: Path, n_videos: int, rounds: int) -> None:
