@@ -38,6 +38,8 @@ TABLE = (
             "encoded videos would pass through the driver on their way to a writer"),
     Private("ActorClassID", "ray", "2.60", "ray.actor", "pipeline/execution/prefork/server.py",
             "forked workers draw the same ids, and abort where two of them use the object store at once"),
+    Private("SETUP_WORKER_FILENAME", "ray", "2.60", "ray._private.ray_constants",
+            "pipeline/execution/prefork/server.py", "every worker imports Ray twice, and all that it uses"),
     Private("get_memory_info_reply", "ray", "2.60", "ray._private.internal_api", "jobs/benchmark/pipeline/job.py",
             "the benchmark does not know what went through the object store"),
     Private("_new_shared", "torch", "2.13", "torch:UntypedStorage", "pipeline/datasets/packing.py",

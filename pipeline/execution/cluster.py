@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,7 +32,7 @@ from pipeline.execution.access import (
     workers_import_this,
 )
 from pipeline.execution.monitoring.report import NodeTally
-from pipeline.execution.prefork.server import python_of_workers
+from pipeline.execution.prefork.server import forking_workers
 from pipeline.execution.request import refusing
 from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
 from pipeline.options import RunOptions
@@ -106,16 +106,13 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     ended = Future[None]()
     # Not where there are GPUs: that a worker can use one after a fork was not tried.
     forks = starts and sys.platform == "linux" and not torch.cuda.device_count()
-    workers = {}
-    if forks:
-        with suppress(OSError):  # without a place for its socket Ray starts workers as ever
-            workers = {"runtime_env": {"py_executable": python_of_workers()}}
-    # Of a Ray that starts here: the workers that it starts ahead serve no actor, since each wants its own environment.
+    # Workers that are started ahead belong to no job, and the server would import Ray for them alone.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
     def initialise() -> None:
         try:
-            ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job, **workers)
+            with forking_workers() if forks else nullcontext():
+                ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job)
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
             ended.set_exception(error)
         else:

@@ -15,7 +15,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.execution.prefork.server import SOCKET, python_of_workers
+from pipeline.execution.prefork.server import SOCKET, forking_workers
 from pipeline.execution.shards import RunGraph, Shards
 from pipeline.execution.stages import configure_ray_data
 from pipeline.execution.stream import written_shards
@@ -48,8 +48,8 @@ def _plain_ids() -> list[str]:
         stack = ExitStack()
         with _environment_of_nodes() as patch:
             patch.setenv(SOCKET, fork_server())
-            forking = {"py_executable": python_of_workers()}
-            _plain.append((stack, stack.enter_context(_connected(*PLAIN, runtime_env=forking, no_monitor=True))[1]))
+            with forking_workers():
+                _plain.append((stack, stack.enter_context(_connected(*PLAIN, no_monitor=True))[1]))
         atexit.register(end_plain)
     return _plain[0][1]
 
@@ -80,15 +80,13 @@ def _environment_of_nodes() -> Iterator[pytest.MonkeyPatch]:
 
 
 @contextmanager
-def _connected(
-    *nodes: dict[str, Any], runtime_env: dict[str, str] | None = None, **options: Any
-) -> Iterator[tuple[Callable[..., Any], list[str]]]:
+def _connected(*nodes: dict[str, Any], **options: Any) -> Iterator[tuple[Callable[..., Any], list[str]]]:
     """Start and join a cluster, every node with ``options``; yield a function that adds a node, and the nodes' ids."""
     cluster = Cluster()
     try:
         add = partial(cluster.add_node, include_dashboard=False, include_log_monitor=False, **options)
         ids = [add(**node).node_id for node in nodes]
-        ray.init(cluster.address, logging_level="error", log_to_driver=False, runtime_env=runtime_env)
+        ray.init(cluster.address, logging_level="error", log_to_driver=False)
         configure_ray_data()
         yield add, ids
     finally:

@@ -15,15 +15,14 @@ import json
 import os
 import runpy
 import select
-import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -78,10 +77,24 @@ class Request(TypedDict):
     oom_score: str
 
 
-def python_of_workers() -> str:
-    """Return the command that runs Ray's workers in place of ``python``; where no server is named, start one."""
-    place = os.environ.get(SOCKET) or start_server()
-    return shlex.join([sys.executable, "-S", "-E", str(Path(__file__).with_name("worker.py")), place])
+@contextmanager
+def forking_workers() -> Iterator[None]:
+    """Let a Ray that starts in this context ask a server for its workers; where none is named, start one.
+
+    Raylets run ``worker.py`` in place of Ray's program that sets a worker up, which imports Ray to no use here. Raises
+    OSError where no server can be started.
+    """
+    from ray._private import ray_constants  # noqa: PLC0415 - the server itself runs without Ray
+
+    named, kept = os.environ.get(SOCKET), vars(ray_constants).get("SETUP_WORKER_FILENAME")
+    os.environ[SOCKET] = named or start_server()
+    try:
+        vars(ray_constants)["SETUP_WORKER_FILENAME"] = str(Path(__file__).with_name("worker.py"))
+        yield
+    finally:
+        vars(ray_constants)["SETUP_WORKER_FILENAME"] = kept
+        if named is None:
+            del os.environ[SOCKET]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The program that Ray runs in place of Python to start a worker: it asks the fork server for one.
+"""The program that a raylet runs to start a worker, in place of Ray's own: it asks the fork server for one.
 
 Only the standard library is imported here: this is a process more for every worker.
 """
@@ -10,6 +10,8 @@ import os
 import socket
 import sys
 from pathlib import Path
+
+_SOCKET = "GSTEP_FORK_SERVER"  # as in server.py, which imports more
 
 
 def ask(place: str, program: list[str]) -> bool:
@@ -34,5 +36,28 @@ def ask(place: str, program: list[str]) -> bool:
         return False
 
 
-if __name__ == "__main__" and not ask(sys.argv[1], sys.argv[2:]):
-    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])  # as Ray itself would have started it
+def main(arguments: list[str]) -> None:
+    """Ask for a worker with the arguments of Ray's own program, and become that one where no worker is to be had."""
+    worker = next(at for at, argument in enumerate(arguments) if argument.endswith(".py"))  # behind Python's flags
+    context, rest = "{}", list[str]()
+    for argument in arguments[worker:]:
+        name, _, value = argument.partition("=")
+        if name == "--serialized-runtime-env-context":
+            context = value
+        elif name != "--language":
+            rest.append(argument)
+    if _is_plain(context) and ask(os.environ.get(_SOCKET, ""), rest):
+        return
+    own = str(Path(arguments[worker]).with_name("setup_worker.py"))
+    os.execv(sys.executable, [sys.executable, own, *arguments])
+
+
+def _is_plain(context: str) -> bool:
+    """Return whether a worker is to have the environment of its raylet, and not one of its job or actor."""
+    held = json.loads(context or "{}")
+    python = held.pop("py_executable", sys.executable)
+    return python == sys.executable and not any(held.values())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

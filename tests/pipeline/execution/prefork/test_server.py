@@ -35,14 +35,16 @@ def say():
     import os, sys
     print("a line of its log", flush=True)
     parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
-    found = dict(forked="prefork" in parent, loaded="transformers" in sys.modules, group=os.getpgid(0) == os.getpid())
-    return found | dict(threads=os.environ.get("OMP_NUM_THREADS"), word=os.environ.get("A_WORD"), pid=os.getpid(),
+    found = dict(forked="prefork/server.py" in parent, loaded="transformers" in sys.modules)
+    found |= dict(group=os.getpgid(0) == os.getpid(), word=os.environ.get("A_WORD"), pid=os.getpid())
+    return found | dict(threads=os.environ.get("OMP_NUM_THREADS"),
         oom=Path("/proc/self/oom_score_adj").read_text().strip(), folder=os.getcwd())
 
 connect()
 if "kill" in sys.argv:
     os.kill(server(), signal.SIGKILL)
-found = ray.get(say.remote())
+own = {"env_vars": {"A_WORD": "of its own"}} if "own" in sys.argv else None
+found = ray.get(say.options(runtime_env=own).remote())
 logs = Path(ray._private.worker._global_node.get_logs_dir_path())
 logged = sum("a line of its log" in path.read_text() for path in logs.glob("worker*.out"))
 print(json.dumps(dict(found=found, logged=logged, server=server())), flush=True)
@@ -109,6 +111,12 @@ def test_forked_workers_draw_ids_of_their_own():
 def test_workers_start_by_themselves_where_the_server_is_gone(tmp_path):
     found = said(drive(tmp_path, "kill", **{SOCKET: None}))["found"]
     assert not found["forked"] and not found["loaded"]
+
+
+@pytest.mark.slow
+def test_a_worker_with_an_environment_of_its_own_is_set_up_by_ray(tmp_path):
+    found = said(drive(tmp_path, "own", **{SOCKET: fork_server()}))["found"]
+    assert not found["forked"] and found["word"] == "of its own"
 
 
 @pytest.mark.slow
