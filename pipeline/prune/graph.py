@@ -278,7 +278,8 @@ def _units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[p
 
 def _found(discovery: Discovery, resources: Resources, labels: Mapping[str, str] | None) -> ray.data.Dataset:
     """Return the dataset of the units of work of videos that are found while it runs; a thread hands them over."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # Nowhere else: with another node it could be lost, and what it knows with it.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     feed = ray.remote(Feed).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote()
 
     def hand_over() -> None:
