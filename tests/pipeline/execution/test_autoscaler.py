@@ -18,6 +18,7 @@ from pipeline.execution.progress import Speed
 from pipeline.execution.watchdog import ClusterChanged, Growth
 from pipeline.prune.graph import plan_resources
 from tests.jobs.jobs import environment
+from tests.pipeline.rays import end_plain
 from tests.waiting import wait_until
 
 # Ray's provider of such nodes knows its head by this name, and its nodes dial this port.
@@ -43,6 +44,7 @@ BUSY = Progress(busy={"decode": 0.2, "encode": 0.99}, waiting={"decode": 10_000,
 @pytest.fixture
 def grows(tmp_path: Path):
     """Start a head with an autoscaler, and join it."""
+    end_plain()
     config = tmp_path / "grows.json"
     config.write_text(json.dumps(CONFIG))
     ray_command = str(Path(sys.executable).with_name("ray"))
