@@ -56,7 +56,7 @@ EARLY_S, _EARLY_LINES = 4.5, 7  # between the first lines of a log, and how many
 
 
 class Speed(NamedTuple):
-    """How fast a run's items come: ``rate`` a second, ``left`` to come, the first ``start_s`` after the run began."""
+    """The speed of a run: ``rate`` items a second, ``left`` to come, the first ``start_s`` after the run began."""
 
     rate: float
     left: int

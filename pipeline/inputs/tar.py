@@ -144,7 +144,7 @@ class Tar:
 
 
 class _Extended:
-    """What the headers in front of a member's own say of it."""
+    """The facts about a member that the headers in front of its own give."""
 
     def __init__(self) -> None:
         self.name, self.told = "", dict[str, str]()

@@ -13,7 +13,7 @@ from pipeline.rows import VideoRecord
 
 
 class _Taken(NamedTuple):
-    """What a run has taken: seconds of wall time, of all its encoders and of its GPUs, and what they cost."""
+    """The seconds of wall time, of all encoders and of GPUs that a run has taken, and their cost."""
 
     wall_s: float = 0.0
     encoder_s: float = 0.0
@@ -63,7 +63,7 @@ class Facts:
 
     @property
     def cost(self) -> float:
-        """What the machines have cost until now; 0 where no price is known."""
+        """The cost of the machines until now; 0 where no price is known."""
         return self._taken(self.clock() - self.started).cost
 
     def add(self, records: Iterable[VideoRecord]) -> None:

@@ -26,7 +26,7 @@ class ModelRunner(Protocol):
 
 
 class PruningWorker:
-    """What a worker of vLLM is given besides (``worker_extension_cls``): on CPUs vLLM 0.32 forgets to turn pruning on.
+    """The methods that workers of vLLM get (``worker_extension_cls``): on CPUs vLLM 0.32 forgets to turn pruning on.
 
     ``GPUModelRunner.load_model`` does, ``CPUModelRunner.load_model`` does not, and the first video ends the engine.
     """

@@ -81,13 +81,17 @@ class Request(TypedDict):
 def forking_workers() -> Iterator[None]:
     """Let a Ray that starts in this context ask a server for its workers; where none is named, start one.
 
-    Raylets run ``worker.py`` in place of Ray's program that sets a worker up, which imports Ray to no use here. Raises
-    OSError where no server can be started.
+    Raylets run ``worker.py`` in place of Ray's program that sets a worker up, which imports Ray to no use here. Where
+    no server can be started, for lack of a place for its socket say, Ray starts workers as ever.
     """
     from ray._private import ray_constants  # noqa: PLC0415 - the server itself runs without Ray
 
     named, kept = os.environ.get(SOCKET), vars(ray_constants).get("SETUP_WORKER_FILENAME")
-    os.environ[SOCKET] = named or start_server()
+    try:
+        os.environ[SOCKET] = named or start_server()
+    except OSError:
+        yield
+        return
     try:
         vars(ray_constants)["SETUP_WORKER_FILENAME"] = str(Path(__file__).with_name("worker.py"))
         yield
