@@ -9,7 +9,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=gstep-prune-%A_%a.log
-#SBATCH --signal=TERM@120
+#SBATCH --signal=B:TERM@120
 set -uo pipefail
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then # not in a job yet: submit
@@ -29,9 +29,12 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then # not in a job yet: submit
 fi
 
 export RAY_ADDRESS=local
-# Two minutes before the time limit, and at a preemption, the run gets SIGTERM, and writes what is encoded.
-srun --whole --cpu-bind=none python -m jobs.prune "$@" --shard "$SLURM_ARRAY_TASK_ID/$PARTS" --join
-code=$?
+# Two minutes before the time limit this script gets SIGTERM and hands it to the run, which writes what is encoded. No
+# step (srun): Slurm would send the signal to all of its processes, and Ray's end at once.
+python -m jobs.prune "$@" --shard "$SLURM_ARRAY_TASK_ID/$PARTS" --join &
+driver=$!
+trap 'kill -TERM "$driver"' TERM
+while wait "$driver"; code=$?; ((code == 143)); do :; done # 143: the signal ended the wait, and not the run
 # 130: stopped, so it goes on; 1: failed, so it is tried three times in all; 2: refused, which no other node changes.
 if ((code == 130 || (code != 0 && code != 2 && ${SLURM_RESTART_COUNT:-0} < 2))); then
   scontrol requeue "$SLURM_JOB_ID"

@@ -71,6 +71,16 @@ class SlowDecoder(PyavDecoder):
         yield from super().read(indices)
 
 
+class PatientDecoder(PyavDecoder):
+    """Takes a second for each video until a file named quick is beside them."""
+
+    def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline and not Path(self._index.path).with_name("quick").exists():
+            time.sleep(0.05)
+        yield from super().read(indices)
+
+
 class StuckDecoder(PyavDecoder):
     """Lets as many videos through, in whatever order they come, as a file named stuck beside them says.
 

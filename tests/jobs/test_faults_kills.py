@@ -241,10 +241,21 @@ def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_onc
     encoded = re.compile(r"(\d+) encoded")
     driver.until(lambda: max(map(int, encoded.findall(driver.output)), default=0) >= 3, "more that are encoded")
     assert n_rows(cache) == before
+    writers = wait_until(lambda: titled_so("ray::Writer"), "a writer")
+    for writer in writers:
+        os.kill(writer, signal.SIGSTOP)
     os.kill(driver.pid, signal.SIGTERM)
+    time.sleep(4)  # longer than the process lives after the handler of SIGTERM that Ray's core has
+    for writer in writers:
+        os.kill(writer, signal.SIGCONT)
     assert driver.wait() == 130, driver.output
     assert "what is done is written first" in driver.output
     assert len(visible.check(cache)) >= before + 3
+
+
+def titled_so(title: str) -> list[int]:
+    """The processes below this one whose title begins so."""
+    return [pid for pid, its in family(os.getpid()).items() if its.startswith(title)]
 
 
 def n_rows(cache: Path) -> int:

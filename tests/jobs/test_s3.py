@@ -124,8 +124,9 @@ def test_a_driver_that_was_stopped_commits_nothing_whose_tokens_were_removed(
     """Meanwhile the token shards that it was about to commit were removed, as nothing named them."""
     store = ObjectStore(server.uri("stopped/cache"), server.objects())
     address = ray.get_runtime_context().gcs_address
+    slowly = ["--decoder", "tests.jobs.hostile:SlowDecoder", "--videos-per-shard", "2"]
     driver = Driver(
-        argv(manifest, store.root),
+        [*argv(manifest, store.root), *slowly],
         tmp_path / "log",
         stop_before_the_third_commit,
         RAY_ADDRESS=address,
