@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline.errors import RunFailed
 from pipeline.inputs.indexes import Indexing, Place
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA, unique
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.storage.s3 import Objects
 
 _LEAVE_S = 5.0  # how long a run that ends waits for what is being read
@@ -46,7 +46,7 @@ class Discovery(AbstractContextManager["Discovery"]):
             process (TODO_SCHEMA).
         known: the videos to process that were known before.
         limit: how many videos are processed at most; then no further container is opened, and of the last one no
-            more read than is needed. That ids are unique is known of these videos alone.
+            more read than is needed.
 
     Attributes:
         beyond: the rows of the last container opened that the limit leaves for another run.
@@ -64,7 +64,6 @@ class Discovery(AbstractContextManager["Discovery"]):
         indexing.later = False
         if limit is not None:
             indexing.at_once, indexing.enough = 1, self._enough
-        self._limit = limit
         self._sizes = [_size(place) for place in self._places]
         self._room = math.inf if limit is None else limit - len(known)
         self.beyond = known.slice(len(known))
@@ -153,17 +152,16 @@ class Discovery(AbstractContextManager["Discovery"]):
             places = self._places if self._room > 0 else []
             with closing(self._indexing.rows(places, self._objects)) as tables:
                 left = sum(self._sizes)
-                for place, size, table in zip(places, self._sizes, tables, strict=False):
+                for size, table in zip(self._sizes, tables, strict=False):
                     if self._closing:
                         break
                     left -= size
-                    videos, todo = self._select(table)
+                    found = self._told_apart(table)
+                    if self._indexing.ids is not None:
+                        self._indexing.ids.add(found)
+                    videos, todo = self._select(found)
                     taken = int(min(self._room, len(todo)))
                     room = self._room - taken
-                    if self._limit is not None:
-                        unique(
-                            pa.concat_tables([*(part.todo for part in self._parts), todo.slice(0, taken)]), place.uri
-                        )
                     with self._changed:
                         self._parts.append(Part(videos, todo.slice(0, taken), left if room > 0 else 0))
                         self._room, self.beyond = room, todo.slice(taken)
@@ -176,7 +174,11 @@ class Discovery(AbstractContextManager["Discovery"]):
 
     def _enough(self, videos: pa.Table) -> bool:
         """Return whether the first videos of a container are as many as the limit has room for."""
-        return len(self._select(videos)[1]) >= self._room
+        return len(self._select(self._told_apart(videos))[1]) >= self._room
+
+    def _told_apart(self, videos: pa.Table) -> pa.Table:
+        """Return the videos of a container, with errors for those whose id an earlier one has."""
+        return videos if self._indexing.ids is None else self._indexing.ids.told_apart(videos)
 
     def _end(self) -> None:
         """Let nobody wait for more parts."""

@@ -19,6 +19,7 @@ import pyarrow as pa
 from pipeline.errors import ManifestError, RunFailed, printable
 from pipeline.inputs.container import Asked, Container, Member, RandomFile, fault, named_safely, open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
+from pipeline.inputs.ids import Ids
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.storage.s3 import ObjectInfo, Objects
@@ -64,6 +65,8 @@ class Indexing:
         only_known: whether containers without a kept index are left out.
         later: whether tars and zips that were never indexed are left out, to be indexed while others are read.
         limited: whether tables, and what stands alone, are left out then too: a limit may need none of them.
+        ids: those of all videos so far, where containers may have an id in common; then none that lies behind one that
+            is left out is taken before it.
         enough: tells of the first videos of a container whether they are all that is wanted of it.
         say: gets lines of progress.
         left: the containers that were left out, in order.
@@ -79,6 +82,7 @@ class Indexing:
     only_known: bool = False
     later: bool = False
     limited: bool = False
+    ids: Ids | None = None
     enough: Callable[[pa.Table], bool] | None = None
     say: Callable[[str], object] = lambda line: None
     left: list[Place] = field(default_factory=list)
@@ -101,7 +105,8 @@ class Indexing:
             reading = deque(islice(begun, self.at_once))
             try:
                 for number in range(1, len(places) + 1):
-                    if (table := reading.popleft().result()) is None:
+                    table = reading.popleft().result()
+                    if table is None or (self.later and self.ids is not None and self.left):
                         self.left.append(places[number - 1])
                         table = MANIFEST_SCHEMA.empty_table()
                     n_videos += len(table)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from importlib.util import find_spec
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -24,6 +24,7 @@ from pipeline.inputs.braces import expanded
 from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
+from pipeline.inputs.ids import OWN_IDS, Ids
 from pipeline.inputs.indexes import Indexing, Place
 from pipeline.inputs.listings import VIDEO_SUFFIXES, list_videos, listed_policy, root_prefix, suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
@@ -61,7 +62,11 @@ def read_manifest(
     if len(listed) == 1 and listed[0].videos is not None:
         return listed[0].videos
     places = [place for one in listed for place in one.containers]
-    indexing.later = indexing.later and (indexing.limited or _ids_apart(listed, places))
+    (place, count), *_ = Counter(place[:2] for place in places).most_common(1) or [(("", ""), 0)]
+    if count > 1:
+        raise ManifestError(f"{place[0]}: it is named {count} times; name it once")
+    indexing.ids = None if _ids_apart(listed, places) else Ids()
+    indexing.later = indexing.later and (indexing.limited or indexing.ids is None)
     indexed = indexing.rows(places, objects)
     parts = [
         part
@@ -73,16 +78,38 @@ def read_manifest(
         raise ManifestError(f"{videos}: none of the {len(parts)} containers holds a video")
     if len(table) == len(parts) == 1 and (wrong := table["fault"][0].as_py()) is not None:
         raise ManifestError(f"{table['uri'][0]}: {wrong}")
-    return unique(table, _ONE_BY_ONE if column is None else _TABLES)
+    if files := [one.videos for one in listed if one.videos is not None]:
+        unique(pa.concat_tables(files), _ONE_BY_ONE if column is None else _TABLES)
+    return table if indexing.ids is None else _told_apart(table, parts, indexing)
+
+
+def _told_apart(table: pa.Table, parts: Sequence[pa.Table], indexing: Indexing) -> pa.Table:
+    """Return the videos of files and containers, with errors for members whose id an earlier one has.
+
+    Raises ManifestError where a container gives nothing else, which no limit's end hides.
+    """
+    ids = indexing.ids or Ids()
+    again = ids.repeated(table)
+    for part, end in zip(parts, accumulate(map(len, parts)), strict=True):
+        if not indexing.limited and part["fault"].null_count and again[end - len(part) : end].all():
+            raise ManifestError(
+                f"{part['uri'][0].as_py().partition('#')[0]}: all of its {len(part)} videos have ids of earlier ones, "
+                f"e.g. {part['video_id'][0]}; {OWN_IDS}"
+            )
+    table = ids.told_apart(table, again)
+    if indexing.left:
+        ids.add(table)
+    return table
 
 
 def _ids_apart(listed: Sequence[Listed], places: Sequence[Place]) -> bool:
-    """Return whether videos are named in several containers alone, of which no two can have an id in common.
+    """Return whether videos are named in several tars and zips alone, of which no two can have an id in common.
 
     An id begins with its container's name. One container is indexed before its first video anyway.
     """
     names = sorted(f"{place.name}/" for place in places)
     alone = all(one.videos is None for one in listed) and len(places) > 1
+    alone = alone and not any(suffix_of(place.uri) in OF_COLUMNS for place in places)  # whose rows may name any id
     return alone and not any(after.startswith(name) for name, after in pairwise(names))
 
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import RunFailed
+from pipeline.errors import ManifestError, RunFailed
 from pipeline.inputs.container import Asked
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.forms import FORMS
@@ -222,12 +222,68 @@ def test_a_limit_opens_no_table_that_it_does_not_need(tmp_path):
         assert (found.n_left, indexing._n_read) == (left, 4 - left) and indexing.unit == 2
     write_table(tmp_path / "tables/1.parquet", ["1-0", "0-2"])
     assert len(limited(tmp_path / "tables", tmp_path, 4, column="video")[0]) == 4
-    with pytest.raises(RunFailed, match=r"1\.parquet: 1 rows repeat a video_id, e\.g\. '0-2'; ids must be unique"):
-        limited(tmp_path / "tables", tmp_path, 5, column="video")
+    doubled = limited(tmp_path / "tables", tmp_path, 5, column="video")[0].to_pylist()[-1]
+    assert doubled["video_id"] == f"0-2@{doubled['uri']}" and "earlier video has the id 0-2" in doubled["fault"]
 
 
 def write_table(path, names):
     pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
+
+
+def doubled_tars(tmp_path):
+    """Two tars of one name, with an id in common that is neither's only one, and one more."""
+    places = [tmp_path / name / "0.tar" for name in "pq"]
+    for place, names in zip(places, ("ab", "ca"), strict=True):
+        place.parent.mkdir()
+        write_tar(place, {f"{name}.mp4": name.encode() for name in names})
+    return [*map(str, places), str(write_tar(tmp_path / "1.tar", {"a.mp4": b"a"}))]
+
+
+def test_an_id_that_two_tars_give_is_an_error_row_with_and_without_a_limit(tmp_path):
+    places = doubled_tars(tmp_path)
+    own = f"0.tar/a.mp4@{places[1]}#a.mp4"
+    expected = ["0.tar/a.mp4", "0.tar/b.mp4", "0.tar/c.mp4", own, "1.tar/a.mp4"]
+    for limit in (2, 3, 4, 5, 9):  # those before it make and keep indexes
+        known, indexing = listed(places, tmp_path, limited=True)
+        with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, limit) as found:
+            rows = found.all().todo.to_pylist()
+        assert [row["video_id"] for row in rows] == expected[: max(limit, len(known))]
+        assert [row["video_id"] for row in rows if row["fault"]] == ([own] if len(rows) > 3 else [])
+    whole, _ = listed(places, tmp_path)
+    assert whole.to_pylist() == rows and ids(whole) == expected
+
+
+def test_an_index_that_was_kept_before_changes_no_order(tmp_path):
+    places = doubled_tars(tmp_path)
+    listed(places[1], tmp_path)  # alone, its video has the id
+    assert len(list((tmp_path / "cache" / "sources").iterdir())) == 1
+    known, indexing = listed(places, tmp_path, limited=True)
+    assert len(known) == 0 and [place.uri for place in indexing.left] == places
+    with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, 9) as found:
+        assert ids(found.all().todo)[3] == f"0.tar/a.mp4@{places[1]}#a.mp4"
+
+
+def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
+    p, q, _ = doubled_tars(tmp_path)
+    with pytest.raises(ManifestError, match=r"p/0\.tar: it is named 2 times; name it once"):
+        listed([p, q, p], tmp_path, limited=True)
+    write_tar(tmp_path / "q" / "0.tar", {"b.mp4": b"b", "a.mp4": b"a"})
+    with pytest.raises(ManifestError, match=r"q/0\.tar: all of its 2 videos have ids of earlier ones, e\.g\. 0\.tar/b"):
+        listed([p, q], tmp_path)
+    for place in (p, q):
+        (tmp_path / place).write_bytes(b"no tar")  # a row of its own each, and no mistake of who named them
+    assert (
+        ids(found := listed([p, q], tmp_path)[0]) == ["0.tar/@0", f"0.tar/@0@{q}#@0"] and not found["fault"].null_count
+    )
+
+
+def test_a_file_keeps_its_id_whatever_a_tar_named_before_it_holds(tmp_path):
+    place = doubled_tars(tmp_path)[0]
+    (tmp_path / "files" / "0.tar").mkdir(parents=True)
+    (tmp_path / "files" / "0.tar" / "b.mp4").write_bytes(b"b")
+    found, _ = listed([place, str(tmp_path / "files")], tmp_path)
+    assert ids(found) == ["0.tar/a.mp4", f"0.tar/b.mp4@{place}#b.mp4", "0.tar/b.mp4"]
+    assert [row["fault"] is None for row in found.to_pylist()] == [True, False, True]
 
 
 def test_without_a_limit_all_tables_are_read_first(tmp_path):
