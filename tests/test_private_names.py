@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import inspect
 import re
@@ -33,7 +32,9 @@ TABLE = (
     Private("GcsLogSubscriber", "ray", "2.60", "ray._raylet", "pipeline/execution/monitoring/worker_logs.py",
             "the log of a run has who died and with what in hand, not what they had written"),
     Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/execution/cluster.py",
-            "every command waits a second for Ray's monitor when it ends"),
+            "harmless lines of Ray's own are nowhere"),
+    Private("RayParams", "ray", "2.60", "ray._private.parameter", "pipeline/execution/cluster.py",
+            "every command starts a monitor, and waits a second for it when it ends"),
     Private("iter_internal_ref_bundles", "ray", "2.60", "ray.data:Dataset", "pipeline/execution/shards.py",
             "encoded videos would pass through the driver on their way to a writer"),
     Private("ActorClassID", "ray", "2.60", "ray.actor", "pipeline/execution/prefork/server.py",
@@ -46,6 +47,8 @@ TABLE = (
             "packed batches are copied once more on their way out of a DataLoader's worker"),
     Private("PyThreadState_SetAsyncExc", "python", "3.11", "ctypes:pythonapi", "pipeline/execution/watchdog.py",
             "a driver that hangs in Ray Data cannot be freed"),
+    Private("spawnv_passfds", "python", "3.11", "multiprocessing.util", "pipeline/video/fork_server.py",
+            "every decoder imports torch once more, for its fork server"),
     Private("_attn_implementation", "transformers", "5.24", "transformers:PretrainedConfig",
             "gstep/language/layer_pruning.py", "FastV inside the language model does not know the shape of its mask"),
     Private("_credentials", "botocore", "1.44", "botocore.signers:RequestSigner", "pipeline/storage/s3.py",
@@ -57,8 +60,6 @@ ANY = re.compile(r"\b(" + "|".join(sorted({one.name for one in TABLE})) + r")\b|
 
 
 def home_of(one: Private) -> object:
-    if one.library == "python":
-        return ctypes.pythonapi
     module, _, name = one.home.partition(":")
     found = importlib.import_module(module)
     return getattr(found, name) if name else found

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -111,7 +112,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
 
     def initialise() -> None:
         try:
-            with forking_workers() if forks else nullcontext():
+            with _without_monitor(), forking_workers() if forks else nullcontext():
                 ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job)
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
             ended.set_exception(error)
@@ -150,11 +151,18 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
 
 def _shut_down() -> None:
     """Shut Ray down before Ray's own exit handler, which waits half a second to flush output that nobody reads."""
-    # Ray ends the GCS of its own cluster first and then waits a second for the monitor, which sends the GCS a last
-    # message in vain. No public function ends the monitor alone.
-    with suppress(AttributeError):  # Ray is shut down already, or another version of it has no such method
-        ray._private.worker._global_node.kill_monitor(check_alive=False)
     ray.shutdown()
+
+
+@contextmanager
+def _without_monitor() -> Iterator[None]:
+    """Let a Ray that starts in this context start no monitor: one machine does not grow, and the end waits for it."""
+    parameters = ray._private.parameter.RayParams
+    vars(ray._private.parameter)["RayParams"] = partial(parameters, no_monitor=True)
+    try:
+        yield
+    finally:
+        vars(ray._private.parameter)["RayParams"] = parameters
 
 
 def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:

@@ -33,6 +33,7 @@ from pipeline.errors import VideoFault
 from pipeline.video import decode
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, fault_of
 from pipeline.video.decoders import decoders_for
+from pipeline.video.fork_server import forked_ahead
 from pipeline.video.shared_frames import Handover, ReceivedFrames, SharedFrames
 
 _LOG = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class _Child:
         self.pipe, theirs = context.Pipe()
         self.received = ReceivedFrames()
         self.process = context.Process(target=_serve, args=(theirs, memory_mb, on_gpu), name="decode", daemon=True)
-        with _no_main_module():
+        with _no_main_module(), forked_ahead():
             self.process.start()
         theirs.close()  # the child now holds the only other end: when it dies, reading here ends
         try:

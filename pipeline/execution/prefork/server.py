@@ -195,6 +195,7 @@ def _become_worker(asked: int, output: list[int], request: Request) -> None:
     Path("/proc/self/oom_score_adj").write_text(request["oom_score"], encoding="ascii")
     os.write(asked, b"1")
     os.close(asked)
+    import_module("pipeline.video.fork_server").stand_by()  # if this becomes a decoder
     program, *arguments = request["program"]
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path(program).parent))

@@ -3,7 +3,7 @@
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from unittest.mock import Mock, call, create_autospec
+from unittest.mock import create_autospec
 
 import pyarrow as pa
 import pytest
@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from gstep.backbones import ModelSource, family_of
 from jobs.benchmark.pipeline.job import SleepingSetup
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import _is_worth_showing, _shut_down, at_most, choose_device, resources_without
+from pipeline.execution.cluster import _is_worth_showing, at_most, choose_device, resources_without
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
@@ -113,18 +113,6 @@ def test_two_nodes_of_one_cpu_each_leave_room_for_the_writers(tmp_path):
         rows = rows_of(graph_of(16, plan, tmp_path))
         assert len(rows) == 16
         assert nodes_of("Encoder") | nodes_of("Decoder") == set(nodes)
-
-
-def test_the_monitor_is_ended_before_the_gcs_that_it_would_wait_for(monkeypatch):
-    done = Mock()
-    done.attach_mock(create_autospec(Node, instance=True), "node")
-    monkeypatch.setattr(ray._private.worker, "_global_node", done.node)
-    monkeypatch.setattr(ray, "shutdown", done.shutdown)
-    _shut_down()
-    assert done.mock_calls == [call.node.kill_monitor(check_alive=False), call.shutdown()]
-    monkeypatch.setattr(ray._private.worker, "_global_node", None)
-    _shut_down()
-    assert done.mock_calls[2:] == [call.shutdown()]
 
 
 def test_known_lines_of_rays_own_are_kept_in_its_folder_and_others_are_shown(tmp_path, monkeypatch, caplog):

@@ -21,10 +21,10 @@ from pathlib import Path
 import ray
 from pipeline.execution.cluster import connect
 
-def server():
+def child(program):
     for task in Path("/proc").glob("[0-9]*/cmdline"):
         parts = task.read_text().split(chr(0))
-        if any(part.endswith("prefork/server.py") for part in parts) and mine(task.parent):
+        if any(part.endswith(program) for part in parts) and mine(task.parent):
             return int(task.parent.name)
 
 def mine(process):
@@ -42,12 +42,13 @@ def say():
 
 connect()
 if "kill" in sys.argv:
-    os.kill(server(), signal.SIGKILL)
+    os.kill(child("prefork/server.py"), signal.SIGKILL)
 own = {"env_vars": {"A_WORD": "of its own"}} if "own" in sys.argv else None
 found = ray.get(say.options(runtime_env=own).remote())
 logs = Path(ray._private.worker._global_node.get_logs_dir_path())
 logged = sum("a line of its log" in path.read_text() for path in logs.glob("worker*.out"))
-print(json.dumps(dict(found=found, logged=logged, server=server())), flush=True)
+programs = dict(server=child("prefork/server.py"), monitor=child("/monitor.py"), raylet=child("/raylet"))
+print(json.dumps(dict(found=found, logged=logged, **programs)), flush=True)
 if "wait" in sys.argv:
     signal.pause()
 """
@@ -97,6 +98,7 @@ def test_a_worker_is_forked_with_the_environment_that_ray_gives_it(tmp_path):
     assert found["word"] == "here" and found["folder"] == str(tmp_path)
     assert int(found["oom"]) > 0  # the kernel ends workers first, as Ray asks it to
     assert document["logged"] == 1
+    assert document["raylet"] and document["server"] and not document["monitor"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,87 @@
+"""A process that a worker forks while it has no threads yet, and that becomes the server of its decode processes.
+
+It has imported what they use. A server that ``multiprocessing`` starts anew takes a second of a core for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, util
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _StandBy(NamedTuple):
+    """The process that waits, and the socket at which it does."""
+
+    pid: int
+    requests: socket.socket
+
+
+_standing_by: _StandBy | None = None
+
+
+def stand_by() -> None:
+    """Start the process that waits; called once in a process that is itself forked and has no threads.
+
+    It ends with this process.
+    """
+    global _standing_by  # noqa: PLW0603 - there is one in a process, as there is one server
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _wait(theirs)
+    theirs.close()
+    _standing_by = _StandBy(pid, ours)
+
+
+def _wait(requests: socket.socket) -> None:
+    """Serve once the two descriptors of a server come; end this process without them."""
+    try:
+        _, descriptors, *_ = socket.recv_fds(requests, 1, 2)
+        requests.close()
+        if descriptors:
+            _show(f"python -c from {forkserver.__name__} ahead".encode())
+            vars(forkserver)["main"](*descriptors, [])
+    finally:
+        os._exit(0)
+
+
+def _show(title: bytes) -> None:
+    """Let ``ps`` show a title, and no variable of the process that this one is forked from.
+
+    Those that it uses itself, without credentials, are elsewhere in memory by now.
+    """
+    places = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[45:49]  # see proc(5)
+    arguments, arguments_end, variables, variables_end = map(int, places)
+    for start, end, text in ((arguments, arguments_end, title), (variables, variables_end, b"")):
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, text, min(len(text), end - start - 1))
+
+
+@contextmanager
+def forked_ahead() -> Iterator[None]:
+    """Let the process that waits, where one does, be the server that ``multiprocessing`` starts in this context."""
+    start = util.spawnv_passfds
+
+    def spawn(path: bytes, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
+        global _standing_by  # noqa: PLW0603
+        waits = _standing_by
+        if waits is None or forkserver.__name__ not in str(arguments[-1]) or len(descriptors) != 2:
+            return start(path, arguments, descriptors)
+        _standing_by = None
+        with waits.requests, suppress(OSError):  # it was killed
+            socket.send_fds(waits.requests, [b"."], descriptors)
+            return waits.pid
+        return start(path, arguments, descriptors)
+
+    vars(util)["spawnv_passfds"] = spawn
+    try:
+        yield
+    finally:
+        vars(util)["spawnv_passfds"] = start
