@@ -1,15 +1,14 @@
-"""Time the same videos as files, in a tar, in a Parquet column and in tars on S3, and kill a run over tars five times.
+"""Fetch videos out of containers without decoding them, and kill a run over tars five times.
 
 ``python -m tests.corpora_forms DIR`` makes 240 videos of 1 MiB in DIR (once; most of each is a box that holds nothing,
-so that files are as large as real ones), prunes them in each form with a model that costs next to nothing, compares the
-checksums of their tokens, and prints a table, and what fetching the videos alone costs a core. S3 is moto's server, on
-the same cores. ``--rounds 0`` and ``--kills 0`` leave either part out.
+so that files are as large as real ones), and prints what fetching them costs a core. Then it prunes them from 40 tars
+with a model that costs next to nothing, and kills the run. ``--kills 0`` leaves that out. What a whole run takes of
+each form is measured by ``python -m jobs.benchmark pipeline --forms``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -30,9 +29,8 @@ from pipeline.inputs.forms import Containers, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.storage.s3 import Objects
-from tests.jobs.jobs import committed, environment, start
+from tests.jobs.jobs import committed, start
 from tests.paths import ROOT
-from tests.pipeline.s3 import S3Server
 from tests.pipeline.tars import write_tar
 
 VIDEOS, TARS = 240, 40
@@ -44,13 +42,10 @@ def main() -> None:
     """Run all of it in a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kills", type=int, default=5)
     arguments = parser.parse_args()
     videos = made(arguments.folder)
     fetched(arguments.folder)
-    if arguments.rounds:
-        timed(arguments.folder, len(videos), arguments.rounds)
     if arguments.kills:
         killed(arguments.folder, videos, arguments.kills)
 
@@ -74,42 +69,6 @@ def fetched(root: Path) -> None:
         print(f"{name}: {n_bytes:,} bytes of {len(spots)} videos fetched in {min(took):.2f} core seconds")
 
 
-def timed(root: Path, n_videos: int, rounds: int) -> None:
-    """Prune each form in turn, ``rounds`` times, and print the seconds and requests."""
-    forms = {
-        "folder": ([str(root / "shapes" / "data")], ".", {}),
-        "tar": ([str(root / "all.tar")], "all.tar", {}),
-        "Parquet column": ([str(root / "all.parquet"), "--column", "video"], ".", {}),
-    }
-    with S3Server() as server:
-        for path in sorted((root / "tars").iterdir()):
-            server.upload(f"tars/{path.name}", path.read_bytes())
-        server.upload("all.tar", (root / "all.tar").read_bytes())
-        forms["S3: one tar"] = [f"s3://{server.bucket}/all.tar"], "all.tar", server.environment()
-        forms[f"S3: {TARS} tars"] = [f"s3://{server.bucket}/tars/{{00..{TARS - 1}}}.tar"], "", server.environment()
-        seen: dict[str, dict[str, str]] = {}
-        took: dict[str, list[float]] = {name: [] for name in forms}
-        requests: dict[str, dict[str, int]] = {}
-        for number in range(rounds):
-            for name, (argv, _, variables) in forms.items():
-                server.requests.clear()
-                out = root / "cache"
-                shutil.rmtree(out, ignore_errors=True)
-                subprocess.run(
-                    [sys.executable, "-m", "jobs.prune", *argv, "--out", str(out), *OPTIONS],
-                    cwd=ROOT, env=environment(**variables), check=True, capture_output=True,
-                )  # fmt: skip
-                record = json.loads(next((out / "runs").iterdir()).read_text())
-                took[name].append(record["summary"]["wall_s"])
-                requests[name] = server.counts()
-                seen[name] = checksums(out)
-                print(f"round {number}: {name}: {took[name][-1]:.1f} s, {requests[name]}", file=sys.stderr)
-    assert all(found == seen["folder"] for found in seen.values()) and len(seen["folder"]) == n_videos
-    print(f"| form | seconds ({rounds} runs) | requests |\n|---|---|---|")
-    for name, times in took.items():
-        print(f"| {name} | {', '.join(f'{one:.1f}' for one in times)} | {requests[name] or '-'} |")
-
-
 def made(root: Path) -> list[Path]:
     """Make the videos and pack them; return their files."""
     data = root / "shapes" / "data"
@@ -128,12 +87,6 @@ def made(root: Path) -> list[Path]:
     for number in range(TARS):
         write_tar(root / "tars" / f"{number:02}.tar", dict(list(files.items())[number::TARS]))
     return videos
-
-
-def checksums(cache: Path) -> dict[str, str]:
-    """Map the name of each video to the checksum of its tokens."""
-    opened = TokenCache(cache)
-    return {video_id.rpartition("/")[2]: opened.metadata(video_id)["checksum"] for video_id in opened.video_ids}
 
 
 def killed(root: Path, videos: list[Path], kills: int) -> None:

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 
 from rich.console import Console
 
-from jobs.benchmark.pipeline.work import DECODE, DRIVER, JOB, LOOP, SIMULATION, SINGLE, Work
+from jobs.benchmark.pipeline.work import (
+    COLUMN,
+    DECODE,
+    DRIVER,
+    FOLDER,
+    JOB,
+    LOOP,
+    SIMULATION,
+    SINGLE,
+    TAR,
+    TARS,
+    Work,
+)
 from jobs.benchmark.sizes import add_folder
 from jobs.command import add_json_or_file, count, file_in_folder, wide_console
 from jobs.frame.json_document import Done
@@ -37,13 +51,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         parser.add_argument(name, type=count, nargs="+", default=default, metavar=unit, help=what)
-    parser.add_argument(
-        "--driver",
-        type=count,
-        nargs=2,
-        metavar="N",
-        help="instead: the job over N and N videos by stages that do nothing",
-    )
+    for name, what in (
+        ("--driver", "by stages that do nothing"),
+        ("--forms", "of 1 MiB as files, in tars and in a Parquet column"),
+    ):
+        parser.add_argument(name, type=count, nargs=2, metavar="N", help=f"instead: the job over N and N videos {what}")
+    parser.add_argument("--s3", action="store_true", help="with --forms: from a server of moto's as well")
     parser.add_argument(
         "--simulate",
         type=count,
@@ -74,6 +87,8 @@ def run(arguments: argparse.Namespace) -> Done:
 
     if arguments.driver is not None:
         return _driver(arguments)
+    if arguments.forms is not None:
+        return _forms(arguments)
     if arguments.simulate is not None:
         return _simulated(arguments)
     cells = _measure(arguments)
@@ -88,7 +103,7 @@ def run(arguments: argparse.Namespace) -> Done:
 
 def _measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
     """Measure every combination of frames, encoder seconds and nodes; return one dict of figures for each."""
-    from jobs.benchmark.pipeline.measure import compare  # noqa: PLC0415 - NumPy loads after the flags
+    from jobs.benchmark.pipeline.measure import compare, measure  # noqa: PLC0415 - NumPy loads after the flags
     from jobs.benchmark.pipeline.report import cell  # noqa: PLC0415
 
     console, cells = Console(stderr=True), []
@@ -97,7 +112,8 @@ def _measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
         for nodes in sorted(arguments.nodes) or [0]:
             work = Work(JOB, frames, encode_ms / 1e3, nodes or arguments.workers, nodes or 1, nodes)
             works = [replace(work, kind=kind) for kind in ((LOOP, JOB) if nodes else (LOOP, JOB, SINGLE, DECODE))]
-            found = compare(works, arguments.folder, arguments.seconds, arguments.repeats, console.print)
+            measured = partial(measure, seconds=arguments.seconds)
+            found = compare(works, arguments.folder, measured, arguments.repeats, console.print)
             cells.append(cell(work, found, first))
             first = first or cells[-1]
     return cells
@@ -106,14 +122,12 @@ def _measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
 def _driver(arguments: argparse.Namespace) -> Done:
     """Show what the driver takes for a video, and how many videos come out here, where all processes share the CPUs."""
     from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.pipeline.measure import measure_driver  # noqa: PLC0415
+    from jobs.benchmark.pipeline.measure import measure_between  # noqa: PLC0415
 
-    few, many = sorted(arguments.driver)
-    if few == many:
-        raise UsageError("--driver takes two different numbers of videos: what a video more takes counts")
+    few, many = _few_and_many(arguments.driver, "--driver")
     encoders = arguments.encoders
     work = Work(DRIVER, min(arguments.frames), 0.0, arguments.workers, encoders, nodes=int(encoders > 1))
-    found = measure_driver(replace(work, folder=str(arguments.folder or "")), few, many)
+    found = measure_between(replace(work, folder=str(arguments.folder or "")), few, many)
     driver_ms = 1e3 * found["CPU main process"]
     wide_console().print(
         f"{encoders} encoders, a video more from {few} to {many}: {1 / found['seconds']:.0f} videos/s with all "
@@ -121,6 +135,32 @@ def _driver(arguments: argparse.Namespace) -> Done:
         f"of one core; {found['peak MB']:.0f} MB of all processes at most"
     )
     return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "encoders": encoders, "a_video": dict(found)})
+
+
+def _few_and_many(numbers: Sequence[int], flag: str) -> tuple[int, int]:
+    """Return two numbers of videos in ascending order. Raises UsageError where they are equal."""
+    few, many = sorted(numbers)
+    if few == many:
+        raise UsageError(f"{flag} takes two different numbers of videos: what a video more takes counts")
+    return few, many
+
+
+def _forms(arguments: argparse.Namespace) -> Done:
+    """Show what a video more takes the job, and its store, where the same videos lie in several forms."""
+    from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
+    from jobs.benchmark.pipeline.measure import compare, measure_between  # noqa: PLC0415
+    from jobs.benchmark.pipeline.report import form_line  # noqa: PLC0415
+
+    few, many = _few_and_many(arguments.forms, "--forms")
+    work = Work(JOB, min(arguments.frames), min(arguments.encode_ms) / 1e3, arguments.workers)
+    works = [replace(work, form=form) for form in (FOLDER, TAR, TARS, COLUMN)]
+    works += [replace(work, form=form, on_s3=True) for form in (FOLDER, TARS) if arguments.s3]
+    measured, say = partial(measure_between, few=few, many=many), Console(stderr=True).print
+    found = compare(works, arguments.folder, measured, arguments.repeats, say)
+    for name, figures in found.items():
+        wide_console().print(f"{name}: {form_line(figures, found[FOLDER])}", highlight=False)
+    forms = {name: dict(figures) for name, figures in found.items()}
+    return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "a_video": forms})
 
 
 def _simulated(arguments: argparse.Namespace) -> Done:

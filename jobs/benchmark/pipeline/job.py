@@ -78,7 +78,7 @@ def run(work: Work) -> dict[str, float]:
     workers = {"decode_workers": work.workers, "encode_workers": work.encoders}
     with ray_of(work):
         started = time.perf_counter()
-        summary = prune_videos(work.manifest, out=work.out, progress=False, **options, **workers)
+        summary = prune_videos(**work.named, out=work.out, progress=False, **options, **workers)
         seconds = time.perf_counter() - started
         if summary.n_ok != work.videos:
             raise RunFailed(f"{summary.n_ok} of {work.videos} videos are ok: {summary.examples}")
@@ -87,7 +87,7 @@ def run(work: Work) -> dict[str, float]:
             "store MB": store.cumulative_created_bytes / 1e6,
             "store objects": store.cumulative_created_objects,
         }
-        return {"seconds": seconds, **made_there}
+        return {"seconds": seconds, "fetched MB": summary.fetched_bytes / 1e6, **made_there}
 
 
 @contextmanager

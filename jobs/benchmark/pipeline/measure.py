@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 import av
 import numpy as np
 
+from jobs.benchmark.pipeline.forms import corpus
 from jobs.benchmark.pipeline.processes import ProcessTree
 from jobs.benchmark.pipeline.work import SIDE, Work
 from pipeline.errors import RunFailed
@@ -29,15 +30,19 @@ _FEW = 16  # fewest videos: fewer would not fill every stage
 
 
 def compare(
-    works: Sequence[Work], folder: Path | None, seconds: float, repeats: int, say: Callable[[str], None]
+    works: Sequence[Work],
+    folder: Path | None,
+    measured: Callable[[Work], Figures],
+    repeats: int,
+    say: Callable[[str], None],
 ) -> dict[str, Figures]:
-    """Measure works of several kinds in turns, with files below ``folder``; return each kind's median figures."""
-    found: dict[str, list[Figures]] = {work.kind: [] for work in works}
+    """Measure works of several names in turns, with files below ``folder``; return each name's median figures."""
+    found: dict[str, list[Figures]] = {work.name: [] for work in works}
     for turn in range(repeats):
         for work in works:
-            say(f"{work.frames} frames, {work.work_s * 1e3:g} ms, {work.nodes or 1} nodes: {work.kind}, {turn + 1}")
-            found[work.kind].append(measure(replace(work, folder=str(folder or "")), seconds))
-    return {kind: medians(figures) for kind, figures in found.items()}
+            say(f"{work.frames} frames, {work.work_s * 1e3:g} ms, {work.nodes or 1} nodes: {work.name}, {turn + 1}")
+            found[work.name].append(measured(replace(work, folder=str(folder or ""))))
+    return {name: medians(figures) for name, figures in found.items()}
 
 
 def measure(work: Work, seconds: float) -> Figures:
@@ -47,8 +52,8 @@ def measure(work: Work, seconds: float) -> Figures:
     return slope(run_child(replace(work, videos=few)), run_child(replace(work, videos=few + more)), more)
 
 
-def measure_driver(work: Work, few: int, many: int) -> Figures:
-    """Measure the job with idle stages over few and many videos; return figures per extra video. Raises RunFailed."""
+def measure_between(work: Work, few: int, many: int) -> Figures:
+    """Measure a work over few and many videos; return figures per extra video. Raises RunFailed."""
     return slope(run_child(replace(work, videos=few)), run_child(replace(work, videos=many)), many - few)
 
 
@@ -78,17 +83,21 @@ def run_child(work: Work) -> Figures:
     with TemporaryDirectory(dir=below) as folder, private as ray_folder:
         work, logs = replace(work, folder=folder), Path(folder)
         make_videos(work)
-        with (logs / "stdout").open("wb") as out, (logs / "stderr").open("wb") as err:
-            command = [sys.executable, "-m", "jobs.benchmark.pipeline.work", json.dumps(asdict(work))]
-            child = subprocess.Popen(
-                command, stdout=out, stderr=err, env=_environment(ray_folder), start_new_session=True
-            )
+        command = [sys.executable, "-m", "jobs.benchmark.pipeline.work", json.dumps(asdict(work))]
+        with (
+            (logs / "stdout").open("wb") as out,
+            (logs / "stderr").open("wb") as err,
+            corpus(work) as (variables, sent),
+        ):
+            env = {**_environment(ray_folder), **variables}
+            child = subprocess.Popen(command, stdout=out, stderr=err, env=env, start_new_session=True)
             tree = _watched(child)
         if child.returncode:
             wrong = ["it said nothing", *(logs / "stderr").read_text(errors="replace").strip().splitlines()]
             raise RunFailed(f"the {work.kind} over {work.videos} videos failed: {wrong[-1]}")
         answer: dict[str, float] = json.loads((logs / "stdout").read_text().splitlines()[-1])
-    return {**answer, "peak MB": tree.peak_mb, **{f"CPU {kind}": used for kind, used in tree.cpu_s().items()}}
+    cpu = {f"CPU {kind}": used for kind, used in tree.cpu_s().items()}
+    return {**answer, **sent, "peak MB": tree.peak_mb, **cpu}
 
 
 def make_videos(work: Work) -> None:

@@ -39,6 +39,18 @@ def cell(work: Work, found: Mapping[str, Figures], first: Figures | None = None)
     return shown | {f"{name} a video": found[JOB][name] for name in ("store MB", "store objects")}
 
 
+def form_line(found: Figures, folder: Figures) -> str:
+    """Return what a video more takes in a form, beside the same video as a file in a folder, in one line."""
+
+    def core_s(figures: Figures) -> float:
+        return sum(used for name, used in figures.items() if name.startswith(_CPU))
+
+    shown = f"{1e3 * found['seconds']:.1f} ms a video ({found['seconds'] / folder['seconds']:.2f} of the folder's)"
+    shown += f", {1e3 * core_s(found):.1f} core ms ({core_s(found) / core_s(folder):.2f})"
+    told = ("GETs", "HEADs", "LISTs", "sent MB", "fetched MB") if "GETs" in found else ()
+    return ", ".join([shown, *(f"{found[kind]:.3f} {kind}" for kind in told if kind in found)])
+
+
 def as_table(cells: Sequence[Figures], title: str) -> Table:
     """Return a table of figures with a column for each combination that was measured."""
     table = Table(title=title, title_justify="left", show_edge=False, show_header=False)

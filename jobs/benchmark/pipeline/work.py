@@ -14,6 +14,8 @@ TOKENS_PER_FRAME, HIDDEN, RATIO = 196, 64, 0.25  # as of the model "tiny"
 KEPT_BYTES_PER_FRAME = int(RATIO * TOKENS_PER_FRAME) * HIDDEN * 2
 LOOP, JOB, SINGLE, DECODE, DRIVER = "plain loop", "job", "single process", "decode alone", "driver"
 SIMULATION = "simulation"
+FOLDER, TAR, TARS, COLUMN = "folder", "one tar", "tars", "column"  # forms of a corpus
+BUCKET = "forms"
 _ROOMS = {JOB: "job", DECODE: "decode_alone", DRIVER: "driver", SIMULATION: "simulation"}
 
 
@@ -31,6 +33,8 @@ class Work:
         nodes: logical ones; 0 is a Ray as the job starts it by itself.
         folder: has the videos, and gets the results.
         request_s: seconds before each request to the store of a SIMULATION, as a distant store would take.
+        form: of videos of the JOB of 1 MiB each; "" for a manifest whose rows all name one clip.
+        on_s3: whether these lie on a server of the S3 protocol.
     """
 
     kind: str
@@ -42,6 +46,21 @@ class Work:
     folder: str = ""
     videos: int = 0
     request_s: float = 0.0
+    form: str = ""
+    on_s3: bool = False
+
+    @property
+    def name(self) -> str:
+        """What is measured, among other works."""
+        return f"{self.form}{' on S3' if self.on_s3 else ''}" or self.kind
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The job's options that name the videos."""
+        if not self.form:
+            return {"videos": str(self.manifest)}
+        place = f"s3://{BUCKET}" if self.on_s3 else self.folder
+        return {"videos": f"{place}/{self.form}/", **({"column": "video"} if self.form == COLUMN else {})}
 
     @property
     def manifest(self) -> Path:

@@ -61,6 +61,29 @@ def test_the_driver_is_shown_by_what_a_video_more_takes(tmp_path, capsys, ran):
     assert benchmark.main(["pipeline", "--driver", "100", "100"]) == 2
 
 
+def test_forms_of_a_corpus_are_shown_beside_the_folder(tmp_path, capsys, monkeypatch):
+    works = []
+
+    def run_child(work):
+        works.append(work)
+        s3 = {"GETs": 2.0 + work.videos, "HEADs": 4.0, "sent MB": 2.0 * work.videos} if work.on_s3 else {}
+        return {"seconds": work.videos / (50 if "tar" in work.form else 100), "peak MB": 9.0, "CPU gcs": 1.0, **s3}
+
+    monkeypatch.setattr(measure, "run_child", run_child)
+    argv = ["pipeline", "--forms", "300", "100", "--s3", "--repeats", "3", "--folder", str(tmp_path)]
+    file = tmp_path / "forms.json"
+    monkeypatch.setattr("jobs.benchmark.pipeline.report._CPU", "seconds")  # there is no other figure that grows
+    assert benchmark.main([*argv, "--json", str(file)]) == 0
+    names = ["folder", "one tar", "tars", "column", "folder on S3", "tars on S3"]
+    assert [work.name for work in works] == [name for name in names * 3 for _ in range(2)]
+    assert {(work.videos, work.work_s) for work in works} == {(100, 0.015), (300, 0.015)}
+    said = capsys.readouterr().out
+    assert "one tar: 20.0 ms a video (2.00 of the folder's), 20.0 core ms (2.00)\n" in said
+    assert "tars on S3: 20.0 ms a video (2.00 of the folder's), 20.0 core ms (2.00), 1.000 GETs, 0.000 HEADs" in said
+    assert list(json.loads(file.read_text())["a_video"]) == names
+    assert benchmark.main(["pipeline", "--forms", "100", "100"]) == 2
+
+
 def test_simulated_encoders_are_shown_with_what_the_driver_does_most(tmp_path, capsys, monkeypatch):
     works = []
 
