@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 import zlib
 from collections import deque
@@ -92,6 +93,7 @@ class Indexing:
     n_cut: int = 0
     _n_read: int = 0
     _stopped: bool = False
+    _counting: threading.Lock = field(default_factory=threading.Lock)  # several threads index
 
     def rows(self, places: Sequence[Place], objects: Objects) -> Generator[pa.Table, None, None]:
         """Yield the videos of each container, as MANIFEST_SCHEMA; several containers are read at a time.
@@ -138,8 +140,11 @@ class Indexing:
             return None
         try:
             with closing(open_container(place.uri, objects, place.info)) as file:
-                members = self._index(place, file, kept)
-                self.fetched += file.fetched
+                try:
+                    members = self._index(place, file, kept)
+                finally:
+                    with self._counting:
+                        self.fetched += file.fetched
         except OSError as error:
             wrong = fault("io", printable(f"the container cannot be read: {error.strerror or error}"))
             members = [Member("", 0, fault=wrong)]  # stands for all of its videos
@@ -151,10 +156,12 @@ class Indexing:
             return kept.members
         if self.only_known:
             return None
-        self._n_read += 1
+        with self._counting:
+            self._n_read += 1
         container = FORMS[suffix_of(place.uri)](file)
         members, complete = self._members(place, container)
-        self.unit = max(self.unit, container.unit)
+        with self._counting:
+            self.unit = max(self.unit, container.unit)
         if complete:
             self._keep(place, file.mark, members)
         return members

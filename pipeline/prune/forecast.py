@@ -38,7 +38,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.manifest_checks import Example, sure_failures
 from pipeline.prune.request import PruneRequest, prepare, resolve
-from pipeline.prune.resume import Tally, remaining, within_limit
+from pipeline.prune.resume import Tally, discovery_of, refuse_empty, remaining, within_limit
 from pipeline.rows import JsonObject, VideoRecord
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, Store
@@ -205,6 +205,10 @@ def planned_work(config: PruneConfig, console: Console, given: object = None) ->
         ledger = Ledger(request.store, made_with(request.store)).refresh()
         todo, _ = remaining(request.manifest, ledger, config, request.objects)
     todo, _ = within_limit(todo, config.limit)
+    if (found := discovery_of(request, ledger, todo)) is not None:
+        with found:
+            todo = found.all().todo
+        refuse_empty(request, found)
     seen = probed(request, todo, PROBE if config.probe is None else config.probe, console)
     return workload(request, len(todo), seen, ledger)
 

@@ -149,9 +149,10 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
     list_only = config.dry_run and not config.index
     keeps = not (config.dry_run or config.plan)
     indexing = Indexing(Asked(config.column, config.clip_names()), store, keeps=keeps, only_known=list_only, say=say)
-    # A gate's sample is a share of all videos, which needs the indexes of all containers; a limit asks for few of them.
+    # A plan, and a gate's sample, a share of all videos, need the indexes of all containers; a limit asks for few.
     indexing.limited = config.limit is not None
-    indexing.later = keeps and (indexing.limited or config.token_codec == BFLOAT16.name)
+    few = indexing.limited and not config.dry_run
+    indexing.later = few or (keeps and config.token_codec == BFLOAT16.name)
     with store_refusing():
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pyarrow as pa
 from rich.console import Console
@@ -30,8 +29,15 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
 from pipeline.prune.forecast import joined_cluster, probed, token_bytes, workload
 from pipeline.prune.passes import Commits, Passes, Setups
-from pipeline.prune.request import PruneRequest, match_cache, of_shard, prepare
-from pipeline.prune.resume import remaining, retry_candidates, skipped_lines, within_limit
+from pipeline.prune.request import PruneRequest, match_cache, prepare
+from pipeline.prune.resume import (
+    discovery_of,
+    refuse_empty,
+    remaining,
+    retry_candidates,
+    skipped_lines,
+    within_limit,
+)
 from pipeline.prune.summary import Summary, lost_line, summarise
 from pipeline.rows import JsonObject
 
@@ -129,17 +135,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         todo, counts = remaining(request.manifest, ledger, self.options, request.objects)
         for line in skipped_lines(counts, self.options):
             self.console.print(line, highlight=False)
-        found, limit = None, self.options.limit
-        known, n_waiting = within_limit(todo, limit)
-        if request.indexing.left:
-            select = partial(self._selected, request, ledger)
-            found = Discovery(request.indexing, request.objects, select, known, limit)
-        return Todo(known, n_waiting, ledger, committed, found)
-
-    def _selected(self, request: PruneRequest, ledger: Ledger, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
-        """Return the videos of this run among those of a container, and the rows that are left to do of them."""
-        mine = of_shard(videos, self.options.part())
-        return mine, remaining(mine, ledger, self.options, request.objects).todo
+        known, n_waiting = within_limit(todo, self.options.limit)
+        return Todo(known, n_waiting, ledger, committed, discovery_of(request, ledger, known))
 
     def stream(self, request: PruneRequest, todo: Todo) -> Streamed:
         with nullcontext() if todo.discovery is None else todo.discovery:
@@ -150,8 +147,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         config = self.options
         device, dtype = choose_device(config, request.dtype, self.say)
         n_videos = todo.expected()
-        if todo.discovery is not None and not len(request.manifest) and not len(todo.discovery.found().videos):
-            raise UsageError(f"{config.named}: none of the {todo.discovery.n_parts - 1} containers holds a video")
+        if todo.discovery is not None:
+            refuse_empty(request, todo.discovery)
         self.monitor.start()
         check_decoder_device(config.decoder, device)
         if not request.store.names(VIDEOS, ".parquet"):

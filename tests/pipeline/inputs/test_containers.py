@@ -17,6 +17,7 @@ from pipeline.inputs.container import Asked, Member
 from pipeline.inputs.forms import FORMS, Containers, fetch_of, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.tar import Tar
 from pipeline.storage import downloads
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
@@ -332,6 +333,21 @@ def test_members_that_are_far_apart_are_not_fetched_with_what_lies_between(serve
     server.requests.clear()
     assert [len(data) for data in contents([found[0], found[4]], server.objects())] == [2**20 + 2**19] * 2
     assert server.counts() == {"GET": 2}
+
+
+def test_what_came_of_a_container_that_fails_is_counted_too(server, tmp_path, monkeypatch):
+    uri = server.upload("a.tar", write_tar(tmp_path / "a.tar", FILES).read_bytes())
+
+    class Failing(Tar):
+        def members(self, asked):
+            yield next(super().members(asked))
+            raise OSError("the store is gone")
+
+    monkeypatch.setitem(FORMS, ".tar", Failing)
+    indexing = Indexing()
+    with pytest.raises(ManifestError, match="the store is gone"):
+        read_manifest(uri, (), server.objects(), indexing)
+    assert indexing.fetched >= 512
 
 
 def test_a_range_of_any_size_is_one_request_and_never_in_memory_as_a_whole(server, tmp_path):

@@ -10,9 +10,12 @@ from rich.console import Console
 
 from jobs import prune
 from pipeline.errors import UsageError
+from pipeline.inputs.forms import FORMS
+from pipeline.inputs.tar import Tar
 from pipeline.plan.render import cluster_text
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import plan_run
+from tests.pipeline.tars import write_tar
 from tests.pipeline.videos import write_clip
 
 ELSEWHERE = ["--videos", "2e6", "--seconds", "60"]
@@ -53,6 +56,28 @@ def test_some_of_the_videos_are_probed_and_the_rest_is_inferred(folder):
     plan = planned(folder, probe=2)
     assert plan.videos == 3 and plan.failed_share.high > 0 and "2 of 3 videos were decoded" in plan.notes[0]
     assert "no video was looked at" in planned(folder, probe=0).notes[0]
+
+
+def test_a_limit_opens_the_tars_that_its_videos_lie_in_and_keeps_no_index(folder, monkeypatch):
+    opened, clip = [], (folder / "videos" / "a.mp4").read_bytes()
+    (folder / "tars").mkdir()
+    for number in range(4):
+        write_tar(folder / "tars" / f"{number}.tar", {f"{name}.mp4": clip for name in "ab"})
+
+    class Noted(Tar):
+        def members(self, asked):
+            opened.append(self._file.uri[-5:])
+            return super().members(asked)
+
+    monkeypatch.setitem(FORMS, ".tar", Noted)
+    for limit, tars in ((1, 1), (2, 1), (3, 2), (9, 4), (None, 4)):
+        plan = planned(folder, videos=[str(folder / "tars")], limit=limit)
+        assert (plan.videos, sorted(opened)) == (min(limit or 9, 8), [f"{number}.tar" for number in range(tars)])
+        opened.clear()
+    assert not (folder / "c").exists()
+    write_tar(folder / "none.tar", {"a.txt": b"no video"})
+    with pytest.raises(UsageError, match="none of the 1 containers holds a video"):
+        planned(folder, videos=[str(folder / "none.tar")], limit=1)
 
 
 def test_unreadable_videos_are_a_rate(folder):
