@@ -28,7 +28,7 @@ from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment, fork_server
 
 #: The nodes of most tests. Their cluster stays until this process ends or another test has one of its own. Its workers
-#: are forked; Ray itself starts those of the other clusters, whose nodes tests break.
+#: and those of all other clusters are forked from one server.
 PLAIN = ({"num_cpus": 2},)
 _plain: list[tuple[ExitStack, list[str]]] = []
 
@@ -46,10 +46,8 @@ def ray_here(*nodes: dict[str, Any]) -> Iterator[list[str]]:
 def _plain_ids() -> list[str]:
     if not _plain:
         stack = ExitStack()
-        with _environment_of_nodes() as patch:
-            patch.setenv(SOCKET, fork_server())
-            with forking_workers():
-                _plain.append((stack, stack.enter_context(_connected(*PLAIN, no_monitor=True))[1]))
+        with _environment_of_nodes():
+            _plain.append((stack, stack.enter_context(_connected(*PLAIN, no_monitor=True))[1]))
         atexit.register(end_plain)
     return _plain[0][1]
 
@@ -69,14 +67,17 @@ def growing_ray(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], li
 
 
 @contextmanager
-def _environment_of_nodes() -> Iterator[pytest.MonkeyPatch]:
+def _environment_of_nodes() -> Iterator[None]:
+    """Name the folders and the server that forks workers to the nodes that are started in this context."""
     private = {name: value for name, value in environment().items() if name.startswith(("RAY_", "HOME", "PYTHONPATH"))}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in private.items():
             patch.setenv(name, value)
         patch.delenv("RAY_ADDRESS", raising=False)
         (Path(private["RAY_TMPDIR"]) / "ray").mkdir()
-        yield patch
+        patch.setenv(SOCKET, fork_server())
+        with forking_workers():
+            yield
 
 
 @contextmanager
