@@ -22,7 +22,7 @@ class Ids:
 
     def repeated(self, videos: pa.Table) -> NDArray[np.bool_]:
         """Return which videos (MANIFEST_SCHEMA) have the id of an earlier one; files come before all members."""
-        keys = keys_of_table(videos)
+        keys = _keys(videos)
         member = pc.is_valid(videos["source_offset"]).to_numpy()
         order = np.lexsort((member, keys[:, 1], keys[:, 0]))  # stable: the first of each id is the one that keeps it
         again = find(keys, self._high, self._low) >= 0
@@ -44,12 +44,12 @@ class Ids:
 
     def add(self, videos: pa.Table) -> None:
         """Add the ids of videos that were told apart."""
-        keys = keys_of_table(videos)
+        keys = _keys(videos)
         keys = keys[np.argsort(keys[:, 0])]
         places = np.searchsorted(self._high, keys[:, 0])
         self._high, self._low = np.insert(self._high, places, keys[:, 0]), np.insert(self._low, places, keys[:, 1])
 
 
-def keys_of_table(videos: pa.Table) -> NDArray[np.uint64]:
+def _keys(videos: pa.Table) -> NDArray[np.uint64]:
     """Hash the id of each video to 128 bits, [n,2]."""
     return np.concatenate([np.empty((0, 2), np.uint64), *map(keys_of, parts_of(videos["video_id"]))])
