@@ -292,8 +292,6 @@ class _Interruption:
         self._say, self._said = say, False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        # Ray's core has a handler of SIGTERM before this one, which sets an alarm that aborts the process after 3 s.
-        signal.alarm(0)
         with suppress(RuntimeError):  # the signal came in the middle of another print; the line is printed at the end
             self.say()
         raise KeyboardInterrupt

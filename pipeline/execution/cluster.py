@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import platform
+import signal
 import socket
 import sys
 import threading
@@ -90,6 +91,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
             if last or address is not None or took_s < SLOW_START_S:
                 raise RunFailed(startup_failure(error, address)) from error
             say(f"note: Ray did not start in {took_s:.0f} s; trying once more")
+    _take_back_sigterm()
     say(_connected_to())
     atexit.unregister(_shut_down)  # so that it runs once, however often this process connects
     atexit.register(_shut_down)
@@ -135,6 +137,12 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
         wait([ended])
         ray.shutdown()
     raise KeyboardInterrupt
+
+
+def _take_back_sigterm() -> None:
+    """Let Python alone handle SIGTERM: the handler of Ray's core prints a stack, and aborts the process after 3 s."""
+    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)):
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _is_worth_showing(record: logging.LogRecord) -> bool:

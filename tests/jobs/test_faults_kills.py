@@ -245,11 +245,11 @@ def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_onc
     for writer in writers:
         os.kill(writer, signal.SIGSTOP)
     os.kill(driver.pid, signal.SIGTERM)
-    time.sleep(4)  # longer than the process lives after the handler of SIGTERM that Ray's core has
+    time.sleep(4)  # a handler of Ray's core would abort the driver after 3 s
     for writer in writers:
         os.kill(writer, signal.SIGCONT)
     assert driver.wait() == 130, driver.output
-    assert "what is done is written first" in driver.output
+    assert "what is done is written first" in driver.output and "***" not in driver.output, driver.output
     assert len(visible.check(cache)) >= before + 3
 
 
