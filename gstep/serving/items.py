@@ -25,8 +25,7 @@ class VideoItem:
         takes_row: [S] bool, which of them are placeholders, P in all; the others are texts within the video.
         rows: [P,D*(1+levels)], what stands for the placeholders, deepstack levels side by side; on LLaVA-OneVision the
             last one is the newline. None where the engine reads them itself.
-        positions: [A,S] int64, counted from where the span starts.
-        extent: how far behind that start the text after the span goes on.
+        positions: [A,S+1] int32, counted from where the span starts; the last is that of the text after the span.
         name: of rows and positions, so that spans of the same name are the same to the model; the name of rows that
             the engine reads comes first, up to the last SEPARATOR.
     """
@@ -35,7 +34,6 @@ class VideoItem:
     takes_row: Tensor
     rows: Tensor | None
     positions: Tensor
-    extent: int
     name: str
 
     @property
@@ -57,12 +55,11 @@ def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: 
     rows, digest = (None, "") if visual.rows else _rows_and_digest(visual)
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(visual.index) + (visual.newline is not None)
-    # Text goes on by one: the start follows the token before, and the end is where the token after stands.
+    # Text goes on by one: the start follows the token before.
     start = int(prompt.positions[0, first - 1]) + 1 if first else 0
-    positions = prompt.positions[:, first:end] - start
-    extent = int(prompt.positions[0, end]) - start
-    name = _digest(f"{digest} {extent} ", positions)
-    return VideoItem(first, takes_row, rows, positions, extent, visual.rows + SEPARATOR + name if visual.rows else name)
+    positions = (prompt.positions[:, first : end + 1] - start).to(torch.int32)
+    name = _digest(f"{digest} ", positions)
+    return VideoItem(first, takes_row, rows, positions, visual.rows + SEPARATOR + name if visual.rows else name)
 
 
 def rows_of(visual: Visual) -> Tensor:
@@ -95,21 +92,21 @@ def _digest(said: str, tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def prompt_positions(videos: Iterable[tuple[int, Tensor, int]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
+def prompt_positions(videos: Iterable[tuple[int, Tensor]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
     """Compute a prompt's M-RoPE positions [A,n_tokens] from those of its videos, and their delta.
 
     Args:
-        videos: (first token, positions [A,S] from the start of the span, extent) of each, in any order.
+        videos: (first token, positions [A,S+1] as of VideoItem) of each, in any order.
 
     ``delta`` is what a later token's index lacks to its position.
     """
     parts: list[Tensor] = []
     start = done = 0  # the position of the next token; tokens that have one
 
-    for first, positions, extent in [*sorted(videos, key=lambda video: video[0]), (n_tokens, None, 0)]:
+    for first, positions in [*sorted(videos, key=lambda video: video[0]), (n_tokens, None)]:
         parts.append(torch.arange(start, start + first - done, device="cpu").expand(axes, -1))
         start, done = start + first - done, first
         if positions is not None:
-            parts.append(positions + start)
-            start, done = start + extent, done + positions.shape[1]
+            parts.append(positions[:, :-1] + start)
+            start, done = start + int(positions[0, -1]), done + positions.shape[1] - 1
     return torch.cat(parts, dim=1), start - n_tokens

@@ -20,15 +20,12 @@ from gstep.serving.items import prompt_positions
 class _Cached:
     """The mixin that makes a vLLM model take cached tokens, in the fields of gstep.serving.items.
 
-    ``embeds`` is [P,D*(1+levels)], ``positions`` [3,S] and ``extent`` [1].
+    ``embeds`` is [P,D*(1+levels)], and ``positions`` [3,S+1].
     """
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """Return positions [3,n_tokens] and their delta."""
-        videos = [
-            (feature.mm_position.offset, feature.data["positions"].data, int(feature.data["extent"].data))
-            for feature in mm_features
-        ]
+        videos = [(feature.mm_position.offset, feature.data["positions"].data) for feature in mm_features]
         return prompt_positions(videos, len(input_tokens))
 
     def embed_multimodal(self, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -106,9 +106,13 @@ class CachedRowsConnector(ECConnectorBase):  # type: ignore[misc]
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         """Return whether every worker holds the rows that a request needs next; ask for them where not."""
+        features = request.mm_features
+        # Asked about each request in each step; they stand in order, and most requests are behind the last one.
+        if not features or (last := features[-1].mm_position).offset + last.length <= num_computed_tokens:
+            return True
         ahead = [
             feature
-            for feature in request.mm_features
+            for feature in features
             if self.has_cache_item(feature.identifier)
             and feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
         ]

@@ -27,7 +27,7 @@ def test_positions_of_a_prompt_follow_from_those_of_its_videos(name, positions, 
     kept = [[per_frame + 1, per_frame + 5], [0, 3, 2 * per_frame]]  # some frames keep nothing, first and last ones too
     prompt = builder(name, positions, rule).build(f"Why? {MARKERS}", [video(name, index=index) for index in kept])
     items = items_of(name, prompt)
-    told = [(item.first, item.positions, item.extent) for item in reversed(items)]
+    told = [(item.first, item.positions) for item in reversed(items)]
     positions, delta = prompt_positions(told, len(prompt), len(prompt.positions))
     assert torch.equal(positions, prompt.positions)
     assert delta == int(prompt.positions[0, -1]) + 1 - len(prompt)
