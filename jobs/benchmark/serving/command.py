@@ -65,9 +65,10 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rates",
         type=float,
-        nargs="+",
+        nargs="*",
         metavar="R",
-        help="instead: requests to jobs.serve that arrive at random, R a second, each rate cold and then warm",
+        help="instead: requests to jobs.serve that arrive at random, R a second, each rate cold and then warm, about "
+        "videos and in texts as long; without R, rates that double until the server is saturated",
     )
     parser.add_argument(
         "--workers",
@@ -79,8 +80,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Done:
     """Measure and show; returns the exit code and the figures."""
-    if arguments.plot is not None and (arguments.rates or arguments.crowd or find_spec("matplotlib") is None):
-        raise UsageError("--plot draws the ways of answering (without --rates and --crowd), and needs matplotlib")
+    if arguments.plot is not None and (arguments.crowd or find_spec("matplotlib") is None):
+        raise UsageError("--plot draws the ways of answering and --rates, not --crowd, and needs matplotlib")
     from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
     from jobs.benchmark.serving.times import check, device, make_cache  # noqa: PLC0415
 
@@ -97,11 +98,15 @@ def run(arguments: argparse.Namespace) -> Done:
         if cache is None:
             console.print("making a cache of the sample clips", style="dim")
             cache = make_cache(Path(folder) / "cache", arguments.model, arguments.num_frames)
-        if arguments.rates:
+        if arguments.rates is not None:
             from jobs.benchmark.serving import open_loop  # noqa: PLC0415
 
             arrived = open_loop.measure_open(cache, arguments.rates, arguments.questions)
             wide_console().print(open_loop.as_table(arrived))
+            if arguments.plot is not None:
+                from jobs.benchmark.serving.plot import write_rates  # noqa: PLC0415 - needs the extra benchmark
+
+                write_rates(arrived, arguments.plot)
             return Done(0, {**open_loop.as_record(arrived), "machine": machine(device())})
         return _ways(cache, arguments, console) if arguments.crowd is None else _crowd(cache, arguments)
 

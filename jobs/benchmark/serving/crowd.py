@@ -126,10 +126,10 @@ async def _measure(address: str, videos: list[str], requests: int, rounds: int) 
     ]
 
 
-def body(model: str, video_id: str, text: str) -> JsonObject:
-    """Return the body of a chat request that asks ``text`` about a cached video."""
+def body(model: str, video_id: str | None, text: str) -> JsonObject:
+    """Return the body of a chat request that asks ``text`` about a cached video, or about none."""
     video: JsonObject = {"type": "video_url", "video_url": {"url": f"cache://{video_id}"}}
-    content: list[JsonObject] = [video, {"type": "text", "text": text}]
+    content: list[JsonObject] = [*([] if video_id is None else [video]), {"type": "text", "text": text}]
     return {"model": model, "max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": content}]}
 
 

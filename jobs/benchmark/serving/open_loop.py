@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
+import string
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +29,11 @@ _PARTS: Final = {
     **{part: f"vllm:request_{part}_time_seconds_sum" for part in ("queue", "prefill", "decode")},
 }
 _STEP: Final = 0.002  # of the share of tokens: rows of another share are other rows, which nothing holds yet
+WAYS: Final = ("names", "texts")  # of cached videos, and words as many as these have tokens
+_WORDS: Final = [f" {letter}" for letter in string.ascii_lowercase]
+# Where no rates are given: the first one, how long requests arrive at least, and the share of a rate that must be
+# answered, or the server is saturated.
+FIRST_RATE, ROUND_S, KEPT_UP = 16.0, 2.0, 0.9
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Arrived:
     """The seconds that requests took which arrived at random (Poisson), whether others were still waiting or not.
 
     Attributes:
+        way: in WAYS.
         rate: requests a second, on average.
         questions: about each video.
         warm: whether the same questions had been asked before.
@@ -42,6 +51,7 @@ class Arrived:
         parts_s: mean seconds of a request by part: reading what is stored of videos, queue, prefill and decode.
     """
 
+    way: str
     rate: float
     questions: int
     warm: bool
@@ -54,53 +64,92 @@ class Arrived:
     parts_s: dict[str, float]
 
 
-def measure_open(cache: str, rates: list[float], questions: list[int], seed: int = 0) -> list[Arrived]:
-    """Measure each rate with each number of questions a video, cold and then warm. Raises RunFailed."""
+def measure_open(cache: str, rates: Sequence[float], questions: Sequence[int], seed: int = 0) -> list[Arrived]:
+    """Measure each rate with each number of questions a video, cold and then warm. Raises RunFailed.
+
+    Where there are no rates, they double until the server is saturated.
+    """
     with serving(cache) as address:
         return asyncio.run(measure_at(address, TokenCache(cache), rates, questions, random.Random(seed)))
 
 
 async def measure_at(
-    address: str, cache: TokenCache, rates: list[float], questions: list[int], draw: random.Random, key: str = ""
+    address: str,
+    cache: TokenCache,
+    rates: Sequence[float],
+    questions: Sequence[int],
+    draw: random.Random,
+    key: str = "",
 ) -> list[Arrived]:
-    """Measure each rate with each number of questions a video at a running server of a cache. Raises RunFailed."""
+    """Measure at a running server of a cache, as ``measure_open``. Raises RunFailed."""
     import httpx  # noqa: PLC0415 - comes with vLLM
 
-    found, share = list[Arrived](), cache.retention_ratio
-    limits = httpx.Limits(max_connections=None)
+    found, limits = list[Arrived](), httpx.Limits(max_connections=None)
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=address, limits=limits, timeout=PATIENCE_S, headers=headers) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await _ask(client, body(model, cache.video_ids[0], "Hello?"))
-        for rate in rates:
+        few, many = [await _n_tokens(client, body(model, None, " a" * count)) for count in (100, 300)]
+        for way in WAYS:
+            asking = _Questions(cache, model, way, (many - few) / 200, draw)
             for number in questions:
-                share -= _STEP
-                asked = [(f"{name}?retention_ratio={share:.4f}", i) for name in cache.video_ids for i in range(number)]
-                draw.shuffle(asked)
-                found += [await _round(client, model, asked, rate, number, warm, draw) for warm in (False, True)]
+                for rate in rates or (FIRST_RATE * 2**step for step in itertools.count()):
+                    asked = asking.round(number, 0 if rates else rate * ROUND_S)
+                    both = [await _round(client, asked, way, rate, number, warm, draw) for warm in (False, True)]
+                    found += both
+                    if not rates and both[-1].answers_per_s < KEPT_UP * rate:
+                        break
     return found
+
+
+class _Questions:
+    """Requests about all videos of a cache, or as long: each round is about shares of their tokens of its own."""
+
+    def __init__(self, cache: TokenCache, model: str, way: str, tokens_a_word: float, draw: random.Random) -> None:
+        self._model, self._way, self._tokens_a_word, self._draw = model, way, tokens_a_word, draw
+        self._totals = {video_id: cache.metadata(video_id)["n_total"] for video_id in cache.video_ids}
+        self._share = cache.retention_ratio
+
+    def round(self, number: int, least: float) -> list[JsonObject]:
+        """Return ``number`` questions about each video in random order, about more shares until there are ``least``.
+
+        A round takes a quarter of the shares that are left at most. Raises RunFailed where none is left.
+        """
+        asked, begun = list[JsonObject](), self._share
+        while not asked or (len(asked) < least and self._share > 0.75 * begun):
+            self._share -= _STEP
+            if self._share <= 0:
+                raise RunFailed("all shares of the videos' tokens have been asked about: --rates takes fewer rates")
+            for video_id, n_total in self._totals.items():
+                words = "".join(self._draw.choices(_WORDS, k=round(self._share * n_total / self._tokens_a_word)))
+                for text in (f"Question {i}: what happens in this video, and why?" for i in range(number)):
+                    link = f"{video_id}?retention_ratio={self._share:.4f}"
+                    about = (link, text) if self._way == "names" else (None, f"{words} {text}")
+                    asked.append(body(self._model, *about))
+        self._draw.shuffle(asked)
+        return asked
 
 
 async def _round(
     client: httpx.AsyncClient,
-    model: str,
-    asked: list[tuple[str, int]],
+    asked: Sequence[JsonObject],
+    way: str,
     rate: float,
     questions: int,
     warm: bool,
     draw: random.Random,
 ) -> Arrived:
-    """Send questions at random times and return what they took."""
+    """Send requests at random times and return what they took."""
     before, sent, started = await _seconds(client), [], time.monotonic()
-    for link, number in asked:
-        text = f"Question {number}: what happens in this video, and why?"
-        sent.append(asyncio.create_task(_ask(client, body(model, link, text))))
+    for request in asked:
+        sent.append(asyncio.create_task(_ask(client, request)))
         await asyncio.sleep(draw.expovariate(rate))
     took = await asyncio.gather(*sent)
     ended = time.monotonic()
     after = await _seconds(client)
     first, whole = (sorted(seconds) for seconds in zip(*took, strict=True))
     return Arrived(
+        way=way,
         rate=rate,
         questions=questions,
         warm=warm,
@@ -112,6 +161,14 @@ async def _round(
         p99_s=_quantile(whole, 0.99),
         parts_s={part: (after[part] - before[part]) / len(asked) for part in after},
     )
+
+
+async def _n_tokens(client: httpx.AsyncClient, request: JsonObject) -> int:
+    """Return how many tokens the prompt of a request has. Raises RunFailed where there is no answer."""
+    answer = await client.post("/v1/chat/completions", json=request)
+    if answer.is_error:
+        raise RunFailed(f"jobs.serve answers {answer.status_code}: {answer.text[:500]}")
+    return int(answer.json()["usage"]["prompt_tokens"])
 
 
 async def _ask(client: httpx.AsyncClient, request: JsonObject) -> tuple[float, float]:
@@ -141,23 +198,16 @@ def _quantile(ascending: list[float], share: float) -> float:
 def as_table(found: list[Arrived]) -> Table:
     """Lay out a row a round."""
     table = Table(title="requests that arrive by themselves (Poisson), jobs.serve", show_edge=False)
-    for name in (
-        "requests/s",
-        "questions a video",
-        "",
-        "answers/s",
-        "first token p50, s",
-        "p99",
-        "whole p50, s",
-        "p99",
-    ):
+    for name in ("way", "requests/s", "questions a video", "", "answers/s", "first token p50, s", "p99"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for name in ("whole p50, s", "p99"):
         table.add_column(name, justify="right")
     table.add_column("parts, s", justify="right")
     for one in found:
         seconds = (one.first_p50_s, one.first_p99_s, one.p50_s, one.p99_s)
         parts = " ".join(f"{part} {took:.3f}" for part, took in one.parts_s.items())
-        told = (f"{one.rate:g}", str(one.questions), "warm" if one.warm else "cold", f"{one.answers_per_s:.1f}")
-        table.add_row(*told, *(f"{took:.3f}" for took in seconds), parts)
+        asked = (one.way, f"{one.rate:g}", str(one.questions), "warm" if one.warm else "cold")
+        table.add_row(*asked, f"{one.answers_per_s:.1f}", *(f"{took:.3f}" for took in seconds), parts)
     return table
 
 
