@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.inputs.container import fault
-from pipeline.keys import find, keys_of, parts_of
+from pipeline.keys import column_keys, find, repeated
 
 OWN_IDS = "name the folder that holds both containers, or give rows a column video_id of other values"
 _BEFORE, _BEHIND = fault("corrupt", "an earlier video has the id "), f" already; {OWN_IDS}"
@@ -22,12 +22,8 @@ class Ids:
 
     def repeated(self, videos: pa.Table) -> NDArray[np.bool_]:
         """Return which videos (MANIFEST_SCHEMA) have the id of an earlier one; files come before all members."""
-        keys = _keys(videos)
-        member = pc.is_valid(videos["source_offset"]).to_numpy()
-        order = np.lexsort((member, keys[:, 1], keys[:, 0]))  # stable: the first of each id is the one that keeps it
-        again = find(keys, self._high, self._low) >= 0
-        again[order[1:]] |= (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
-        return again
+        keys, member = column_keys(videos["video_id"]), pc.is_valid(videos["source_offset"]).to_numpy()
+        return repeated(keys, member) | (find(keys, self._high, self._low) >= 0)
 
     def told_apart(self, videos: pa.Table, again: NDArray[np.bool_] | None = None) -> pa.Table:
         """Return the videos, with an error and an id of its own (ID@URI) for each that is ``repeated``."""
@@ -44,12 +40,7 @@ class Ids:
 
     def add(self, videos: pa.Table) -> None:
         """Add the ids of videos that were told apart."""
-        keys = _keys(videos)
+        keys = column_keys(videos["video_id"])
         keys = keys[np.argsort(keys[:, 0])]
         places = np.searchsorted(self._high, keys[:, 0])
         self._high, self._low = np.insert(self._high, places, keys[:, 0]), np.insert(self._low, places, keys[:, 1])
-
-
-def _keys(videos: pa.Table) -> NDArray[np.uint64]:
-    """Hash the id of each video to 128 bits, [n,2]."""
-    return np.concatenate([np.empty((0, 2), np.uint64), *map(keys_of, parts_of(videos["video_id"]))])

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from pipeline.errors import ManifestError, printable
 from pipeline.inputs.listings import MISSHAPED, OUTSIDE, named_policy
 from pipeline.inputs.tables import Rows, UserRow, carried_json, number_of, text_in
-from pipeline.keys import repeated
+from pipeline.keys import column_keys, repeated
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import is_object
 
@@ -204,9 +204,10 @@ def without_secrets(uri: str) -> str:
 
 def unique(table: pa.Table, named: str = "") -> pa.Table:
     """Return the table as it is. Raises ManifestError, about the manifest ``named``, if a ``video_id`` repeats."""
-    if again := repeated(table["video_id"]):
-        shown = ", ".join(repr(name) for name in again[:3])
-        raise ManifestError(f"{named}: {len(again)} rows repeat a video_id, e.g. {shown}; ids must be unique")
+    again = repeated(column_keys(table["video_id"]))
+    if again.any():
+        shown = ", ".join(map(repr, table["video_id"].filter(pa.array(again)).slice(0, 3).to_pylist()))
+        raise ManifestError(f"{named}: {again.sum()} rows repeat a video_id, e.g. {shown}; ids must be unique")
     return table
 
 

@@ -32,7 +32,7 @@ from pipeline.execution.request import check_out, new_run_id, refusing, store_re
 from pipeline.inputs.container import Asked
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import given_manifest, read_manifest
-from pipeline.keys import keys_of, parts_of
+from pipeline.keys import column_keys
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
@@ -176,8 +176,7 @@ def of_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
     """Select the videos of ``--shard I/N``, if that is given, by the hash of their ids."""
     if part is None or not len(manifest):
         return manifest
-    mine = [keys_of(ids)[:, 0] % np.uint64(part[1]) == part[0] for ids in parts_of(manifest["video_id"])]
-    return manifest.filter(pa.array(np.concatenate(mine)))
+    return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(part[1]) == part[0]))
 
 
 def resolve(

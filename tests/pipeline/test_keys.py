@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from pipeline.keys import clip_keys, find, keys_of, parts_of, repeated
+from pipeline.keys import clip_keys, column_keys, find, keys_of, parts_of, repeated
 
 
 def clip(uri: str, start: float | None = None, end: float | None = None) -> int:
@@ -32,10 +32,12 @@ def test_keys_are_found_where_they_share_a_half():
     assert find(wanted, high[:0], low[:0]).tolist() == [-1] * 8
 
 
-def test_repeated_texts_come_in_their_order():
-    column = pa.chunked_array([["b", "a", "c"], ["a", "d", "b"], ["a"]])
-    assert repeated(column) == ["a", "b", "a"]
-    assert repeated(pa.chunked_array([["a"]])) == repeated(pa.chunked_array([], pa.string())) == []
+def test_the_first_of_equal_keys_is_not_repeated():
+    keys = column_keys(pa.chunked_array([["b", "a", "c"], ["a", "d", "b"], ["a"]]))
+    assert np.flatnonzero(repeated(keys)).tolist() == [3, 5, 6]
+    last = np.array([True, True, False, False, False, True, True])
+    assert np.flatnonzero(repeated(keys, last)).tolist() == [1, 5, 6]
+    assert not repeated(keys[:1]).any() and repeated(column_keys(pa.chunked_array([], pa.string()))).shape == (0,)
 
 
 def test_parts_are_small_and_complete(monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
-from pipeline.keys import keys_of, parts_of
+from pipeline.keys import column_keys, keys_of
 from pipeline.storage.stores import Store, store_below
 
 SAMPLE = "gate-sample"  # the folder below the cache, a cache itself
@@ -23,7 +23,7 @@ def sample_limit(ids: pa.ChunkedArray, count: int) -> int:
     """Return the largest hash of an id in the sample, which has the ``count`` ids of smallest hash; -1 for none."""
     if not count or not len(ids):
         return -1
-    hashes = np.concatenate([keys_of(part)[:, 0] for part in parts_of(ids)])
+    hashes = column_keys(ids)[:, 0]
     return int(np.sort(hashes)[min(count, len(hashes)) - 1])
 
 
