@@ -122,12 +122,12 @@ def _measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
 def _driver(arguments: argparse.Namespace) -> Done:
     """Show what the driver takes for a video, and how many videos come out here, where all processes share the CPUs."""
     from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.pipeline.measure import measure_between  # noqa: PLC0415
+    from jobs.benchmark.pipeline.measure import measure_driver  # noqa: PLC0415
 
     few, many = _few_and_many(arguments.driver, "--driver")
     encoders = arguments.encoders
     work = Work(DRIVER, min(arguments.frames), 0.0, arguments.workers, encoders, nodes=int(encoders > 1))
-    found = measure_between(replace(work, folder=str(arguments.folder or "")), few, many)
+    found = measure_driver(replace(work, folder=str(arguments.folder or "")), few, many)
     driver_ms = 1e3 * found["CPU main process"]
     wide_console().print(
         f"{encoders} encoders, a video more from {few} to {many}: {1 / found['seconds']:.0f} videos/s with all "
@@ -148,15 +148,18 @@ def _few_and_many(numbers: Sequence[int], flag: str) -> tuple[int, int]:
 def _forms(arguments: argparse.Namespace) -> Done:
     """Show what a video more takes the job, and its store, where the same videos lie in several forms."""
     from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.pipeline.measure import compare, measure_between  # noqa: PLC0415
+    from jobs.benchmark.pipeline.measure import compare, run_child, slope  # noqa: PLC0415
     from jobs.benchmark.pipeline.report import form_line  # noqa: PLC0415
 
     few, many = _few_and_many(arguments.forms, "--forms")
     work = Work(JOB, min(arguments.frames), min(arguments.encode_ms) / 1e3, arguments.workers)
     works = [replace(work, form=form) for form in (FOLDER, TAR, TARS, COLUMN)]
     works += [replace(work, form=form, on_s3=True) for form in (FOLDER, TARS) if arguments.s3]
-    measured, say = partial(measure_between, few=few, many=many), Console(stderr=True).print
-    found = compare(works, arguments.folder, measured, arguments.repeats, say)
+    say, runs = Console(stderr=True).print, []
+    for videos in (few, many):  # medians first: starting takes longer than some hundred videos
+        sized = [replace(one, videos=videos) for one in works]
+        runs.append(compare(sized, arguments.folder, run_child, arguments.repeats, say))
+    found = {one.name: slope(runs[0][one.name], runs[1][one.name], many - few) for one in works}
     for name, figures in found.items():
         wide_console().print(f"{name}: {form_line(figures, found[FOLDER])}", highlight=False)
     forms = {name: dict(figures) for name, figures in found.items()}
