@@ -85,7 +85,8 @@ async def measure_at(
     import httpx  # noqa: PLC0415 - comes with vLLM
 
     found, limits = list[Arrived](), httpx.Limits(max_connections=None)
-    headers = {"authorization": f"Bearer {key}"}
+    # A connection a request: the server may close one that rests in the very moment in which it is used again.
+    headers = {"connection": "close", **({"authorization": f"Bearer {key}"} if key else {})}
     async with httpx.AsyncClient(base_url=address, limits=limits, timeout=PATIENCE_S, headers=headers) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await _ask(client, body(model, cache.video_ids[0], "Hello?"))
@@ -140,10 +141,12 @@ async def _round(
     draw: random.Random,
 ) -> Arrived:
     """Send requests at random times and return what they took."""
+    # Those of a Poisson process that has as many requests in as long as the rate says.
+    times = sorted(draw.uniform(0.0, len(asked) / rate) for _ in asked)
     before, sent, started = await _seconds(client), [], time.monotonic()
-    for request in asked:
+    for request, at in zip(asked, times, strict=True):
+        await asyncio.sleep(started + at - time.monotonic())
         sent.append(asyncio.create_task(_ask(client, request)))
-        await asyncio.sleep(draw.expovariate(rate))
     took = await asyncio.gather(*sent)
     ended = time.monotonic()
     after = await _seconds(client)

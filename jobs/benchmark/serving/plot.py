@@ -35,13 +35,15 @@ def write_plot(found: Sequence[Measured], title: str, file: Path) -> None:
 def write_rates(found: Sequence[Arrived], file: Path) -> None:
     """Write a PNG of the seconds that 99 of 100 answers took by the rate of requests, cold and warm."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    panels, rates = figure.subplots(1, 2, sharey=True), sorted({one.rate for one in found})
     for panel, warm in zip(panels, (False, True), strict=True):
         for way, questions in dict.fromkeys((one.way, one.questions) for one in found):
             line = [one for one in found if (one.way, one.questions, one.warm) == (way, questions, warm)]
             label = f"{way}, {questions} questions a video"
             panel.plot([one.rate for one in line], [one.p99_s for one in line], marker="o", label=label)
         panel.set(xscale="log", yscale="log", xlabel="requests/s, " + ("asked again" if warm else "nothing held"))
+        panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        panel.set_xticks([], minor=True)
     panels[0].set_ylabel("s until 99 of 100 answers")
     panels[1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     figure.savefig(file, format="png", dpi=110)
