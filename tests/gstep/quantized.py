@@ -35,6 +35,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "ignore": ["lm_head", "re:.*visual.*", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"],
     },
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False},
+    "awq": {
+        "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+        "modules_to_not_convert": ["visual", "vision_tower", "multi_modal_projector"],
+    },
 }  # fmt: skip
 
 
@@ -74,4 +78,14 @@ def _gptq(name: str, weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-_PACK = {"fp8": _fp8, "compressed-tensors": _int8, "gptq": _gptq}
+def _awq(name: str, weight: Tensor) -> dict[str, Tensor]:
+    grouped = weight.float().T.reshape(-1, 32, len(weight))  # [groups,32,out]
+    scales = grouped.abs().amax(1) / 7
+    numbers = ((grouped / scales[:, None]).round() + 8).clamp(0, 15).to(torch.int32).reshape(-1, len(weight) // 8, 8)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight neighbouring outputs in an integer
+    packed = sum((numbers[..., k] << (4 * i) for i, k in enumerate(order)), torch.zeros_like(numbers[..., 0]))
+    zeros = torch.full((len(scales), len(weight) // 8), 0x88888888 - 2**32, dtype=torch.int64).to(torch.int32)
+    return {f"{name}.qweight": packed.contiguous(), f"{name}.qzeros": zeros, f"{name}.scales": scales.to(torch.float16)}
+
+
+_PACK = {"fp8": _fp8, "compressed-tensors": _int8, "gptq": _gptq, "awq": _awq}

@@ -115,20 +115,21 @@ def test_an_argument_that_vllm_does_not_know_is_refused(cluster, asked, tmp_path
     assert "it follows from the cache" in run_here(generate, [*argv, "dtype=float16"]).stdout
 
 
-def test_a_quantized_language_model_answers_and_both_models_are_in_the_identity(cluster, asked, tmp_path):
-    folder = quantize("tiny", "compressed-tensors", tmp_path / "int8")
-    common = [*asked, "--retention-ratio", "0.1", "--max-new-tokens", "6", "--model", str(folder)]
-    done = run_here(generate, [*common, "--out", str(tmp_path / "o"), "--engine", "vllm"])
-    assert done.returncode == 0, done.stdout
-    rows = answers(tmp_path / "o")
-    assert len(rows) == 37 and all(row["answer"] or row["choices"] for name, row in rows.items() if name != "away")
-    identity = json.loads((tmp_path / "o" / "answers.json").read_text())["identity"]
-    assert identity["cache"]["model"]["weights"] == ModelSource.resolve("tiny").identity
-    assert identity["model"]["weights"] == ModelSource.resolve(folder, quantized=True).identity
-    # Its scores are near those of the model that it was made from.
-    assert run_here(generate, [*common[:-2], "--out", str(tmp_path / "plain"), "--engine", "vllm"]).returncode == 0
+def test_quantized_language_models_answer_and_both_models_are_in_the_identity(cluster, asked, tmp_path):
+    common = [*asked, "--retention-ratio", "0.1", "--max-new-tokens", "6", "--engine", "vllm"]
+    assert run_here(generate, [*common, "--out", str(tmp_path / "plain")]).returncode == 0
     plain = answers(tmp_path / "plain")
-    scored = [name for name, row in rows.items() if row["choice_scores"]]
-    assert scored and rows[scored[0]]["choice_scores"] != plain[scored[0]]["choice_scores"]
-    for name in scored:
-        assert rows[name]["choice_scores"] == pytest.approx(plain[name]["choice_scores"], abs=0.2)
+    # Their scores are near those of the model that they were made from.
+    for method, dtype, off in (("compressed-tensors", "float32", 0.2), ("awq", "bfloat16", 0.8)):
+        folder, out = quantize("tiny", method, tmp_path / method), tmp_path / f"{method}-answers"
+        done = run_here(generate, [*common, "--model", str(folder), "--dtype", dtype, "--out", str(out)])
+        assert done.returncode == 0, done.stdout
+        rows = answers(out)
+        assert len(rows) == 37 and all(row["answer"] or row["choices"] for name, row in rows.items() if name != "away")
+        identity = json.loads((out / "answers.json").read_text())["identity"]
+        assert identity["cache"]["model"]["weights"] == ModelSource.resolve("tiny").identity
+        assert identity["model"]["weights"] == ModelSource.resolve(folder, quantized=True).identity
+        scored = [name for name, row in rows.items() if row["choice_scores"]]
+        assert scored and rows[scored[0]]["choice_scores"] != plain[scored[0]]["choice_scores"]
+        for name in scored:
+            assert rows[name]["choice_scores"] == pytest.approx(plain[name]["choice_scores"], abs=off)
