@@ -53,7 +53,7 @@ def measure(work: Work, seconds: float) -> Figures:
 
 
 def measure_driver(work: Work, few: int, many: int) -> Figures:
-    """Measure a work over few and many videos; return figures per extra video. Raises RunFailed."""
+    """Measure the job with idle stages over few and many videos; return figures per extra video. Raises RunFailed."""
     return slope(run_child(replace(work, videos=few)), run_child(replace(work, videos=many)), many - few)
 
 
