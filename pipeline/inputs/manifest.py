@@ -80,15 +80,14 @@ def read_manifest(
         raise ManifestError(f"{table['uri'][0]}: {wrong}")
     if files := [one.videos for one in listed if one.videos is not None]:
         unique(pa.concat_tables(files), _ONE_BY_ONE if column is None else _TABLES)
-    return table if indexing.ids is None else _told_apart(table, parts, indexing)
+    return table if indexing.ids is None else _told_apart(table, parts, indexing.ids, indexing)
 
 
-def _told_apart(table: pa.Table, parts: Sequence[pa.Table], indexing: Indexing) -> pa.Table:
+def _told_apart(table: pa.Table, parts: Sequence[pa.Table], ids: Ids, indexing: Indexing) -> pa.Table:
     """Return the videos of files and containers, with errors for members whose id an earlier one has.
 
     Raises ManifestError where a container gives nothing else, which no limit's end hides.
     """
-    ids = indexing.ids or Ids()
     again = ids.repeated(table)
     for part, end in zip(parts, accumulate(map(len, parts)), strict=True):
         if not indexing.limited and part["fault"].null_count and again[end - len(part) : end].all():

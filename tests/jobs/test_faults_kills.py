@@ -72,9 +72,7 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(clus
     def kill() -> None:
         for commits, stage in ((1, "Decoder"), (4, "Encoder")):
             wait_until(lambda: len(files(cache, "videos")) >= commits, f"{commits} commits")  # noqa: B023
-            title = f"ray::MapWorker(MapBatches({stage}))"
-            worker = min(pid for pid, name in family(os.getpid()).items() if name.startswith(title))
-            os.kill(worker, signal.SIGKILL)
+            os.kill(min(titled_so(f"ray::MapWorker(MapBatches({stage}))")), signal.SIGKILL)
             shards.append(len(files(cache, "videos")))
 
     killer = threading.Thread(target=kill)
@@ -254,7 +252,7 @@ def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_onc
 
 
 def titled_so(title: str) -> list[int]:
-    """The processes below this one whose title begins so."""
+    """List the processes below this one whose title begins so."""
     return [pid for pid, its in family(os.getpid()).items() if its.startswith(title)]
 
 

@@ -51,12 +51,12 @@ class Work:
 
     @property
     def name(self) -> str:
-        """What is measured, among other works."""
+        """Name what is measured, among other works."""
         return f"{self.form}{' on S3' if self.on_s3 else ''}" or self.kind
 
     @property
     def named(self) -> dict[str, str]:
-        """The job's options that name the videos."""
+        """Return the job's options that name the videos."""
         if not self.form:
             return {"videos": str(self.manifest)}
         place = f"s3://{BUCKET}" if self.on_s3 else self.folder
