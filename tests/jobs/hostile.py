@@ -57,10 +57,17 @@ class MountedElsewhere(CountedDecoder):
 
     @staticmethod
     def _is_mine(bad: Path) -> bool:
-        """Return whether this worker asked first, and so is the bad one; its fork server is this one's parent."""
+        """Return whether this is the bad worker: the first to ask once another has read a video.
+
+        Earlier there would be nobody who does better, however many of its videos failed. A worker is known by its fork
+        server, the parent of this process.
+        """
+        me, calls = f"{os.getppid()}", bad.parent / "calls"
+        if not calls.exists() or {line.split()[-1] for line in calls.read_text().splitlines()} == {me}:
+            return False
         with suppress(FileExistsError), (bad / "worker").open("x") as file:
-            file.write(f"{os.getppid()}")
-        return (bad / "worker").read_text() in ("", f"{os.getppid()}")
+            file.write(me)
+        return (bad / "worker").read_text() in ("", me)
 
 
 class SlowDecoder(PyavDecoder):

@@ -46,7 +46,8 @@ def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node,
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), *OPTIONS, "--decode-workers", "4"]
     done = run_here(prune, argv)
     failed = TokenCache(tmp_path / "c").failed
-    assert set(failed.values()) == {"io"} and len(failed) <= 24, done.stdout
+    assert set(failed.values()) == {"io"}, done.stdout
+    assert len(failed) <= len(ids) // 4, done.stdout  # its share at most: some 10 at once, and what it has in hand
     assert len(calls(tmp_path / "videos")) == len(ids) - len(failed)
     assert "out of service: a decode worker on " in done.stdout
     (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]

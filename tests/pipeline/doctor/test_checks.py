@@ -68,7 +68,8 @@ class Flipped(LocalStore):
     """Reads other bytes than were put."""
 
     def read(self, name):
-        return b"x" + super().read(name)[1:]
+        first, *others = super().read(name)
+        return bytes([first ^ 1, *others])
 
 
 class Undeleted(LocalStore):

@@ -39,7 +39,8 @@ BUSY = "import time; end = time.process_time() + .3\nwhile time.process_time() <
 def test_a_tree_counts_children_whose_parent_has_ended_and_ends_them(monkeypatch):
     monkeypatch.setitem(processes.KINDS, "process_time", "busy child")
     start = f"subprocess.Popen([sys.executable, '-c', {BUSY!r}], stdin=subprocess.DEVNULL)"
-    code = f"import subprocess, sys; print({start}.pid, flush=True); sys.stdin.read()"
+    works = "import subprocess, sys, time\nwhile time.process_time() < .1: pass"  # a tick of the clock is 10 ms
+    code = f"{works}\nprint({start}.pid, flush=True); sys.stdin.read()"
     root = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     tree = ProcessTree(root.pid)
     try:
