@@ -1,10 +1,11 @@
-"""How a run of the tests uses the machine: threads, and the order of the files."""
+"""How a run of the tests uses the machine: threads, the order of the files, and the same draws each time."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # Nothing that a finished run left behind may start a cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-
-
 _SLOW: Counter[Path] = Counter()  # slow tests of a file
+
+
+def pytest_configure() -> None:
+    """Let Hypothesis, where it is installed, draw the same examples in every run."""
+    with suppress(ImportError):
+        from hypothesis import settings  # noqa: PLC0415
+
+        settings.register_profile("seeded", derandomize=True)
+        settings.load_profile("seeded")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,6 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """End the Ray that slow tests share before the first file without any: its tests start none, and look whether."""
+    """Seed torch, and end the Ray that slow tests share before the first file without any.
+
+    The tests of such a file start no Ray, and look whether.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
     if not _SLOW[item.path] and (rays := sys.modules.get("tests.pipeline.rays")) is not None:
         rays.end_plain()
