@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,17 +13,21 @@ from jobs.benchmark.serving.times import Measured
 
 
 def write_plot(found: Sequence[Measured], title: str, file: Path) -> None:
-    """Write a PNG of requests a second by questions a video, cold and warm, a line for each way and ratio."""
+    """Write a PNG of requests a second by questions a video, cold and warm, in a colour a way and dashes a ratio."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     lines = dict.fromkeys((one.mode, one.retention_ratio) for one in found if one.requests_per_s is not None)
+    colors = {mode: f"C{number}" for number, mode in enumerate(dict.fromkeys(mode for mode, _ in lines))}
+    dashes = dict(zip(dict.fromkeys(ratio for _, ratio in lines), cycle(("-", "--", ":", "-.")), strict=False))
     places = {number: place for place, number in enumerate(sorted({one.questions for one in found}))}
     for panel, warm in zip(panels, (False, True), strict=True):
         for mode, ratio in lines:
             of_line = [one for one in found if (one.mode, one.retention_ratio) == (mode, ratio)]
             speeds = [one.warm_requests_per_s if warm else one.requests_per_s for one in of_line]
             across = [places[one.questions] for one in of_line]
-            panel.plot(across, [speed or float("nan") for speed in speeds], marker="o", label=f"{mode}, {ratio:.0%}")
+            drawn = [speed or float("nan") for speed in speeds]
+            style = {"color": colors[mode], "linestyle": dashes[ratio], "marker": "o"}
+            panel.plot(across, drawn, label=f"{mode}, {ratio:.0%}", **style)
         panel.set_yscale("log")
         panel.set_xticks(list(places.values()), [str(number) for number in places])
         panel.set_xlabel("questions a video, " + ("asked again" if warm else "nothing held"))
