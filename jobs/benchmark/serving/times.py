@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from tempfile import NamedTemporaryFile
+from typing import cast
 
 import torch
 from rich.table import Table
@@ -116,6 +117,9 @@ def _in_child(mode: str, job: Job) -> list[Measured]:
         except EOFError:
             child.join()
             found = f"the process died (exit code {child.exitcode})"
+        except BaseException:  # an interruption, which its engine's process must not outlive
+            ProcessTree(cast(int, child.pid)).end()
+            raise
         child.join()
         if isinstance(found, str):
             # What an engine dies of is in its log; the process that asked knows only that it died.
