@@ -63,7 +63,7 @@ class MountedElsewhere(CountedDecoder):
         server, the parent of this process.
         """
         me, calls = f"{os.getppid()}", bad.parent / "calls"
-        if not calls.exists() or {line.split()[-1] for line in calls.read_text().splitlines()} == {me}:
+        if not calls.exists() or {line.split()[-1] for line in calls.read_text().splitlines()} <= {me}:
             return False
         with suppress(FileExistsError), (bad / "worker").open("x") as file:
             file.write(me)
