@@ -74,11 +74,12 @@ def test_nan_payloads_survive(tmp_path):
 
 
 def assert_views(cache: TokenCache, video_id: str) -> None:
-    """Check that the tokens' memory is Arrow's own: of copies it has none; others may free some of it."""
+    """Check that the tokens' memory is Arrow's own: of copies it has none; others may free one video's worth."""
     before = pa.total_allocated_bytes()
     held = [cache.get(video_id, order="selection") for _ in range(50)]
-    tensors = [level for video in held for level in (video.tokens, *video.deepstack)]
-    assert pa.total_allocated_bytes() - before > sum(tensor.untyped_storage().nbytes() for tensor in tensors) / 2
+    grown = pa.total_allocated_bytes() - before
+    tensors = [level for video in held[1:] for level in (video.tokens, *video.deepstack)]
+    assert grown >= sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def test_order_of_selection_is_a_view_without_a_copy(tmp_path, videos):
