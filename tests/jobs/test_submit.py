@@ -121,7 +121,11 @@ def test_stopped_while_workers_start_it_says_what_goes_on(cluster, submit, tmp_p
     """The job server sends SIGKILL three seconds after SIGTERM."""
     shutil.copy(clips()[1], tmp_path)
     submit("early", str(tmp_path), "--out", str(tmp_path / "c"), wait=False)
-    wait_until(lambda: "starting workers" in cluster.logs("early"), lambda: cluster.logs("early"))
+    wait_until(
+        lambda: "starting workers" in cluster.logs("early"),
+        lambda: cluster.logs("early"),
+        meanwhile=lambda: time.sleep(0.1),
+    )
     assert cluster.stop("early").returncode == 0
     assert cluster.wait_for("early")["status"] == "STOPPED"
     assert "the same command goes on from here" in cluster.logs("early")
