@@ -1,17 +1,20 @@
 """Workers that are forked: what they are started with, and what happens where the server cannot fork them."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from pipeline.execution.prefork.server import SOCKET
+from pipeline.execution.prefork.worker import ask
 from tests.jobs.jobs import environment, fork_server
+from tests.jobs.processes import assert_all_gone
+from tests.paths import ROOT
 from tests.waiting import wait_until
 
 # A driver that starts Ray as commands do; a worker says what it is.
@@ -41,16 +44,15 @@ def say():
         oom=Path("/proc/self/oom_score_adj").read_text().strip(), folder=os.getcwd())
 
 connect()
+own = ray.get(say.options(runtime_env={"env_vars": {"A_WORD": "of its own"}}).remote()) if "own" in sys.argv else None
 if "kill" in sys.argv:
     os.kill(child("prefork/server.py"), signal.SIGKILL)
-own = {"env_vars": {"A_WORD": "of its own"}} if "own" in sys.argv else None
-found = ray.get(say.options(runtime_env=own).remote())
+found = ray.get(say.remote())
 logs = Path(ray._private.worker._global_node.get_logs_dir_path())
 logged = sum("a line of its log" in path.read_text() for path in logs.glob("worker*.out"))
 programs = dict(server=child("prefork/server.py"), monitor=child("/monitor.py"), raylet=child("/raylet"))
-print(json.dumps(dict(found=found, logged=logged, **programs)), flush=True)
-if "wait" in sys.argv:
-    signal.pause()
+print(json.dumps(dict(found=found, own=own, logged=logged, **programs)), flush=True)
+signal.pause()
 """
 
 # Two forks of a process that has imported what workers use, each with ids that it draws in its two threads.
@@ -77,28 +79,37 @@ print(open(read).read(), flush=True)
 """
 
 
-def drive(tmp_path: Path, *words: str, **more: str | None) -> subprocess.Popen[str]:
+@contextmanager
+def drive(tmp_path: Path, *words: str, **more: str | None) -> Iterator[dict]:
+    """Yield what the driver says, and kill it afterwards."""
     script = tmp_path / "driver.py"
     script.write_text(textwrap.dedent(DRIVER))
     command = [sys.executable, str(script), *words]
-    return subprocess.Popen(command, cwd=tmp_path, env=environment(**more), stdout=subprocess.PIPE, text=True)
-
-
-def said(process: subprocess.Popen[str]) -> dict:
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    return json.loads(output.splitlines()[-1])
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(**more), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow
-def test_a_worker_is_forked_with_the_environment_that_ray_gives_it(tmp_path):
-    document = said(drive(tmp_path, **{SOCKET: None}, A_WORD="here"))
-    found = document["found"]
-    assert found["forked"] and found["loaded"] and found["group"], found
-    assert found["word"] == "here" and found["folder"] == str(tmp_path)
-    assert int(found["oom"]) > 0  # the kernel ends workers first, as Ray asks it to
-    assert document["logged"] == 1
-    assert document["raylet"] and document["server"] and not document["monitor"]
+def test_a_worker_is_forked_with_the_environment_that_ray_gives_it_and_ends_with_its_driver(tmp_path):
+    with drive(tmp_path, **{SOCKET: None}, A_WORD="here") as document:
+        found = document["found"]
+        assert found["forked"] and found["loaded"] and found["group"], found
+        assert found["word"] == "here" and found["folder"] == str(tmp_path)
+        assert int(found["oom"]) > 0  # the kernel ends workers first, as Ray asks it to
+        assert document["logged"] == 1
+        assert document["raylet"] and document["server"] and not document["monitor"]
+    assert_all_gone([document["server"], found["pid"]])
+
+
+@pytest.mark.slow
+def test_ray_sets_workers_up_that_have_an_environment_of_their_own_or_no_server(tmp_path):
+    with drive(tmp_path, "own", "kill", **{SOCKET: None}) as document:
+        assert not document["own"]["forked"] and document["own"]["word"] == "of its own"
+        assert not document["found"]["forked"] and not document["found"]["loaded"]
 
 
 @pytest.mark.slow
@@ -109,31 +120,13 @@ def test_forked_workers_draw_ids_of_their_own():
     assert len(drawn) == len(set(drawn)) == 4
 
 
-@pytest.mark.slow
-def test_workers_start_by_themselves_where_the_server_is_gone(tmp_path):
-    found = said(drive(tmp_path, "kill", **{SOCKET: None}))["found"]
-    assert not found["forked"] and not found["loaded"]
-
-
-@pytest.mark.slow
-def test_a_worker_with_an_environment_of_its_own_is_set_up_by_ray(tmp_path):
-    found = said(drive(tmp_path, "own", **{SOCKET: fork_server()}))["found"]
-    assert not found["forked"] and found["word"] == "of its own"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "HF_HUB_OFFLINE"])
-def test_a_server_of_other_variables_that_imports_read_forks_nothing(tmp_path, variable):
-    found = said(drive(tmp_path, **{SOCKET: fork_server(), variable: "default"}))["found"]
-    assert not found["forked"]
-
-
-@pytest.mark.slow
-def test_a_server_ends_with_a_driver_that_is_killed(tmp_path):
-    process = drive(tmp_path, "wait", **{SOCKET: None})
-    assert process.stdout is not None
-    document = json.loads(process.stdout.readline())
-    server, worker = document["server"], document["found"]["pid"]
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (server, worker)), "server and worker end")
+@pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "HF_HUB_OFFLINE", "PYTHONPATH", "OMP_NUM_THREADS"])
+def test_a_server_of_other_variables_that_imports_read_forks_nothing(tmp_path, monkeypatch, variable):
+    (tmp_path / "program.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as the server has it
+    place, program = fork_server(), [str(tmp_path / "program.py")]
+    assert ask(place, program)
+    wait_until((tmp_path / "ran").exists, "the program runs")
+    monkeypatch.setenv(variable, "default")
+    assert not ask(place, program)
