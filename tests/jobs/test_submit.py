@@ -8,16 +8,17 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from pipeline import TokenCache
+from pipeline.storage.stores import LocalStore
 from tests.jobs.faults import files
-from tests.jobs.jobs import assert_complete, clips, run
+from tests.jobs.jobs import assert_complete, clips, committed, run
 from tests.jobs.ray_cluster import Cluster, Ended
 from tests.paths import ROOT
-from tests.pipeline.videos import SAMPLES
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -64,22 +65,6 @@ def run_records(cache: Path) -> list[dict[str, object]]:
     return [json.loads(file.read_text()) for file in sorted((cache / "runs").iterdir())]
 
 
-def test_the_sample_clips_on_two_nodes(cluster, submit, tmp_path):
-    for clip in clips():
-        shutil.copy(clip, tmp_path)
-    (tmp_path / "text.mp4").write_text("no video" * 2**20)  # 8 MiB: a decoder for each 4 MiB, so one on each node
-    argv = [str(tmp_path), "--out", str(tmp_path / "c")]
-    done = submit("sample", *argv)
-    assert done.returncode == 0, done.stdout
-    assert "0/5 videos" in done.stdout and "5/5 videos, 1 failed" in done.stdout
-    assert "4 ok, 1 failed, 0 without a row" in done.stdout
-    assert TokenCache(tmp_path / "c").video_ids == list(SAMPLES)
-    (record,) = run_records(tmp_path / "c")
-    assert (record["status"], record["resources"]["cluster"]["CPU"]) == ("finished", 4)
-    actors = cluster.get("/api/v0/actors?detail=1")["data"]["result"]["result"]
-    assert len({a["node_id"] for a in actors if a["class_name"].startswith("MapWorker")}) == 2
-
-
 def test_a_refusal_is_a_failed_job_with_exit_code_2(cluster, submit):
     done = submit("refused")  # --out is ./cache where it is not given, and that is no place in a job
     assert done.returncode == 1
@@ -87,14 +72,16 @@ def test_a_refusal_is_a_failed_job_with_exit_code_2(cluster, submit):
     assert "error: --out cache: in this Ray job a relative path" in done.stdout
 
 
-def test_stopped_half_way_and_submitted_again_gives_every_id_once(cluster, submit, tmp_path):
-    """The last video hangs, so that the job stays half-way for as long as the test needs."""
+def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(cluster, submit, tmp_path):
+    """One video hangs the first time, so that the job stays half-way for as long as the test needs."""
     ids = [f"{name}.mp4" for name in ("a", "b", "c", "d", "e", "hang")]
     for name in ids:
         shutil.copy(clips()[1], tmp_path / name)
+    (tmp_path / "text.mp4").write_text("no video" * 2**20)  # 8 MiB: a decoder for each 4 MiB, so one on each node
     cache = tmp_path / "c"
-    argv = [str(tmp_path), "--out", str(cache), "--decode-workers", "1"]
-    submit("first", *argv, "--decoder", "tests.jobs.hostile:HostileReader", "--decode-timeout", "600", wait=False)
+    argv = [str(tmp_path), "--out", str(cache)]
+    hangs = ("--decode-workers", "1", "--decoder", "tests.jobs.hostile:HostileReader", "--decode-timeout", "600")
+    submit("first", *argv, *hangs, wait=False)
 
     def running() -> None:
         assert cluster.info("first")["status"] in {"PENDING", "RUNNING"}, cluster.logs("first")
@@ -113,8 +100,17 @@ def test_stopped_half_way_and_submitted_again_gives_every_id_once(cluster, submi
 
     second = submit("second", *argv)
     assert second.returncode == 0, second.stdout
-    assert f"{len(half)} of {len(ids)} videos are in the cache already" in second.stdout
-    assert_complete(cache, ids)
+    assert f"{len(half)} of 7 videos are in the cache already" in second.stdout
+    n_left = 7 - len(half)
+    assert f"0/{n_left} videos" in second.stdout and f"{n_left}/{n_left} videos, 1 failed" in second.stdout
+    assert "6 ok, 1 failed, 0 without a row" in second.stdout
+    assert Counter(committed(LocalStore(cache))) == Counter([*ids, "text.mp4"])
+    assert TokenCache(cache).video_ids == ids
+    record = run_records(cache)[-1]
+    assert (record["status"], record["resources"]["cluster"]["CPU"]) == ("finished", 4)
+    actors = cluster.get("/api/v0/actors?detail=1")["data"]["result"]["result"]
+    ours = (actor for actor in actors if actor["job_id"] == cluster.info("second")["job_id"])
+    assert len({actor["node_id"] for actor in ours if actor["class_name"].startswith("MapWorker")}) == 2
 
 
 def test_stopped_while_workers_start_it_says_what_goes_on(cluster, submit, tmp_path):
