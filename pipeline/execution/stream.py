@@ -5,8 +5,8 @@ However a run ends, rows already encoded are written first, unless the store its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sized
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -82,7 +82,8 @@ def stream(
         graph = plan(items)
         progress = reporter(console, graph.total(), options.log_interval, graph.plan.wording)
         try:
-            _stream(graph, progress, console, options)
+            with _heartbeats(tuple(graph.plan.wording.stages)) as heartbeats:
+                _stream(graph, heartbeats, progress, console, options)
             return n_failed + progress.at.failed
         except ClusterChanged as why:
             items = unfinished(items)
@@ -98,11 +99,22 @@ def stream(
     return n_failed
 
 
-def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: RunOptions) -> None:
+@contextmanager
+def _heartbeats(stages: Sequence[str]) -> Iterator[ActorHandle]:
+    """Run the actor to which workers report inside the context: Ray Data holds on to it after a run."""
+    heartbeats = start_heartbeats(stages)
+    try:
+        yield heartbeats
+    finally:
+        with suppress(Exception):  # a cluster that is gone has no actor either
+            ray.kill(heartbeats)
+
+
+def _stream(
+    graph: PlannedGraph, heartbeats: ActorHandle, progress: Reporter, console: Console, options: RunOptions
+) -> None:
     """Run one graph to its end, committing every shard. Raises RunFailed, and ClusterChanged."""
-    wording = graph.plan.wording
     console.print(f"starting workers: {graph.plan.workers}", highlight=False, soft_wrap=True)
-    heartbeats = start_heartbeats(tuple(wording.stages))
     flow = graph.build(heartbeats)
 
     def tell(report: WorkerReport) -> None:

@@ -1,8 +1,10 @@
 """What a run is bounded by: shares of it, runs that are only foretold, attempts, and failures with their remedies."""
 
 import json
+import os
 import shutil
 import signal
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from pipeline.cache.table import file_named
 from pipeline.execution.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
+from tests.jobs.processes import family
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
 from tests.waiting import wait_until
@@ -63,6 +66,16 @@ def idle(monkeypatch):
     """Nothing can start Ray or load a weight of a model."""
     forbid_ray(monkeypatch)
     forbid_models(monkeypatch)
+
+
+def test_of_a_run_that_has_ended_no_process_is_left(one_ray, folder):
+    before = Counter(family(os.getpid()).values())
+    assert pruned(folder)[0] == 0
+    left = "ray::Heartbeats", "ray::Writer", "ray::MapWorker"
+    wait_until(
+        lambda: not [title for title in Counter(family(os.getpid()).values()) - before if title.startswith(left)],
+        lambda: family(os.getpid()),
+    )
 
 
 def tree(folder: Path) -> dict[Path, int]:
