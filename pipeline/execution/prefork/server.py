@@ -173,9 +173,10 @@ def _fork_workers(requests: socket.socket, environment: dict[str, str], path: li
     import_ray()
     sys.path[:] = own_path
     while True:
-        line, (asked, *output), *_ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
+        line, descriptors, *_ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
         if not line:
-            return
+            os._exit(0)
+        asked, *output = descriptors
         if os.fork() == 0:
             requests.close()
             return _become_worker(asked, output, json.loads(line))
@@ -185,6 +186,7 @@ def _fork_workers(requests: socket.socket, environment: dict[str, str], path: li
 
 def _become_worker(asked: int, output: list[int], request: Request) -> None:
     """Run the program of a worker as if this process had been started for it, after an answer to who asked."""
+    atexit.register(os._exit, 0)  # last, before Python takes apart all modules: that copies what is shared of them
     os.setpgid(0, 0)  # as Ray's own workers: a raylet kills the group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, descriptor in zip((0, 1, 2), (os.open(os.devnull, os.O_RDONLY), *output), strict=True):
