@@ -6,7 +6,6 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from itertools import islice
@@ -149,25 +148,18 @@ def _table(found: Iterator[tuple[str, UserRow]], place: str, way: Way, limit: in
     return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
 
 
-@contextmanager
-def _opened(place: str, objects: Objects | None) -> Iterator[BinaryIO]:
+def _opened(place: str, objects: Objects | None) -> BinaryIO:
     """Open a local or s3:// file of questions for reading. Raises QuestionsError."""
     if suffix_of(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
-    if is_object(place):
-        check_uri(place)
-        try:
-            file = io.BytesIO((objects or Objects.from_environment()).read(place))
-        except OSError as error:
-            raise QuestionsError(f"{place}: cannot be read: {error.strerror}") from error
-        yield file
-        return
     try:
-        opened = Path(place).open("rb")  # noqa: SIM115 - closed below; an error inside the block is not its own
+        if is_object(place):
+            check_uri(place)
+            return io.BytesIO((objects or Objects.from_environment()).read(place))
+        return Path(place).open("rb")
     except OSError as error:
-        raise QuestionsError(f"{place}: cannot be read: {error.strerror}{near_file(Path(place))}") from error
-    with opened:
-        yield opened
+        near = "" if is_object(place) else near_file(Path(place))
+        raise QuestionsError(f"{place}: cannot be read: {error.strerror}{near}") from error
 
 
 def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] | None]:

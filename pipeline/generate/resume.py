@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import cast
 
 import pyarrow as pa
@@ -12,7 +14,7 @@ from pipeline.errors import QuestionFault, QuestionsChanged
 from pipeline.generate.answers import KEYS
 from pipeline.generate.asking import too_long
 from pipeline.generate.request import GenerateRequest, answerable
-from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
+from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
 from pipeline.storage.stores import Store
 
 COMPARED = ("video_ids", "prompt", "choices", "decoding")  # columns of a question that its answer depends on
@@ -31,15 +33,15 @@ def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]
         if question is not None:  # of an answer no more is kept than decides: there may be a hundred for each question
             kept = cast(AnswerRecord, {name: value for name, value in row.items() if name in _KEPT})
             done[row["question_id"], row.get("pruning", "")] = kept, difference(question, row)
-    videos, changed = request.videos, list[str]()
     todo: list[QuestionRecord] = []
+    changed: list[str] = []
     for question in _questions(request):
         old, different = done.get((question["question_id"], question.get("pruning", "")), (None, None))
         if old is None:
             todo.append({**question, "attempts": 1})
         elif different and old["status"] == "ok":
             changed.append(different)
-        elif old["status"] != "ok" and request.config.retry_failed and (different or _may_retry(request, old, videos)):
+        elif old["status"] != "ok" and request.config.retry_failed and (different or _may_retry(request, old)):
             todo.append({**question, "attempts": old["attempts"] + 1})
     refuse_changed(changed, request.store)
     return todo
@@ -83,11 +85,12 @@ def _questions(request: GenerateRequest) -> Iterator[QuestionRecord]:
             yield {**question, "pruning": pruning} if pruning else question
 
 
-def _may_retry(request: GenerateRequest, old: AnswerRecord, videos: Mapping[str, VideoRecord]) -> bool:
+def _may_retry(request: GenerateRequest, old: AnswerRecord) -> bool:
     """Return whether a failed question may be asked again: it has attempts left, or its videos are cached by now."""
-    if old["error_class"] in {"unknown-video", "failed-video"}:
-        return all(answerable(videos.get(v)) for v in old["video_ids"]) or old["attempts"] < request.config.max_attempts
-    return old["attempts"] < request.config.max_attempts
+    if old["attempts"] < request.config.max_attempts:
+        return True
+    waits_for_videos = old["error_class"] in {"unknown-video", "failed-video"}
+    return waits_for_videos and all(answerable(request.videos.get(name)) for name in old["video_ids"])
 
 
 def notes_on_answered(request: GenerateRequest, live: pa.Table, todo: list[QuestionRecord]) -> list[str]:
@@ -126,11 +129,10 @@ def split_decided(
     request: GenerateRequest, todo: list[QuestionRecord]
 ) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
     """Split questions into those for the model, and the error rows of those that the cache alone decides."""
-    videos = request.videos
     ask: list[QuestionRecord] = []
     rows: list[AnswerRecord] = []
     for question in todo:
-        failure = _failure(request, question, videos)
+        failure = _failure(request, question)
         if failure is None:
             ask.append(question)
         else:
@@ -138,20 +140,18 @@ def split_decided(
     return ask, rows
 
 
-def _failure(
-    request: GenerateRequest, question: QuestionRecord, videos: Mapping[str, VideoRecord]
-) -> AnswerRecord | None:
+def _failure(request: GenerateRequest, question: QuestionRecord) -> AnswerRecord | None:
     """Return the error row of a question whose videos are missing, failed or too long; else None."""
-    ids = question["video_ids"]
-    for video_id in ids:
-        row = videos.get(video_id)
+    rows = []
+    for video_id in question["video_ids"]:
+        row = request.videos.get(video_id)
         if row is None:
             message = f"{video_id!r} is not in the cache {request.cache}: prune it, then --retry-failed"
             return failed_answer(question, QuestionFault("unknown-video", message))
         if row["status"] != "ok":
             message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"
             return failed_answer(question, QuestionFault("failed-video", message))
-    rows = [videos[video_id] for video_id in ids]
+        rows.append(row)
     n_visual, context = request.n_visual(rows, question.get("pruning", "")), request.builder.context_length
     if n_visual > context:
         counted: AnswerRecord = {**cast(AnswerRecord, question), "n_visual_tokens": n_visual}
@@ -164,15 +164,14 @@ def in_blocks(questions: Sequence[QuestionRecord], size: int) -> list[list[Quest
 
     Of the same videos, those under the same pruning stand together, which share what goes before the question.
     """
-    groups: dict[tuple[str, ...], list[QuestionRecord]] = {}
     places = {name: place for place, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
-    for question in sorted(questions, key=lambda row: (tuple(row["video_ids"]), places[row.get("pruning", "")])):
-        groups.setdefault(tuple(question["video_ids"]), []).append(question)
-    blocks: list[list[QuestionRecord]] = [[]]
-    for group in groups.values():
+    ordered = sorted(questions, key=lambda row: (row["video_ids"], places[row.get("pruning", "")]))
+    blocks: list[list[QuestionRecord]] = []
+    for _, same_videos in groupby(ordered, key=itemgetter("video_ids")):
+        group = list(same_videos)
         for start in range(0, len(group), size):
             part = group[start : start + size]
-            if len(blocks[-1]) + len(part) > size and blocks[-1]:
+            if not blocks or len(blocks[-1]) + len(part) > size:
                 blocks.append([])
             blocks[-1] += part
-    return [block for block in blocks if block]
+    return blocks
