@@ -34,7 +34,7 @@ class Outcome:
         wall_s: seconds this run took; None for a summary of a cache.
         out: where the results are; "" for a summary of a cache.
         log: the file with what worker processes said before they died; "" where none did.
-        failed: id -> error class of the items that failed; empty unless a caller from Python asked for it.
+        failed: id -> error class of the items that failed; of videos only where a caller from Python asked for it.
     """
 
     n_ok: int

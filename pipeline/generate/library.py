@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import pyarrow.compute as pc
 
 from pipeline.cache.reader import TokenCache
 from pipeline.execution.library import ProgressOption, checked_outcome, console_for, run_here
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.request import GenerateRequest, prepare
-from pipeline.generate.resume import asked_rows
-from pipeline.generate.run import AnswerRun, Todo
+from pipeline.generate.request import prepare
+from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary
 from pipeline.option_values import config_of
 
@@ -55,16 +51,5 @@ def answer_questions(
     config = config_of(GenerateConfig, "answer_questions", {"cache": place, "questions": named, "out": out, **options})
     console = console_for(progress)
     with run_here():
-        summary = _GivenRun(config, console, partial(prepare, config, console, given)).carry_out()
+        summary = AnswerRun(config, console, partial(prepare, config, console, given)).carry_out()
     return checked_outcome(summary, config, summary.n_questions)
-
-
-class _GivenRun(AnswerRun):
-    """An answering run called from Python, whose summary names the questions that failed."""
-
-    def summarise(self, request: GenerateRequest, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
-        summary = super().summarise(request, todo, n_failed, wall_s)
-        rows = asked_rows(request, todo.table.live())
-        bad = rows.filter(pc.not_equal(rows["status"], "ok")).select(["question_id", "error_class"]).to_pylist()
-        failed = {row["question_id"]: row["error_class"] for row in bad}
-        return replace(summary, out=str(request.store), failed=failed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -129,7 +129,8 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
     def summarise(self, request: GenerateRequest, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
         new = {answer_key(question) for question in todo.questions}
         total = len(request.questions) * len(request.prunings)
-        return summarise_answers(asked_rows(request, todo.table.live()), total, new, wall_s)
+        summary = summarise_answers(asked_rows(request, todo.table.live()), total, new, wall_s)
+        return replace(summary, out=str(request.store))
 
     def _computed(self) -> Computed:
         """Join or start the cluster, and return the device and dtype.

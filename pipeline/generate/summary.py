@@ -74,6 +74,7 @@ def summarise_answers(
         n_new=len(new),
         n_new_failed=sum((row["question_id"], row["pruning"]) in new for row in bad),
         wall_s=wall_s,
+        failed={row["question_id"]: row["error_class"] for row in bad},
         visual_tokens=_mean(good, "n_visual_tokens"),
         prompt_tokens=_mean(good, "n_prompt_tokens"),
         new_tokens=sum(row["n_new_tokens"] or 0 for row in good),
