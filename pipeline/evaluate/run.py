@@ -44,7 +44,6 @@ from pipeline.execution.run_record import RUNS
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers, read_answers_header
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.questions import Way
 from pipeline.generate.request import checked
 from pipeline.generate.resume import COMPARED, answer_rows, difference, refuse_changed
 from pipeline.generate.run import AnswerRun
@@ -161,7 +160,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
     """Answer every question under the whole grid, in one run."""
     config = answers_config(request)
     about: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
-    make = partial(checked, config, request.questions, _way(request), request.grid, console, about)
+    make = partial(checked, config, request.questions, request.grid, console, about)
     n_asked = len(request.questions) * len(request.grid)
     console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_asked} answers")
     return AnswerRun(config, console, make).carry_out()
@@ -169,7 +168,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
     """Return the options of jobs.generate that follow from the protocol."""
-    way, options = _way(request), request.config
+    way, options = way_of(request.protocol, request.source.model_type), request.config
     return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
@@ -188,11 +187,6 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
         questions_per_shard=options.questions_per_shard,
         **request.passed_on(),
     )
-
-
-def _way(request: EvaluateRequest) -> Way:
-    """Return the protocol's way of answering for this model."""
-    return way_of(request.protocol, request.source.model_type)
 
 
 def _existing_summary(request: EvaluateRequest) -> AnswerSummary:

@@ -57,7 +57,6 @@ class GenerateRequest:
         builder: makes prompts.
         source: the model, the one that the cache was made with.
         questions: QUESTION_SCHEMA.
-        way: how questions are answered that do not say otherwise.
         store: where the answers go.
         prunings: what tokens are pruned by before they go into a prompt, by name; None leaves them as they are
             stored. Every question is asked under each. The name is "" where there is but one.
@@ -67,14 +66,12 @@ class GenerateRequest:
 
     config: GenerateConfig
     run_id: str
-    objects: Objects
     cache: Store
     held: CacheIdentity
     live: pa.Table
     source: ModelSource
     builder: PromptBuilder
     questions: pa.Table
-    way: Way
     store: Store
     prunings: Mapping[str, LatePruning | None] = field(default_factory=lambda: {"": None})
     order: TokenOrder = "index"
@@ -94,7 +91,7 @@ class GenerateRequest:
             "model": {"type": self.source.model_type, "weights": self.source.identity},
             "retention_ratio": stored if self.config.retention_ratio is None else self.config.retention_ratio,
             "prompt": {**self.builder.policy.describe(), "order": self._order_policy()},
-            "decoding": self.way.describe(),
+            "decoding": way_of(self.config).describe(),
             **engine_of(self.config).describe(),
             **self.about,
         }
@@ -155,15 +152,9 @@ def describe_prunings(
 def _describe(late: LatePruning, held: CacheIdentity) -> LateIdentity:
     """Describe a pruning of a cache, with the pooling head's weights where it uses that."""
     described = late.describe()
-    if _of_head(late):
+    if HEAD_SOURCES & {late.pruner.sources[name] for name, _ in late.evidence}:
         described["pooling_head"] = held["model"].get("pooling_head")
     return described
-
-
-def _of_head(late: LatePruning) -> bool:
-    """Return whether a pruning takes evidence that a SigLIP pooling head gave."""
-    taken = {name for name, _ in late.evidence}
-    return bool(HEAD_SOURCES & {where for name, where in late.pruner.sources.items() if name in taken})
 
 
 def without_evidence(held: CacheIdentity) -> CacheIdentity:
@@ -188,7 +179,7 @@ def prepare(config: GenerateConfig, console: Console, given: object = None) -> G
             questions = read_questions(config.questions, way, objects, config.limit)
         else:
             questions = given_questions(given, way, config.limit)
-    return checked(config, questions, way, {"": asked_for(config)}, console)
+    return checked(config, questions, {"": asked_for(config)}, console)
 
 
 def asked_for(config: GenerateConfig) -> LateAsked | None:
@@ -218,17 +209,9 @@ def _prunings(
     return prunings
 
 
-def _live_of(cache: Store, header: CacheHeader, questions: pa.Table) -> pa.Table:
-    """Return LIVE_COLUMNS of the cache's videos that the questions ask about."""
-    warn_of_gate(cache, header)
-    ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
-    return read_live_of(cache, ids, LIVE_COLUMNS, fingerprint(header["identity"]))
-
-
 def checked(
     config: GenerateConfig,
     questions: pa.Table,
-    way: Way,
     asked: Mapping[str, LateAsked | None],
     console: Console,
     about: AnswersIdentity | None = None,
@@ -242,29 +225,29 @@ def checked(
     check_out(store)
     with store_refusing():
         header = read_header(cache)
-        live = _live_of(cache, header, questions)
+        warn_of_gate(cache, header)
+        ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
+        live = read_live_of(cache, ids, LIVE_COLUMNS, fingerprint(header["identity"]))
         _check_free(store)
     held = header["identity"]
     source, builder = _resolved(config, cache, header)
     check_tokens(cache, header, widths_of(live), builder)
     prunings = _prunings(config, asked, held, source, builder)
-    _check_ratio(config.retention_ratio if prunings.get("", ...) is None else None, held["retention_ratio"], live)
     request = GenerateRequest(
         config=config,
         run_id=new_run_id(),
-        objects=objects,
         cache=cache,
         held=held,
         live=live,
         source=source,
         builder=builder,
         questions=questions,
-        way=way,
         store=store,
         prunings=prunings,
         order=_order(config, held, prunings),
         about=about or AnswersIdentity(),
     )
+    _check_ratio(request)
     _check_context(request, console)
     with store_refusing():
         match_answers(request)
@@ -337,14 +320,15 @@ def _order(config: GenerateConfig, held: CacheIdentity, prunings: Mapping[str, L
     return "selection" if own and config.order != "index" else "index"
 
 
-def _check_ratio(ratio: float | None, stored: float, live: pa.Table) -> None:
-    """Raise RatioNotCached if the cache cannot serve the ratio; smaller ones than stored need a nested method."""
+def _check_ratio(request: GenerateRequest) -> None:
+    """Raise UsageError if the cache cannot serve the ratio; smaller ones than stored need a nested method."""
+    ratio, stored = request.read_ratio, request.held["retention_ratio"]
     if ratio is None:
         return
     if ratio > stored + 1e-9:
         raise UsageError(f"--retention-ratio {ratio}: the cache stores {stored}; prune into another --out for more")
     with refusing():
-        for row in live.filter(pc.equal(live["status"], "ok")).to_pylist():
+        for row in filter(answerable, request.videos.values()):
             rows_wanted(row, ratio)
 
 

@@ -103,7 +103,7 @@ class CachedReplies:
 
     def _checked(self, questions: pa.Table) -> GenerateRequest:
         """Check the questions against the cache, model and method. Raises UsageError."""
-        return checked(self._config, questions, self._way, {"": asked_for(self._config)}, self._console)
+        return checked(self._config, questions, {"": asked_for(self._config)}, self._console)
 
     def _given(self, questions: pa.Table) -> dict[str, AnswerRecord]:
         """Return the committed live answers to these questions, by id. Raise RunFailed if one is missing."""

@@ -148,8 +148,8 @@ def grid_config(cache, **options):
 
 
 def grid_request(config, grid, about=None) -> GenerateRequest:
-    way = way_of(config)
-    return checked(config, read_questions(config.questions, way), way, grid, Console(quiet=True), about)
+    questions = read_questions(config.questions, way_of(config))
+    return checked(config, questions, grid, Console(quiet=True), about)
 
 
 def under(cache, grid, about=None, **options):

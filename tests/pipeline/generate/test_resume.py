@@ -156,8 +156,7 @@ def grid_job(tmp_path):
     def job(rows=ROWS[:2], **options):
         file = str(write_questions(tmp_path / "q.jsonl", rows))
         config = GenerateConfig(cache=str(tmp_path / "c"), questions=file, out=str(tmp_path / "o"), **options)
-        way = way_of(config)
-        return checked(config, read_questions(file, way), way, GRID, Console(quiet=True))
+        return checked(config, read_questions(file, way_of(config)), GRID, Console(quiet=True))
 
     return job
 
