@@ -7,23 +7,20 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from pipeline.serve.guard import App, KeyGuard, Message, Scope, reply
+from pipeline.serve.guard import App, KeyGuard, Message, Receive, Scope, Send, reply
 from pipeline.serve.metrics import CacheMetrics
 from pipeline.serve.prompts import CachedPrompts, ServedCache, prompts_of
 
 RETRY_AFTER_S = 10
 _SKIPPED = 16  # of a body that is too large, up to so many times the limit is read, so that the client gets the error
 _HEADER = b"x-cached-videos"
-
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 @dataclass
@@ -92,7 +89,7 @@ class RequestGate:
         elif scope["path"] == "/ready":
             await reply(send, 503 if draining else 200, {"ready": not draining})
         elif draining:
-            await reply(send, 503, _error(503, "this server is shutting down; ask another one"))
+            await _refuse(send, 503, "this server is shutting down; ask another one")
         else:
             await self._app(scope, receive, send)
 
@@ -152,7 +149,7 @@ class RequestGate:
             more = message.get("more_body", False)
         if size > most:
             said = f"a request has at most {most:,} bytes here (--max-request-bytes)"
-            await reply(send, 413, _error(413, said), [(b"connection", b"close")])
+            await _refuse(send, 413, said, [(b"connection", b"close")])
             return
         if await self._answered(scope, b"".join(body), receive, send):
             return
@@ -160,7 +157,7 @@ class RequestGate:
         assert self._prompts is not None
         await asyncio.gather(*(asyncio.to_thread(videos.refresh) for videos in self._prompts.caches.values()))
         if not await self._answered(scope, b"".join(body), receive, send):
-            await reply(send, 503, _error(503, "the rows of a video cannot be read now; ask again later"))
+            await _refuse(send, 503, "the rows of a video cannot be read now; ask again later")
 
     async def _answered(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
         """Return whether vLLM answered a request; nothing was sent where it failed on the rows of cached videos."""
@@ -198,6 +195,7 @@ def _recorded(request: Request, send: Send) -> Send:
     return recording
 
 
-def _error(code: int, message: str) -> object:
-    """Return an error in the form of OpenAI's API."""
-    return {"error": {"message": message, "type": "server_error" if code >= 500 else "invalid_request", "code": code}}
+async def _refuse(send: Send, code: int, message: str, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """Send an error in the form of OpenAI's API, with ``more`` headers."""
+    kind = "server_error" if code >= 500 else "invalid_request"
+    await reply(send, code, {"error": {"message": message, "type": kind, "code": code}}, more)

@@ -33,7 +33,9 @@ class Message(TypedDict, total=False):
     code: int
 
 
-App = Callable[[Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class KeyGuard:
@@ -43,9 +45,7 @@ class KeyGuard:
         self._app = app
         self._wanted = os.environ.get(KEY, "").encode()
 
-    async def __call__(
-        self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 to a request without the key, and pass others on."""
         if not self._wanted or scope["type"] == "lifespan" or scope.get("path") in OPEN or self._knows(scope):
             await self._app(scope, receive, send)
@@ -61,12 +61,7 @@ class KeyGuard:
         return scheme.lower() == b"bearer" and secrets.compare_digest(sent, self._wanted)
 
 
-async def reply(
-    send: Callable[[Message], Awaitable[None]],
-    status: int,
-    content: object,
-    more: Sequence[tuple[bytes, bytes]] = (),
-) -> None:
+async def reply(send: Send, status: int, content: object, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
     """Send a whole response of JSON, with ``more`` headers."""
     body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]

@@ -71,14 +71,6 @@ def vllm_input(
 
 
 @lru_cache(maxsize=8)
-def _source(model: str | None, model_type: str, weights: str, tower: str | None) -> ModelSource:
-    """Return the checkpoint for a cache, remembered per process. Raise IdentityMismatch for another vision encoder."""
-    source = ModelSource.resolve(*model_of(model, None, weights), quantized=True)
-    check_model("the cache", {"type": model_type, "weights": weights}, source, lambda: tower)
-    return source
-
-
-@lru_cache(maxsize=8)
 def _builder(
     model: str | None,
     model_type: str,
@@ -88,5 +80,10 @@ def _builder(
     rule: str,
     frame_times: str,
 ) -> PromptBuilder:
-    """Return the prompt builder for a cache's model, remembered per process."""
-    return prompt_builder(_source(model, model_type, weights, tower), positions, rule, frame_times)
+    """Return the prompt builder for a cache's model, remembered per process.
+
+    Raises IdentityMismatch for another vision encoder.
+    """
+    source = ModelSource.resolve(*model_of(model, None, weights), quantized=True)
+    check_model("the cache", {"type": model_type, "weights": weights}, source, lambda: tower)
+    return prompt_builder(source, positions, rule, frame_times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -18,10 +18,6 @@ from pipeline.cache.token_shard import Rows
 from pipeline.errors import CorruptShard, UnknownVideo
 from pipeline.generate.held_videos import LruCache
 from pipeline.rows import VideoRow
-
-if TYPE_CHECKING:
-    from pyarrow import ChunkedArray
-    from torch import Tensor
 
 PREFIX = "cached-rows:"  # of every name, by which an engine tells them from its own
 _READERS = 8  # videos that a worker reads at once
@@ -74,7 +70,10 @@ def read_outline(
 
 
 def read_packed(cache: TokenCache, row: VideoRow, keep: int, order: TokenOrder) -> PackedRows:
-    """Read the first ``keep`` rows of a video as they are stored, in ``order``. Raises as TokenCache.get."""
+    """Read the first ``keep`` rows of a video as they are stored, in ``order``. Raises as TokenCache.get.
+
+    Each column is [K,width / 2] of two bytes each, which bfloat16 stands for.
+    """
     reading = cache.reading(None, order, (), verify=False)
     cache.wanted(row, reading)
     vectors = [name for name in reading.columns if name.startswith(("token", "deepstack"))]
@@ -82,16 +81,11 @@ def read_packed(cache: TokenCache, row: VideoRow, keep: int, order: TokenOrder) 
     with cache.shard_of(wanted) as shard:
         if order == "selection":
             table = shard.read(wanted)
-            columns = {name: _stored(table[name]) for name in vectors}
+            columns = {name: bfloat16(vector_bytes(table[name])).view(keep, -1) for name in vectors}
         else:
             placed = shard.read_by_index(wanted).vectors
             columns = {name: bfloat16(np.ascontiguousarray(placed[name])).view(keep, -1) for name in vectors}
     return PackedRows(columns, row["hidden_size"], cache.header)
-
-
-def _stored(column: ChunkedArray) -> Tensor:
-    """View a column of vectors as [K,width / 2] of two bytes each, which bfloat16 stands for."""
-    return bfloat16(vector_bytes(column)).view(len(column), -1)
 
 
 class RowReader:
