@@ -6,7 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -18,9 +18,9 @@ from pipeline.errors import QuestionFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault, give_up_process
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
-from pipeline.generate.asking import Asker, AskSetup, PreparedQuestion, heartbeat_name
+from pipeline.generate.asking import AnswerSetup, Asker, PreparedQuestion, heartbeat_name
 from pipeline.generate.choices import parse_letter
-from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, EngineDied, EngineSetup, load_engine
+from pipeline.generate.engines import Engine, EngineDied, load_engine
 from pipeline.generate.questions import QUESTION_SCHEMA, Instructions
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
 
@@ -45,17 +45,6 @@ def answered_rows(handed_over: pa.Table) -> pa.Table:
     return pa.Table.from_struct_array(handed_over["answers"].combine_chunks().flatten()).cast(ANSWERED)
 
 
-@dataclass(frozen=True)
-class AnswerSetup(AskSetup):
-    """The settings of an answering actor, which travel to every one."""
-
-    engine: EngineSetup = field(default_factory=EngineSetup)
-    batch_size: int = BATCH_SIZES[TRANSFORMERS]
-    device: str = "auto"
-    dtype: str = "auto"
-    attn: str = "auto"
-
-
 class BatchSize:
     """The number of questions to answer at once, which falls when memory runs short and rises again after a while."""
 
@@ -77,7 +66,8 @@ class BatchSize:
 class Answerer:
     """The actor that answers questions; it holds one language model and never a vision tower."""
 
-    def __init__(self, setup: AnswerSetup, heartbeats: Any = None) -> None:
+    def __init__(self, setup: AnswerSetup, heartbeats: Any = None, engine: Engine | None = None) -> None:
+        """Load the engine that ``setup`` describes, unless a loaded ``engine`` is given."""
         self._heartbeat = Heartbeat(STAGE, heartbeats)
         self._heartbeat.start()
         runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
@@ -88,7 +78,7 @@ class Answerer:
             None if any(setup.prunings.values()) else TokenCache(str(setup.store), store=setup.store, live=setup.live)
         )
         with self._heartbeat.loading():
-            self._engine = load_engine(replace(setup.engine, cache=cache), setup.source, runtime)
+            self._engine = engine or load_engine(replace(setup.engine, cache=cache), setup.source, runtime)
             self._asker = Asker(setup, self._engine, runtime.device, self._heartbeat)
         self._provenance = json.dumps(self._engine.describe())
 

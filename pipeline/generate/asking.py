@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from gstep.backbones import ModelSource
+from gstep.backbones import ModelSource, TextTower
 from gstep.language import Prompt, Visual, prompt_builder
 from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache
@@ -19,18 +19,18 @@ from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVid
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import POISON, Heartbeat
 from pipeline.generate.choices import lettered_prompt, letters
-from pipeline.generate.engines import Engine
+from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, Engine, EngineSetup
 from pipeline.generate.engines.cached_rows import read_outline
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos
-from pipeline.generate.late_pruning import Embedder, LatePruning, embedder_of
+from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Instructions
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
 from pipeline.storage.stores import Store
 
 
 @dataclass(frozen=True)
-class AskSetup:
-    """The settings for making prompts, which travel to every actor.
+class AnswerSetup:
+    """The settings of an answering actor, which travel to every one.
 
     Attributes:
         live: the live rows of the videos that are asked about, so that no actor reads the whole index.
@@ -41,6 +41,8 @@ class AskSetup:
         own_order: whether a method's own order in a prompt is kept of what is pruned here.
         positions: None is the family's default.
         rule, frame_times: as of prompt_builder.
+        batch_size: questions that the model is given at once.
+        device, dtype, attn: as of choose_runtime.
     """
 
     source: ModelSource
@@ -53,6 +55,11 @@ class AskSetup:
     positions: str | None = None
     rule: str = "transformers-5"
     frame_times: str = "true"
+    engine: EngineSetup = field(default_factory=EngineSetup)
+    batch_size: int = BATCH_SIZES[TRANSFORMERS]
+    device: str = "auto"
+    dtype: str = "auto"
+    attn: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,24 @@ class PreparedQuestion:
         return letters(len(choices)) if self.how.method == "letter" else choices
 
 
+class Embedder(Protocol):
+    """An object that embeds texts: a language model or a SigLIP text tower."""
+
+    def embedding(self, text: str) -> Tensor:
+        """Return the embedding [Q,De] of a text."""
+
+
 class Embedders:
-    """The embedders of question texts that the prunings ask for, each loaded once."""
+    """The embedders of question texts that the prunings ask for: the language ``model``, or a tower, loaded once.
+
+    The text to embed is that of the questions file, as in CDPruner's official code: without chat template, and
+    without the choices that stand in a column of their own. One without a token is a ValueError.
+    Raises ModelError where this node has another text tower than the driver.
+    """
 
     def __init__(self, model: Embedder, device: str, lates: Sequence[LatePruning]) -> None:
-        towers = dict.fromkeys(late.text_tower for late in lates if "text_embedding" in late.pruner.needs)
-        self._by_tower = {tower: embedder_of(tower, model, device) for tower in towers}
+        towers = {late.text_tower for late in lates if "text_embedding" in late.pruner.needs}
+        self._by_tower = {tower: TextTower.load(tower, device) if tower else model for tower in towers}
 
     def embedding(self, late: LatePruning, text: str) -> Tensor | None:
         """Return the embedding [Q,De] of a text for a method that compares it with tokens, and None for others."""
@@ -91,7 +110,7 @@ class Embedders:
 class Asker:
     """The maker of prompts from questions and cached videos, for one engine."""
 
-    def __init__(self, setup: AskSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
+    def __init__(self, setup: AnswerSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         self._prunings = setup.prunings
         self._room = engine.context_length

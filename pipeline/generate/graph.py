@@ -13,7 +13,8 @@ import ray
 
 from pipeline.execution.shards import RunGraph
 from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actor_options
-from pipeline.generate.answer_stage import STAGE, Answerer, AnswerSetup, answered_rows, question_blocks
+from pipeline.generate.answer_stage import STAGE, Answerer, answered_rows, question_blocks
+from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import BATCH_SIZES
 from pipeline.generate.resume import in_blocks

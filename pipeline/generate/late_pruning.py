@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
-from gstep.backbones import BACKBONES, ModelSource, TextTower, TextTowerSource, family_of
+from gstep.backbones import BACKBONES, ModelSource, TextTowerSource, family_of
 from gstep.evidence import HEAD_SOURCES, PER_FRAME, name_of
 from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
@@ -163,23 +163,6 @@ class LatePruning:
             tokens = (pruned.tokens[pruned.selection_order()] if own else pruned.tokens).to(tokens)
         levels = tuple(level[index] for level in visual.deepstack)
         return replace(visual, tokens=tokens, index=visual.index[index], deepstack=levels, evidence={})
-
-
-class Embedder(Protocol):
-    """An object that embeds texts: a language model or a SigLIP text tower."""
-
-    def embedding(self, text: str) -> Tensor:
-        """Return the embedding [Q,De] of a text."""
-
-
-def embedder_of(tower: TextTowerSource | None, model: Embedder, device: str) -> Embedder:
-    """Return the embedder of questions: ``tower`` where there is one, else the language ``model``.
-
-    The text to embed is that of the questions file, as in CDPruner's official code: without chat template, and
-    without the choices that stand in a column of their own. One without a token is a ValueError.
-    Raises ModelError where this node has another text tower than the driver.
-    """
-    return model if tower is None else TextTower.load(tower, device)
 
 
 def _unpickled(method: str, params: JsonObject, *rest: Any) -> LatePruning:

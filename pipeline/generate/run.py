@@ -20,7 +20,6 @@ from pipeline.execution.monitoring.monitor import Monitor
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
 from pipeline.execution.stream import PlannedGraph, stream
-from pipeline.generate.answer_stage import AnswerSetup
 from pipeline.generate.answers import (
     PRUNINGS,
     AnswersIdentity,
@@ -31,6 +30,7 @@ from pipeline.generate.answers import (
     try_merge_answers,
     write_answers_header,
 )
+from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.graph import AnswerPlan, batch_size, build_graph, plan_answers
 from pipeline.generate.request import GenerateRequest, describe_prunings, match_answers, prepare

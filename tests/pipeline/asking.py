@@ -19,7 +19,7 @@ from gstep.checkpoints.tower import tower_hash
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
-from pipeline.generate.answer_stage import AnswerSetup
+from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.request import GenerateRequest, prepare
 from pipeline.storage.stores import LocalStore, Store

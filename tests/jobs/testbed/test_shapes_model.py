@@ -17,7 +17,8 @@ from gstep.language import Decoding
 from jobs import evaluate
 from jobs.testbed.__main__ import main
 from pipeline.evaluate.shapes.questions import TYPES
-from pipeline.generate.answer_stage import Answerer, AnswerSetup
+from pipeline.generate.answer_stage import Answerer
+from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.held_videos import HeldVideos
 from pipeline.generate.questions import Way, read_questions
 from pipeline.rows import QuestionRecord, without_nulls

@@ -19,7 +19,7 @@ from gstep.pruners.fastv import FastV
 from pipeline.errors import UsageError
 from pipeline.generate.asking import Embedders
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.late_pruning import LatePruning, embedder_of
+from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.request import prepare
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evidence import tiny_cache_with_embeddings
@@ -207,7 +207,9 @@ def test_on_qwen_the_language_model_embeds_the_question(request_for, tmp_path):
     source = ModelSource.resolve("tiny-qwen2-5-vl")
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none", source=source, newline=None)
     late = request_for(path(Matching)).prunings[""]
-    assert (late.evidence, late.text_tower) == ((), None) and embedder_of(None, "the model", "cpu") == "the model"
+    assert (late.evidence, late.text_tower) == ((), None)
+    model = SimpleNamespace(embedding="embedded: {}".format)
+    assert Embedders(model, "cpu", [late]).embedding(late, "What?") == "embedded: What?"
     with pytest.raises(UsageError, match=r"needs image_embedding .*qwen2_5_vl does not give it"):
         request_for(path(Patches))
 

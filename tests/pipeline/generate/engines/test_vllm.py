@@ -16,7 +16,8 @@ from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from pipeline import TokenCache
 from pipeline.errors import QuestionFault
-from pipeline.generate.answer_stage import Answerer, AnswerSetup
+from pipeline.generate.answer_stage import Answerer
+from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.engines import EngineDied, EngineSetup, load_engine
 from pipeline.generate.engines.cached_rows import read_outline
 from pipeline.generate.held_videos import LruCache
