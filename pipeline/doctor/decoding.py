@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
@@ -15,20 +14,11 @@ from pipeline.rows import TodoRow
 _MOST_S = 60.0  # seconds that decoding may take in all
 
 
-@dataclass
-class DecodeCost:
-    """The core-seconds that each sample video took to decode; the decode process runs one thread."""
+def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow], seconds: list[float]) -> Iterator[Finding]:
+    """Decode sample videos as a run does, for a minute at most; yield findings.
 
-    seconds: list[float]
-
-    @property
-    def median_s(self) -> float | None:
-        """The median core-seconds of decoding a video; None where none was decoded."""
-        return median(self.seconds) if self.seconds else None
-
-
-def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow], cost: DecodeCost) -> Iterator[Finding]:
-    """Decode sample videos as a run does, for a minute at most, adding their seconds to ``cost``; yield findings."""
+    The core-seconds of each are added to ``seconds``; the decode process runs one thread.
+    """
     decoder, faults, codecs = VideoDecoder(setup), Counter[str](), Counter[str]()
     started = perf_counter()
     try:
@@ -38,21 +28,19 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow], cost: DecodeCost
             if frames is None:
                 faults[f"{record['error_class']}, e.g. {row['video_id']}: {record['error_message']}"] += 1
             else:
-                cost.seconds.append(record["decode_s"])
+                seconds.append(record["decode_s"])
                 codecs[f"{record['codec']} {record['source_width']}x{record['source_height']}"] += 1
             if perf_counter() - started > _MOST_S:
                 break
     finally:
         decoder.close()
     for says, n in faults.items():
-        yield Finding(
-            "decoding", "wrong", f"{n} of {faults.total() + codecs.total()} videos: {says}", "see the message"
-        )
-    if cost.median_s is not None:
+        many = f"{n} of {faults.total() + codecs.total()} videos"
+        yield Finding("decoding", "wrong", f"{many}: {says}", "see the message")
+    if seconds:
         kinds = ", ".join(f"{n} {kind}" for kind, n in codecs.most_common(4))
-        yield Finding(
-            "decoding", "ok", f"{cost.median_s:.3f} core-seconds a video, median of {codecs.total()}: {kinds}"
-        )
+        cost = f"{median(seconds):.3f} core-seconds a video"
+        yield Finding("decoding", "ok", f"{cost}, median of {codecs.total()}: {kinds}")
 
 
 def check_balance(decode_s: float | None, encode_s: float | None, cores: float, gpus: float) -> Finding:
@@ -65,6 +53,5 @@ def check_balance(decode_s: float | None, encode_s: float | None, cores: float, 
         return Finding("balance", "unknown", says, "run this where the GPUs are")
     has = cores / gpus
     says = f"this model wants {wanted:.1f} decode cores a GPU; the cluster has {has:.1f}"
-    if has >= wanted:
-        return Finding("balance", "ok", says)
-    return Finding("balance", "slow", says, "add nodes with CPUs alone, or try --snap-to-keyframes and --decoder nvdec")
+    remedy = "add nodes with CPUs alone, or try --snap-to-keyframes and --decoder nvdec"
+    return Finding.slow_if(has < wanted, "balance", says, remedy)

@@ -72,9 +72,8 @@ def _arithmetic(device: torch.device) -> Iterator[Finding]:
         says = f"4096 ones in bfloat16 sum to {total:g}, products in float32 err by {error:.1e}"
         yield Finding("arithmetic", "wrong", says, "other tokens would be selected here: update torch or the driver")
     else:
-        yield Finding(
-            "arithmetic", "ok", f"bfloat16 sums in float32; float32 products while pruning err by {error:.0e}"
-        )
+        says = f"bfloat16 sums in float32; float32 products while pruning err by {error:.0e}"
+        yield Finding("arithmetic", "ok", says)
 
 
 def _gpu(device: torch.device) -> Iterator[Finding]:
@@ -84,10 +83,8 @@ def _gpu(device: torch.device) -> Iterator[Finding]:
         f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, capability {properties.major}."
         f"{properties.minor}, CUDA {torch.version.cuda}"
     )
-    if properties.major < 8:
-        yield Finding("gpu", "slow", says, "bfloat16 is emulated before capability 8.0: use --dtype float16")
-    else:
-        yield Finding("gpu", "ok", says)
+    remedy = "bfloat16 is emulated before capability 8.0: use --dtype float16"
+    yield Finding.slow_if(properties.major < 8, "gpu", says, remedy)
 
 
 def _kernels(device: torch.device) -> Iterator[Finding]:
@@ -115,9 +112,8 @@ def _copies(device: torch.device) -> Iterator[Finding]:
     rate = _COPIED / _seconds(lambda: there.copy_(pinned, non_blocking=True), device)
     back = _COPIED / _seconds(lambda: pinned.copy_(there, non_blocking=True), device)
     remedy = "the GPU may sit on fewer PCIe lanes than it has (nvidia-smi -q -d PCIE)"
-    slow = min(rate, back) < _SLOW_COPY
     says = f"{rate / 1e9:.1f} GB/s to the GPU, {back / 1e9:.1f} from it"
-    yield Finding("copies", "slow" if slow else "ok", says, remedy if slow else "")
+    yield Finding.slow_if(min(rate, back) < _SLOW_COPY, "copies", says, remedy)
 
 
 def check_links() -> Finding:
@@ -125,10 +121,8 @@ def check_links() -> Finding:
     here, other = (torch.empty(_COPIED, dtype=torch.uint8, device=f"cuda:{place}") for place in range(2))
     rate = _COPIED / _seconds(lambda: other.copy_(here, non_blocking=True), torch.device("cuda", 1))
     says = f"{rate / 1e9:.1f} GB/s from one GPU to another"
-    if torch.cuda.can_device_access_peer(0, 1):
-        return Finding("links", "ok", says)
     remedy = "copies pass through the host: a vLLM over several GPUs is slow; look at nvidia-smi topo -m"
-    return Finding("links", "slow", says, remedy)
+    return Finding.slow_if(not torch.cuda.can_device_access_peer(0, 1), "links", says, remedy)
 
 
 def _encode(
@@ -149,9 +143,8 @@ def _encode(
         f"{median(seconds):.3f} s a video of {shape[0]} frames, {share:.0%} of the speed of matrix products; "
         f"loaded in {loaded_s:.1f} s"
     )
-    slow = device.type == "cuda" and share < _SLOW_SHARE
-    remedy = "look at nvidia-smi for other work and clocks; install flash-attn" if slow else ""
-    yield Finding("encode", "slow" if slow else "ok", says, remedy)
+    remedy = "look at nvidia-smi for other work and clocks; install flash-attn"
+    yield Finding.slow_if(device.type == "cuda" and share < _SLOW_SHARE, "encode", says, remedy)
 
 
 def _product_speed(device: torch.device, dtype: torch.dtype) -> float:

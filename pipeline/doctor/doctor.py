@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 from typing import cast
 
-from pipeline.doctor.decoding import DecodeCost, check_balance, check_decoding
+from pipeline.doctor.decoding import check_balance, check_decoding
 from pipeline.doctor.device import DeviceReport, check_device, check_links
 from pipeline.doctor.finding import Finding, guarded
-from pipeline.doctor.nodes import alive_nodes, clock_skews, judge_nodes, look_here, on_each_node
+from pipeline.doctor.nodes import Node, alive_nodes, clock_skews, judge_nodes, look_here, on_each_node, silent_node
 from pipeline.doctor.store import check_store, reachable
 from pipeline.doctor.vllm import check_vllm
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import connect, root_cause
+from pipeline.execution.cluster import connect
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.one_video import request_of
@@ -37,7 +38,7 @@ def examine(config: PruneConfig, say: Callable[[str], object]) -> Iterator[Findi
         say("looking at every node")
         yield from guarded("nodes", _nodes)
     yield from _store(config, bool(cluster))
-    request, cost, encode_s = None, DecodeCost([]), None
+    request, decode_s, encode_s = None, list[float](), None
     try:
         request = request_of(config)
         yield Finding("model", "ok", f"{config.model}: {request.source.model_type}, {request.source.identity}")
@@ -46,14 +47,16 @@ def examine(config: PruneConfig, say: Callable[[str], object]) -> Iterator[Findi
         yield Finding("model", "wrong", str(error), remedy)
     if request is not None and cluster:
         say("decoding some of the videos")
-        yield from guarded("decoding", partial(_decoding, config, request, cost))
+        yield from guarded("decoding", partial(_decoding, config, request, decode_s))
         say("encoding on the device")
         reports = _devices(config, request, cluster)
         for report in reports:
             yield from report.findings
         yield from _links(config.device)
         encode_s = next((report.encode_s for report in reports if report.encode_s is not None), None)
-    yield check_balance(cost.median_s, encode_s, cluster.get("CPU", 0.0), cluster.get("GPU", 0.0))
+    yield check_balance(
+        median(decode_s) if decode_s else None, encode_s, cluster.get("CPU", 0.0), cluster.get("GPU", 0.0)
+    )
     say("asking vLLM, where it is installed")
     yield from guarded("vllm", check_vllm)
 
@@ -71,10 +74,10 @@ def _ray(cluster: dict[str, float], device: str, say: Callable[[str], object]) -
 
 def _nodes() -> Iterator[Finding]:
     """Gather facts and clock skews of every node, and yield findings about them."""
-    nodes = on_each_node(look_here)
+    nodes = on_each_node(look_here, silent_node)
     skews = clock_skews()
     placed = {
-        host: node if isinstance(node, Exception) else node._replace(skew_s=skews.get(host, 0.0))
+        host: node._replace(skew_s=skews.get(host, 0.0)) if isinstance(node, Node) else node
         for host, node in nodes.items()
     }
     yield from judge_nodes(placed, look_here())
@@ -89,32 +92,26 @@ def _store(config: PruneConfig, in_cluster: bool) -> Iterator[Finding]:
         return
     yield from guarded("store", lambda: check_store(store))
     if in_cluster and len(list(alive_nodes())) > 1:
-        for host, found in on_each_node(lambda: list(check_store(store))).items():
-            if isinstance(found, Exception):
-                yield Finding(
-                    f"store ({host})", "wrong", f"it cannot be tried there: {root_cause(found)}", "look at that node"
-                )
-            else:
-                yield from (one.on(host) for one in found)
+
+        def failed(cause: str) -> list[Finding]:
+            return [Finding("store", "wrong", f"it cannot be tried there: {cause}", "look at that node")]
+
+        for host, found in on_each_node(lambda: list(check_store(store)), failed).items():
+            yield from (one.on(host) for one in found)
 
 
-def _decoding(config: PruneConfig, request: PruneRequest, cost: DecodeCost) -> Iterator[Finding]:
+def _decoding(config: PruneConfig, request: PruneRequest, decode_s: list[float]) -> Iterator[Finding]:
     """Read the first videos of the manifest and yield the findings of decoding them."""
     manifest = read_manifest(config.videos, config.video_root, objects=request.objects)
     rows = [{**row, "attempts": 1} for row in manifest.slice(0, _VIDEOS).to_pylist()]
-    yield from check_decoding(request.decode_setup(), cast(list[TodoRow], rows), cost)
+    yield from check_decoding(request.decode_setup(), cast(list[TodoRow], rows), decode_s)
 
 
 def _links(device: str) -> Iterator[Finding]:
     """Measure copies between two GPUs of each node that has several; without such a node yield nothing."""
     if device != "cpu" and any(has.get("GPU", 0.0) >= 2 for _, _, has in alive_nodes()):
-        for host, found in on_each_node(check_links, gpus=2).items():
-            failed = (
-                Finding("links", "wrong", root_cause(found), "look at that node and its driver")
-                if isinstance(found, Exception)
-                else found
-            )
-            yield failed.on(host)
+        found = on_each_node(check_links, partial(_not_looked_at, "links"), gpus=2)
+        yield from (one.on(host) for host, one in found.items())
 
 
 def _devices(config: PruneConfig, request: PruneRequest, cluster: dict[str, float]) -> list[DeviceReport]:
@@ -122,11 +119,16 @@ def _devices(config: PruneConfig, request: PruneRequest, cluster: dict[str, floa
     shape = request.decode_setup().largest_frames()
     work = partial(check_device, request.encode_setup(config.device, "auto"), shape)
     on_gpus = config.device != "cpu" and cluster.get("GPU", 0.0) >= 1
-    reports = []
-    for host, report in on_each_node(work, gpus=int(on_gpus), wait_s=_DEVICE_S).items():
-        if isinstance(report, Exception):
-            failed = Finding("device", "wrong", root_cause(report), "look at that node and its driver")
-            reports.append(DeviceReport([failed.on(host)], None))
-        else:
-            reports.append(DeviceReport([one.on(host) for one in report.findings], report.encode_s))
-    return reports
+
+    def failed(cause: str) -> DeviceReport:
+        return DeviceReport([_not_looked_at("device", cause)], None)
+
+    reports = on_each_node(work, failed, gpus=int(on_gpus), wait_s=_DEVICE_S)
+    return [
+        DeviceReport([one.on(host) for one in report.findings], report.encode_s) for host, report in reports.items()
+    ]
+
+
+def _not_looked_at(name: str, cause: str) -> Finding:
+    """Return the finding about a device that could not be looked at."""
+    return Finding(name, "wrong", cause, "look at that node and its driver")

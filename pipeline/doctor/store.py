@@ -59,6 +59,5 @@ def _look(store: Store, name: str, data: bytes, put_s: float) -> Iterator[Findin
     if wrong:
         yield Finding("store", "wrong", f"{store}: {'; '.join(wrong)}", "use another store: a cache would lose rows")
         return
-    slow = max(put_s, read_s) > _SLOW_S
     says = f"{store}: {_BYTES >> 20} MiB put in {put_s:.2f} s, read in {read_s:.2f} s; listed, ranged, deleted"
-    yield Finding("store", "slow" if slow else "ok", says, "use a store nearer to the workers" if slow else "")
+    yield Finding.slow_if(max(put_s, read_s) > _SLOW_S, "store", says, "use a store nearer to the workers")
