@@ -1,6 +1,6 @@
 """Types of GPUs: what each can do, and how many vCPUs usually stand beside it.
 
-Peaks are those of dense bfloat16; peaks, bandwidth and memory are those of NVIDIA's data sheets: A100 (SXM4), H100 and
+Peaks are those of dense bfloat16; peaks and bandwidth are those of NVIDIA's data sheets: A100 (SXM4), H100 and
 H200 (SXM5), B200 (an eighth of a DGX), L4, L40S, and A10G as in AWS's G5. Where a data sheet gives the peak with
 sparsity alone, half of it is taken. The vCPUs are an AWS instance's, divided by its GPUs: p4de, p4d, p5, p5en,
 p6-b200, and of g6, g6e and g5 the size with four GPUs. Prices of a GPU-hour are the range of published ones
@@ -21,27 +21,25 @@ class GpuType(NamedTuple):
     Attributes:
         peak: operations a second in dense bfloat16.
         bandwidth: bytes a second of its memory.
-        memory: bytes.
         vcpus: that usually stand beside it.
         price: published range of dollars an hour; None where none was found.
     """
 
     peak: float
     bandwidth: float
-    memory: float
     vcpus: int
     price: Interval | None = None
 
 
 GPU_TYPES: Mapping[str, GpuType] = {
-    "A100": GpuType(312e12, 2.039e12, 80e9, 12, Interval(0.80, 1.50, 3.00)),
-    "A100-40GB": GpuType(312e12, 1.555e12, 40e9, 12),
-    "H100": GpuType(989e12, 3.35e12, 80e9, 24, Interval(1.99, 3.00, 5.00)),
-    "H200": GpuType(989e12, 4.8e12, 141e9, 24, Interval(2.50, 4.00, 7.00)),
-    "B200": GpuType(2250e12, 8.0e12, 180e9, 24),
-    "L4": GpuType(121e12, 0.3e12, 24e9, 12),
-    "L40S": GpuType(362e12, 0.864e12, 48e9, 12),
-    "A10G": GpuType(70e12, 0.6e12, 24e9, 12),
+    "A100": GpuType(312e12, 2.039e12, 12, Interval(0.80, 1.50, 3.00)),
+    "A100-40GB": GpuType(312e12, 1.555e12, 12),
+    "H100": GpuType(989e12, 3.35e12, 24, Interval(1.99, 3.00, 5.00)),
+    "H200": GpuType(989e12, 4.8e12, 24, Interval(2.50, 4.00, 7.00)),
+    "B200": GpuType(2250e12, 8.0e12, 24),
+    "L4": GpuType(121e12, 0.3e12, 12),
+    "L40S": GpuType(362e12, 0.864e12, 12),
+    "A10G": GpuType(70e12, 0.6e12, 12),
 }
 
 #: Share of the peak that a vision tower is assumed to reach on a GPU, from an unfavourable to a favourable case. No run
