@@ -56,7 +56,6 @@ class RequestGate:
         self._app = KeyGuard(self._limited)
         self._inner = app
         self._state: Any = None  # of vLLM's own application
-        self._served: ServedCache | None = None
         self._prompts: CachedPrompts | None = None
         self._metrics: CacheMetrics | None = None
         self._busy = 0
@@ -96,8 +95,7 @@ class RequestGate:
     def _start(self, state: Any) -> None:
         """Open the caches, export their metrics, and take over SIGTERM. Raises as CachedPrompts."""
         self._state = state
-        self._served = ServedCache.from_config(state.vllm_config)
-        self._prompts = prompts_of(self._served)
+        self._prompts = prompts_of(ServedCache.from_config(state.vllm_config))
         self._metrics = CacheMetrics(self._prompts.caches)
         for model in state.openai_serving_models.base_model_paths:
             model.model_path = model.name  # else /v1/models tells everybody where the model lies
@@ -115,8 +113,8 @@ class RequestGate:
 
     async def _end(self) -> None:
         """Wait until the running requests have ended, or the shutdown timeout is over, and end the server."""
-        assert self._served is not None
-        deadline = time.monotonic() + self._served.shutdown_timeout
+        assert self._prompts is not None
+        deadline = time.monotonic() + self._prompts.served.shutdown_timeout
         while self._busy and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self._state.server.force_exit = self._busy > 0
@@ -138,7 +136,7 @@ class RequestGate:
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
-        most = self._served.max_request_bytes if self._served is not None else 0
+        most = self._prompts.served.max_request_bytes if self._prompts is not None else 0
         body, size, more = [], 0, True
         while more and size <= _SKIPPED * most:
             message = await receive()

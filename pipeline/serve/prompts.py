@@ -77,13 +77,13 @@ class Conversation(NamedTuple):
 
 
 class CachedPrompts:
-    """The maker of one model's prompts about the videos of served caches. Threads may share it.
+    """The maker of one model's prompts about the videos of ``served`` caches. Threads may share it.
 
     Raises UsageError where they do not go together, ModelError, NotACache, CorruptShard and OSError.
     """
 
     def __init__(self, served: ServedCache) -> None:
-        self._served = served
+        self.served = served
         self.source = ModelSource.resolve(served.model, served.revision, quantized=True)
         self.builder: PromptBuilder = prompt_builder(self.source, served.positions, served.rule, served.frame_times)
         self.caches = {name: self._opened(name, place) for name, place in served.places().items()}
@@ -97,12 +97,12 @@ class CachedPrompts:
         def opened() -> TokenCache:
             return TokenCache(place, store=store_at(place, Objects.from_environment()))
 
-        first, ratio = opened(), self._served.retention_ratio
+        first, ratio = opened(), self.served.retention_ratio
         check_model(first.store, first.identity["model"], self.source, partial(stored_tower, first.store, first.header))
         check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
         if ratio is not None and ratio > first.retention_ratio + 1e-9:
             raise UsageError(f"--retention-ratio {ratio:g}: the cache stores {first.retention_ratio:g}")
-        return ServedVideos(opened, self._served.refresh_seconds, name)
+        return ServedVideos(opened, self.served.refresh_seconds, name)
 
     def close(self) -> None:
         """Stop refreshing the caches."""
@@ -135,20 +135,12 @@ class CachedPrompts:
         if link.cache not in self.caches:
             known = ", ".join(filter(None, self.caches)) or "none"
             raise ValueError(f"this server has no cache {link.cache[:80]!r}; by name it has {known}")
-        ratio = link.retention_ratio if link.retention_ratio is not None else self._served.retention_ratio
+        ratio = link.retention_ratio if link.retention_ratio is not None else self.served.retention_ratio
         return self.caches[link.cache].find(link.video_id, ratio)
 
     def prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> Prompt:
         """Return the prompt of a conversation up to where the model is to speak. Raises ValueError, as the builder."""
         return self.builder.build_chat(conversation.messages, [video.visual for video in videos])
-
-    def build(self, messages: Iterable[ClientMessage]) -> Prompt:
-        """Read messages, wait for their videos, and return the prompt.
-
-        Raises ValueError as ``read``, and what ``find`` gives.
-        """
-        conversation = self.read(messages)
-        return self.prompt(conversation, [self.find(link).result() for link in conversation.links])
 
 
 @lru_cache(maxsize=1)

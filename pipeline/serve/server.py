@@ -132,10 +132,8 @@ def _flag(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if value is None:
         return []
-    if value is False:
-        return [f"--no-{name.replace('_', '-')}"]
-    if value is True:
-        return [flag]
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag.removeprefix('--')}"]
     if isinstance(value, list):
         return [flag, *map(str, value)]
     if isinstance(value, dict):

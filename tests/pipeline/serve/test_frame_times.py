@@ -20,7 +20,8 @@ ASKED = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url":
 
 def times(served: ServedCache) -> list[str]:
     prompts = CachedPrompts(served)
-    ids = prompts.build(ASKED).input_ids
+    conversation = prompts.read(ASKED)
+    ids = prompts.prompt(conversation, [prompts.find(link).result() for link in conversation.links]).input_ids
     return re.findall(r"<([0-9.]+) seconds>", prompts.builder.tokenizer.decode(ids))
 
 

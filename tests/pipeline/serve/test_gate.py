@@ -24,12 +24,12 @@ class Server:
     def __init__(self, cache, **limits):
         self.seen, self.go = [], asyncio.Event()
         self.about_videos, self.statuses = True, []
-        served = ServedCache(str(cache), "tiny", **limits)
+        self.served = ServedCache(str(cache), "tiny", **limits)
         engine = SimpleNamespace(check_health=self.healthy)
         self.state = SimpleNamespace(
             vllm_config=SimpleNamespace(
                 ec_transfer_config=SimpleNamespace(
-                    ec_connector_extra_config={CONFIG: json.loads(json.dumps(asdict(served)))}
+                    ec_connector_extra_config={CONFIG: json.loads(json.dumps(asdict(self.served)))}
                 )
             ),
             openai_serving_models=SimpleNamespace(base_model_paths=[SimpleNamespace(name="m", model_path="/a/m")]),
@@ -53,6 +53,16 @@ class Server:
 
     async def start(self):
         await self.gate({"type": "lifespan", "app": SimpleNamespace(state=self.state)}, None, None)
+
+    async def ready(self):
+        """Whether requests should be sent."""
+        return (await self.ask("/ready"))[0] == 200
+
+    async def ended(self):
+        """Wait until the server may end."""
+        async with asyncio.timeout(60):
+            while not self.state.server.should_exit:
+                await asyncio.sleep(0.01)
 
     async def ask(self, path="/v1/chat/completions", body=b"{}", headers=()):
         """(status, headers, body)."""
@@ -139,13 +149,13 @@ def test_sigterm_lets_requests_end_and_takes_no_other(cache):
             await asyncio.sleep(0)
         before = await server.ask("/ready")
         os.kill(os.getpid(), signal.SIGTERM)
-        while server.gate._draining is None:
+        while await server.ready():
             await asyncio.sleep(0.01)
         refused, ready, health = await server.ask(), await server.ask("/ready"), await server.ask("/health")
         still = server.state.server.should_exit
         server.go.set()
         answered = await running
-        await server.gate._draining
+        await server.ended()
         return before, refused, ready, health, still, answered, server.state.server
 
     before, refused, ready, health, still, answered, server = with_server(cache, use)
@@ -161,9 +171,9 @@ def test_requests_that_do_not_end_are_cut_after_the_timeout(cache):
         while not server.seen:
             await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
-        while server.gate._draining is None:
+        while await server.ready():
             await asyncio.sleep(0.01)
-        await server.gate._draining
+        await server.ended()
         running.cancel()
         return server.state.server
 
@@ -174,7 +184,7 @@ def test_health_tells_of_the_stores_and_stays_alive_without_them(cache):
     async def use(server):
         well = await server.ask("/health")
         cache.rename(cache.with_name("away"))
-        server.gate._prompts.caches[""].refresh()
+        prompts_of(server.served).caches[""].refresh()
         return well, await server.ask("/health")
 
     well, away = with_server(cache, use)
@@ -191,7 +201,7 @@ def test_no_path_of_the_model_is_told(cache):
 
 def test_the_metrics_have_the_caches(cache):
     async def use(server):
-        prompts = server.gate._prompts
+        prompts = prompts_of(server.served)
         for name in ("a", "a", "nope"):
             prompts.find(CacheLink(name)).exception()
         server.go.set()
