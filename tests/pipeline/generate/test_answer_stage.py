@@ -1,22 +1,21 @@
 """The actor that answers: what it says is what the model says, and one question's fault costs no other question."""
 
-import dataclasses
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from gstep.backbones import ModelSource
+from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from pipeline import TokenCache
 from pipeline.execution import gpu_fault
-from pipeline.generate import answer_stage
 from pipeline.generate.answer_stage import ANSWERED, GROW_AFTER, Answerer, BatchSize, answered_rows, question_blocks
-from pipeline.generate.engines import transformers
+from pipeline.generate.engines.transformers import TransformersEngine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
 from pipeline.rows import QuestionRecord, without_nulls
@@ -156,33 +155,26 @@ def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatev
     assert first["status"].to_pylist() == ["ok", "failed"] and first["answer"].to_pylist()[0]
 
 
-class Failing:
-    """The real model, which fails for some batches first."""
-
-    def __init__(self, failure) -> None:
-        self._failure = failure
-        self.sizes: list[int] = []
-        self.n_bytes = 0
-        self.context_length = llm("tiny").context_length
-        self.score, self.embed = llm("tiny").score, llm("tiny").embedding
-
-    def embedding(self, text):
-        return self.embed(text)
-
-    def generate(self, prompts, decodings, **more):
-        self.sizes.append(len(prompts))
-        self._failure(prompts)
-        return llm("tiny").generate(prompts, decodings, **more)
+def engine_of() -> TransformersEngine:
+    """The real engine, of which a test may replace what is to fail."""
+    return TransformersEngine(llm("tiny"), choose_runtime("cpu", "float32"))
 
 
 @pytest.fixture
-def failing(monkeypatch, cache):
-    """An actor whose model fails as told, and that model."""
+def failing(cache):
+    """An actor whose engine fails as told, and the sizes of the batches that it is given."""
 
-    def make(failure, **more):
-        model = Failing(failure)
-        monkeypatch.setattr(transformers, "load_language_model", lambda *_: model)
-        return Answerer(setup_of(cache, **more)), model
+    def make(failure):
+        engine, sizes = engine_of(), []
+        answers = engine.generate
+
+        def generate(prompts, decodings, **more):
+            sizes.append(len(prompts))
+            failure(prompts)
+            return answers(prompts, decodings, **more)
+
+        engine.generate = generate
+        return Answerer(setup_of(cache), engine=engine), sizes
 
     return make
 
@@ -192,10 +184,10 @@ def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, tmp_pa
         if len(prompts) > 2:
             raise torch.OutOfMemoryError("out of memory")
 
-    actor, model = failing(too_large)
+    actor, sizes = failing(too_large)
     rows = list(actor.answer(open_questions(tmp_path, 14)))
     assert [row["status"] for row in rows] == ["ok"] * 14
-    assert model.sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2]
+    assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2]
 
 
 def test_larger_batches_are_tried_again_after_a_while():
@@ -217,7 +209,7 @@ def test_a_question_that_never_fits_is_out_of_memory_and_costs_no_other(failing,
         if max(map(len, prompts)) >= 200:
             raise torch.OutOfMemoryError("out of memory")
 
-    actor, model = failing(too_long)
+    actor, sizes = failing(too_long)
     asked = open_questions(tmp_path, 12)
     asked[3]["prompt"] *= 100
     rows = by_id(actor.answer(asked))
@@ -225,15 +217,16 @@ def test_a_question_that_never_fits_is_out_of_memory_and_costs_no_other(failing,
         "3": "out-of-memory"
     }
     assert rows["3"]["retryable"] and len(rows) == 12
-    assert model.sizes == [8, 4, 2, 2, 1, 1, 4, 4]  # the next batch is as large as what fitted
+    assert sizes == [8, 4, 2, 2, 1, 1, 4, 4]  # the next batch is as large as what fitted
 
 
-def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(failing, tmp_path, monkeypatch):
+def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(cache, tmp_path):
     def too_large(*_):
         raise torch.OutOfMemoryError("out of memory")
 
-    actor, model = failing(None, prunings={"": LatePruning(CDPruner(), 0.25)})
-    monkeypatch.setattr(model, "embed", too_large)
+    engine = engine_of()
+    engine.embedding = too_large
+    actor = Answerer(setup_of(cache, prunings={"": LatePruning(CDPruner(), 0.25)}), engine=engine)
     (row,) = actor.answer(open_questions(tmp_path, 1))
     assert (row["error_class"], row["retryable"]) == ("out-of-memory", True)
 
@@ -243,13 +236,13 @@ def test_a_bug_that_one_question_meets_costs_no_other(failing, tmp_path):
         if any("seven" in text for text in map(decoded, prompts)):
             raise RuntimeError("cannot count")
 
-    actor, model = failing(sevens)
+    actor, sizes = failing(sevens)
     asked = open_questions(tmp_path, 8)
     asked[5]["prompt"] = "seven"
     rows = by_id(actor.answer(asked))
     assert [name for name, row in rows.items() if row["status"] != "ok"] == ["5"]
     assert (rows["5"]["error_class"], rows["5"]["error_message"]) == ("internal", "RuntimeError: cannot count")
-    assert model.sizes == [8] + [1] * 8
+    assert sizes == [8] + [1] * 8
 
 
 def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, tmp_path, monkeypatch):
@@ -260,29 +253,38 @@ def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, tmp_p
         raise SystemExit(code)
 
     monkeypatch.setattr(gpu_fault.os, "_exit", exit_at_once)
-    actor, model = failing(poisoned)
+    actor, sizes = failing(poisoned)
     with pytest.raises(SystemExit, match="70"):
         list(actor.answer(open_questions(tmp_path, 4)))
-    assert model.sizes == [4]
+    assert sizes == [4]
 
 
 def decoded(prompt) -> str:
     return llm("tiny").tokenizer.decode(prompt.input_ids)
 
 
-def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(tmp_path):
-    folder = tmp_path / "short"
-    shutil.copytree(tiny.build("tiny"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["max_position_embeddings"] = 120
-    (folder / "config.json").write_text(json.dumps(config))
-    source = ModelSource.resolve(folder)
-    setup = setup_of(tiny_cache(tmp_path / "c", source=source))
+@pytest.fixture
+def short(tmp_path):
+    """Makes the setup of an actor whose model knows so many positions."""
+
+    def make(positions: int):
+        folder = shutil.copytree(tiny.build("tiny"), tmp_path / "short")
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["max_position_embeddings"] = positions
+        (folder / "config.json").write_text(json.dumps(config))
+        source = ModelSource.resolve(folder)
+        return replace(setup_of(tiny_cache(tmp_path / "c", source=source)), source=source)
+
+    return make
+
+
+def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(short, tmp_path):
+    setup = short(120)
     asked = open_questions(tmp_path, 3)
     asked[1]["prompt"] = "Why? " * 60
     asked[2]["prompt"] = "Is this a \U0010fffe ?"
     asked.append({**asked[0], "question_id": "3", "decoding": asked[0]["decoding"].replace("8", "60")})
-    rows = by_id(Answerer(answer_stage.AnswerSetup(**{**vars(setup), "source": source})).answer(asked))
+    rows = by_id(Answerer(setup).answer(asked))
     assert [rows[str(i)].get("error_class") for i in range(4)] == [
         None, "prompt-too-long", "bad-prompt", "prompt-too-long"
     ]  # fmt: skip
@@ -290,16 +292,10 @@ def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(tmp_path):
     assert rows["1"]["n_visual_tokens"] == 50 and not rows["1"]["retryable"]
 
 
-def test_positions_that_the_model_does_not_know_are_refused(tmp_path):
-    folder = tmp_path / "short"
-    shutil.copytree(tiny.build("tiny"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["max_position_embeddings"] = 200  # a quarter of 196 tokens fits, all of them do not
-    (folder / "config.json").write_text(json.dumps(config))
-    source = ModelSource.resolve(folder)
-    setup = setup_of(tiny_cache(tmp_path / "c", source=source))
+def test_positions_that_the_model_does_not_know_are_refused(short, tmp_path):
+    setup = short(200)  # a quarter of 196 tokens fits, all of them do not
     for positions, error_class in (("contiguous", None), ("original", "prompt-too-long")):
-        actor = Answerer(dataclasses.replace(setup, source=source, positions=positions))
+        actor = Answerer(replace(setup, positions=positions))
         (row,) = actor.answer(open_questions(tmp_path, 1))
         assert row.get("error_class") == error_class
     assert "use --positions contiguous" in row["error_message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, prompt_builder
 from gstep.methods import OF_A_VIDEO
-from gstep.pruners.base import Pruner
 from pipeline import TokenCache
 from pipeline.cache.method import describe_method
 from pipeline.execution.heartbeat import Heartbeat
@@ -106,27 +106,25 @@ def test_late_and_early_pruning_give_the_same_tokens_bit_for_bit(made, whole, me
         assert (got.n_frames, got.extra) == (expected.n_frames, expected.extra) and not got.evidence
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """How often methods selected, by name."""
-    seen: list[str] = []
-    original = Pruner.prune
+class Counted(LatePruning):
+    """Notes the methods that selected."""
 
-    def prune(self, *args, **keywords):
-        seen.append(self.name)
-        return original(self, *args, **keywords)
+    seen: ClassVar[list[str]] = []
 
-    monkeypatch.setattr(Pruner, "prune", prune)
-    return seen
+    def select(self, *args):
+        self.seen.append(self.pruner.name)
+        return super().select(*args)
 
 
-def test_a_video_is_read_once_and_selected_from_once_a_method(made, whole, counted):
-    lates = [made.late(whole, method, ratio) for method in ("gstep", "random", "uniform") for ratio in RATIOS]
+def test_a_video_is_read_once_and_selected_from_once_a_method(made, whole):
+    methods = ("gstep", "random", "uniform")
+    lates = [Counted(**vars(made.late(whole, method, ratio))) for method in methods for ratio in RATIOS]
+    Counted.seen.clear()
     videos = ChosenVideos(HeldVideos(whole, None), lates, "cpu")
     first = [videos.get("v", late) for late in lates]
     assert sum(held.seconds > 0 for held in first) == 1  # reading the video
     assert all(videos.get("v", late).visual is held.visual for late, held in zip(lates, first, strict=True))
-    assert counted == ["gstep", "random", *["uniform"] * len(RATIOS)]
+    assert Counted.seen == ["gstep", "random", *["uniform"] * len(RATIOS)]
     assert videos.get("v", None).visual.tokens.shape[0] == first[0].visual.n_frames * first[0].visual.tokens_per_frame
 
 
@@ -161,11 +159,6 @@ def test_what_was_not_used_for_longest_goes_first():
     assert (held.get("a"), held.get("b"), held.get("c")) == (4, None, 4)
     held.put("large", 99)
     assert held.get("large") == 99 and held.get("a") is None  # the very last one stays whatever it takes
-
-
-def test_labels_say_the_parameters_in_one_order():
-    asked = LateAsked("fastv", 0.25, {"b": "2", "K": "3"})
-    assert (asked.method_label, asked.label) == ("fastv,K=3,b=2", "fastv,K=3,b=2@0.25")
 
 
 def test_a_pruning_may_have_positions_of_its_own(tmp_path):
