@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from pipeline.rows import VideoRow
 
 _HELD_BYTES = 2**30  # bytes of tokens that an actor keeps in memory for later questions
 _SELECTED_BYTES = 2**29  # bytes of selections, and again of selected tokens, kept beside them
+_READERS = 8  # values that are read at once; who asks for what is held waits for none of them
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 Outline = Callable[[TokenCache, VideoRow, float | None, TokenOrder], Visual]
@@ -51,6 +53,33 @@ class LruCache(Generic[K, V]):
             _, old = self._held.popitem(last=False)
             self.bytes -= self._size(old)
         return value
+
+
+class SharedReads(Generic[K, V]):
+    """Threads that read values by key, each once for all that ask for it meanwhile."""
+
+    def __init__(self, name: str) -> None:
+        self._threads = ThreadPoolExecutor(_READERS, name)
+        self._loading: dict[K, Future[V]] = {}
+
+    def find(self, key: K, held: V | None, read: Callable[[K], V]) -> Future[V]:
+        """Return a finished future of what is ``held``, or else one of what a thread reads.
+
+        Its caller holds the lock under which values are stored, so that none is read twice.
+        """
+        if held is not None:
+            done: Future[V] = Future()
+            done.set_result(held)
+            return done
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._loading[key] = self._threads.submit(read, key)
+            loading.add_done_callback(lambda _: self._loading.pop(key, None))
+        return loading
+
+    def close(self) -> None:
+        """Start no further read."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class HeldVideo(NamedTuple):

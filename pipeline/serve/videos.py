@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import quote
@@ -22,11 +22,10 @@ from pipeline.cache.reading import TokenOrder
 from pipeline.cache.table import table_files
 from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, RemovedVideo, UnknownVideo
 from pipeline.generate.engines.cached_rows import read_outline
-from pipeline.generate.held_videos import LruCache, n_bytes
+from pipeline.generate.held_videos import LruCache, SharedReads, n_bytes
 from pipeline.rows import VideoRow
 
 _HELD_BYTES = 2**27  # bytes of outlines that a server keeps in memory for later questions
-_READERS = 8  # videos that are read at once; a request whose videos are held waits for none of them
 
 
 class StoreAway(Exception):  # noqa: N818
@@ -81,9 +80,8 @@ class ServedVideos:
         declared = declared_method(self.cache.identity)
         self._order: TokenOrder = "selection" if declared is not None and declared.reorders else "index"
         self._held: LruCache[tuple[str, float | None], ServedVideo] = LruCache(_HELD_BYTES, lambda v: n_bytes(v.visual))
-        self._loading: dict[tuple[str, float | None], Future[ServedVideo]] = {}
+        self._reads: SharedReads[tuple[str, float | None], ServedVideo] = SharedReads("cache-reader")
         self._lock = threading.RLock()
-        self._readers = ThreadPoolExecutor(_READERS, "cache-reader")
         self.stats = CacheStats()
         self.away = False
         self._closed = threading.Event()
@@ -102,7 +100,7 @@ class ServedVideos:
     def close(self) -> None:
         """Stop refreshing the cache."""
         self._closed.set()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._reads.close()
 
     def find(self, video_id: str, retention_ratio: float | None) -> Future[ServedVideo]:
         """Return a future of the video, finished if it is in memory; otherwise a reader thread reads it.
@@ -114,16 +112,9 @@ class ServedVideos:
             held = None if row is None else self._held.get((_content_name(row), retention_ratio))
             if held is not None:
                 self.stats.hits += 1
-                done: Future[ServedVideo] = Future()
-                done.set_result(held)
-                return done
-            self.stats.misses += 1
-            asked = video_id, retention_ratio
-            loading = self._loading.get(asked)
-            if loading is None:
-                loading = self._loading[asked] = self._readers.submit(self._read, *asked)
-                loading.add_done_callback(lambda _: self._loading.pop(asked, None))
-            return loading
+            else:
+                self.stats.misses += 1
+            return self._reads.find((video_id, retention_ratio), held, self._read)
 
     def refresh(self) -> None:
         """Open the table again if its files changed; while the store is away, videos in memory are still served."""
@@ -153,18 +144,18 @@ class ServedVideos:
         while not self._closed.wait(seconds):
             self.refresh()
 
-    def _read(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
+    def _read(self, asked: tuple[str, float | None]) -> ServedVideo:
         """Read a video, with one refresh if its files were merged or removed meanwhile; count errors."""
         started = time.perf_counter()
         try:
             try:
-                found = self._load(video_id, retention_ratio)
+                found = self._load(*asked)
             except (CorruptShard, UnknownVideo) as error:
                 # It may have been done again and its old shard deleted, or its table read while the store was away.
                 if not (self.away or (isinstance(error, CorruptShard) and error.kind == "missing")):
                     raise
                 self._look_again()
-                found = self._load(video_id, retention_ratio)
+                found = self._load(*asked)
             self.away = False
             return found
         except Exception as error:

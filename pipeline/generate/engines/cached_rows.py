@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple, cast
 from urllib.parse import quote, unquote
 
@@ -16,11 +16,10 @@ from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.token_shard import Rows
 from pipeline.errors import CorruptShard, UnknownVideo
-from pipeline.generate.held_videos import LruCache
+from pipeline.generate.held_videos import LruCache, SharedReads
 from pipeline.rows import VideoRow
 
 PREFIX = "cached-rows:"  # of every name, by which an engine tells them from its own
-_READERS = 8  # videos that a worker reads at once
 _SNAPSHOTS = 2  # of a table: rows that were replaced just now are still asked for by those who have not looked again
 
 
@@ -99,9 +98,8 @@ class RowReader:
         self._open = caches
         self._snapshots = {name: [opened()] for name, opened in caches.items()}
         self._held: LruCache[str, PackedRows] = LruCache(limit, lambda rows: rows.n_bytes)
-        self._loading: dict[str, Future[PackedRows]] = {}
+        self._reads: SharedReads[str, PackedRows] = SharedReads("row-reader")
         self._lock = threading.RLock()
-        self._readers = ThreadPoolExecutor(_READERS, "row-reader")
         #: Videos that were read.
         self.n_read = 0
 
@@ -116,20 +114,11 @@ class RowReader:
         It raises ValueError for what is no name, UnknownVideo, CorruptShard and OSError.
         """
         with self._lock:
-            held = self._held.get(name)
-            if held is not None:
-                done: Future[PackedRows] = Future()
-                done.set_result(held)
-                return done
-            loading = self._loading.get(name)
-            if loading is None:
-                loading = self._loading[name] = self._readers.submit(self._read, name)
-                loading.add_done_callback(lambda _: self._loading.pop(name, None))
-            return loading
+            return self._reads.find(name, self._held.get(name), self._read)
 
     def close(self) -> None:
         """Start no further read."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._reads.close()
 
     def _read(self, name: str) -> PackedRows:
         """Read rows and hold them; the table is looked at again where the name, or a file of it, is not there."""
