@@ -67,7 +67,7 @@ class Arrived:
 def measure_open(cache: str, rates: Sequence[float], questions: Sequence[int], seed: int = 0) -> list[Arrived]:
     """Measure each rate with each number of questions a video, cold and then warm. Raises RunFailed.
 
-    Where there are no rates, they double until the server is saturated.
+    Where there are no rates, they double from FIRST_RATE until the server is saturated.
     """
     with serving(cache) as address:
         return asyncio.run(measure_at(address, TokenCache(cache), rates, questions, random.Random(seed)))
@@ -80,6 +80,7 @@ async def measure_at(
     questions: Sequence[int],
     draw: random.Random,
     key: str = "",
+    first_rate: float = FIRST_RATE,
 ) -> list[Arrived]:
     """Measure at a running server of a cache, as ``measure_open``. Raises RunFailed."""
     import httpx  # noqa: PLC0415 - comes with vLLM
@@ -94,7 +95,7 @@ async def measure_at(
         for way in WAYS:
             asking = _Questions(cache, model, way, (many - few) / 200, draw)
             for number in questions:
-                for rate in rates or (FIRST_RATE * 2**step for step in itertools.count()):
+                for rate in rates or (first_rate * 2**step for step in itertools.count()):
                     asked = asking.round(number, 0 if rates else rate * ROUND_S)
                     both = [await _round(client, asked, way, rate, number, warm, draw) for warm in (False, True)]
                     found += both

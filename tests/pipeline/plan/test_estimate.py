@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from jobs.frame.json_document import _strict
 from pipeline.plan.estimate import Cluster, Prices, estimate
 from pipeline.plan.intervals import Interval
 from pipeline.plan.render import rows_of
@@ -100,7 +99,7 @@ def test_what_an_earlier_run_measured_counts_instead_of_operations():
 
 
 def test_the_record_is_json_with_ranges_in_order():
-    record = json.loads(json.dumps(_strict(estimate(work(decode_s=Interval(5, 10, 20)), A100S, PRICED).as_record())))
+    record = json.loads(json.dumps(estimate(work(decode_s=Interval(5, 10, 20)), A100S, PRICED).as_record()))
     assert record["videos"] == 1000 and record["cluster"] == A100S._asdict()
     for key in FORECAST:
         assert record[key]["low"] <= record[key]["expected"] <= record[key]["high"], key

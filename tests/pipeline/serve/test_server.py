@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from jobs import compact, remove
-from jobs.benchmark.serving import open_loop
 from jobs.benchmark.serving.open_loop import as_record, as_table, measure_at
 from jobs.benchmark.serving.plot import write_rates
 from pipeline import TokenCache
@@ -320,9 +319,9 @@ def test_the_benchmark_measures_each_rate_cold_and_warm(cache, address):
     assert len(as_table(found).rows) == len(as_record(found)["open_loop"]) == 16
 
 
-def test_the_benchmark_doubles_the_rate_until_the_server_is_saturated(cache, address, tmp_path, monkeypatch):
-    monkeypatch.setattr(open_loop, "FIRST_RATE", 64.0)  # lower ones take the longest
-    found = asyncio.run(measure_at(address, TokenCache(cache), [], [8], random.Random(0), KEY))
+def test_the_benchmark_doubles_the_rate_until_the_server_is_saturated(cache, address, tmp_path):
+    # Lower rates take the longest.
+    found = asyncio.run(measure_at(address, TokenCache(cache), [], [8], random.Random(0), KEY, first_rate=64.0))
     for way in ("names", "texts"):
         warm = [one for one in found if one.way == way and one.warm]
         assert [one.rate for one in warm] == [64.0 * 2**step for step in range(len(warm))]
