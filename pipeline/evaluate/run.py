@@ -15,7 +15,6 @@ from functools import partial
 from typing import TypedDict
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
@@ -45,7 +44,7 @@ from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers, read_answers_header
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.request import checked
-from pipeline.generate.resume import COMPARED, answer_rows, difference, refuse_changed
+from pipeline.generate.resume import COMPARED, answer_rows, asked_rows, difference, refuse_changed
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.prune.config import PruneConfig
@@ -116,9 +115,7 @@ def _answers_store(request: EvaluateRequest) -> Store:
 
 def _live(request: EvaluateRequest) -> pa.Table:
     """Return the live answers to the questions of a request under its grid."""
-    live = AnswersTable(_answers_store(request)).live()
-    mine = pc.is_in(live["question_id"], value_set=request.questions["question_id"].combine_chunks())
-    return live.filter(pc.and_(mine, pc.is_in(live["pruning"], value_set=pa.array(list(request.grid), pa.string()))))
+    return asked_rows(AnswersTable(_answers_store(request)).live(), request.questions, request.grid)
 
 
 def _unanswered(request: EvaluateRequest) -> list[Item]:

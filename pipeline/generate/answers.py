@@ -163,8 +163,7 @@ class AnswersTable:
             names = self._read()
         except FileNotFoundError:  # merged since they were listed
             names = self._read()
-        tables = [self._tables[name].replace_schema_metadata(None) for name in names]
-        return pa.concat_tables([ANSWER_SCHEMA.empty_table(), *tables])
+        return pa.concat_tables([ANSWER_SCHEMA.empty_table(), *(self._tables[name] for name in names)])
 
     def _read(self) -> list[str]:
         """Read the shards that were committed since, and return the names of all."""
@@ -208,7 +207,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
                 store.delete(old)
     waiting = [name for name in names if name not in covered]
     if len(waiting) > at_least:
-        live = live_answers(pa.concat_tables([held[name].replace_schema_metadata(None) for name in waiting]))
+        live = live_answers(pa.concat_tables(held[name] for name in waiting))
         data = write_parquet(live.replace_schema_metadata({_MERGED: json.dumps(waiting)}))
         store.put(small_name(ANSWERS, "merged", 0, data), data)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import cast
@@ -99,7 +99,7 @@ def notes_on_answered(request: GenerateRequest, live: pa.Table, todo: list[Quest
     there = total - len(todo)
     if not there:
         return []
-    mine = asked_rows(request, live)
+    mine = asked_rows(live, request.questions, request.prunings)
     bad = mine.filter(pc.not_equal(mine["status"], "ok"))
     again = {(question["question_id"], question.get("pruning")) for question in todo}
     failed = len(set(zip(*(bad[name].to_pylist() for name in KEYS), strict=True)) - again)
@@ -112,11 +112,11 @@ def notes_on_answered(request: GenerateRequest, live: pa.Table, todo: list[Quest
     return lines
 
 
-def asked_rows(request: GenerateRequest, live: pa.Table) -> pa.Table:
-    """Select the live rows of the answers that belong to a request's questions and prunings."""
-    mine = pc.is_in(live["question_id"], value_set=request.questions["question_id"].combine_chunks())
-    prunings = pa.array([name or None for name in request.prunings], pa.string())
-    return live.filter(pc.and_(mine, pc.is_in(live["pruning"], value_set=prunings)))
+def asked_rows(live: pa.Table, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
+    """Select the live rows of the answers that belong to questions and prunings; "" is none."""
+    mine = pc.is_in(live["question_id"], value_set=questions["question_id"].combine_chunks())
+    under = pa.array([name or None for name in prunings], pa.string())
+    return live.filter(pc.and_(mine, pc.is_in(live["pruning"], value_set=under)))
 
 
 def _shown(value: object) -> str:

@@ -129,7 +129,8 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
     def summarise(self, request: GenerateRequest, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
         new = {answer_key(question) for question in todo.questions}
         total = len(request.questions) * len(request.prunings)
-        summary = summarise_answers(asked_rows(request, todo.table.live()), total, new, wall_s)
+        live = asked_rows(todo.table.live(), request.questions, request.prunings)
+        summary = summarise_answers(live, total, new, wall_s)
         return replace(summary, out=str(request.store))
 
     def _computed(self) -> Computed:

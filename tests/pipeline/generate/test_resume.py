@@ -187,7 +187,7 @@ def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_jo
 
 def test_rows_under_other_prunings_are_not_counted(grid_job, grid_answers):
     job = grid_job()
-    assert under(asked_rows(job, grid_answers).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
+    assert under(asked_rows(grid_answers, job.questions, GRID).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
     said = notes_on_answered(job, grid_answers, unanswered(job, grid_answers))
     assert said == ["2 of 6 questions have their answers already, 1 of them as errors"]
 

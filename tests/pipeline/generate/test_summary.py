@@ -1,7 +1,5 @@
 """What the answers hold for a file of questions, counted from their rows."""
 
-from dataclasses import replace
-
 import pytest
 
 from pipeline.generate.answers import AnswersTable, commit_answers
@@ -31,6 +29,6 @@ def test_seconds_of_a_batch_count_once(job):
     assert summary.seconds == {"load": 1.0, "prefill": 4.0, "decode": 2.0}
     assert (summary.visual_tokens, summary.prompt_tokens, summary.new_tokens) == (10, 25, 6)
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
-    first = replace(job, questions=job.questions.slice(0, 1))
-    part = summarise_answers(asked_rows(first, AnswersTable(job.store).live()), 1, {("ok", None)}, 2.0)
+    first = asked_rows(AnswersTable(job.store).live(), job.questions.slice(0, 1), job.prunings)
+    part = summarise_answers(first, 1, {("ok", None)}, 2.0)
     assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone
