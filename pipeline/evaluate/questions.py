@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 
@@ -10,7 +11,7 @@ from gstep.language import Decoding
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import item_of
 from pipeline.evaluate.protocols import Protocol
-from pipeline.generate.questions import QUESTION_SCHEMA, Instructions, Way
+from pipeline.generate.questions import QUESTION_SCHEMA, Way
 from pipeline.rows import AnswerRecord, QuestionRecord
 
 
@@ -33,12 +34,11 @@ def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -
 def _question(item: Item, protocol: Protocol, model_type: str, way: Way) -> QuestionRecord:
     """Return an item as a row of QUESTION_SCHEMA."""
     scored = bool(item.options) and protocol.choices != "generate"
-    how = Instructions(way.choices if scored else "generate", way.system, way.decoding)
     question: QuestionRecord = {
         "question_id": item.question_id,
         "video_ids": list(item.video_ids),
         "prompt": item.question if scored else protocol.text(item, model_type),
-        "decoding": how.describe(),
+        "decoding": (way if scored else replace(way, method="generate")).describe(),
     }
     if scored:
         question["choices"] = list(item.options)

@@ -171,7 +171,7 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
         questions=options.benchmark,
         out=answers_place(options),
         model=request.source.name,
-        choices=way.choices,
+        choices=way.method,
         system=way.system,
         max_new_tokens=way.decoding.max_new_tokens,
         temperature=way.decoding.temperature,

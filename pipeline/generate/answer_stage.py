@@ -21,7 +21,7 @@ from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
 from pipeline.generate.asking import AnswerSetup, Asker, PreparedQuestion, heartbeat_name
 from pipeline.generate.choices import parse_letter
 from pipeline.generate.engines import Engine, EngineDied, load_engine
-from pipeline.generate.questions import QUESTION_SCHEMA, Instructions
+from pipeline.generate.questions import QUESTION_SCHEMA, Way
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
 
 STAGE = "answer"
@@ -110,7 +110,7 @@ class Answerer:
         Those that are scored, those that are generated, and those for which the model prunes inside itself make batches
         of their own.
         """
-        understood = [(question, Instructions.parse(question["decoding"])) for question in questions]
+        understood = [(question, Way.parse(question["decoding"])) for question in questions]
         kinds = [(how.scored, self._asker.inside(question)) for question, how in understood]
         for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind[0]):
             waiting: list[PreparedQuestion] = []

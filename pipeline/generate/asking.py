@@ -23,7 +23,7 @@ from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, Engine, EngineS
 from pipeline.generate.engines.cached_rows import read_outline
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import Instructions
+from pipeline.generate.questions import Way
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
 from pipeline.storage.stores import Store
 
@@ -72,7 +72,7 @@ class PreparedQuestion:
 
     row: AnswerRecord
     prompt: Prompt
-    how: Instructions
+    how: Way
     inside: tuple[Pruner, float] | None = None
 
     def continuations(self) -> list[str]:
@@ -141,7 +141,7 @@ class Asker:
         """Return the pruning that a question is asked under, or None."""
         return self._prunings[question.get("pruning", "")]
 
-    def ask(self, question: QuestionRecord, how: Instructions) -> PreparedQuestion | AnswerRecord:
+    def ask(self, question: QuestionRecord, how: Way) -> PreparedQuestion | AnswerRecord:
         """Return the question with its prompt, or its error row if the prompt cannot be made."""
         try:
             with self._heartbeat.busy(heartbeat_name(question)):
@@ -167,7 +167,7 @@ class Asker:
             fault = QuestionFault("internal", f"{type(error).__name__}: {error}")
         return failed_answer(question, fault)
 
-    def _prepare(self, question: QuestionRecord, how: Instructions) -> PreparedQuestion | AnswerRecord:
+    def _prepare(self, question: QuestionRecord, how: Way) -> PreparedQuestion | AnswerRecord:
         """Read the question's videos, prune them as asked, and build the prompt."""
         late = self._pruning(question)
         words = None if late is None else self._embedders.embedding(late, question["prompt"])
@@ -239,7 +239,7 @@ def too_far(extent: int, context_length: int) -> QuestionFault:
     )
 
 
-def _text(question: QuestionRecord, how: Instructions) -> str:
+def _text(question: QuestionRecord, how: Way) -> str:
     """Return the user message of a question, with lettered choices unless the choices' texts are scored."""
     if "choices" not in question or how.method == "loglikelihood":
         return question["prompt"]

@@ -55,43 +55,25 @@ _NEEDS = "question_id, video_id and prompt"
 
 @dataclass(frozen=True)
 class Way:
-    """The run's default way of answering, for questions that do not set their own.
+    """The way that one question is answered, or those of a run that do not set their own.
 
     Attributes:
         decoding: options of generating.
-        choices: method for questions with choices: letter, loglikelihood or generate.
+        method: "letter" and "loglikelihood" score the choices, "generate" generates an answer. That of a run is for
+            questions with choices; others are generated.
         system: the system message; None is the chat template's.
     """
 
     decoding: Decoding
-    choices: str = "letter"
+    method: str = "letter"
     system: str | None = None
 
-    def describe(self) -> dict[str, str | int | float | None]:
-        """Return the way as part of the answers' identity; options without effect are left out."""
-        return {"choices": self.choices, "system": self.system, **describe_decoding(self.decoding)}
-
-
-@dataclass(frozen=True)
-class Instructions:
-    """The way that one question is answered, from its ``decoding`` column.
-
-    Attributes:
-        method: "letter" and "loglikelihood" score the choices, "generate" generates an answer.
-        system: the system message; None is the chat template's.
-        decoding: options of generating.
-    """
-
-    method: str
-    system: str | None
-    decoding: Decoding
-
     @classmethod
-    def parse(cls, text: str) -> Instructions:
+    def parse(cls, text: str) -> Way:
         """Parse the JSON that ``describe`` returned."""
         options = json.loads(text)
         decoding = Decoding(**{item.name: options[item.name] for item in fields(Decoding) if item.name in options})
-        return cls(options["method"], options["system"], decoding)
+        return cls(decoding, options["method"], options["system"])
 
     @property
     def scored(self) -> bool:
@@ -99,7 +81,7 @@ class Instructions:
         return self.method != "generate"
 
     def describe(self) -> str:
-        """Return the instructions as JSON; options without effect are left out, and so make no difference."""
+        """Return the way as JSON; options without effect are left out, and so make no difference."""
         options = {} if self.scored else describe_decoding(self.decoding)
         described = {"method": self.method, "system": self.system, **options}
         return json.dumps(described, sort_keys=True, ensure_ascii=False)
@@ -178,7 +160,7 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
         "prompt": prompt,
         "choices": choices,
         "target": target_of(row, where),
-        "decoding": _instructions(row, where, way, choices is not None).describe(),
+        "decoding": _way_of_row(row, where, way, choices is not None).describe(),
         "question_extra": carried_json(carried) if carried else None,
     }
     texts = (str(question_id), prompt, str(question["decoding"]), str(question["target"]), *video_ids)
@@ -212,7 +194,7 @@ def _choices(row: UserRow, where: str, way: Way) -> list[str] | None:
         raise QuestionsError(f"{where}: choices must be a list of texts (in .csv as JSON), got {value!r}")
     if len(choices) < 2:
         raise QuestionsError(f"{where}: choices must be at least two, got {value!r}")
-    if way.choices != "loglikelihood" and len(choices) > MAX_LETTERS:
+    if way.method != "loglikelihood" and len(choices) > MAX_LETTERS:
         raise QuestionsError(
             f"{where}: {len(choices)} choices, and there are {MAX_LETTERS} letters: use --choices loglikelihood"
         )
@@ -243,7 +225,7 @@ def json_list(text: str) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _instructions(row: UserRow, where: str, way: Way, has_choices: bool) -> Instructions:
+def _way_of_row(row: UserRow, where: str, way: Way, has_choices: bool) -> Way:
     """Return the way that a row's question is answered: the row's own settings, else the run's."""
     own = {name: _number(row[name], kind, name, where) for name, kind in _OPTIONS.items() if row.get(name) is not None}
     # One seed for all would draw the same numbers for every question.
@@ -255,7 +237,7 @@ def _instructions(row: UserRow, where: str, way: Way, has_choices: bool) -> Inst
     system = way.system if row.get("system") is None else row["system"]
     if system is not None and not isinstance(system, str):
         raise QuestionsError(f"{where}: system must be text, got {system!r}")
-    return Instructions(way.choices if has_choices else "generate", system, decoding)
+    return Way(decoding, way.method if has_choices else "generate", system)
 
 
 def _number(value: Any, kind: type, name: str, where: str) -> Any:

@@ -33,7 +33,7 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, VLLM, EngineSetup
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.generate.model import check_model, check_tokens, model_of, stored_tower
-from pipeline.generate.questions import Way, given_questions, read_questions
+from pipeline.generate.questions import Way, describe_decoding, given_questions, read_questions
 from pipeline.options import EngineOptions
 from pipeline.rows import VideoRecord, without_nulls
 from pipeline.storage.s3 import Objects
@@ -85,13 +85,13 @@ class GenerateRequest:
     @property
     def identity(self) -> AnswersIdentity:
         """The settings that all answers in one place share, JSON-able; PRUNINGS describes each pruning and may grow."""
-        stored, late = self.held["retention_ratio"], self.prunings.get("")
+        stored, late, way = self.held["retention_ratio"], self.prunings.get(""), way_of(self.config)
         identity: AnswersIdentity = {
             "cache": self.held if "" in self.prunings else without_evidence(self.held),
             "model": {"type": self.source.model_type, "weights": self.source.identity},
             "retention_ratio": stored if self.config.retention_ratio is None else self.config.retention_ratio,
             "prompt": {**self.builder.policy.describe(), "order": self._order_policy()},
-            "decoding": way_of(self.config).describe(),
+            "decoding": {"choices": way.method, "system": way.system, **describe_decoding(way.decoding)},
             **engine_of(self.config).describe(),
             **self.about,
         }

@@ -14,13 +14,13 @@ from pipeline.evaluate.benchmarks.annotations import NOT_PUBLISHED, NotAskable, 
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.protocols import LETTER
-from pipeline.generate.questions import Instructions, Way, read_questions
+from pipeline.generate.questions import Way, read_questions
 from pipeline.inputs.tables import UserRow
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 
 _WAY = Way(Decoding(max_new_tokens=LETTER.max_new_tokens), LETTER.choices)
 #: How questions with and without choices are answered where no row says otherwise.
-_DECODING = {Instructions(method, None, _WAY.decoding).describe() for method in (_WAY.choices, "generate")}
+_DECODING = {replace(_WAY, method=method).describe() for method in (_WAY.method, "generate")}
 
 
 def own_benchmark(file: str) -> Benchmark:

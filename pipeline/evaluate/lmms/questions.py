@@ -10,7 +10,7 @@ from typing import Any
 
 from gstep.language import Decoding
 from pipeline.errors import UsageError
-from pipeline.generate.questions import Instructions, seed_for
+from pipeline.generate.questions import Way, seed_for
 from pipeline.rows import JsonObject
 
 MAX_NEW_TOKENS = 1024  # the default of lmms-eval's llava_onevision for tasks without a setting
@@ -48,7 +48,7 @@ class LmmsQuestion:
             "question_id": self.question_id,
             "video_ids": [video_id],
             "prompt": self.prompt,
-            "decoding": Instructions("generate", system, self.decoding).describe(),
+            "decoding": Way(self.decoding, "generate", system).describe(),
             "question_extra": json.dumps({"task": self.task, "doc_id": self.doc_id}),
         }
 

@@ -19,7 +19,7 @@ from pipeline.generate.asking import Asker
 from pipeline.generate.engines import EngineSetup, load_engine
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LruCache
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
-from pipeline.generate.questions import Instructions
+from pipeline.generate.questions import Way
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.request import evidence_sources
@@ -173,7 +173,7 @@ def test_a_pruning_may_have_positions_of_its_own(tmp_path):
     engine = load_engine(EngineSetup(), source, choose_runtime("cpu", "float32", "auto"))
     asker = Asker(setup_of(store, prunings=lates), engine, "cpu", Heartbeat("answer"))
     question = {"question_id": "q", "video_ids": ["v"], "prompt": "What?", "attempts": 1}
-    how = Instructions("generate", None, Decoding())
+    how = Way(Decoding(), "generate")
     close, original = (asker.ask({**question, "pruning": label}, how).prompt for label in lates)
     assert torch.equal(close.input_ids, original.input_ids) and torch.equal(
         close.positions[0], torch.arange(len(close))

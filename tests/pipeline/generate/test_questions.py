@@ -7,7 +7,7 @@ import pytest
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
-from pipeline.generate.questions import Instructions, Way, given_questions, read_questions
+from pipeline.generate.questions import Way, given_questions, read_questions
 from tests.pipeline.asking import write_questions
 
 WAY = Way(Decoding(max_new_tokens=16))
@@ -37,7 +37,7 @@ def test_every_kind_of_file_says_the_same(tmp_path, kind):
     decoding = json.loads(third["decoding"])
     assert decoding["system"] == "Be brief."
     drawn = Decoding(max_new_tokens=16, temperature=0.5, seed=4)
-    assert Instructions.parse(third["decoding"]) == Instructions("generate", "Be brief.", drawn)
+    assert Way.parse(third["decoding"]) == Way(drawn, "generate", "Be brief.")
 
 
 def test_parquet_with_gaps_as_pandas_writes_them(tmp_path):
