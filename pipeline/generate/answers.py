@@ -251,12 +251,10 @@ def _parse(store: Store, name: str, data: bytes) -> pa.Table:
     """Read one shard in either format as ANSWER_SCHEMA. Raises CorruptShard."""
     check_content(store, name, data)
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
-        table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        for field in ANSWER_SCHEMA:
-            if field.name not in table.schema.names:  # of version 1
-                table = table.append_column(field, pa.nulls(len(table), field.type))
-        held = table.schema.metadata or {}
-        kept = {name: held[name] for name in (_MERGED,) if name in held}
+        held = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
+        # Rows of version 1 lack columns, which become null.
+        table = pa.concat_tables([ANSWER_SCHEMA.empty_table(), held], promote_options="default")
+        kept = {name: text for name, text in (held.schema.metadata or {}).items() if name == _MERGED}
         return table.select(ANSWER_SCHEMA.names).cast(ANSWER_SCHEMA).replace_schema_metadata(kept)
     lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
     return pa.Table.from_pylist([json.loads(line) for line in lines if line], schema=ANSWER_SCHEMA)

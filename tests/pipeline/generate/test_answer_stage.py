@@ -126,6 +126,35 @@ def test_choices_by_letter_and_by_text(cache, tmp_path):
     assert answers["generate"]["n_new_tokens"] > 0 and answers["generate"].get("choice_scores") is None
 
 
+def engine_of() -> TransformersEngine:
+    """The real engine, of which a test may replace what is to fail."""
+    return TransformersEngine(llm("tiny"), choose_runtime("cpu", "float32"))
+
+
+def failing_engine(failure):
+    """An engine that fails as told, and the sizes of the batches that it is given."""
+    engine, sizes = engine_of(), []
+    answers = engine.generate
+
+    def generate(prompts, decodings, **more):
+        sizes.append(len(prompts))
+        failure(prompts)
+        return answers(prompts, decodings, **more)
+
+    engine.generate = generate
+    return engine, sizes
+
+
+def too_many(fitting):
+    """A failure of batches of more questions than fit the memory."""
+
+    def failure(prompts):
+        if len(prompts) > fitting:
+            raise torch.OutOfMemoryError("out of memory")
+
+    return failure
+
+
 class Watched(Answerer):
     """Notes what was answered."""
 
@@ -137,15 +166,15 @@ class Watched(Answerer):
             yield row
 
 
-@pytest.mark.parametrize("fitting", [1, 2, 3])
+@pytest.mark.parametrize("fitting", [1, 2])
 def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatever_batches_are_made(
     cache, tmp_path, fitting
 ):
-    """So many batches fit the memory at first; the second question is one that no model is asked."""
+    """So many questions fit the memory at once; the second question is one that no model is asked."""
     asked = open_questions(tmp_path, 5)
     asked[1] |= {"video_ids": ["gone"]}
-    actor = Watched(setup_of(cache, batch_size=2))
-    actor._size.now = fitting
+    engine, _ = failing_engine(too_many(fitting))
+    actor = Watched(setup_of(cache, batch_size=2), engine=engine)
     parts = actor(question_blocks([asked])[0])
     first = answered_rows(next(parts))
     assert actor.answered < 5
@@ -155,36 +184,19 @@ def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatev
     assert first["status"].to_pylist() == ["ok", "failed"] and first["answer"].to_pylist()[0]
 
 
-def engine_of() -> TransformersEngine:
-    """The real engine, of which a test may replace what is to fail."""
-    return TransformersEngine(llm("tiny"), choose_runtime("cpu", "float32"))
-
-
 @pytest.fixture
 def failing(cache):
     """An actor whose engine fails as told, and the sizes of the batches that it is given."""
 
     def make(failure):
-        engine, sizes = engine_of(), []
-        answers = engine.generate
-
-        def generate(prompts, decodings, **more):
-            sizes.append(len(prompts))
-            failure(prompts)
-            return answers(prompts, decodings, **more)
-
-        engine.generate = generate
+        engine, sizes = failing_engine(failure)
         return Answerer(setup_of(cache), engine=engine), sizes
 
     return make
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, tmp_path):
-    def too_large(prompts):
-        if len(prompts) > 2:
-            raise torch.OutOfMemoryError("out of memory")
-
-    actor, sizes = failing(too_large)
+    actor, sizes = failing(too_many(2))
     rows = list(actor.answer(open_questions(tmp_path, 14)))
     assert [row["status"] for row in rows] == ["ok"] * 14
     assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2]

@@ -37,7 +37,9 @@ def store(tmp_path):
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_what_is_committed_is_read_back(store, form):
-    full = row(choices=["a", "b"], choice=1, choice_scores=[-2.5, -0.5], answer="line\u2028\nB", batch_size=3)
+    kept = {"pruning": "gstep@0.25", "n_total": 8, "n_kept": 2, "kept_per_frame": [2, 0], "retention_ratio": 0.25}
+    scored = {"choices": ["a", "b"], "choice": 1, "choice_scores": [-2.5, -0.5], "target": "B", "batch_size": 3}
+    full = row(answer="line\u2028\nB", **scored, **kept)
     commit_answers(store, "run", 0, [full, row("2", "failed", error_class="io")], form)
     (path,) = (Path(str(store)) / "answers").iterdir()
     assert path.suffix == f".{form}"
@@ -132,14 +134,6 @@ def test_a_question_has_a_live_row_under_every_pruning_and_without_one(store):
     rows = read_answers(str(store)).to_pylist()
     assert {(r["pruning"], r["answer"]) for r in rows} == {("a@0.1", "a"), ("b@0.1", "b"), (None, "bare")}
     assert len(rows) == 3
-
-
-@pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_what_a_pruning_kept_is_read_back(store, form):
-    kept = row(pruning="gstep@0.25", target="B", n_total=8, n_kept=2, kept_per_frame=[2, 0], retention_ratio=0.25)
-    commit_answers(store, "run", 0, [kept], form)
-    (read,) = read_answers(str(store)).to_pylist()
-    assert {name: read[name] for name in kept} == kept
 
 
 def test_many_files_are_merged_and_every_answer_stays(store):

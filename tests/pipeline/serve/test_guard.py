@@ -7,6 +7,11 @@ import pytest
 from pipeline.serve.guard import KEY, KeyGuard
 
 
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv(KEY, "secret")
+
+
 def answered(scope) -> list[dict]:
     """What a client is sent; by an app that says 200 to everything."""
     sent = []
@@ -27,28 +32,24 @@ def status(path, key=None, kind="http"):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations", "/tokenize", "/metrics", "/", "/health/x"])
-def test_a_stranger_gets_nowhere(monkeypatch, path):
-    monkeypatch.setenv(KEY, "secret")
+def test_a_stranger_gets_nowhere(path):
     assert status(path) == status(path, "other") == status(path, "secre") == 401
     assert status(path, "secret") == 200
 
 
 @pytest.mark.parametrize("scheme", ["bearer", "Bearer", "BEARER"])
-def test_the_scheme_is_read_in_any_case(monkeypatch, scheme):
-    monkeypatch.setenv(KEY, "secret")
+def test_the_scheme_is_read_in_any_case(scheme):
     headers = [(b"authorization", f"{scheme} secret".encode())]
     assert answered({"type": "http", "path": "/x", "headers": headers})[0]["status"] == 200
     headers = [(b"authorization", b"Basic secret")]
     assert answered({"type": "http", "path": "/x", "headers": headers})[0]["status"] == 401
 
 
-def test_health_is_for_everybody(monkeypatch):
-    monkeypatch.setenv(KEY, "secret")
+def test_health_is_for_everybody():
     assert status("/health") == status("/ping") == status("/ready") == 200
 
 
-def test_a_websocket_is_closed(monkeypatch):
-    monkeypatch.setenv(KEY, "secret")
+def test_a_websocket_is_closed():
     assert answered({"type": "websocket", "path": "/v1/realtime", "headers": []}) == [
         {"type": "websocket.close", "code": 1008}
     ]
