@@ -18,8 +18,6 @@ from pipeline.rows import Json, JsonObject
 from pipeline.serve import CONFIG
 from pipeline.serve.links import SCHEME, CacheLink
 from pipeline.serve.videos import ServedVideo, ServedVideos
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import store_at
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,16 +91,12 @@ class CachedPrompts:
 
     def _opened(self, name: str, place: str) -> ServedVideos:
         """Open a cache that fits the model, refreshed at intervals. Raises UsageError where it does not fit."""
-
-        def opened() -> TokenCache:
-            return TokenCache(place, store=store_at(place, Objects.from_environment()))
-
-        first, ratio = opened(), self.served.retention_ratio
+        first, ratio = TokenCache(place), self.served.retention_ratio
         check_model(first.store, first.identity["model"], self.source, partial(stored_tower, first.store, first.header))
         check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
         if ratio is not None and ratio > first.retention_ratio + 1e-9:
             raise UsageError(f"--retention-ratio {ratio:g}: the cache stores {first.retention_ratio:g}")
-        return ServedVideos(opened, self.served.refresh_seconds, name)
+        return ServedVideos(partial(TokenCache, place), self.served.refresh_seconds, name)
 
     def close(self) -> None:
         """Stop refreshing the caches."""

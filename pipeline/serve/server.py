@@ -25,7 +25,6 @@ from pipeline.serve.config import ServeConfig
 from pipeline.serve.gate import RequestGate
 from pipeline.serve.guard import KEY
 from pipeline.serve.prompts import CachedPrompts, ServedCache
-from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
 _ENDS_S = 5  # beyond the shutdown timeout, in which a process that has answered its requests ends
@@ -105,7 +104,7 @@ def command_line(arguments: Sequence[str]) -> str:
 def served_cache(config: ServeConfig) -> ServedCache:
     """Return the renderer's settings, which travel in vLLM's configuration."""
     with refusing(), store_refusing():
-        weights = read_header(store_at(config.cache, Objects.from_environment()))["identity"]["model"]["weights"]
+        weights = read_header(store_at(config.cache))["identity"]["model"]["weights"]
         model, revision = model_of(config.model, config.revision, weights)
     return ServedCache(
         cache=config.cache,

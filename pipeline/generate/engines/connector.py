@@ -26,8 +26,6 @@ from gstep.serving.items import SEPARATOR
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import CorruptShard, UnknownVideo
 from pipeline.generate.engines.cached_rows import PREFIX, RowReader
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import store_at
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -298,7 +296,7 @@ def rows_name(identifier: str) -> str:
 
 def _opened(place: str) -> TokenCache:
     """Return the cache at a place: the one that this process has opened, looked at again, or a new one."""
-    return OPENED.get(place) or TokenCache(place, store=store_at(place, Objects.from_environment()))
+    return OPENED.get(place) or TokenCache(place)
 
 
 def connected(address: str) -> socket.socket:
