@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import parse_qsl, unquote
 
 SCHEME = "cache://"
 _RATIO = "retention_ratio"
@@ -39,12 +39,6 @@ class CacheLink:
         if not name:
             raise ValueError(f"{url[:200]!r} names no video")
         return cls(unquote(name), _ratio(asked[_RATIO]) if _RATIO in asked else None, asked.get(_CACHE, ""))
-
-    def __str__(self) -> str:
-        ratio = "" if self.retention_ratio is None else f"{_RATIO}={self.retention_ratio:.12g}"
-        cache = f"{_CACHE}={quote(self.cache, safe='')}" if self.cache else ""
-        query = "&".join(filter(None, (ratio, cache)))
-        return f"{SCHEME}{quote(self.video_id)}{'?' if query else ''}{query}"
 
 
 def _ratio(text: str) -> float:

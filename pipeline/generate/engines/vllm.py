@@ -59,8 +59,8 @@ class VllmEngine:
         self._n_asked = 0
         # Each request that waits holds its prompt: no more of them than keep the scheduler busy.
         self._most_waiting = 2 * int(engine.vllm_config.scheduler_config.max_num_seqs)
-        #: Tokens of prompts, and how many of them the prefix cache had.
-        self.prompt_tokens = self.reused_tokens = 0
+        #: Tokens of prompts that the prefix cache had.
+        self.reused_tokens = 0
         #: Seconds to the first token of each request of the last batch.
         self.first_token_s: list[float] = []
         self.context_length = int(engine.vllm_config.model_config.max_model_len)
@@ -209,7 +209,6 @@ class VllmEngine:
         outputs = [done[name] for name in names]
         if unread := [theirs[name] for name in names if done[name].outputs[0].finish_reason == "error"]:
             raise self._unread(unread[0])
-        self.prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
         self.reused_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
         return outputs
 

@@ -6,25 +6,21 @@ from pipeline.serve.links import CacheLink
 
 
 @pytest.mark.parametrize(
-    ("url", "video_id", "ratio"),
+    ("url", "link"),
     [
-        ("cache://bikes.mp4", "bikes.mp4", None),
-        ("cache://a/b/c.mp4?retention_ratio=0.1", "a/b/c.mp4", 0.1),
-        ("cache:///absolute.mp4?retention_ratio=1", "/absolute.mp4", 1.0),
-        ("cache://50%25%20off%3F.mp4", "50% off?.mp4", None),
-        ("cache://día.mp4", "día.mp4", None),
-        ("cache://../../etc/passwd", "../../etc/passwd", None),  # an id like any other: it is looked up, never opened
+        ("cache://bikes.mp4", CacheLink("bikes.mp4")),
+        ("cache://a/b/c.mp4?retention_ratio=0.1", CacheLink("a/b/c.mp4", 0.1)),
+        ("cache:///absolute.mp4?retention_ratio=1", CacheLink("/absolute.mp4", 1.0)),
+        ("cache://50%25%20off%3F%23.mp4", CacheLink("50% off?#.mp4")),
+        ("cache://día.mp4", CacheLink("día.mp4")),
+        ("cache:///y%3Fretention_ratio=0.5", CacheLink("/y?retention_ratio=0.5")),
+        ("cache://x?cache=d", CacheLink("x", None, "d")),
+        ("cache://d%C3%ADa/%C3%B1.mp4?retention_ratio=1&cache=b%26c", CacheLink("día/ñ.mp4", 1.0, "b&c")),
+        ("cache://../../etc/passwd", CacheLink("../../etc/passwd")),  # an id like any other: looked up, never opened
     ],
 )
-def test_a_link_names_a_video_and_a_ratio(url, video_id, ratio):
-    assert CacheLink.parse(url) == CacheLink(video_id, ratio)
-
-
-@pytest.mark.parametrize("video_id", ["a b?c#d%.mp4", "día/ñ.mp4", "x", "/y?retention_ratio=0.5"])
-def test_a_link_that_was_written_is_read_again(video_id):
-    for ratio, cache in ((None, ""), (0.1, ""), (1.0, "b&c"), (None, "d")):
-        link = CacheLink(video_id, ratio, cache)
-        assert CacheLink.parse(str(link)) == link
+def test_a_link_names_a_video_a_ratio_and_a_cache(url, link):
+    assert CacheLink.parse(url) == link
 
 
 @pytest.mark.parametrize(
