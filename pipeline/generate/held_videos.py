@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -144,11 +145,8 @@ class ChosenVideos:
         self._videos = videos
         self._device = device
         self._own_order = own_order
-        self._largest: dict[Hashable, LatePruning] = {}
-        for late in filter(None, prunings):
-            other = self._largest.setdefault(_selection_key(late), late)
-            if late.retention_ratio > other.retention_ratio:
-                self._largest[_selection_key(late)] = late
+        rising = sorted(filter(None, prunings), key=attrgetter("retention_ratio"))
+        self._largest: dict[Hashable, LatePruning] = {_selection_key(late): late for late in rising}
         self._selected: LruCache[Hashable, PrunedTokens] = LruCache(_SELECTED_BYTES, lambda p: int(p.tokens.nbytes))
         self._visuals: LruCache[Hashable, Visual] = LruCache(_SELECTED_BYTES, n_bytes)
 

@@ -14,17 +14,8 @@ from pipeline.errors import QUESTION_FAULTS
 from pipeline.execution.outcome import Outcome, as_text, count_failures
 
 _COLUMNS = (
-    *(
-        "question_id",
-        "pruning",
-        "status",
-        "error_class",
-        "error_message",
-        "n_visual_tokens",
-        "n_prompt_tokens",
-        "n_new_tokens",
-    ),
-    *("load_s", "prefill_s", "decode_s", "batch_size"),
+    *("question_id", "pruning", "status", "error_class", "error_message"),
+    *("n_visual_tokens", "n_prompt_tokens", "n_new_tokens", "load_s", "prefill_s", "decode_s", "batch_size"),
 )
 
 
