@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from gstep.checkpoints.tower import tower_hash
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
+from pipeline.generate.answers import AnswersIdentity
 from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.request import GenerateRequest, prepare
+from pipeline.generate.late_pruning import LateAsked
+from pipeline.generate.questions import read_questions
+from pipeline.generate.request import GenerateRequest, checked, prepare, way_of
 from pipeline.storage.stores import LocalStore, Store
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, read_live, write_shard
 
@@ -90,8 +94,19 @@ def setup_of(store: Store, **more: Any) -> AnswerSetup:
     return AnswerSetup(ModelSource.resolve("tiny"), store, read_live(store), device="cpu", **more)
 
 
-def request_about(cache: Path, rows: list[dict[str, Any]], **options: Any) -> GenerateRequest:
-    """Return a checked request to ask ``rows`` of the cache; their file and the answers lie beside it."""
-    path = write_questions(cache.parent / "q.jsonl", rows)
-    config = GenerateConfig(cache=str(cache), questions=str(path), out=str(cache.parent / "o"), **options)
-    return prepare(config, Console(quiet=True))
+def request_about(
+    cache: Path,
+    rows: list[dict[str, Any]],
+    grid: Mapping[str, LateAsked | None] | None = None,
+    about: AnswersIdentity | None = None,
+    **options: Any,
+) -> GenerateRequest:
+    """Return a checked request to ask ``rows`` of the cache; their file and the answers lie beside it.
+
+    With a ``grid`` each is asked under every pruning of it, as in an evaluation, ``about`` something.
+    """
+    path = str(write_questions(cache.parent / "q.jsonl", rows))
+    config = GenerateConfig(cache=str(cache), questions=path, out=str(cache.parent / "o"), **options)
+    if grid is None:
+        return prepare(config, Console(quiet=True))
+    return checked(config, read_questions(path, way_of(config)), grid, Console(quiet=True), about)

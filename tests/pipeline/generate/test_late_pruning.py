@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
 from gstep.evidence import LAST_LAYER, SINGLE_PATCHES
@@ -18,10 +17,8 @@ from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from pipeline.errors import UsageError
 from pipeline.generate.asking import Embedders
-from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.request import prepare
-from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.asking import request_about, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings
 
 T, N, D = 5, 20, 16
@@ -160,18 +157,9 @@ def request_for(tmp_path):
     """A request about the video "a" of the cache in ``tmp_path / "c"``, checked."""
 
     def make(method, *params, **options):
-        questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
-        options = {"retention_ratio": 0.1, **options}
-        out = str(tmp_path / "o")
-        config = GenerateConfig(
-            cache=str(tmp_path / "c"),
-            questions=str(questions),
-            out=out,
-            pruner=method,
-            pruner_param=[*params],
-            **options,
-        )
-        return prepare(config, Console())
+        rows = [{"question_id": 1, "video_id": "a", "prompt": "What?"}]
+        asked = {"pruner": method, "pruner_param": [*params], "retention_ratio": 0.1}
+        return request_about(tmp_path / "c", rows, **asked, **options)
 
     return make
 

@@ -11,13 +11,11 @@ from gstep.backbones import ModelSource, family_of
 from pipeline.cache.header import header_bytes
 from pipeline.errors import IdentityMismatch, NotACache, NotAnswers, UsageError
 from pipeline.generate.answers import PRUNINGS, commit_answers, read_answers_header, write_answers_header
-from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LateAsked
-from pipeline.generate.questions import read_questions
-from pipeline.generate.request import GenerateRequest, checked, match_answers, way_of
+from pipeline.generate.request import match_answers
 from pipeline.generate.run import AnswerRun
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.asking import request_about, tiny_cache, write_questions
+from tests.pipeline.asking import request_about, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings
 
 ROWS = [
@@ -142,21 +140,6 @@ def whole(tmp_path):
     return tmp_path / "w"
 
 
-def grid_config(cache, **options):
-    file = write_questions(cache.parent / "q.jsonl", ROWS)
-    return GenerateConfig(cache=str(cache), questions=str(file), out=str(cache.parent / "o"), **options)
-
-
-def grid_request(config, grid, about=None) -> GenerateRequest:
-    questions = read_questions(config.questions, way_of(config))
-    return checked(config, questions, grid, Console(quiet=True), about)
-
-
-def under(cache, grid, about=None, **options):
-    """A checked request to ask ROWS under each pruning of a grid."""
-    return grid_request(grid_config(cache, **options), grid, about)
-
-
 def answered(job, pruning):
     """The answers of a job, with one row."""
     write_answers_header(job.store, job.identity)
@@ -165,7 +148,9 @@ def answered(job, pruning):
 
 
 def test_a_grid_says_what_each_of_its_prunings_is(whole):
-    job = under(whole, {**FULL, **late("gstep", alpha="0.5"), **late("random", seed=3)}, {"protocol": "mine"})
+    job = request_about(
+        whole, ROWS, {**FULL, **late("gstep", alpha="0.5"), **late("random", seed=3)}, {"protocol": "mine"}
+    )
     described = job.identity[PRUNINGS]
     assert described["none@1"] is None and described["gstep,alpha=0.5@0.25"]["params"]["alpha"] == 0.5
     assert described["random@0.25"]["seed"] == 3 and "seed" not in described["gstep,alpha=0.5@0.25"]
@@ -174,16 +159,16 @@ def test_a_grid_says_what_each_of_its_prunings_is(whole):
 
 
 def test_tokens_of_a_prompt_are_foreseen_under_each_pruning(whole):
-    job = under(whole, {**FULL, **late("gstep"), **late("fastv", K="1")})
+    job = request_about(whole, ROWS, {**FULL, **late("gstep"), **late("fastv", K="1")})
     a = [job.videos["a"]]
     assert (job.n_visual(a, "none@1"), job.n_visual(a, "gstep@0.25")) == (196 + 1, 49 + 1)
     assert job.n_visual(a, "fastv,K=1@0.25") == 196 + 1  # the model itself drops them
 
 
 def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
-    answered(under(whole, {**FULL, **late("gstep")}), "none@1")
-    match_answers(under(whole, {**FULL, **late("gstep"), **late("gstep", 0.1), **late("uniform")}))
-    match_answers(under(whole, late("uniform")))  # and by others alone
+    answered(request_about(whole, ROWS, {**FULL, **late("gstep")}), "none@1")
+    match_answers(request_about(whole, ROWS, {**FULL, **late("gstep"), **late("gstep", 0.1), **late("uniform")}))
+    match_answers(request_about(whole, ROWS, late("uniform")))  # and by others alone
 
 
 @pytest.mark.parametrize(
@@ -202,32 +187,32 @@ def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
     ],
 )
 def test_a_pruning_that_means_something_else_under_its_name_is_refused(whole, before, after, why):
-    answered(under(whole, {**FULL, **before}), "none@1")
+    answered(request_about(whole, ROWS, {**FULL, **before}), "none@1")
     with pytest.raises(IdentityMismatch, match=why):
-        under(whole, {**FULL, **after})
-    under(whole, late("uniform"))  # whose answers are not touched by it
+        request_about(whole, ROWS, {**FULL, **after})
+    request_about(whole, ROWS, late("uniform"))  # whose answers are not touched by it
 
 
 def test_what_a_grid_shares_binds_it_as_ever(whole):
-    answered(under(whole, FULL, {"protocol": "mine"}), "none@1")
+    answered(request_about(whole, ROWS, FULL, {"protocol": "mine"}), "none@1")
     for options, about, why in (
         ({"max_new_tokens": 3}, {"protocol": "mine"}, r"decoding\.max_new_tokens: the answers have 64, this run 3"),
         ({"order": "index"}, {"protocol": "mine"}, r"prompt\.order: the answers have 'own', this run 'index'"),
         ({}, {"protocol": "yours"}, "protocol: the answers have 'mine', this run 'yours'"),
     ):
         with pytest.raises(IdentityMismatch, match=why):
-            under(whole, {**FULL, **late("gstep")}, about, **options)
+            request_about(whole, ROWS, {**FULL, **late("gstep")}, about, **options)
 
 
 def test_answers_of_a_grid_and_those_of_one_pruning_do_not_mix(whole):
-    answered(under(whole, FULL), "none@1")
+    answered(request_about(whole, ROWS, FULL), "none@1")
     with pytest.raises(IdentityMismatch, match="prunings: the answers have"):
-        grid_request(grid_config(whole), {"": None})
+        request_about(whole, ROWS)
 
 
 def test_evidence_beside_the_tokens_is_no_difference_to_a_grid(whole):
     """It changes no token: a cache that holds more serves the answers that are there."""
-    plain = under(whole, {**FULL, **late("gstep")})
+    plain = request_about(whole, ROWS, {**FULL, **late("gstep")})
     held = {
         **plain.held,
         "evidence": {"token_attention": "last_layer"},
@@ -245,17 +230,17 @@ def test_evidence_beside_the_tokens_is_no_difference_to_a_grid(whole):
 def test_a_method_that_looks_through_the_pooling_head_says_whose(tmp_path):
     head = family_of(ModelSource.resolve("tiny")).text_tower("tiny").head.identity
     tiny_cache_with_embeddings(tmp_path / "c", head=head)
-    described = under(tmp_path / "c", {**late("cdpruner", siglip="tiny"), **late("gstep")}).identity[PRUNINGS]
+    described = request_about(tmp_path / "c", ROWS, {**late("cdpruner", siglip="tiny"), **late("gstep")}).identity[
+        PRUNINGS
+    ]
     assert described["cdpruner@0.25"]["pooling_head"] == head and "pooling_head" not in described["gstep@0.25"]
 
 
 def test_what_others_asked_for_stays_in_the_header_while_there_are_answers_under_it(whole):
-    config = grid_config(whole)
-    stale = grid_request(config, {**FULL, **late("topk")})
+    stale = request_about(whole, ROWS, {**FULL, **late("topk")})
     write_answers_header(stale.store, stale.identity)  # of a run that ended before its first answer
     for grid in ({**FULL, **late("gstep")}, {**FULL, **late("uniform")}):
-        gone = [{"question_id": "3", "video_id": "gone", "prompt": "p"}]
-        write_questions(whole.parent / "q.jsonl", gone)  # which needs no model
-        AnswerRun(config, Console(quiet=True), lambda grid=grid: grid_request(config, grid)).carry_out()
+        job = request_about(whole, ROWS[2:], grid)  # of a video that is gone, which needs no model
+        AnswerRun(job.config, Console(quiet=True), lambda job=job: job).carry_out()
     held = read_answers_header(stale.store)["identity"][PRUNINGS]
     assert held.keys() == {"none@1", "gstep@0.25", "uniform@0.25"} and not ray.is_initialized()

@@ -1,14 +1,10 @@
 """What is left to ask: the questions minus their live rows, and nothing that changed goes unnoticed."""
 
 import pytest
-from rich.console import Console
 
 from pipeline.errors import QuestionFault, QuestionsChanged
 from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
-from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LateAsked
-from pipeline.generate.questions import read_questions
-from pipeline.generate.request import checked, way_of
 from pipeline.generate.resume import (
     asked_rows,
     difference,
@@ -19,7 +15,7 @@ from pipeline.generate.resume import (
     unanswered,
 )
 from pipeline.rows import failed_answer
-from tests.pipeline.asking import request_about, tiny_cache, write_questions
+from tests.pipeline.asking import request_about, tiny_cache
 
 ROWS = [
     {"question_id": "ok", "video_id": "a", "prompt": "p"},
@@ -154,9 +150,7 @@ def grid_job(tmp_path):
     tiny_cache(tmp_path / "c", ratio=1.0, method="none")
 
     def job(rows=ROWS[:2], **options):
-        file = str(write_questions(tmp_path / "q.jsonl", rows))
-        config = GenerateConfig(cache=str(tmp_path / "c"), questions=file, out=str(tmp_path / "o"), **options)
-        return checked(config, read_questions(file, way_of(config)), GRID, Console(quiet=True))
+        return request_about(tmp_path / "c", rows, GRID, **options)
 
     return job
 
