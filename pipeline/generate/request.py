@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import pyarrow as pa
@@ -73,9 +73,9 @@ class GenerateRequest:
     builder: PromptBuilder
     questions: pa.Table
     store: Store
-    prunings: Mapping[str, LatePruning | None] = field(default_factory=lambda: {"": None})
-    order: TokenOrder = "index"
-    about: AnswersIdentity = field(default_factory=AnswersIdentity)
+    prunings: Mapping[str, LatePruning | None]
+    order: TokenOrder
+    about: AnswersIdentity
 
     @cached_property
     def videos(self) -> dict[str, VideoRecord]:

@@ -35,7 +35,7 @@ def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]
             done[row["question_id"], row.get("pruning", "")] = kept, difference(question, row)
     todo: list[QuestionRecord] = []
     changed: list[str] = []
-    for question in _questions(request):
+    for question in _under(asked.values(), request.prunings):
         old, different = done.get((question["question_id"], question.get("pruning", "")), (None, None))
         if old is None:
             todo.append({**question, "attempts": 1})
@@ -77,11 +77,10 @@ def answer_rows(table: pa.Table) -> Iterator[AnswerRecord]:
             yield without_nulls(row, AnswerRecord)
 
 
-def _questions(request: GenerateRequest) -> Iterator[QuestionRecord]:
+def _under(questions: Iterable[QuestionRecord], prunings: Iterable[str]) -> Iterator[QuestionRecord]:
     """Yield every question under every pruning; the prunings of one question follow each other."""
-    for row in request.questions.to_pylist():
-        for pruning in request.prunings:
-            question = without_nulls(row, QuestionRecord)
+    for question in questions:
+        for pruning in prunings:
             yield {**question, "pruning": pruning} if pruning else question
 
 

@@ -33,7 +33,7 @@ from pipeline.generate.answers import (
 from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.graph import AnswerPlan, batch_size, build_graph, plan_answers
-from pipeline.generate.request import GenerateRequest, describe_prunings, match_answers, prepare
+from pipeline.generate.request import GenerateRequest, match_answers, prepare
 from pipeline.generate.resume import asked_rows, notes_on_answered, split_decided, unanswered
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
@@ -124,7 +124,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         if PRUNINGS not in identity or not todo.table.names():
             return identity
         held = read_answers_header(request.store)["identity"].get(PRUNINGS, {})
-        return {**identity, PRUNINGS: {**held, **describe_prunings(request.prunings, request.held)}}
+        return {**identity, PRUNINGS: {**held, **identity[PRUNINGS]}}
 
     def summarise(self, request: GenerateRequest, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
         new = {answer_key(question) for question in todo.questions}
