@@ -18,7 +18,7 @@ from gstep.serving.sampling import check_served
 from pipeline.cache.reader import read_header
 from pipeline.errors import UsageError
 from pipeline.execution.request import refusing, store_refusing
-from pipeline.generate.engines.vllm import check_installed, connector_config
+from pipeline.generate.engines.vllm import check_installed, connector_config, refuse_own
 from pipeline.generate.model import model_of
 from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import ServeConfig
@@ -68,8 +68,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
     with refusing():
         check_served(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
-    if mine := sorted(config.engine_params().keys() & _OWN):
-        raise UsageError(f"--engine-param {mine[0]}: it follows from the cache, the model and the other flags")
+    refuse_own(config.engine_params(), _OWN)
     with refusing():
         runtime = choose_runtime("auto", config.dtype)
         prepare_process(runtime.device, config.tensor_parallel, multiprocessing=True)

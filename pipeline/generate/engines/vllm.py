@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -333,12 +333,17 @@ def check_installed(asked: str) -> None:
         raise UsageError(f"{asked}: vLLM {found} is installed here, and {SUPPORTED} is what was tested")
 
 
+def refuse_own(params: JsonObject, own: Set[str] = OWN) -> None:
+    """Raise UsageError for engine arguments that this project sets."""
+    if mine := sorted(params.keys() & own):
+        raise UsageError(f"--engine-param {mine[0]}: it follows from the cache, the model and the other flags")
+
+
 def _check_params(params: JsonObject) -> None:
     """Raise UsageError for engine arguments that vLLM does not know, or that this project sets."""
     if not params:
         return
-    if mine := sorted(params.keys() & OWN):
-        raise UsageError(f"--engine-param {mine[0]}: it follows from the cache, the model and the other flags")
+    refuse_own(params)
     prepare_process("cpu", 1)
     from vllm import EngineArgs  # noqa: PLC0415 - as above
 
