@@ -72,7 +72,7 @@ def test_no_row_goes_from_a_server_to_its_engine(asked, monkeypatch):
         sent.extend(bytes(memoryview(part).cast("B")) for part in parts)
         return parts
 
-    monkeypatch.setattr(core.encoder, "encode", counted)
+    core.encoder.encode = counted
     try:
         answers = engine.generate(named, HOW)
         assert found(marks, sent) == 0 and 0 < sum(map(len, sent)) < 4 * 4000
@@ -83,7 +83,7 @@ def test_no_row_goes_from_a_server_to_its_engine(asked, monkeypatch):
         engine.close()
 
 
-def test_no_row_goes_from_an_engine_to_its_workers(asked, monkeypatch):
+def test_no_row_goes_from_an_engine_to_its_workers(asked):
     """Two of them, that each hold half of the model and read the cache."""
     cache, named, whole, marks = asked
     engine, sent = engine_of(cache, tensor_parallel=2), []
@@ -94,7 +94,7 @@ def test_no_row_goes_from_an_engine_to_its_workers(asked, monkeypatch):
         sent.append(pickle.dumps(told))
         return enqueue(told, *more, **keywords)
 
-    monkeypatch.setattr(queue, "enqueue", counted)
+    queue.enqueue = counted
     try:
         answers = engine.generate(named, HOW)
         assert found(marks, sent) == 0 and sent
