@@ -6,11 +6,12 @@ import pytest
 
 from pipeline.doctor.decoding import check_balance, check_decoding
 from pipeline.doctor.finding import Finding, guarded
-from pipeline.doctor.nodes import CODECS, judge_nodes, look_here, silent_node
+from pipeline.doctor.nodes import CODECS, judge_nodes, look_here, on_each_node, silent_node
 from pipeline.doctor.store import check_store, reachable
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.one_video import request_of
 from pipeline.storage.stores import LocalStore
+from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
 HERE = look_here()
@@ -38,6 +39,15 @@ def test_a_codec_that_pyav_lacks_is_named():
 def test_a_clock_that_is_wrong_and_a_node_that_is_silent_are_named():
     found = wrong(judge_nodes({"a": HERE._replace(skew_s=-3600.0), "b": silent_node("RuntimeError: gone")}, HERE))
     assert "-3600.0 s" in found["clock (a)"].says and "gone" in found["node (b)"].says
+
+
+@pytest.mark.slow
+def test_a_look_that_fails_on_a_node_is_what_the_caller_says_of_it():
+    with ray_here({"num_cpus": 1}):
+        (found,) = on_each_node(lambda: 1 // 0, silent_node).values()
+        (seen,) = on_each_node(look_here, silent_node).values()
+    assert found == silent_node("ZeroDivisionError: integer division or modulo by zero")
+    assert seen.versions == HERE.versions
 
 
 def test_a_node_with_little_room_is_slow():
