@@ -156,10 +156,9 @@ class Answerer:
     def _answer_batch(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Answer a batch; if it fails, answer its parts, down to the one question that gets the error row."""
         try:
-            started = time.perf_counter()
-            rows = self._score(batch, started) if batch[0].how.scored else self._generate(batch)
+            rows = self._score(batch) if batch[0].how.scored else self._generate(batch)
             self._fitted = max(self._fitted, len(batch))
-            return rows
+            return [{**row, "status": "ok", "batch_size": len(batch)} for row in rows]
         except (torch.OutOfMemoryError, MemoryError) as error:
             fault = QuestionFault("out-of-memory", str(error))
             self._short = True
@@ -188,22 +187,20 @@ class Answerer:
         for asked, answer in zip(batch, answers, strict=True):
             row: AnswerRecord = {
                 **asked.row,
-                "status": "ok",
-                "batch_size": len(batch),
                 "answer": answer.text,
                 "finish": answer.finish,
                 "n_new_tokens": len(answer.token_ids),
                 "prefill_s": answer.prefill_s,
                 "decode_s": answer.decode_s,
             }
-            choice = parse_letter(answer.text, asked.row["choices"]) if "choices" in asked.row else None
-            if choice is not None:
+            if "choices" in asked.row and (choice := parse_letter(answer.text, asked.row["choices"])) is not None:
                 row["choice"] = choice
             rows.append(row)
         return rows
 
-    def _score(self, batch: list[PreparedQuestion], started: float) -> list[AnswerRecord]:
+    def _score(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Score the choices of each question, and return the rows; the likeliest choice is the answer."""
+        started = time.perf_counter()
         texts = [asked.continuations() for asked in batch]
         all_scores = self._engine.score([asked.prompt for asked in batch], texts, inside=batch[0].inside)
         seconds = time.perf_counter() - started
@@ -212,8 +209,6 @@ class Answerer:
             sums = [score.logprob for score in scores]
             row: AnswerRecord = {
                 **asked.row,
-                "status": "ok",
-                "batch_size": len(batch),
                 "answer": names[_largest(sums)],
                 "choice": _largest(sums),
                 "choice_scores": sums,
