@@ -25,7 +25,7 @@ from pipeline.evaluate.pages import video_pages
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, write_results_header
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, arms_of, drop_tokens, score_answers
-from pipeline.evaluate.statistics.render import few_mark, method_title, rows_of, titled
+from pipeline.evaluate.statistics.render import few_mark, method_title, titled
 from pipeline.evaluate.statistics.results import ResultsTable
 from pipeline.evaluate.submissions import write_submissions
 from pipeline.generate.summary import render_answers
@@ -79,12 +79,12 @@ def clusters_of(table: ResultsTable) -> dict[str, int]:
 
     Intervals and p of few clusters are Student's; of fewer than six they are missing.
     """
-    return {column.key: n for column, n in zip(table.columns, table.n_clusters, strict=True)}
+    return {column.key: column.n_clusters for column in table.columns}
 
 
 def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
     """Yield a record per row of the table: the score of each column by its key, and ``rel`` in percent."""
-    for row in rows_of(table):
+    for row in table.rows:
         cells = zip(table.columns, row.cells, strict=True)
         yield {
             "method": row.method,
@@ -259,8 +259,8 @@ def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
     table.add_column("method")
     # The last column is the overall score.
     first = 0 if len(results.columns) <= _COLUMNS else len(results.columns) - 1
-    marked = [c.title + few_mark(n) for c, n in zip(results.columns, results.n_clusters, strict=True)]
-    for name in ("kept", *marked[first:], "Rel."):
+    marked = [column.title + few_mark(column) for column in results.columns[first:]]
+    for name in ("kept", *marked, "Rel."):
         table.add_column(Text(name), justify="right")
     for rows in ((results.original,), *(block.rows for block in results.blocks)):
         for row in rows:

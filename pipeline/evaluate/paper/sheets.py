@@ -11,7 +11,7 @@ from pipeline.evaluate.paper.gathered import label
 from pipeline.evaluate.statistics.render import number_of, results_sheet, titled
 from pipeline.evaluate.statistics.results import OVERALL, Cell, Mark, ResultsTable, Row
 from pipeline.evaluate.statistics.sheets import Group, Head, Number, Sheet, by_column
-from pipeline.evaluate.statistics.tables import Printed, marks, printed, rel_of
+from pipeline.evaluate.statistics.tables import marks, printed, rel_of
 
 
 def sheets(table: PaperTable, results: ResultsTable, notes: Sequence[str] = ()) -> list[Sheet]:
@@ -27,7 +27,7 @@ def _blocks(table: PaperTable, results: ResultsTable, whole: Sheet) -> Iterator[
 
 def _groups(table: PaperTable, results: ResultsTable, overall: Sheet) -> Iterator[Sheet]:
     """Yield the sheet of a table with titled groups of methods and a column of means."""
-    rows, groups, width = _by_method(results), [], len(results.columns)
+    rows, groups, width = {row.method: row for row in results.rows}, [], len(results.columns)
     for heading, named in table.groups:
         of_title = [(title, rows.get(label(method))) for title, method in named]
         shown = [_with_mean(row.cells if row else [None] * width) for _, row in of_title]
@@ -38,7 +38,7 @@ def _groups(table: PaperTable, results: ResultsTable, overall: Sheet) -> Iterato
 
 def _heatmaps(table: PaperTable, results: ResultsTable, overall: Sheet) -> Iterator[Sheet]:
     """Yield a sheet for each benchmark's grid over two parameters, and one for mean retention."""
-    rows = _by_method(results)
+    rows = {row.method: row for row in results.rows}
     (down, downs), (across, acrosses) = table.axes
     at = [[rows.get(label(f"gstep,{down}={d},{across}={a}")) for a in acrosses] for d in downs]
     maps = [
@@ -63,7 +63,7 @@ def _relative(table: PaperTable, results: ResultsTable, overall: Sheet) -> Itera
     """Yield a sheet for each ratio, whose scores are relative to full retention."""
     for block, group in zip(results.blocks, overall.groups[1:], strict=True):
         shown = [
-            [_over(cell, full) for cell, full in zip(row.cells, results.original.cells, strict=True)]
+            [rel_of([cell], [full]) for cell, full in zip(row.cells, results.original.cells, strict=True)]
             for row in block.rows
         ]
         rows = [
@@ -92,20 +92,12 @@ def _overall(results: ResultsTable) -> ResultsTable:
     return replace(
         results,
         columns=tuple(replace(results.columns[a], title=results.columns[a].benchmark) for a in at),
-        n_questions=tuple(results.n_questions[a] for a in at),
-        n_clusters=tuple(results.n_clusters[a] for a in at),
-        made_of=tuple(results.made_of[a] for a in at),
         original=less(results.original),
         blocks=tuple(replace(block, rows=tuple(map(less, block.rows))) for block in results.blocks),
     )
 
 
-def _by_method(results: ResultsTable) -> dict[str, Row]:
-    """Return the rows of all ratios by method."""
-    return {row.method: row for block in results.blocks for row in block.rows}
-
-
-def _marked(rows: Sequence[Sequence[Printed | None]], *, second: bool = True) -> list[list[Number | None]]:
+def _marked(rows: Sequence[Sequence[Cell | None]], *, second: bool = True) -> list[list[Number | None]]:
     """Return the printed numbers with marks for each column's best and, unless ``second`` is off, second best."""
     of_columns = [marks(column) for column in zip(*rows, strict=True)]
     kept: dict[Mark, Mark] = {"best": "best", "second": "second" if second else "", "": ""}
@@ -122,15 +114,8 @@ def _hot(cell: Cell | None, low: float, high: float, *, boxed: bool) -> Number |
     return Number(cell.printed, "", (cell.score - low) / (high - low) if high > low else 0.5, boxed)
 
 
-def _with_mean(cells: Sequence[Cell | None]) -> list[Printed | None]:
+def _with_mean(cells: Sequence[Cell | None]) -> list[Cell | None]:
     """Append the plain mean of a row's printed numbers, as the paper computes it; None where one is missing."""
-    shown = [None if cell is None else Printed(cell.score, cell.printed) for cell in cells]
-    values = [float(one.printed) for one in shown if one is not None]
-    mean = math.fsum(values) / len(values) if values and len(values) == len(shown) else None
-    return [*shown, None if mean is None else Printed(mean, printed(mean))]
-
-
-def _over(cell: Cell | None, original: Cell | None) -> Printed | None:
-    """Return a score relative to full retention in percent, computed as the column Rel. is."""
-    one, other = (None if c is None else Printed(c.score, c.printed) for c in (cell, original))
-    return rel_of([one], [other])
+    values = [float(one.printed) for one in cells if one is not None]
+    mean = math.fsum(values) / len(values) if values and len(values) == len(cells) else None
+    return [*cells, None if mean is None else Cell(score=mean, printed=printed(mean))]

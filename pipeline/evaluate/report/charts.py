@@ -231,7 +231,7 @@ def _chart(table: ResultsTable, column: int, plot: _Plot, style: Mapping[str, St
     """Make the chart of a column."""
     return LineChart(
         key=f"{'difference' if plot.difference else 'score'}-{column}",
-        title=column_title(table.columns[column], alone=len({c.benchmark for c in table.columns}) == 1),
+        title=column_title(table, table.columns[column]),
         difference=plot.difference,
         up=[(100 - plot.down(tick), tick_text(tick, sign=plot.difference)) for tick in plot.up],
         across=list(_across(plot)),

@@ -21,7 +21,7 @@ from pipeline.evaluate.report.faults import failure_counts, fault_counts
 from pipeline.evaluate.statistics.bootstrap import FEW, FEWEST
 from pipeline.evaluate.statistics.render import NOISE, few_mark, few_videos, p_text
 from pipeline.evaluate.statistics.results import SIGNIFICANT, ResultsTable
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.statistics.score_matrix import Arm
 from pipeline.html_pages import asset, environment, policy_hash
 from pipeline.rows import JsonObject
 
@@ -65,10 +65,9 @@ def report_page(report: Report) -> str:
     """
     _check(report)
     table = report.table
-    arms = [ORIGINAL, *(Arm(row.method, block.ratio) for block in table.blocks for row in block.rows)]
-    answers = answers_of(report.scores, arms)
+    answers = answers_of(report.scores, [Arm(row.method, row.ratio) for row in table.rows])
     found = disagreements(answers)
-    style = styles(list(dict.fromkeys(arm.method for arm in arms)))
+    style = styles(found.methods)
     script = asset(PACKAGE, "report.js")
     return (
         templates()
@@ -83,9 +82,7 @@ def report_page(report: Report) -> str:
             significant=SIGNIFICANT,
             styles=style,
             ratios=[block.ratio for block in table.blocks],
-            one_benchmark=len({column.benchmark for column in table.columns}) == 1,
-            compares_gstep=_compares_gstep(table),
-            has_intervals=any(n >= FEWEST for n in table.n_clusters),
+            has_intervals=any(column.n_clusters >= FEWEST for column in table.columns),
             too_few_draws=_too_few_draws(table),
             has_options=any(item.options for item in report.items.values()),
             charts=line_charts(table, style),
@@ -131,21 +128,16 @@ def _check(report: Report) -> None:
                 raise ValueError(f"the link {link!r} leads outside: begin one to a file beside the page with ./")
 
 
-def _compares_gstep(table: ResultsTable) -> bool:
-    """Return whether the table has comparisons with GSTEP."""
-    return any(cell and cell.gstep for block in table.blocks for row in block.rows for cell in row.cells)
-
-
 def _too_few_draws(table: ResultsTable) -> bool:
     """Return whether the number of draws is too small for p-values that survive the adjustment."""
     largest = max((len(block.rows) for block in table.blocks), default=0)
-    drawn = any(n >= FEW for n in table.n_clusters)
-    return drawn and largest * 2 / (table.bootstrap.draws + 1) >= SIGNIFICANT
+    drawn = any(column.n_clusters >= FEW for column in table.columns)
+    return drawn and largest * 2 / (table.draws + 1) >= SIGNIFICANT
 
 
 def _deepest(split: ResultsTable) -> float:
     """Return the difference in points that gets the full colour: the table's largest, within 5 to 30."""
-    cells = [cell for block in split.blocks for row in block.rows for cell in row.cells]
+    cells = [cell for row in split.rows for cell in row.cells]
     largest = max((abs(cell.full.difference) for cell in cells if cell and cell.full), default=0.0)
     return min(30.0, max(5.0, largest))
 

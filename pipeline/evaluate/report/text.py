@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipeline.evaluate.benchmarks.annotations import without_letter
 from pipeline.evaluate.statistics.render import method_title
 from pipeline.evaluate.statistics.render import signed as plain_signed
-from pipeline.evaluate.statistics.results import Column
+from pipeline.evaluate.statistics.results import Column, ResultsTable
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL
 from pipeline.generate.choices import letters
 
@@ -48,9 +48,10 @@ def bracket(low: float | None, high: float | None, *, sign: bool = False) -> str
     return f"[{signed(low)}, {signed(high)}]" if sign else f"[{low:.1f}, {high:.1f}]"
 
 
-def column_title(column: Column, *, alone: bool) -> str:
-    """Return a column's title, preceded by its benchmark's unless the table is about one ``alone``."""
-    return column.title if alone or column.title == column.benchmark else f"{column.benchmark} {column.title}"
+def column_title(table: ResultsTable, column: Column) -> str:
+    """Return a column's title, preceded by its benchmark's where the table is about several."""
+    alone = len({one.benchmark for one in table.columns}) == 1
+    return column.title if alone or not column.over else f"{column.over} {column.title}"
 
 
 def cut(text: str, most: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.evaluate.statistics.bootstrap import FEW, FEWEST
-from pipeline.evaluate.statistics.results import OVERALL, SIGNIFICANT, Block, Cell, ResultsTable, Row, Versus
+from pipeline.evaluate.statistics.results import OVERALL, SIGNIFICANT, Block, Cell, Column, ResultsTable, Row, Versus
 from pipeline.evaluate.statistics.sheets import (
     Group,
     Head,
@@ -51,7 +51,7 @@ def markdown(table: ResultsTable) -> str:
         "#### Difference to full retention",
         "\n".join(_differences(table, lambda cell: cell.full)),
     ]
-    if any(cell and cell.gstep for row in rows_of(table) for cell in all_cells(row)):
+    if table.compares_gstep:
         sections += [
             "#### Difference to GSTEP at the same ratio",
             "\n".join(_differences(table, lambda cell: cell.gstep)),
@@ -71,25 +71,28 @@ def results_sheet(table: ResultsTable, title: str = "", notes: Sequence[str] = (
     for block in table.blocks:
         rows = [(titled(method_title(row.method), row), _numbers(row)) for row in block.rows]
         groups.append(Group(f"Pruning Ratio (↓ {_pruned(block)})", rows))
-    columns = [
-        Head(column.title + few_mark(n), "" if column.title == column.benchmark else column.benchmark)
-        for column, n in zip(table.columns, table.n_clusters, strict=True)
-    ]
     said = [*few_videos(table), *notes]
-    if any(row.n_failed for row in rows_of(table)):
+    if any(row.n_failed for row in table.rows):
         said.append("Failed: answers that ended as an error, and count as wrong.")
-    return Sheet(title or table.title, "Method", [*columns, Head("Rel.")], groups, _made_of(table), said)
+    return Sheet(title or table.title, "Method", _heads(table), groups, _made_of(table), said)
+
+
+def _heads(table: ResultsTable) -> list[Head]:
+    """Return the titles of the columns, those with few videos marked."""
+    return [*(Head(column.title + few_mark(column), column.over) for column in table.columns), Head("Rel.")]
 
 
 def _made_of(table: ResultsTable) -> list[tuple[str, list[str]]]:
     """Return the rows of a table's footer, (title, a text a column): questions, videos, protocol, frames and so on."""
     asked = [
-        f"{n:,} of {made_of[WHOLE]}" if WHOLE in made_of and column.key == OVERALL else f"{n:,}"
-        for column, n, made_of in zip(table.columns, table.n_questions, table.made_of, strict=True)
+        f"{column.n_questions:,} of {column.made_of[WHOLE]}"
+        if WHOLE in column.made_of and column.key == OVERALL
+        else f"{column.n_questions:,}"
+        for column in table.columns
     ]
-    rows = {"Questions": asked, "Videos": [f"{n:,}" for n in table.n_clusters]}
-    for name in dict.fromkeys(name for made_of in table.made_of for name in made_of if name != WHOLE):
-        rows[name] = [made_of.get(name, "") for made_of in table.made_of]
+    rows = {"Questions": asked, "Videos": [f"{column.n_clusters:,}" for column in table.columns]}
+    for name in dict.fromkeys(name for column in table.columns for name in column.made_of if name != WHOLE):
+        rows[name] = [column.made_of.get(name, "") for column in table.columns]
     return [(name, [*texts, ""]) for name, texts in rows.items()]
 
 
@@ -105,30 +108,12 @@ def number_of(cell: Cell | None) -> Number | None:
 
 def _numbers(row: Row) -> list[Number | None]:
     """Return the printed numbers of a row."""
-    return [number_of(cell) for cell in all_cells(row)]
+    return [number_of(cell) for cell in row.all_cells]
 
 
-def headings(table: ResultsTable) -> list[str]:
-    """Return the titles of the columns, those with few videos marked."""
-    titles = [c.title if c.title == c.benchmark else f"{c.benchmark} {c.title}" for c in table.columns]
-    return [title + few_mark(n) for title, n in zip(titles, table.n_clusters, strict=True)]
-
-
-def few_mark(n_clusters: int) -> str:
-    """Return the mark for the title of a column with so few videos, "" where there are enough."""
-    return FEW_MARK if 0 < n_clusters < FEW else ""
-
-
-def rows_of(table: ResultsTable) -> Iterator[Row]:
-    """Yield full retention, then the rows of each block."""
-    yield table.original
-    for block in table.blocks:
-        yield from block.rows
-
-
-def all_cells(row: Row) -> tuple[Cell | None, ...]:
-    """Return a row's cells of all columns, then of Rel."""
-    return (*row.cells, row.rel)
+def few_mark(column: Column) -> str:
+    """Return the mark for the title of a column with few videos, "" where there are enough."""
+    return FEW_MARK if 0 < column.n_clusters < FEW else ""
 
 
 def _pruned(block: Block) -> str:
@@ -138,20 +123,20 @@ def _pruned(block: Block) -> str:
 
 def _differences(table: ResultsTable, versus: Callable[[Cell], Versus | None]) -> Iterator[str]:
     """Yield the Markdown lines of a table of differences, a row a method; ``versus`` picks the comparison."""
-    yield from table_head(["Method", *headings(table), "Rel."])
+    yield from table_head(["Method", *(head.text for head in _heads(table))])
     for block in table.blocks:
-        compared = [row for row in block.rows if any(cell and versus(cell) for cell in all_cells(row))]
+        compared = [row for row in block.rows if any(cell and versus(cell) for cell in row.all_cells)]
         if compared:
             yield table_row([f"*Pruning ratio (↓ {_pruned(block)})*", *[""] * (len(table.columns) + 1)])
         for row in compared:
-            cells = (_difference(versus(cell) if cell else None) for cell in all_cells(row))
+            cells = (_difference(versus(cell) if cell else None) for cell in row.all_cells)
             yield table_row([escape_markdown(method_title(row.method)), *cells])
 
 
 def _answers(table: ResultsTable) -> Iterator[str]:
     """Yield the Markdown lines of the table of kept tokens, unread replies and failures."""
     yield from table_head(["Method", "Retention ratio", "Visual tokens kept", "Replies that name no option", "Failed"])
-    for row in rows_of(table):
+    for row in table.rows:
         title = "Original Model" if row is table.original else escape_markdown(method_title(row.method))
         shares = (_percent(row.kept_share), _percent(row.unparsed_share))
         yield table_row([title, f"{100 * row.ratio:g}%", *shares, f"{row.n_failed:,}"])
@@ -159,7 +144,7 @@ def _answers(table: ResultsTable) -> Iterator[str]:
 
 def _legend(table: ResultsTable) -> str:
     """Return the sentence that explains the tables of differences."""
-    drawn = f"{table.bootstrap.draws:,} paired draws of whole videos (seed {table.bootstrap.seed})"
+    drawn = f"{table.draws:,} paired draws of whole videos (seed {table.seed})"
     return (
         "Percentage points, from scores before rounding, on the same questions. In brackets the 95 % interval of "
         f"{drawn}. p is two-sided, and adjusted for the methods of the block (Holm), the interval is not. "
@@ -170,8 +155,9 @@ def _legend(table: ResultsTable) -> str:
 
 def few_videos(table: ResultsTable) -> list[str]:
     """Return a sentence about the columns with too few videos for draws of them, if there are some."""
-    named = [*zip(headings(table), table.n_clusters, strict=True)]
-    few = [f"{name.rstrip(FEW_MARK)} {n:,}" for name, n in named if 0 < n < FEW]
+    few = [
+        f"{Head(column.title, column.over).text} {column.n_clusters:,}" for column in table.columns if few_mark(column)
+    ]
     how = f"interval and p are Student's, with a cluster-robust error (CR2); fewer than {FEWEST}: none."
     return [f"{FEW_MARK} Fewer than {FEW} videos ({', '.join(few)}): {how}"] if few else []
 

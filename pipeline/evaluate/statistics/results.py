@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Mark = Literal["best", "second", ""]
@@ -18,12 +18,23 @@ class Column:
     Attributes:
         key: "SPLIT=VALUE" (``duration=short``), or "overall".
         title: as printed.
-        benchmark: title of its benchmark; results_table fills it in.
+        benchmark: title of its benchmark; results_table fills in this and all that follows.
+        n_questions: how many it is about.
+        n_clusters: how many videos they are about that are drawn together.
+        made_of: what else its numbers were made of, by name: frames, protocol.
     """
 
     key: str
     title: str
     benchmark: str = ""
+    n_questions: int = 0
+    n_clusters: int = 0
+    made_of: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def over(self) -> str:
+        """The title of its benchmark, "" where its own title is that."""
+        return "" if self.title == self.benchmark else self.benchmark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +106,11 @@ class Row:
     unparsed_share: float | None
     n_failed: int
 
+    @property
+    def all_cells(self) -> tuple[Cell | None, ...]:
+        """The cells of all columns, then of Rel."""
+        return (*self.cells, self.rel)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -104,32 +120,30 @@ class Block:
     rows: tuple[Row, ...]
 
 
-@dataclass(frozen=True)
-class Bootstrap:
-    """The draws and seed of the intervals."""
-
-    draws: int
-    seed: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class ResultsTable:
     """The table of results.
 
     Attributes:
         columns: of all benchmarks; Rel. is not among them.
-        n_questions: of each column.
-        n_clusters: of each column: videos that are drawn together.
-        made_of: of each column what else its numbers were made of, by name: frames, protocol.
         original: full retention.
         blocks: by falling ratio.
+        draws, seed: of the intervals.
     """
 
     title: str
     columns: tuple[Column, ...]
-    n_questions: tuple[int, ...]
-    n_clusters: tuple[int, ...]
-    made_of: tuple[Mapping[str, str], ...]
     original: Row
     blocks: tuple[Block, ...]
-    bootstrap: Bootstrap
+    draws: int
+    seed: int
+
+    @property
+    def rows(self) -> list[Row]:
+        """Full retention, then the rows of each block."""
+        return [self.original, *(row for block in self.blocks for row in block.rows)]
+
+    @property
+    def compares_gstep(self) -> bool:
+        """Whether a number is compared with GSTEP's."""
+        return any(cell and cell.gstep for row in self.rows for cell in row.cells)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
-from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -22,7 +21,6 @@ from pipeline.evaluate.statistics.results import (
     OVERALL,
     SIGNIFICANT,
     Block,
-    Bootstrap,
     Cell,
     Column,
     Mark,
@@ -56,30 +54,6 @@ class ScoredBenchmark:
     made_of: Mapping[str, str] = field(default_factory=dict)
 
 
-class Printed(NamedTuple):
-    """A number with the number that is printed for it."""
-
-    score: float
-    printed: str
-
-
-class _Measured(NamedTuple):
-    """A column with its numbers of questions and clusters, and the estimates of all arms."""
-
-    column: Column
-    n_questions: int
-    n_clusters: int
-    estimate: Estimate
-    made_of: Mapping[str, str]
-
-
-class _BlockArms(NamedTuple):
-    """The arms of one ratio by number, and which of them is GSTEP."""
-
-    arms: list[int]
-    gstep: int | None  # the arm of GSTEP at this ratio
-
-
 def results_table(
     title: str,
     benchmarks: Sequence[ScoredBenchmark],
@@ -109,21 +83,18 @@ def results_table(
         for benchmark, matrix in zip(benchmarks, matrices, strict=True)
         for one in _measure(benchmark, matrix, draws, seed)
     ]
-    blocks = _blocks(arms)
-    columns = [_cells(one.estimate, _shown(one.estimate), blocks) for one in measured]
-    overall = [one.estimate for one in measured if one.column.key == OVERALL]
-    rel = _cells(relative(overall, _FULL), _shown_rel(overall), blocks)
+    cells = [_compared(arms, numbers, _shown(numbers)) for _, numbers in measured]
+    overall = [numbers for column, numbers in measured if column.key == OVERALL]
+    rel = _compared(arms, relative(overall, _FULL), _shown_rel(overall))
     tallies = [sum(of_arm, Tally()) for of_arm in zip(*(matrix.tallies for matrix in matrices), strict=True)]
-    rows = [_row(arm, [cells[a] for cells in columns], rel[a], tallies[a]) for a, arm in enumerate(arms)]
+    rows = [_row(arm, [of_arm[a] for of_arm in cells], rel[a], tallies[a]) for a, arm in enumerate(arms)]
     return ResultsTable(
         title=title,
-        columns=tuple(one.column for one in measured),
-        n_questions=tuple(one.n_questions for one in measured),
-        n_clusters=tuple(one.n_clusters for one in measured),
-        made_of=tuple(one.made_of for one in measured),
+        columns=tuple(column for column, _ in measured),
         original=rows[_FULL],
-        blocks=tuple(Block(arms[block.arms[0]].ratio, tuple(rows[a] for a in block.arms)) for block in blocks),
-        bootstrap=Bootstrap(draws, seed),
+        blocks=tuple(Block(ratio, tuple(rows[a] for a in block)) for ratio, block in _blocks(arms).items()),
+        draws=draws,
+        seed=seed,
     )
 
 
@@ -132,7 +103,7 @@ def printed(percent: float) -> str:
     return str(Decimal(repr(round(percent, 9))).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
-def rel_of(scores: Sequence[Printed | None], originals: Sequence[Printed | None]) -> Printed | None:
+def rel_of(scores: Sequence[Cell | None], originals: Sequence[Cell | None]) -> Cell | None:
     """Compute Rel. by the paper's rule: the mean over benchmarks of printed score / printed full retention, in %.
 
     None where a number is missing or an original is 0.0.
@@ -143,10 +114,10 @@ def rel_of(scores: Sequence[Printed | None], originals: Sequence[Printed | None]
             return None
         ratios.append(float(score.printed) / float(original.printed))
     rel = 100 * math.fsum(ratios) / len(ratios)
-    return Printed(rel, f"{printed(rel)}%")
+    return Cell(score=rel, printed=f"{printed(rel)}%")
 
 
-def marks(shown: Sequence[Printed | None]) -> list[Mark]:
+def marks(shown: Sequence[Cell | None]) -> list[Mark]:
     """Mark the best printed value of a column in a block, and the next distinct one."""
     value = [float(one.printed.rstrip("%")) if one else None for one in shown]
     ranked = sorted({number for number in value if number is not None}, reverse=True)
@@ -161,28 +132,31 @@ def _arms_by_block(benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str]
     return sorted((arm for arm in found if arm.method in order), key=lambda arm: (-arm.ratio, order.index(arm.method)))
 
 
-def _blocks(arms: Sequence[Arm]) -> list[_BlockArms]:
-    """Group arms by ratio."""
+def _blocks(arms: Sequence[Arm]) -> dict[float, list[int]]:
+    """Return the numbers of the arms at each ratio, without full retention."""
     by_ratio: dict[float, list[int]] = {}
     for a, arm in enumerate(arms):
         if a != _FULL:
             by_ratio.setdefault(arm.ratio, []).append(a)
-    return [
-        _BlockArms(block, next((a for a in block if arms[a].method == _GSTEP), None)) for block in by_ratio.values()
-    ]
+    return by_ratio
 
 
-def _measure(benchmark: ScoredBenchmark, matrix: ScoreMatrix, draws: int, seed: int) -> Iterator[_Measured]:
+def _measure(
+    benchmark: ScoredBenchmark, matrix: ScoreMatrix, draws: int, seed: int
+) -> Iterator[tuple[Column, Estimate]]:
     """Estimate each column of a benchmark with the benchmark's own draws."""
     generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
     counts_RG = draw_counts(matrix.n_clusters, draws, generator)
     for column, part_Q in _columns(benchmark, matrix):
         inside_Q = part_Q != OUTSIDE
-        n_clusters = len(np.unique(matrix.clusters[inside_Q]))
-        numbers = estimate(matrix.scores, matrix.clusters, part_Q, counts_RG)
-        yield _Measured(
-            replace(column, benchmark=benchmark.title), int(inside_Q.sum()), n_clusters, numbers, benchmark.made_of
+        filled_in = replace(
+            column,
+            benchmark=benchmark.title,
+            n_questions=int(inside_Q.sum()),
+            n_clusters=len(np.unique(matrix.clusters[inside_Q])),
+            made_of=benchmark.made_of,
         )
+        yield filled_in, estimate(matrix.scores, matrix.clusters, part_Q, counts_RG)
 
 
 def _columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> Iterator[tuple[Column, Ints]]:
@@ -196,43 +170,35 @@ def _columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> Iterator[tuple[
     yield overall, matrix.whole() if benchmark.mean_over is None else matrix.by(benchmark.mean_over)
 
 
-def _shown(numbers: Estimate) -> list[Printed | None]:
+def _shown(numbers: Estimate) -> list[Cell | None]:
     """Return the printed percentage of each arm, None where it was not scored."""
-    return [None if math.isnan(v) else Printed(100 * v, printed(100 * v)) for v in numbers.value.tolist()]
+    return [None if math.isnan(v) else Cell(score=100 * v, printed=printed(100 * v)) for v in numbers.value.tolist()]
 
 
-def _shown_rel(overall: Sequence[Estimate]) -> list[Printed | None]:
+def _shown_rel(overall: Sequence[Estimate]) -> list[Cell | None]:
     """Return the printed Rel. of each arm."""
     shown_A = list(zip(*(_shown(numbers) for numbers in overall), strict=True))
     return [rel_of(shown, shown_A[_FULL]) for shown in shown_A]
 
 
-def _cells(numbers: Estimate, shown: Sequence[Printed | None], blocks: Sequence[_BlockArms]) -> list[Cell | None]:
-    """Build the cells of a column for every arm."""
-    cells: list[Cell | None] = [None] * len(shown)
-    plain = _BlockArms([_FULL], None)
-    for block in (plain, *blocks):
-        others = [a for a in block.arms if a != _FULL]
-        full = _versus(numbers, others, _FULL)
-        gstep = {} if block.gstep is None else _versus(numbers, [a for a in others if a != block.gstep], block.gstep)
-        marked = marks([shown[a] for a in others])
-        mark = dict(zip(others, marked, strict=True))
-        for a in block.arms:
-            if one := shown[a]:
-                low, high = (_points(end) for end in numbers.interval(a))
-                cells[a] = Cell(
-                    score=one.score,
-                    printed=one.printed,
-                    mark=mark.get(a, ""),
-                    low=low,
-                    high=high,
-                    full=full.get(a),
-                    gstep=gstep.get(a),
-                )
+def _compared(arms: Sequence[Arm], numbers: Estimate, shown: Sequence[Cell | None]) -> list[Cell | None]:
+    """Return a column's shown cells with their marks, intervals and comparisons."""
+    full, gstep, mark = dict[int, Versus](), dict[int, Versus](), dict[int, Mark]()
+    for block in _blocks(arms).values():
+        full |= _versus(numbers, block, _FULL)
+        for ours in (a for a in block if arms[a].method == _GSTEP):
+            gstep |= _versus(numbers, [a for a in block if a != ours], ours)
+        mark |= zip(block, marks([shown[a] for a in block]), strict=True)
+    cells: list[Cell | None] = []
+    for a, one in enumerate(shown):
+        low, high = map(_points, numbers.interval(a))
+        cells.append(
+            one and replace(one, mark=mark.get(a, ""), low=low, high=high, full=full.get(a), gstep=gstep.get(a))
+        )
     return cells
 
 
-def _versus(numbers: Estimate, arms: Sequence[int], other: int) -> Mapping[int, Versus]:
+def _versus(numbers: Estimate, arms: Sequence[int], other: int) -> dict[int, Versus]:
     """Compare each arm with another; those arms are one family of tests."""
     differences = {a: numbers.difference(a, other) for a in arms}
     adjusted = holm([difference.p for difference in differences.values()])

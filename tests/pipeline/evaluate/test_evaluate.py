@@ -120,7 +120,7 @@ def test_the_record_has_every_method_with_its_scores_and_the_counts(done):
     first = record["scores"][0]
     assert first["scores"].keys() == {column.key for column in done.table.columns}
     assert (first["rel"], first["scores"]["overall"]) == (rows[0].rel.score, rows[0].cells[-1].score)
-    assert list(record["clusters"].values()) == list(done.table.n_clusters)
+    assert list(record["clusters"].values()) == [column.n_clusters for column in done.table.columns]
 
 
 def test_the_terminal_shows_every_method_with_its_share_and_the_files(done):
@@ -141,8 +141,7 @@ def test_more_splits_than_fit_a_terminal_are_left_to_the_file(done):
     table = done.table
     blocks = tuple(replace(block, rows=tuple(map(wide, block.rows))) for block in table.blocks)
     columns = table.columns[:1] * 8 + table.columns[-1:]
-    videos = (4,) * len(columns)
-    table = replace(table, columns=columns, n_clusters=videos, original=wide(table.original), blocks=blocks)
+    table = replace(table, columns=columns, original=wide(table.original), blocks=blocks)
     lines = printed(replace(done, table=table)).splitlines()
     rows = [line.split("│") for line in lines if "│" in line]
     overall = [row.cells[-1].printed for block in table.blocks for row in block.rows]

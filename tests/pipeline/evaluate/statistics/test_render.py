@@ -64,13 +64,18 @@ def test_markdown_has_the_papers_layout(table):
     ]
 
 
+def filled_columns(table, made_of):
+    return tuple(replace(column, made_of=given) for column, given in zip(table.columns, made_of, strict=True))
+
+
 def test_columns_say_what_they_were_made_of(table):
     made_of = ({}, {}, {"Frames": "8", "Protocol": "mine | yours"}, {"Frames": "32"})
-    text = markdown(replace(table, made_of=made_of))
+    filled = replace(table, columns=filled_columns(table, made_of))
+    text = markdown(filled)
     assert row_of(text, "*Frames*")[1:] == ["", "", "8", "32", ""]
     assert row_of(text, "*Protocol*")[3] == r"mine \| yours"
-    assert r"Frames: VideoMME Overall 8; R\&D 32." in latex(replace(table, made_of=made_of))
-    assert "Frames: 32." in latex(replace(table, made_of=({"Frames": "32"},) * 4))
+    assert r"Frames: VideoMME Overall 8; R\&D 32." in latex(filled)
+    assert "Frames: 32." in latex(replace(table, columns=filled_columns(table, [{"Frames": "32"}] * 4)))
 
 
 @pytest.mark.parametrize("form", [markdown, latex])
