@@ -36,14 +36,6 @@ def read_mp4(source: Path | io.BytesIO) -> Frames:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
 
 
-def through_h264(frames: Frames) -> Frames:
-    """Encode frames to H.264 in memory and decode them, so that they have its losses."""
-    file = io.BytesIO()
-    write_mp4(file, frames)
-    file.seek(0)
-    return read_mp4(file)
-
-
 def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, scale: int = 2) -> None:
     """Write a PNG with the frames [T,H,W,3] of each video in rows of ``columns``, each pixel ``scale`` large."""
     sheets = [_sheet(frames, columns) for frames in videos]

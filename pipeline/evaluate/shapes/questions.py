@@ -24,7 +24,7 @@ import numpy as np
 
 from pipeline.evaluate.shapes.draws import one_of
 from pipeline.evaluate.shapes.words import CORNERS, NUMBERS, QUARTERS
-from pipeline.evaluate.shapes.world import Thing, ThingKind, Video, corner_of
+from pipeline.evaluate.shapes.world import Thing, ThingKind, Video
 
 QuestionType = Literal["color", "shape", "corner", "scene", "quarter", "order", "onset", "count", "change", "sign"]
 _QUESTIONS = 4  # the number of this generator among those of a seed
@@ -67,21 +67,15 @@ class _Asked:
     subject: str = ""
 
 
-def ask(video: Video, *, draw: int = 0, types: Sequence[QuestionType] | None = None) -> list[Question]:
-    """Ask a question of each type that the video allows, in the order of TYPES.
-
-    Args:
-        draw: another number asks others of the same types, as far as there are any.
-        types: only these.
-    """
-    rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, draw])
-    # Every type is drawn, so that a question does not depend on which others are wanted.
+def ask(video: Video) -> list[Question]:
+    """Ask a question of each type that the video allows, in the order of TYPES."""
+    rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, 0])
+    # The order is drawn for every type, so that a question does not depend on which others the video allows.
     made = [(name, make(video, rng), rng.permutation(4).tolist()) for name, make in _MAKERS.items()]
-    wanted = TYPES if types is None else types
-    return [_question(video, name, asked, order) for name, asked, order in made if asked is not None and name in wanted]
+    return [_question(name, asked, order) for name, asked, order in made if asked is not None]
 
 
-def _question(video: Video, name: QuestionType, asked: _Asked, order: Sequence[int]) -> Question:
+def _question(name: QuestionType, asked: _Asked, order: Sequence[int]) -> Question:
     """Build the question with its choices in the given order."""
     choices = tuple(asked.choices[i] for i in order)
     return Question(
@@ -121,7 +115,7 @@ def _shape(video: Video, rng: np.random.Generator) -> _Asked:
 def _corner(video: Video, rng: np.random.Generator) -> _Asked:
     """Ask for the corner of a named thing that stands still."""
     thing = one_of(rng, [thing for thing in video.named if thing.kind != "moving"])
-    return _about(thing, "Which corner has the {}?", CORNERS[corner_of(thing.box(thing.shots[0]))], CORNERS)
+    return _about(thing, "Which corner has the {}?", CORNERS[thing.shots[0].corner], CORNERS)
 
 
 def _scene(video: Video, rng: np.random.Generator) -> _Asked | None:
@@ -135,7 +129,7 @@ def _scene(video: Video, rng: np.random.Generator) -> _Asked | None:
 def _quarter(video: Video, rng: np.random.Generator) -> _Asked:
     """Ask for the quarter of the video in which a named thing first appears."""
     thing = one_of(rng, video.named)
-    right = QUARTERS[video.quarter_at(thing.first)]
+    right = QUARTERS[4 * thing.first // video.n_frames]
     return _about(thing, "Which quarter introduces the {}?", right, QUARTERS)
 
 
@@ -156,7 +150,7 @@ def _count(video: Video, rng: np.random.Generator) -> _Asked | None:
     thing = video.extra("copies")
     if thing is None:
         return None
-    n_corners = len({corner_of(thing.box(shot)) for shot in thing.shots})
+    n_corners = len({shot.corner for shot in thing.shots})
     return _about(thing, "How many corners have the {}?", NUMBERS[n_corners - 1], NUMBERS)
 
 

@@ -155,9 +155,9 @@ def _flicker(frames: Image, video: Video) -> None:
     rng = np.random.default_rng([video.seed, _FLICKER, video.n_frames])
     colors = np.array(list(RGB.values()), np.float32)
     for t, frame in enumerate(frames):
-        boxes = [thing.box(shot) for thing in video.things for shot in thing.shots if shot.frame == t]
+        shots = [shot for thing in video.things for shot in thing.shots if shot.frame == t]
         for x, y, color in rng.integers(0, (SIDE - _SPECK, SIDE - _SPECK, len(colors)), (video.specks, 3)).tolist():
-            clear = (x + _SPECK < b.x0 or x > b.x1 or y + _SPECK < b.y0 or y > b.y1 for b in boxes)
+            clear = (x + _SPECK < s.x or x > s.x + s.size or y + _SPECK < s.y or y > s.y + s.size for s in shots)
             if all(clear):
                 frame[y : y + _SPECK, x : x + _SPECK] = colors[color]
         if video.noise:

@@ -27,15 +27,11 @@ class Shot(NamedTuple):
     color: str
     size: int
 
-
-class Box(NamedTuple):
-    """The box of a thing in one frame, in pixels; x1 and y1 are not included."""
-
-    frame: int
-    x0: int
-    y0: int
-    x1: int
-    y1: int
+    @property
+    def corner(self) -> int:
+        """The index into CORNERS of the corner that holds the middle of the thing."""
+        right, down = 2 * self.x + self.size >= SIDE, 2 * self.y + self.size >= SIDE
+        return 2 * down + right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +61,6 @@ class Thing:
     def color(self) -> str:
         """The thing's colour, the first one where it changes."""
         return self.shots[0].color
-
-    def box(self, shot: Shot) -> Box:
-        """Return the box of the thing in a shot."""
-        return Box(shot.frame, shot.x, shot.y, shot.x + shot.size, shot.y + shot.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +118,3 @@ class Video:
     def scene_at(self, frame: int) -> str:
         """Return the name of the scene that a frame is in."""
         return self.scenes[self.scene_of[frame]]
-
-    def quarter_at(self, frame: int) -> int:
-        """Return the quarter of the video, 0 to 3, that a frame is in."""
-        return 4 * frame // self.n_frames
-
-
-def corner_of(box: Box) -> int:
-    """Return the index into CORNERS of the corner that holds the middle of a box."""
-    right, down = box.x0 + box.x1 >= SIDE, box.y0 + box.y1 >= SIDE
-    return 2 * down + right

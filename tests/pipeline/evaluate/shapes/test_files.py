@@ -6,11 +6,11 @@ import av
 import numpy as np
 import pytest
 
-from pipeline.evaluate.shapes.files import read_mp4, through_h264, write_mp4, write_picture
+from pipeline.evaluate.shapes.files import read_mp4, write_mp4, write_picture
 from pipeline.evaluate.shapes.render import render
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import ROUND_EVEN, Sampling
-from tests.pipeline.evaluate.shapes.shape_videos import videos
+from tests.pipeline.evaluate.shapes.shape_videos import through_h264, videos
 from tests.pipeline.videos import KeepSize
 
 

@@ -12,7 +12,7 @@ from pipeline.evaluate.shapes.placing import light_of
 from pipeline.evaluate.shapes.questions import ask
 from pipeline.evaluate.shapes.seeds import TRAIN
 from pipeline.evaluate.shapes.words import COLORS, SCENES, SHAPES, SIGNS
-from pipeline.evaluate.shapes.world import FRAMES, SIDE, corner_of
+from pipeline.evaluate.shapes.world import FRAMES, SIDE
 from tests.pipeline.evaluate.shapes.shape_videos import videos
 
 ALL = [pytest.param(name, id=name) for name in HARDNESS]
@@ -39,12 +39,12 @@ def test_names_and_colors_tell_things_apart(hardness):
 @pytest.mark.parametrize("hardness", ALL)
 def test_things_are_whole_and_apart(hardness):
     for video in videos(60, hardness):
-        boxes = [thing.box(shot) for thing in video.things for shot in thing.shots]
-        assert all(0 <= b.x0 < b.x1 <= SIDE and 0 <= b.y0 < b.y1 <= SIDE for b in boxes)
-        assert {b.frame for b in boxes} <= set(range(video.n_frames))
-        for i, a in enumerate(boxes):
-            for b in boxes[:i]:
-                beside = a.x0 >= b.x1 or b.x0 >= a.x1 or a.y0 >= b.y1 or b.y0 >= a.y1
+        shots = [shot for thing in video.things for shot in thing.shots]
+        assert all(s.size > 0 and min(s.x, s.y) >= 0 and max(s.x, s.y) + s.size <= SIDE for s in shots)
+        assert {shot.frame for shot in shots} <= set(range(video.n_frames))
+        for i, a in enumerate(shots):
+            for b in shots[:i]:
+                beside = a.x >= b.x + b.size or b.x >= a.x + a.size or a.y >= b.y + b.size or b.y >= a.y + a.size
                 assert a.frame != b.frame or beside
 
 
@@ -52,10 +52,10 @@ def test_things_are_whole_and_apart(hardness):
 def test_a_thing_that_does_not_move_stays_wholly_in_its_corner(hardness):
     for video in videos(60, hardness):
         for thing in video.named:
-            boxes = [thing.box(shot) for shot in thing.shots]
             if thing.kind != "moving":
-                assert len({corner_of(box) for box in boxes}) == 1
-                assert all(not (b.x0 < SIDE // 2 < b.x1 or b.y0 < SIDE // 2 < b.y1) for b in boxes)
+                assert len({shot.corner for shot in thing.shots}) == 1
+                sides = [(at, at + shot.size) for shot in thing.shots for at in (shot.x, shot.y)]
+                assert not any(low < SIDE // 2 < high for low, high in sides)
 
 
 @pytest.mark.parametrize("hardness", ALL)
@@ -100,7 +100,7 @@ def test_extras_are_what_questions_take_them_for():
         for thing in video.extras:
             seen[video.n_frames].add(thing.kind)
         if copies := video.extra("copies"):
-            corners = {corner_of(copies.box(shot)) for shot in copies.shots}
+            corners = {shot.corner for shot in copies.shots}
             places = {(shot.x, shot.y) for shot in copies.shots}
             assert 1 <= len(corners) == len(places) <= 4
         if changing := video.extra("changing"):
