@@ -176,6 +176,10 @@ class EvaluateConfig(PlanOptions, EngineOptions):
         """The benchmark and the model, as the title of a plan."""
         return f"{self.benchmark}, {self.model or 'tiny'}"
 
+    def in_out(self, name: str) -> str:
+        """Return the folder or URI of this name in ``--out``."""
+        return f"{self.out.rstrip('/')}/{name}"
+
     def grid(self) -> dict[str, LateAsked | None]:
         """Return the arms that every question is answered under, by label: None (full retention), then each method.
 

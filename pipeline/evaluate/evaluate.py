@@ -114,27 +114,17 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
     for line in describe_data(request.loaded, request.benchmark):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     done = answer_and_score(request, console)
-    write = _write_for_server if request.benchmark.submission else _write_tables
-    made = write(request, done, console)
+    submission, table = request.benchmark.submission, None
+    if submission:
+        files = write_submissions(request.store, done, console)
+    else:
+        table, files = write_results(request.store, done, _shown(request, done, console))
     if config.drop_tokens:
         if again := _to_ask_again(done):
             console.print(f"note: {again} questions may be asked again (--retry-failed): their tokens stay")
         else:
             drop_tokens(request, console)
-    return made
-
-
-def _write_tables(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
-    """Write scores, tables and page of a benchmark with published answers."""
-    table, files = write_results(request.store, done, _shown(request, done, console))
-    return Evaluation(done=done, table=table, out=request.config.out, files=files)
-
-
-def _write_for_server(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
-    """Write the files to submit for a benchmark whose answers are not published."""
-    files = write_submissions(request.store, done, console)
-    place = request.benchmark.submission
-    return Evaluation(done=done, table=None, out=request.config.out, files=files, submission=place)
+    return Evaluation(done=done, table=table, out=config.out, files=files, submission=submission)
 
 
 def _to_ask_again(done: ScoredQuestions) -> int:
@@ -186,7 +176,6 @@ def _shown(request: EvaluateRequest, done: ScoredQuestions, console: Console) ->
     return Presentation(
         title=request.title,
         benchmark=request.benchmark,
-        protocol=request.protocol,
         described=request.identity,
         facts=[*_facts(request, done), *_machine()],
         pages=video_pages(request, done.scores, list(arms_of(request).values()), console),
@@ -198,13 +187,10 @@ def _shown(request: EvaluateRequest, done: ScoredQuestions, console: Console) ->
 def _shown_of_answers(config: EvaluateConfig) -> Presentation:
     """Describe the results of scored answers of jobs.generate for tables and page."""
     own = Benchmark(name="answers", title="Answers", protocols=(LETTER,), splits=(Split("split", "Split"),))
-    title = ", ".join(config.score)
-    described = {"protocol": "as jobs.generate asked", "parser": LETTER.parser}
     return Presentation(
-        title=title,
+        title=", ".join(config.score),
         benchmark=own,
-        protocol=LETTER,
-        described=described,
+        described={"protocol": "as jobs.generate asked", "parser": LETTER.parser},
         facts=_machine(),
         draws=config.draws,
         seed=config.seed,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache.schema import write_parquet
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.protocols import QUESTIONS, Protocol
+from pipeline.evaluate.protocols import QUESTIONS
+from pipeline.evaluate.report.cards import Links
 from pipeline.evaluate.report.page import Report, report_page
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.statistics.render import WHOLE, latex, markdown
@@ -33,10 +37,9 @@ class Presentation:
 
     title: str
     benchmark: Benchmark
-    protocol: Protocol
     described: JsonObject
     facts: Sequence[tuple[str, str]] = ()
-    pages: Mapping[str, Sequence[tuple[str, str]]] | None = None
+    pages: Mapping[str, Links] = field(default_factory=dict)
     draws: int = 10_000
     seed: int = 0
 
@@ -56,12 +59,10 @@ def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> t
         table=table,
         splits=tuple(splits),
         scores=done.scores,
-        items={item.question_id: item for item in done.loaded.items},
-        faults=done.loaded.faults,
-        n_annotated=done.loaded.n_annotated,
+        loaded=done.loaded,
         protocol=shown.described,
         facts=shown.facts,
-        pages=shown.pages or {},
+        pages=shown.pages,
     )
     texts = {
         TABLES_MD: "\n".join(markdown(one) for one in (table, *splits)),
@@ -74,22 +75,29 @@ def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> t
     return table, [SCORES, *texts]
 
 
-def made_of_identity(benchmark: Benchmark, identity: JsonObject, n_questions: int) -> dict[str, str]:
-    """Return the settings that a table names under its scores: protocol, model, frames, number of questions."""
-    whole = benchmark.n_questions
+def scored_benchmark(
+    benchmark: Benchmark, identity: JsonObject, scores: pa.Table, split: str, parts: Iterable[tuple[str, str]]
+) -> ScoredBenchmark:
+    """Return a benchmark's scores for a table, with the settings that the table names under them.
+
+    Args:
+        identity: of the results.
+        parts: (part, title) of those parts of the ``split`` that have columns.
+    """
+    n_questions, whole = pc.count_distinct(scores["question_id"]).as_py(), benchmark.n_questions
     made_of = {} if whole in (None, n_questions) else {WHOLE: f"{whole:,}"}
     named = {"Frames": "num_frames", "Protocol": "protocol"}
-    return made_of | {name: str(identity[key]) for name, key in named.items() if key in identity}
+    made_of |= {name: str(identity[key]) for name, key in named.items() if key in identity}
+    columns = [Column(f"{split}={part}", title) for part, title in parts]
+    metric = str(identity.get("metric", QUESTIONS))
+    return ScoredBenchmark(benchmark.title, scores, columns, None if metric == QUESTIONS else metric, made_of)
 
 
 def _table(done: ScoredQuestions, shown: Presentation, split: Split | None) -> ResultsTable:
     """Compute the results table with a column for each part of ``split``, then the whole."""
-    columns = [] if split is None else [Column(f"{split.name}={part}", title) for part, title in _parts(done, split)]
-    metric = shown.protocol.metric
-    made_of = made_of_identity(shown.benchmark, shown.described, len(done.loaded.items))
-    mean_over = None if metric == QUESTIONS else metric
-    scored = ScoredBenchmark(shown.benchmark.title, done.scores, columns, mean_over, made_of)
-    title = shown.title if split is None or not columns else f"{shown.title}: {split.title}"
+    name, parts = ("", []) if split is None else (split.name, _parts(done, split))
+    scored = scored_benchmark(shown.benchmark, shown.described, done.scores, name, parts)
+    title = f"{shown.title}: {split.title}" if split and parts else shown.title
     return results_table(title, [scored], draws=shown.draws, seed=shown.seed)
 
 

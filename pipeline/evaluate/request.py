@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pyarrow as pa
 from rich.console import Console
@@ -24,7 +24,7 @@ from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import FULL_LABEL, EvaluateConfig
 from pipeline.evaluate.protocols import PAPER, Protocol
 from pipeline.evaluate.questions import question_table
-from pipeline.evaluate.whole_cache import PASSED_ON, Grid, check_frames, identity_of, videos_of
+from pipeline.evaluate.whole_cache import Grid, check_frames, identity_of, videos_of
 from pipeline.execution.request import check_out, refusing, store_refusing
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import PRUNINGS, AnswersIdentity, AnswersTable, LateIdentity, read_answers_header
@@ -39,7 +39,7 @@ from pipeline.storage.stores import Store, store_at
 
 RESULTS_VERSION = 1
 RESULTS_HEADER = "evaluation.json"
-ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"
+ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # in the layouts of jobs.generate and jobs.prune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +86,6 @@ class EvaluateRequest:
         """The title of tables and page: benchmark and model."""
         return f"{self.benchmark.title}, {self.source.name}"
 
-    def passed_on(self) -> dict[str, Any]:
-        """Return the options that the runs of encoding and answering take over unchanged."""
-        return {name: getattr(self.config, name) for name in PASSED_ON}
-
 
 def _held(cached: Store, *, named: bool) -> CacheIdentity | None:
     """Return the identity of the cache, or None where there is none yet.
@@ -107,7 +103,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     """Check the whole request. Raises UsageError; starts nothing, reads no weights and no video."""
     assert config.benchmark is not None  # the config refuses a request without it
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    store, cache = store_at(config.out, objects), config.cache or f"{config.out.rstrip('/')}/{CACHE_FOLDER}"
+    store, cache = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER)
     check_out(store)
     benchmark = find_benchmark(config.benchmark)
     protocol = _protocol(config, benchmark)
@@ -127,7 +123,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         made = held if videos is None else identity_of(videos, cached, objects, console)
         described = _check_methods(grid, made, source, cache, engine_of(config))
     with store_refusing():
-        _match_answers(store_at(answers_place(config), objects), described, engine_of(config))
+        _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), described, engine_of(config))
     request = EvaluateRequest(
         config=config,
         benchmark=benchmark,
@@ -192,7 +188,7 @@ def write_results_header(store: Store, identity: JsonObject, about: Mapping[str,
 
 def _protocol(config: EvaluateConfig, benchmark: Benchmark) -> Protocol:
     """Return the named protocol; by default the paper's for a paper's table, if the benchmark has it."""
-    of_paper = config.table is not None and benchmark.has_protocol(PAPER)
+    of_paper = config.table is not None and PAPER in benchmark.named_protocols
     return benchmark.protocol(config.protocol or (PAPER if of_paper else None))
 
 
@@ -257,11 +253,6 @@ def _check_methods(
     prunings = {label: None if one is None else late_pruning(one, held, source, builder) for label, one in grid.items()}
     ENGINES[engine.name].check(engine, source, builder, prunings)
     return describe_prunings(prunings, held)
-
-
-def answers_place(config: EvaluateConfig) -> str:
-    """Return the folder or URI of the evaluation's answers, which is in the layout of jobs.generate."""
-    return f"{config.out.rstrip('/')}/{ANSWERS_FOLDER}"
 
 
 def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None], engine: EngineSetup) -> None:

@@ -12,31 +12,32 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypedDict
+from typing import cast
 
 import pyarrow as pa
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
-from pipeline.cache.header import ModelIdentity, SamplingIdentity, differences
+from pipeline.cache.header import SamplingIdentity, differences
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import NotAnswers, RunFailed, UsageError
 from pipeline.evaluate.benchmarks.annotations import NotAskable
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.benchmarks.own import clusters_of
-from pipeline.evaluate.config import FULL, EvaluateConfig
+from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.questions import answered_item, way_of
 from pipeline.evaluate.request import (
+    ANSWERS_FOLDER,
     EvaluateRequest,
-    answers_place,
     data_folder,
     match_results,
     write_results_header,
 )
 from pipeline.evaluate.scores import score_table
-from pipeline.evaluate.statistics.score_matrix import Arm
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.whole_cache import passed_on
 from pipeline.execution.claim import Claim
 from pipeline.execution.request import new_run_id
 from pipeline.execution.run_record import RUNS
@@ -94,8 +95,10 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     if todo and store_at(request.cache, request.objects).exists(DROPPING):
         drop_tokens(request, console)  # finish a deletion that a killed run began
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
-    answers = _answer(request, console) if todo else _existing_summary(request)
+    answers = _answer(request, console) if todo else None
     live = _live(request)
+    if answers is None:
+        answers = summarise_answers(live, len(request.questions) * len(request.grid), set(), 0.0)
     scores = score_table(request.loaded.items, arms_of(request), live, request.protocol)
     return ScoredQuestions(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
 
@@ -103,14 +106,14 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
 def arms_of(request: EvaluateRequest) -> dict[str, Arm]:
     """Return each grid entry's arm, by the label that its answers have."""
     return {
-        label: Arm(FULL, 1.0) if one is None else Arm(one.method_label, one.retention_ratio)
+        label: ORIGINAL if one is None else Arm(one.method_label, one.retention_ratio)
         for label, one in request.grid.items()
     }
 
 
 def _answers_store(request: EvaluateRequest) -> Store:
     """Return the store of the evaluation's answers."""
-    return store_at(answers_place(request.config), request.objects)
+    return store_at(request.config.in_out(ANSWERS_FOLDER), request.objects)
 
 
 def _live(request: EvaluateRequest) -> pa.Table:
@@ -143,7 +146,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     rows = {str(row["video_id"]): row for item in items for row in item.manifest_rows(folder)}
     lines = [json.dumps(rows[video_id]) for video_id in sorted(rows)]
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
-    config = PruneConfig(**{**vars(request.videos), "videos": [f"{request.config.out.rstrip('/')}/{MANIFEST}"]})
+    config = PruneConfig(**{**vars(request.videos), "videos": [request.config.in_out(MANIFEST)]})
     console.print(f"{len(rows)} videos, all tokens of each once", highlight=False)
     summary = PruneRun(config, console).carry_out()
     # If every remaining video is broken, its questions fail, but questions on videos cached before can be asked.
@@ -169,7 +172,7 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
     return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
-        out=answers_place(options),
+        out=options.in_out(ANSWERS_FOLDER),
         model=request.source.name,
         choices=way.method,
         system=way.system,
@@ -182,13 +185,8 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
         batch_size=options.batch_size,
         workers=options.workers,
         questions_per_shard=options.questions_per_shard,
-        **request.passed_on(),
+        **passed_on(options),
     )
-
-
-def _existing_summary(request: EvaluateRequest) -> AnswerSummary:
-    """Return the summary of a request that has nothing left to ask."""
-    return summarise_answers(_live(request), len(request.questions) * len(request.grid), set(), 0.0)
 
 
 def drop_tokens(request: EvaluateRequest, console: Console) -> None:
@@ -222,9 +220,8 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     Raises UsageError for a place without answers, and where not all hold the same questions.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    tables: list[pa.Table] = []
-    arms: dict[str, Arm] = {}
-    first: tuple[_Comparable, QuestionCollector] | None = None
+    first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, Arm]()
+    settings: JsonObject = {}
     for place in config.score:
         store = store_at(place, objects)
         live, identity = read_answers(place, store=store), read_answers_header(store)["identity"]
@@ -233,18 +230,16 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
             raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} is there twice; name each once")
         if not found.items:
             raise UsageError(f"--score {place}: no question has an answer to compare with; give them a column answer")
-        if first is not None:
-            if wrong := differences(first[0], _comparable(identity), has=f"{config.score[0]} has"):
-                lines = "\n  ".join(wrong)
-                raise UsageError(f"--score {place} cannot be compared with {config.score[0]}:\n  {lines}")
-            if first[1].items != found.items:
-                raise UsageError(
-                    f"--score {place}: other questions than in {config.score[0]}; score them by themselves"
-                )
-        first, arms[place] = first or (_comparable(identity), found), arm
+        if not arms:
+            first, settings = found, _comparable(identity)
+        if wrong := differences(settings, _comparable(identity), has=f"{config.score[0]} has"):
+            lines = "\n  ".join(wrong)
+            raise UsageError(f"--score {place} cannot be compared with {config.score[0]}:\n  {lines}")
+        if first.items != found.items:
+            raise UsageError(f"--score {place}: other questions than in {config.score[0]}; score them by themselves")
+        arms[place] = arm
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
-    assert first is not None  # the config refuses an empty list
-    loaded = first[1].loaded(config.score[0], "give the questions a column answer")
+    loaded = first.loaded(config.score[0], "give the questions a column answer")
     kept = clusters_of(loaded.items)
     scores = score_table(kept, arms, pa.concat_tables(tables), LETTER)
     n_left_out = sum(fault.left_out for fault in loaded.faults)
@@ -264,16 +259,7 @@ def _answered(live: pa.Table) -> QuestionCollector:
     return collected
 
 
-class _Comparable(TypedDict):
-    """The part of an answers' identity that must be equal for scores to be compared."""
-
-    model: ModelIdentity | None
-    decoding: JsonObject | None
-    prompt: JsonObject
-    cache: JsonObject
-
-
-def _comparable(identity: AnswersIdentity) -> _Comparable:
+def _comparable(identity: AnswersIdentity) -> JsonObject:
     """Return the part of an answers' identity that must be equal for scores to be compared.
 
     Frames moved to keyframes are a row of their own, as a method is.
@@ -281,7 +267,8 @@ def _comparable(identity: AnswersIdentity) -> _Comparable:
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
     sampling = {name: value for name, value in _sampling(identity).items() if name != _SNAP}
     cache: JsonObject = {"preprocessing": identity["cache"].get("preprocessing"), "sampling": sampling}
-    return {"model": identity.get("model"), "decoding": identity.get("decoding"), "prompt": prompt, "cache": cache}
+    model = cast(JsonObject | None, identity.get("model"))
+    return {"model": model, "decoding": identity.get("decoding"), "prompt": prompt, "cache": cache}
 
 
 def _sampling(identity: AnswersIdentity) -> SamplingIdentity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 
@@ -23,8 +24,7 @@ from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
 
 #: The prunings under which every question is asked, by label; None is full retention.
 Grid = Mapping[str, LateAsked | None]
-#: The options that the runs of an evaluation take as they are.
-PASSED_ON = (
+_PASSED_ON = (
     *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "wait", "retry_failed", "max_attempts"),
     *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_region"),
 )
@@ -66,8 +66,13 @@ def videos_of(
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,
         **pixels,
-        **{name: getattr(config, name) for name in PASSED_ON},
+        **passed_on(config),
     )
+
+
+def passed_on(config: EvaluateConfig) -> dict[str, Any]:
+    """Return the options that the runs of encoding and answering take over unchanged."""
+    return {name: getattr(config, name) for name in _PASSED_ON}
 
 
 def check_frames(

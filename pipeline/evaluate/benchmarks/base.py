@@ -100,17 +100,14 @@ class Benchmark:
 
     def protocol(self, name: str | None = None) -> Protocol:
         """Return the protocol of this name, by default the first. Raise UsageError that lists the known ones."""
-        known = self._named_protocols()
+        known = self.named_protocols
         if name is not None and name not in known:
             raise UsageError(f"--protocol {name}: {self.title} has {', '.join(known)}")
         return self.protocols[0] if name is None else known[name]
 
-    def has_protocol(self, name: str) -> bool:
-        """Return whether the benchmark has a protocol of this name."""
-        return name in self._named_protocols()
-
-    def _named_protocols(self) -> dict[str, Protocol]:
-        """Return the protocols by name and alias."""
+    @property
+    def named_protocols(self) -> dict[str, Protocol]:
+        """The protocols by name and alias."""
         named = {protocol.name: protocol for protocol in self.protocols}
         return named | {alias: named[name] for alias, name in ALIASES.items() if name in named}
 

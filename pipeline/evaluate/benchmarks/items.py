@@ -111,16 +111,11 @@ class QuestionCollector:
     """The collector of a benchmark's questions and faults while its annotations are read row by row."""
 
     def __init__(self) -> None:
-        self._items: list[Item] = []
+        self.items: list[Item] = []
         self._faults: list[AnnotationFault] = []
         self._n_annotated = 0
         self._ids: set[str] = set()
         self._asked: dict[tuple[object, ...], str] = {}
-
-    @property
-    def items(self) -> list[Item]:
-        """The questions to ask."""
-        return self._items
 
     def leave_out(self, where: str, question_id: object, fault: NotAskable) -> None:
         """Record a row that cannot be asked."""
@@ -135,7 +130,7 @@ class QuestionCollector:
             return
         self._n_annotated += 1
         self._ids.add(item.question_id)
-        self._items.append(item)
+        self.items.append(item)
         for kind, oddity in self._oddities(item):
             self._fault(kind, item.question_id, f"{where}: {oddity}", left_out=False)
 
@@ -145,8 +140,8 @@ class QuestionCollector:
         Raises UsageError, with an example, where no question is left, or most right answers are none of the options.
         """
         self._check_answers(place)
-        if self._items:
-            return LoadedQuestions(tuple(self._items), tuple(self._faults), self._n_annotated)
+        if self.items:
+            return LoadedQuestions(tuple(self.items), tuple(self._faults), self._n_annotated)
         if not self._faults:
             raise UsageError(f"{place}: there is no question in it; {remedy}")
         counts = Counter(fault.kind for fault in self._faults)
@@ -158,7 +153,7 @@ class QuestionCollector:
 
     def _check_answers(self, place: str) -> None:
         """Raise UsageError if most right answers are none of the options: the annotations then have another form."""
-        chosen = [item for item in self._items if item.options and item.expected is not None]
+        chosen = [item for item in self.items if item.options and item.expected is not None]
         wrong = [item for item in chosen if item.answer is None]
         if len(chosen) > 1 and len(wrong) > _MOST_WRONG * len(chosen):
             example = wrong[0]

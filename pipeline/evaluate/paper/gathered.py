@@ -16,10 +16,9 @@ from gstep.language import BUILDERS
 from pipeline.cache.header import ModelIdentity, differences, read_header_file
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
-from pipeline.evaluate.benchmarks.base import Benchmark
-from pipeline.evaluate.files import SCORES, made_of_identity
+from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.files import SCORES, scored_benchmark
 from pipeline.evaluate.grids import PaperTable
-from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import RESULTS_HEADER, RESULTS_VERSION
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.server_scores import FORM, unknown_names, with_server_scores
@@ -74,15 +73,10 @@ class BenchmarkResults:
 
     def scored(self, *, split: bool) -> ScoredBenchmark:
         """Return the scores for a table; with ``split``, the parts of the first split have columns."""
-        parts = self.benchmark.splits[0] if split and self.benchmark.splits else None
-        columns = [] if parts is None else [Column(f"{parts.name}={part}", name) for part, name in parts.parts.items()]
-        metric = str(self.identity.get("metric", QUESTIONS))
-        asked = pc.count_distinct(self.scores["question_id"]).as_py()
-        made_of = {**made_of_identity(self.benchmark, self.identity, asked)}
-        if annotations := self.about.get("annotations"):
-            made_of["Annotations"] = annotations.rpartition(":")[2][:8]
-        mean_over = None if metric == QUESTIONS else metric
-        return ScoredBenchmark(self.benchmark.title, self.scores, columns, mean_over, made_of)
+        first = self.benchmark.splits[0] if split and self.benchmark.splits else Split("", "")
+        scored = scored_benchmark(self.benchmark, self.identity, self.scores, first.name, first.parts.items())
+        annotations = self.about.get("annotations", "").rpartition(":")[2][:8]
+        return replace(scored, made_of={**scored.made_of, "Annotations": annotations}) if annotations else scored
 
 
 def gather(table: PaperTable, places: Sequence[str], objects: Objects, *, mixed: bool) -> list[BenchmarkResults]:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jinja2 import Environment
 
-from pipeline.evaluate.benchmarks.items import AnnotationFault, Item
+from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
 from pipeline.evaluate.report import text
 from pipeline.evaluate.report.cards import Links, cards
 from pipeline.evaluate.report.charts import line_charts, styles
@@ -37,9 +37,7 @@ class Report:
         table: the main table; its methods and ratios are those of the whole page.
         splits: the same scores with the columns of further splits, each with that split's title.
         scores: rows of ``scores.parquet``.
-        items: the questions, by their id.
-        faults: of the annotations.
-        n_annotated: rows of the annotations.
+        loaded: the questions, and the faults of their annotations.
         protocol: of Protocol.describe.
         facts: (name, value) of the model, the cache, the machine.
         pages: video_id -> (label, relative link) of pages that show its tokens.
@@ -49,9 +47,7 @@ class Report:
     table: ResultsTable
     splits: tuple[ResultsTable, ...] = ()
     scores: pa.Table
-    items: Mapping[str, Item]
-    faults: Sequence[AnnotationFault]
-    n_annotated: int
+    loaded: LoadedQuestions
     protocol: JsonObject
     facts: Sequence[tuple[str, str]] = ()
     pages: Mapping[str, Links] = field(default_factory=dict)
@@ -63,7 +59,8 @@ def report_page(report: Report) -> str:
     Raises ValueError where the scores have a question that is not among the items, or a link of ``pages`` is not
     relative.
     """
-    _check(report)
+    items = {item.question_id: item for item in report.loaded.items}
+    _check(report, items)
     table = report.table
     answers = answers_of(report.scores, [Arm(row.method, row.ratio) for row in table.rows])
     found = disagreements(answers)
@@ -84,14 +81,14 @@ def report_page(report: Report) -> str:
             ratios=[block.ratio for block in table.blocks],
             has_intervals=any(column.n_clusters >= FEWEST for column in table.columns),
             too_few_draws=_too_few_draws(table),
-            has_options=any(item.options for item in report.items.values()),
+            has_options=any(item.options for item in items.values()),
             charts=line_charts(table, style),
             heats=[(split.title.removeprefix(f"{report.title}: "), split, _deepest(split)) for split in report.splits],
             found=found,
-            cards=cards(found, answers, report.scores, report.items, report.pages),
+            cards=cards(found, answers, report.scores, items, report.pages),
             n_scored=len(answers.questions),
-            faults=fault_counts(report.faults),
-            n_askable=report.n_annotated - sum(fault.left_out for fault in report.faults),
+            faults=fault_counts(report.loaded.faults),
+            n_askable=report.loaded.n_annotated - sum(fault.left_out for fault in report.loaded.faults),
             failures=list(failure_counts(report.scores, answers)),
             protocol=list(_flat(report.protocol)),
             data=_data(found),
@@ -117,10 +114,10 @@ def templates() -> Environment:
     return made
 
 
-def _check(report: Report) -> None:
+def _check(report: Report, items: Mapping[str, Item]) -> None:
     """Raise ValueError if a scored question is not among the items, or a page link is not relative."""
     asked = pc.unique(report.scores["question_id"]).to_pylist()
-    if odd := [question for question in asked if question not in report.items]:
+    if odd := [question for question in asked if question not in items]:
         raise ValueError(f"the scores have {len(odd)} questions that are not among the items, e.g. {odd[0]!r}")
     for links in report.pages.values():
         for _, link in links:

@@ -95,6 +95,6 @@ def commit_replies(request: EvaluateRequest, replies: Mapping[str, str], failed:
 def printed(benchmark: Benchmark, done: ScoredQuestions, protocol: str | None = None) -> dict[str, str]:
     """Return the main table's row of full retention: title of the column -> number."""
     one = benchmark.protocol(protocol)
-    table = main_table(done, Presentation(title="T", benchmark=benchmark, protocol=one, described={}, draws=100))
+    table = main_table(done, Presentation(title="T", benchmark=benchmark, described={"metric": one.metric}, draws=100))
     cells = zip(table.columns, table.original.cells, strict=True)
     return {column.title: cell.printed for column, cell in cells if cell}

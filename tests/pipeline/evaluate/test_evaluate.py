@@ -74,7 +74,7 @@ def done() -> Evaluation:
     items = items_of(6)
     scores = scores_of(items, ["gstep", "fastv,K=3"], [0.25, 0.1])
     evaluated = ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (), len(items)), scores=scores)
-    shown = Presentation(title="T", benchmark=OWN, protocol=LETTER, described={}, draws=100)
+    shown = Presentation(title="T", benchmark=OWN, described={}, draws=100)
     return Evaluation(done=evaluated, table=main_table(evaluated, shown), out="there", files=["a.md", "b.html"])
 
 

@@ -36,8 +36,8 @@ def in_parts(*parts: str | None, name: str = "split") -> dict[str, Item]:
 
 
 def shown(benchmark: Benchmark = VIDEOMME, **more) -> Presentation:
-    given = {"title": "T", "benchmark": benchmark, "protocol": benchmark.protocol(), "described": {"protocol": "p"}}
-    return Presentation(**{**given, "draws": 100, **more})
+    described = {"protocol": "p", "metric": benchmark.protocol().metric}
+    return Presentation(**{"title": "T", "benchmark": benchmark, "described": described, "draws": 100, **more})
 
 
 def own(*splits: Split, metric: str = "questions") -> Benchmark:

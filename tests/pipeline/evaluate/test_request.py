@@ -24,7 +24,7 @@ from pipeline.evaluate.request import (
     prepare,
     write_results_header,
 )
-from pipeline.evaluate.whole_cache import frame_rule
+from pipeline.evaluate.whole_cache import frame_rule, passed_on
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
 from pipeline.generate.late_pruning import late_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
@@ -148,7 +148,7 @@ def test_options_that_the_runs_share_are_passed_on_to_both(tmp_path):
     options = {"device": "cpu", "dtype": "float32", "max_attempts": 3, "retry_failed": True, "stall_timeout": 600.0}
     request = videomme(tmp_path, decode_timeout=9.0, decode_workers=2, encode_workers=1, **options)
     for name, value in options.items():
-        assert getattr(request.videos, name) == request.passed_on()[name] == value, name
+        assert getattr(request.videos, name) == passed_on(request.config)[name] == value, name
     assert (request.videos.decode_timeout, request.videos.decode_workers, request.videos.encode_workers) == (9.0, 2, 1)
 
 

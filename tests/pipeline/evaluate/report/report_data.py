@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.evaluate.benchmarks.items import AnnotationFault, Item
+from pipeline.evaluate.benchmarks.items import AnnotationFault, Item, LoadedQuestions
 from pipeline.evaluate.protocols import LMMS_EVAL_0_7, Prompt, Protocol
 from pipeline.evaluate.report.page import Report
 from pipeline.evaluate.scores import SCORE_SCHEMA
@@ -109,7 +109,7 @@ def scores_of(
 
 
 def report_of(items: Mapping[str, Item], scores: pa.Table, *, draws: int = 200, **more: Any) -> Report:
-    """Make a report with all that there can be; ``more`` replaces fields."""
+    """Make a report with all that there can be; ``more`` replaces fields, of the questions' too."""
     durations = [Column(f"duration={part}", title) for part, title in _LENGTHS.items()]
     table = results_table(f"{TITLE}: Duration", [ScoredBenchmark("VideoMME", scores, durations)], draws=draws)
     splits = tuple(
@@ -131,9 +131,7 @@ def report_of(items: Mapping[str, Item], scores: pa.Table, *, draws: int = 200, 
         table=table,
         splits=splits,
         scores=scores,
-        items=items,
-        faults=FAULTS,
-        n_annotated=len(items) + 2,
+        loaded=LoadedQuestions(tuple(items.values()), FAULTS, len(items) + 2),
         protocol=PROTOCOL.describe("llava_onevision"),
         facts=FACTS,
         pages={
@@ -141,7 +139,8 @@ def report_of(items: Mapping[str, Item], scores: pa.Table, *, draws: int = 200, 
             for v, video in enumerate(dict.fromkeys(item.video_id for item in items.values()))
         },
     )
-    return replace(report, **more)
+    of_questions = {name: more.pop(name) for name in ("faults", "n_annotated") if name in more}
+    return replace(report, loaded=replace(report.loaded, **of_questions), **more)
 
 
 def data_of(html: str) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def test_disagreements_are_all_counted_and_shown_with_their_replies(page, scores
 
 
 def test_questions_that_were_not_asked_are_counted(report):
-    text = Page(report_page(replace(report, n_annotated=100))).text("faults")
+    text = Page(report_page(replace(report, loaded=replace(report.loaded, n_annotated=100)))).text("faults")
     assert "100 questions are annotated, 2 left out for faults, 72 scored, of 98 that could be asked." in text
 
 
@@ -274,7 +274,7 @@ def test_a_link_that_leads_outside_is_refused(report):
 def test_scores_of_an_unknown_question_are_refused(report):
     first, *others = ITEMS
     with pytest.raises(ValueError, match=f"1 questions that are not among the items, e.g. '{first}'"):
-        report_page(replace(report, items={q: ITEMS[q] for q in others}))
+        report_page(replace(report, loaded=replace(report.loaded, items=tuple(ITEMS[q] for q in others))))
 
 
 def test_one_method_at_one_ratio_without_gstep_splits_faults_or_pages():
