@@ -68,10 +68,6 @@ class FrameRule:
     rounding: Literal["truncate", "round"] = "truncate"
     even: bool = False
 
-    def count(self, n_frames: int) -> int:
-        """Return the number of frames sampled from a video of ``n_frames``."""
-        return max(2, min(self.num_frames, n_frames) // 2 * 2) if self.even else self.num_frames
-
 
 @dataclass(frozen=True)
 class PixelLimits:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.statistics.score_matrix import Arm
+from pipeline.evaluate.statistics.score_matrix import Arm, arm_by_row
 from pipeline.storage.stores import Store
 
 FORM = "submissions/server.json"
@@ -37,8 +37,7 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
     Raises UsageError where a number is none, or no percentage.
     """
     typed = _read(store)
-    rows = zip(scores["method"].to_pylist(), scores["retention_ratio"].to_pylist(), strict=True)
-    of_row = [typed.get(submission_name(Arm(method, ratio))) for method, ratio in rows]
+    of_row = [typed.get(submission_name(arm)) for arm in arm_by_row(scores)]
     columns = {
         "score": pa.array([None if value is None else value / 100 for value in of_row], pa.float64()),
         "cluster": pa.array(np.full(len(of_row), _CLUSTER), pa.string()),

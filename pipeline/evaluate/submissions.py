@@ -15,7 +15,7 @@ from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.files import SCORES
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.server_scores import FORM, submission_name, write_form
-from pipeline.evaluate.statistics.score_matrix import Arm, arms_of
+from pipeline.evaluate.statistics.score_matrix import Arm, arm_by_row, arms_of
 from pipeline.storage.stores import Store
 
 FOLDER = "submissions"
@@ -41,9 +41,10 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[Arm, Submission
     """
     known = {item.question_id: item for item in items}
     made = {arm: Submission({}, 0) for arm in arms_of(scores)}
-    for row in scores.select(["question_id", "method", "retention_ratio", "status", "parsed"]).to_pylist():
-        arm, item = Arm(row["method"], row["retention_ratio"]), known[row["question_id"]]
+    rows = scores.select(["question_id", "status", "parsed"]).to_pylist()
+    for arm, row in zip(arm_by_row(scores), rows, strict=True):
         if row["status"] == "ok":
+            item = known[row["question_id"]]
             drawn = row["parsed"] is None
             made[arm].choices[item.question_id] = _draw(item) if drawn else row["parsed"]
             made[arm] = made[arm]._replace(n_drawn=made[arm].n_drawn + drawn)

@@ -25,8 +25,7 @@ from pipeline.evaluate.server_scores import FORM, unknown_names, with_server_sco
 from pipeline.evaluate.statistics.results import Column, ResultsTable
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, arms_of, score_matrix
 from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
-from pipeline.generate.late_pruning import LateAsked
-from pipeline.options import named_values
+from pipeline.generate.late_pruning import asked_grid
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
@@ -160,7 +159,7 @@ def missing(table: PaperTable, found: Sequence[BenchmarkResults]) -> list[str]:
     there = {one.benchmark.name for one in found}
     lines = [f"no results of {' or '.join(names)}" for names in table.benchmarks if not there & set(names)]
     for one in found:
-        held = set(zip(one.scores["method"].to_pylist(), one.scores["retention_ratio"].to_pylist(), strict=True))
+        held = set(arms_of(one.scores))
         lacking = [f"{m}@{r:g}" for r in table.ratios for m in map(label, table.methods) if (m, r) not in held]
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
@@ -182,8 +181,7 @@ def _server_notes(one: BenchmarkResults) -> list[str]:
 
 def label(method: str) -> str:
     """Return a method's name as the scores have it: with parameters sorted by name."""
-    name, *given = method.split(",")
-    return LateAsked(name, 1.0, named_values(given, f"{method}: a parameter")).method_label
+    return asked_grid([method], [1.0])[0].method_label
 
 
 def _read(place: str, objects: Objects) -> BenchmarkResults:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline.evaluate.statistics.errors import Ints
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm, arm_by_row
 
 _GSTEP = "gstep"
 
@@ -83,11 +83,10 @@ def answers_of(scores: pa.Table, arms: Sequence[Arm]) -> Answers:
     ids = scores["question_id"].to_pylist()
     number = {question: q for q, question in enumerate(dict.fromkeys(ids))}
     place = {arm: a for a, arm in enumerate(arms)}
-    known = {name: scores[name].to_pylist() for name in ("method", "retention_ratio", "status", "right")}
+    known = (arm_by_row(scores), scores["status"].to_pylist(), scores["right"].to_pylist())
     row_AQ = np.full((len(arms), len(number)), -1, np.int64)
     outcome_AQ = np.full(row_AQ.shape, -1, np.int8)
-    for row, (question, method, ratio, status, right) in enumerate(zip(ids, *known.values(), strict=True)):
-        arm = ORIGINAL if method == ORIGINAL.method else Arm(method, ratio)
+    for row, (question, arm, status, right) in enumerate(zip(ids, *known, strict=True)):
         if (a := place.get(arm)) is not None:
             row_AQ[a, number[question]] = row
             outcome_AQ[a, number[question]] = bool(right) if status == "ok" else -1

@@ -13,7 +13,7 @@ from pipeline.evaluate.benchmarks.annotations import FaultKind
 from pipeline.evaluate.benchmarks.items import AnnotationFault
 from pipeline.evaluate.report.disagreements import Answers
 from pipeline.evaluate.report.text import ratio_text, title_of
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm, arm_by_row
 
 _EXAMPLES = 5
 _WORDS: Mapping[FaultKind, str] = {
@@ -65,10 +65,9 @@ def _fault_count(kind: FaultKind, faults: Sequence[AnnotationFault]) -> FaultCou
 def failure_counts(scores: pa.Table, answers: Answers) -> Iterator[FailureCount]:
     """Count the failed answers of the shown arms by error class, the most frequent first."""
     failed = scores.filter(pc.not_equal(scores["status"], "ok"))
-    columns = [failed[name].to_pylist() for name in ("error_class", "question_id", "method", "retention_ratio")]
+    columns = (failed["error_class"].to_pylist(), failed["question_id"].to_pylist(), arm_by_row(failed))
     by_class: dict[str, list[tuple[str, Arm]]] = {}
-    for error_class, question, method, ratio in zip(*columns, strict=True):
-        arm = ORIGINAL if method == ORIGINAL.method else Arm(method, ratio)
+    for error_class, question, arm in zip(*columns, strict=True):
         if arm in answers.arms:
             by_class.setdefault(error_class or "unknown", []).append((question, arm))
     for error_class, rows in sorted(by_class.items(), key=lambda item: -len(item[1])):

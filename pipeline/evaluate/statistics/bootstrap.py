@@ -58,8 +58,15 @@ class Difference(NamedTuple):
 
 
 class Stratum(NamedTuple):
-    """A group of clusters that is resampled on its own: its size, and the degrees of freedom of its error."""
+    """A group of clusters that is resampled on its own.
 
+    Attributes:
+        n_rows: of ``Estimate.residual`` that are its clusters'; those of clusters without a question are 0.
+        n_clusters: with a question.
+        freedom: degrees of freedom of its error.
+    """
+
+    n_rows: int
     n_clusters: int
     freedom: float
 
@@ -74,7 +81,7 @@ class Estimate:
         added: what each cluster adds to the number, [G, A].
         residual: what each cluster adds to its error, [G, A]: the sum of squares is the variance, that of the
             difference of two arms the variance of their difference.
-        strata: of the clusters, with the number of their rows in ``residual``, in that order.
+        strata: of the clusters, in the order of ``residual``.
         most: the largest number that there can be; no interval goes beyond.
     """
 
@@ -82,7 +89,7 @@ class Estimate:
     drawn: Floats
     added: Floats
     residual: Floats
-    strata: Sequence[tuple[int, Stratum]]
+    strata: Sequence[Stratum]
     most: float = 1.0
 
     def interval(self, arm: int) -> tuple[float, float]:
@@ -102,18 +109,16 @@ class Estimate:
 
     def _measured(self, value: float, drawn_R: Floats, residual_G: Floats, n_differing: int) -> Difference:
         """Compute a difference's interval, error and p from draws and residuals, by Student's t if clusters are few."""
-        variances = [
-            float(np.sum(rows**2))
-            for rows in np.split(residual_G, np.cumsum([n_rows for n_rows, _ in self.strata])[:-1])
-        ]
-        variance, fewest = math.fsum(variances), min(stratum.n_clusters for _, stratum in self.strata)
+        ends = np.cumsum([stratum.n_rows for stratum in self.strata])
+        variances = [float(np.sum(rows**2)) for rows in np.split(residual_G, ends[:-1])]
+        variance, fewest = math.fsum(variances), min(stratum.n_clusters for stratum in self.strata)
         error = math.nan if fewest < 2 else math.sqrt(variance)
         error = 0.0 if error <= TINY else error  # sums of equal numbers differ by rounding
         if math.isnan(value) or fewest < FEWEST or not error:
             return Difference(value, math.nan, math.nan, error, math.nan)
         if fewest < FEW:
             of_strata = zip(variances, self.strata, strict=True)
-            t, above = student(variance**2 / math.fsum(v**2 / stratum.freedom for v, (_, stratum) in of_strata))
+            t, above = student(variance**2 / math.fsum(v**2 / stratum.freedom for v, stratum in of_strata))
             margin = error * float(np.interp(-0.05, -above, t))
             low, high, p = value - margin, value + margin, float(np.interp(abs(value) / error, t, above))
         else:
@@ -160,7 +165,7 @@ def estimate(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Counts
         drawn=resampled(scores_AQ, cluster_Q, part_Q, counts_RG),
         added=added_GA,
         residual=residual_GA * factor_G[:, None],
-        strata=[(len(residual_GA), Stratum(n_clusters, freedom))],
+        strata=[Stratum(len(residual_GA), n_clusters, freedom)],
     )
 
 

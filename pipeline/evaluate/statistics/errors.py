@@ -1,7 +1,6 @@
 """Standard errors and tests of scores whose questions are not independent: several may be about the same video.
 
-Formulas: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), and the cluster-robust sandwich. Every error is
-also the paired one: give it differences. Shapes: A arms (a method at a ratio), Q questions, G clusters (videos that are
+Formulas: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), and the cluster-robust sandwich. Shapes: A arms (a method at a ratio), Q questions, G clusters (videos that are
 drawn together), P parts (questions that are averaged before the average over parts is taken: MLVU's tasks).
 """
 
@@ -82,21 +81,6 @@ def student(freedom: float) -> tuple[Floats, Floats]:
     mass = np.cos(angle) ** (freedom - 1)
     above = np.cumsum(mass[::-1])[::-1] - mass / 2
     return math.sqrt(freedom) * np.tan(angle), above / mass.sum()
-
-
-def sandwich_error(scores_Q: Floats, cluster_Q: Ints, part_Q: Ints | None = None, *, corrected: bool = True) -> float:
-    """Return the cluster-robust standard error of a mean, or mean over parts, never negative; nan for one cluster.
-
-    SE^2 = G/(G-1) sum over clusters of (sum of w_i e_i)^2; ``corrected=False`` leaves G/(G-1) out.
-    """
-    part_Q = np.zeros(len(scores_Q), np.int64) if part_Q is None else part_Q
-    clusters, cluster = np.unique(cluster_Q[part_Q != OUTSIDE], return_inverse=True)
-    n = len(clusters)
-    if n < 2:
-        return math.nan
-    residual_AQ = weighted(scores_Q[None], part_Q)[1][:, part_Q != OUTSIDE]
-    variance = float(np.sum(cluster_sums(residual_AQ, cluster, n) ** 2))
-    return math.sqrt(variance * (n / (n - 1) if corrected else 1))
 
 
 def sign_flip_p(difference_Q: Floats, cluster_Q: Ints, *, draws: int = 10_000, seed: int = 0) -> float:

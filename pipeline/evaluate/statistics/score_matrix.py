@@ -98,7 +98,13 @@ class ScoreMatrix:
 
 def arms_of(scores: pa.Table) -> list[Arm]:
     """Return the arms of a table of scores, in order of first appearance."""
-    return list(dict.fromkeys(_arms(scores)))
+    return list(dict.fromkeys(arm_by_row(scores)))
+
+
+def arm_by_row(scores: pa.Table) -> list[Arm]:
+    """Return the arm of each row of scores."""
+    rows = zip(scores["method"].to_pylist(), scores["retention_ratio"].to_pylist(), strict=True)
+    return [ORIGINAL if method == ORIGINAL.method else Arm(method, ratio) for method, ratio in rows]
 
 
 def score_matrix(scores: pa.Table, arms: Sequence[Arm]) -> ScoreMatrix:
@@ -111,7 +117,7 @@ def score_matrix(scores: pa.Table, arms: Sequence[Arm]) -> ScoreMatrix:
     Raises ValueError where an arm has other questions than the others, or one twice: their scores are not paired.
     """
     number = {arm: i for i, arm in enumerate(arms)}
-    arm_N = np.array([number.get(arm, -1) for arm in _arms(scores)], np.int64)
+    arm_N = np.array([number.get(arm, -1) for arm in arm_by_row(scores)], np.int64)
     scores, arm_N = scores.filter(pa.array(arm_N >= 0)), arm_N[arm_N >= 0]
     ids = _column(scores, "question_id")
     questions, first_Q, question_N = np.unique(ids, return_index=True, return_inverse=True)
@@ -128,12 +134,6 @@ def score_matrix(scores: pa.Table, arms: Sequence[Arm]) -> ScoreMatrix:
         splits=[dict(splits or ()) for splits in first["splits"].to_pylist()],
         tallies=_tallies(scores, arm_N, failed_N, len(arms)),
     )
-
-
-def _arms(scores: pa.Table) -> list[Arm]:
-    """Return the arm of each row of scores."""
-    rows = zip(scores["method"].to_pylist(), scores["retention_ratio"].to_pylist(), strict=True)
-    return [ORIGINAL if method == ORIGINAL.method else Arm(method, ratio) for method, ratio in rows]
 
 
 def _column(scores: pa.Table, name: str) -> NDArray[np.generic]:

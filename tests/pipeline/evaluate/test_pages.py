@@ -1,14 +1,16 @@
 """Pages of single videos: those that methods disagree on most, as a cache of what a method keeps would show them."""
 
 import io
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from gstep.pruners.uniform import Uniform
+from gstep.pruners.base import Pruner, Selection
+from gstep.types import VisualTokens
 from pipeline.cache.reader import TokenCache
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.pages import chosen_video, described, most_disputed, page_name, video_pages
@@ -192,12 +194,19 @@ def test_where_no_pages_are_wanted_none_are_drawn(asked):
     assert pages_of(asked("gstep"), scores(("a", "a", "111"))) == {}
 
 
-def test_a_method_that_fails_on_a_page_costs_the_page_alone(asked, monkeypatch):
-    def broken(*_):
+@dataclass(frozen=True, kw_only=True)
+class Broken(Pruner):
+    """A method that selects nothing."""
+
+    name: ClassVar[str] = "broken"
+    nested: ClassVar[bool] = False
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         raise RuntimeError("a bug of the method")
 
-    request = asked("gstep", "uniform")
-    monkeypatch.setattr(Uniform, "select", broken)
+
+def test_a_method_that_fails_on_a_page_costs_the_page_alone(asked):
+    request = asked("gstep", f"{__name__}:Broken")
     said = io.StringIO()
     links = video_pages(request, DISPUTED, list(arms_of(request).values()), Console(file=said, width=300))
     assert [label for label, _ in links["a"]] == ["gstep"]

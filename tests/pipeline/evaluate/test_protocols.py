@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gstep.families import FAMILIES
@@ -20,7 +21,9 @@ from pipeline.evaluate.protocols import (
     Prompt,
     Protocol,
 )
+from pipeline.evaluate.whole_cache import frame_rule
 from pipeline.generate.choices import lettered_prompt
+from pipeline.video.sampling import Sampling, choose_frames
 
 VIDEOMME = BENCHMARKS["videomme"]
 ITEM = Item(
@@ -104,8 +107,9 @@ def test_frames_are_those_of_lmms_eval():
 
 @pytest.mark.parametrize(("n_frames", "taken"), [(1000, 32), (33, 32), (32, 32), (31, 30), (3, 2), (2, 2), (1, 2)])
 def test_a_short_video_gives_an_even_number_of_frames_where_the_rule_says_so(n_frames, taken):
-    assert FrameRule(32, "round", even=True).count(n_frames) == taken
-    assert FrameRule(32).count(n_frames) == 32
+    rules = (FrameRule(32, "round", even=True), FrameRule(32))
+    samplings = (Sampling(num_frames=rule.num_frames, rule=frame_rule(rule)) for rule in rules)
+    assert [len(choose_frames(np.arange(n_frames, dtype=float), one)) for one in samplings] == [taken, 32]
 
 
 def test_sizes_are_those_of_a_frame_and_on_qwen3_of_all_frames_together():

@@ -16,8 +16,10 @@ from pipeline.evaluate.questions import question_table
 from pipeline.evaluate.shapes.layout import ANNOTATIONS, Recipe, write_benchmark
 from pipeline.evaluate.shapes.questions import TYPES, ask
 from pipeline.evaluate.shapes.seeds import DEVELOPMENT, SEEDS
+from pipeline.evaluate.whole_cache import frame_rule
 from pipeline.inputs.manifest import read_manifest
 from pipeline.video.probe import probe
+from pipeline.video.sampling import Sampling, choose_frames
 from tests.pipeline.evaluate.shapes.shape_videos import videos
 from tests.pipeline.evaluate.videomme import SCHEMA
 
@@ -70,7 +72,9 @@ def test_choices_are_asked_with_one_letter_each_and_every_frame_is_taken(folder)
     assert asked[0]["choices"] == list(items[0].options)
     for family in ("llava_onevision", "qwen2_5_vl", "qwen3_vl"):
         rule = protocol.rules(family).frames
-        assert [rule.count(n_frames) for n_frames in (8, 16, 32)] == [8, 16, 32] and rule.rounding == "round"
+        sampling = Sampling(num_frames=rule.num_frames, rule=frame_rule(rule))
+        for n_frames in (8, 16, 32):
+            assert choose_frames(np.arange(n_frames, dtype=float), sampling).tolist() == list(range(n_frames))
 
 
 def test_a_row_that_holds_no_options_is_a_fault_and_no_crash(tmp_path, folder):

@@ -15,7 +15,8 @@ from pipeline.evaluate.statistics.bootstrap import (
     resampled,
     two_sided_p,
 )
-from pipeline.evaluate.statistics.errors import OUTSIDE, sandwich_error, student
+from pipeline.evaluate.statistics.errors import OUTSIDE, student
+from tests.pipeline.evaluate.statistics.oracles import sandwich_error
 from tests.pipeline.evaluate.statistics.score_tables import bits
 
 # The worked case of test_statistics: four videos of three questions, full retention first.

@@ -5,13 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.evaluate.statistics.errors import (
-    OUTSIDE,
-    holm,
-    part_means,
-    sandwich_error,
-    sign_flip_p,
-)
+from pipeline.evaluate.statistics.errors import OUTSIDE, holm, part_means, sign_flip_p
+from tests.pipeline.evaluate.statistics.oracles import sandwich_error
 from tests.pipeline.evaluate.statistics.score_tables import bits
 
 # Four videos of three questions each; worked by hand.
