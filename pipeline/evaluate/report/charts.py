@@ -6,7 +6,7 @@ Places are in percent of a chart's width and height, so that it can have any siz
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -98,27 +98,156 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart:
-    """A column of the table, scores or differences.
+    """A column of the table, scores or differences, in a chart whose axes fit them.
 
     Attributes:
         key: unique on the page.
         difference: to full retention; else scores.
-        up: (percent from the bottom, label) of ticks.
-        across: (percent from the left, label) of ratios, or of methods where there is one ratio.
-        full: full retention; None where it was not run.
-        stops: by rising ratio.
-        logarithmic: the axis of ratios.
+        values: by method and ratio.
+        of_full: the value of full retention; None where it was not run.
     """
 
     key: str
     title: str
     difference: bool
-    up: Sequence[tuple[float, str]]
-    across: Sequence[tuple[float, str]]
-    series: Sequence[Series]
-    full: Point | None
-    stops: Sequence[Stop]
-    logarithmic: bool
+    values: Mapping[tuple[str, float], Value]
+    of_full: Value | None
+    styles: Mapping[str, Style]
+
+    @cached_property
+    def up(self) -> list[tuple[float, str]]:
+        """The ticks of the vertical axis: (percent from the bottom, label)."""
+        return [(100 - self._down(tick), tick_text(tick, sign=self.difference)) for tick in self._ticks]
+
+    @cached_property
+    def across(self) -> list[tuple[float, str]]:
+        """The labels of the horizontal axis: methods where there is one ratio, else the ratios that have room."""
+        if len(self._ratios) == 1:
+            return [(self._x(method, self._ratios[0]), title_of(method)) for method in self._methods]
+        labels: list[tuple[float, str]] = []
+        for ratio, x in zip(self._ratios, self._places, strict=True):
+            if not labels or x - labels[-1][0] >= _LABEL:
+                labels.append((x, ratio_text(ratio)))
+        return labels
+
+    @property
+    def series(self) -> list[Series]:
+        """The line of each method."""
+        found = []
+        for method in self._methods:
+            at = [(ratio, self.values[method, ratio]) for ratio in self._ratios if (method, ratio) in self.values]
+            points = [self._point(self._x(method, ratio), value) for ratio, value in at]
+            found.append(Series(method, title_of(method), self.styles[method], points))
+        return found
+
+    @cached_property
+    def full(self) -> Point | None:
+        """The place of full retention."""
+        return self.of_full and self._point(0.0, self.of_full)
+
+    @cached_property
+    def stops(self) -> list[Stop]:
+        """The ratios, rising, whose strips reach half-way to their neighbours."""
+        between = [(a + b) / 2 for a, b in pairwise(self._places)]
+        strips = zip(self._ratios, self._places, [0.0, *between], [*between, 100.0], strict=True)
+        return [
+            Stop(ratio_text(ratio), x, left, right - left, self._readings(ratio)) for ratio, x, left, right in strips
+        ]
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether the axis of ratios is logarithmic."""
+        return ratio_places(self._ratios)[1]
+
+    @cached_property
+    def _methods(self) -> list[str]:
+        """The methods, in order of first appearance."""
+        return list(dict.fromkeys(method for method, _ in self.values))
+
+    @cached_property
+    def _ratios(self) -> list[float]:
+        """The ratios, ascending."""
+        return sorted({ratio for _, ratio in self.values})
+
+    @cached_property
+    def _places(self) -> list[float]:
+        """The horizontal places of the ratios, in percent."""
+        return ratio_places(self._ratios)[0]
+
+    @cached_property
+    def _ticks(self) -> list[float]:
+        """The numbers at the vertical axis."""
+        shown = [*self.values.values(), *([self.of_full] if self.of_full else [])]
+        numbers = [number for one in shown for number in (one.value, one.low, one.high) if number is not None]
+        return ticks(min(numbers), max(numbers))
+
+    def _x(self, method: str, ratio: float) -> float:
+        """Return the horizontal place of a method at a ratio; at a single ratio the methods stand side by side."""
+        if len(self._ratios) == 1:
+            return 100 * (self._methods.index(method) + 0.5) / len(self._methods)
+        return self._places[self._ratios.index(ratio)]
+
+    def _down(self, value: float) -> float:
+        """Return the place of a value in percent from the top."""
+        return 100 * (self._ticks[-1] - value) / (self._ticks[-1] - self._ticks[0])
+
+    def _point(self, x: float, value: Value) -> Point:
+        """Return the places of a value and of the ends of its interval."""
+        low, high = (None if end is None else self._down(end) for end in (value.low, value.high))
+        return Point(x, self._down(value.value), low, high)
+
+    def _readings(self, ratio: float) -> list[Reading]:
+        """List each method's number at a ratio with its interval, best first, for the box that a pointer opens."""
+        values = {method: value for (method, r), value in self.values.items() if r == ratio}
+        if self.of_full:
+            values[ORIGINAL.method] = self.of_full
+        return [
+            Reading(
+                method,
+                title_of(method),
+                self.styles[method],
+                signed(value.value) if self.difference else f"{value.value:.1f}",
+                bracket(value.low, value.high, sign=self.difference),
+                value.noise,
+            )
+            for method, value in sorted(values.items(), key=lambda item: -item[1].value)
+        ]
+
+
+def line_charts(table: ResultsTable, style: Mapping[str, Style]) -> list[LineChart]:
+    """Make a chart of scores for each column, overall ones first, then charts of differences to full retention."""
+    order = sorted(range(len(table.columns)), key=lambda c: table.columns[c].key != OVERALL)
+    charts = [_chart(table, c, style, difference=difference) for difference in (False, True) for c in order]
+    return [chart for chart in charts if chart.values]
+
+
+def _chart(table: ResultsTable, column: int, style: Mapping[str, Style], *, difference: bool) -> LineChart:
+    """Make the chart of a column."""
+    kind = _difference if difference else _score
+    cells = {(row.method, block.ratio): row.cells[column] for block in table.blocks for row in block.rows}
+    full = _score(table.original.cells[column])
+    return LineChart(
+        key=f"{'difference' if difference else 'score'}-{column}",
+        title=column_title(table, table.columns[column]),
+        difference=difference,
+        values={arm: value for arm, cell in cells.items() if (value := kind(cell))},
+        of_full=Value(0.0, None, None) if full and difference else full,
+        styles=style,
+    )
+
+
+def _score(cell: Cell | None) -> Value | None:
+    """Return a cell's score with its interval, or None."""
+    if cell is None:
+        return None
+    return Value(cell.score, cell.low, cell.high, bool(cell.full and cell.full.noise))
+
+
+def _difference(cell: Cell | None) -> Value | None:
+    """Return a cell's difference to full retention with its interval, or None."""
+    if cell is None or cell.full is None:
+        return None
+    return Value(cell.full.difference, cell.full.low, cell.full.high, bool(cell.full.noise))
 
 
 def styles(methods: Sequence[str]) -> dict[str, Style]:
@@ -126,13 +255,6 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
     others = [method for method in methods if method not in (_GSTEP, ORIGINAL.method)]
     fixed = {ORIGINAL.method: Style("ink", 0), _GSTEP: Style("c0", 0)}
     return fixed | {m: Style(f"c{i % _COLOURS + 1}", i // _COLOURS % _DASHES) for i, m in enumerate(others)}
-
-
-def line_charts(table: ResultsTable, style: Mapping[str, Style]) -> list[LineChart]:
-    """Make a chart of scores for each column, overall ones first, then charts of differences to full retention."""
-    order = sorted(range(len(table.columns)), key=lambda c: table.columns[c].key != OVERALL)
-    plots = [(c, _plot(table, c, difference=difference)) for difference in (False, True) for c in order]
-    return [_chart(table, column, plot, style) for column, plot in plots if plot.values]
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -151,136 +273,3 @@ def ratio_places(ratios: Sequence[float]) -> tuple[list[float], bool]:
     logarithmic = ratios[-1] > _WIDE * ratios[0]
     at = [math.log(ratio) if logarithmic else ratio for ratio in ratios]
     return [_EDGE + (100 - 2 * _EDGE) * (x - at[0]) / (at[-1] - at[0]) for x in at], logarithmic
-
-
-@dataclass(frozen=True)
-class _Plot:
-    """A chart's numbers by (method, ratio), and the axes that fit them."""
-
-    values: Mapping[tuple[str, float], Value]
-    full: Value | None
-    difference: bool
-
-    @cached_property
-    def methods(self) -> list[str]:
-        """The methods, in order of first appearance."""
-        return list(dict.fromkeys(method for method, _ in self.values))
-
-    @cached_property
-    def ratios(self) -> list[float]:
-        """The ratios, ascending."""
-        return sorted({ratio for _, ratio in self.values})
-
-    @cached_property
-    def places(self) -> list[float]:
-        """The horizontal places of the ratios, in percent."""
-        return ratio_places(self.ratios)[0]
-
-    @cached_property
-    def up(self) -> list[float]:
-        """The ticks of the vertical axis."""
-        shown = [*self.values.values(), *([self.full] if self.full else [])]
-        numbers = [number for one in shown for number in (one.value, one.low, one.high) if number is not None]
-        return ticks(min(numbers), max(numbers))
-
-    def x(self, method: str, ratio: float) -> float:
-        """Return the horizontal place of a method at a ratio; at a single ratio the methods stand side by side."""
-        if len(self.ratios) == 1:
-            return 100 * (self.methods.index(method) + 0.5) / len(self.methods)
-        return self.places[self.ratios.index(ratio)]
-
-    def down(self, value: float) -> float:
-        """Return the place of a value in percent from the top."""
-        return 100 * (self.up[-1] - value) / (self.up[-1] - self.up[0])
-
-    def point(self, x: float, value: Value) -> Point:
-        """Return the places of a value and of the ends of its interval."""
-        low, high = (None if end is None else self.down(end) for end in (value.low, value.high))
-        return Point(x, self.down(value.value), low, high)
-
-
-def _score(cell: Cell | None) -> Value | None:
-    """Return a cell's score with its interval, or None."""
-    if cell is None:
-        return None
-    return Value(cell.score, cell.low, cell.high, bool(cell.full and cell.full.noise))
-
-
-def _difference(cell: Cell | None) -> Value | None:
-    """Return a cell's difference to full retention with its interval, or None."""
-    if cell is None or cell.full is None:
-        return None
-    versus = cell.full
-    return Value(versus.difference, versus.low, versus.high, bool(versus.noise))
-
-
-def _plot(table: ResultsTable, column: int, *, difference: bool) -> _Plot:
-    """Collect a column's values, scores or differences, by method and ratio."""
-    kind = _difference if difference else _score
-    values = {
-        (row.method, block.ratio): value
-        for block in table.blocks
-        for row in block.rows
-        if (value := kind(row.cells[column]))
-    }
-    full = _score(table.original.cells[column])
-    return _Plot(values, Value(0.0, None, None) if full and difference else full, difference)
-
-
-def _chart(table: ResultsTable, column: int, plot: _Plot, style: Mapping[str, Style]) -> LineChart:
-    """Make the chart of a column."""
-    return LineChart(
-        key=f"{'difference' if plot.difference else 'score'}-{column}",
-        title=column_title(table, table.columns[column]),
-        difference=plot.difference,
-        up=[(100 - plot.down(tick), tick_text(tick, sign=plot.difference)) for tick in plot.up],
-        across=list(_across(plot)),
-        series=[_series(plot, method, style[method]) for method in plot.methods],
-        full=plot.full and plot.point(0.0, plot.full),
-        stops=list(_stops(plot, style)),
-        logarithmic=ratio_places(plot.ratios)[1],
-    )
-
-
-def _series(plot: _Plot, method: str, style: Style) -> Series:
-    """Make the line of a method."""
-    at = [(ratio, plot.values[method, ratio]) for ratio in plot.ratios if (method, ratio) in plot.values]
-    points = [plot.point(plot.x(method, ratio), value) for ratio, value in at]
-    return Series(method, title_of(method), style, points)
-
-
-def _across(plot: _Plot) -> Iterator[tuple[float, str]]:
-    """Yield the labels of the horizontal axis: methods at a single ratio, else the ratios that have room."""
-    if len(plot.ratios) == 1:
-        yield from ((plot.x(method, plot.ratios[0]), title_of(method)) for method in plot.methods)
-        return
-    last = -math.inf
-    for ratio, x in zip(plot.ratios, plot.places, strict=True):
-        if x - last >= _LABEL:
-            last = x
-            yield x, ratio_text(ratio)
-
-
-def _stops(plot: _Plot, style: Mapping[str, Style]) -> Iterator[Stop]:
-    """Yield each ratio's stop, whose strip reaches half-way to its neighbours."""
-    between = [(a + b) / 2 for a, b in pairwise(plot.places)]
-    for ratio, x, left, right in zip(plot.ratios, plot.places, [0.0, *between], [*between, 100.0], strict=True):
-        yield Stop(ratio_text(ratio), x, left, right - left, _readings(plot, ratio, style))
-
-
-def _readings(plot: _Plot, ratio: float, style: Mapping[str, Style]) -> list[Reading]:
-    """List each method's number at a ratio with its interval, best first, for the box that a pointer opens."""
-    values = {method: value for (method, r), value in plot.values.items() if r == ratio}
-    if plot.full:
-        values[ORIGINAL.method] = plot.full
-    return [
-        Reading(
-            method,
-            title_of(method),
-            style[method],
-            signed(value.value) if plot.difference else f"{value.value:.1f}",
-            bracket(value.low, value.high, sign=plot.difference),
-            value.noise,
-        )
-        for method, value in sorted(values.items(), key=lambda item: -item[1].value)
-    ]

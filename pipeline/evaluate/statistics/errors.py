@@ -1,7 +1,8 @@
 """Standard errors and tests of scores whose questions are not independent: several may be about the same video.
 
-Formulas: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), and the cluster-robust sandwich. Shapes: A arms (a method at a ratio), Q questions, G clusters (videos that are
-drawn together), P parts (questions that are averaged before the average over parts is taken: MLVU's tasks).
+Formulas: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), and the cluster-robust sandwich. Shapes: A arms
+(a method at a ratio), Q questions, G clusters (videos that are drawn together), P parts (questions that are averaged
+before the average over parts is taken: MLVU's tasks).
 """
 
 from __future__ import annotations
