@@ -91,9 +91,9 @@ def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
             "retention_ratio": row.ratio,
             "scores": {column.key: cell.score for column, cell in cells if cell is not None},
             "rel": None if row.rel is None else row.rel.score,
-            "kept_share": row.kept_share,
-            "unparsed_share": row.unparsed_share,
-            "n_failed": row.n_failed,
+            "kept_share": row.tally.kept_share,
+            "unparsed_share": row.tally.unparsed_share,
+            "n_failed": row.tally.n_failed,
         }
 
 

@@ -70,11 +70,9 @@ def most_disputed(scores: pa.Table, arms: Sequence[Arm], most: int) -> list[str]
     if not most:
         return []
     answers = answers_of(scores, [ORIGINAL, *(arm for arm in arms if arm != ORIGINAL)])
-    found = disagreements(answers).per_question
     video_of = dict(zip(scores["question_id"].to_pylist(), scores["video_id"].to_pylist(), strict=True))
-    counts: Counter[str] = Counter()
-    for question, count in found.items():
-        counts[video_of[answers.questions[question]]] += count
+    disputed = (answers.questions[one.question] for one in disagreements(answers).every)
+    counts = Counter(video_of[question] for question in disputed)
     return [video for video, _ in counts.most_common(most)]
 
 

@@ -125,11 +125,11 @@ class CachedReplies:
                 video = self._ids.find(one.key)
             except UsageError as error:
                 raise UsageError(f"{one.where}: {error}") from error
-            found.append(one.key if video is None else video.video_id)
+            found.append(video or one.key)
             if video is None:
                 absent.append(f"{one.where}: no id is {one.key!r}, ends with '/{one.key}', or is so but for its suffix")
-            elif video.fault is not None:
-                absent.append(f"{one.where}: {video.video_id!r} failed when it was pruned ({video.fault})")
+            elif fault := self._ids.failed.get(video):
+                absent.append(f"{one.where}: {video!r} failed when it was pruned ({fault})")
         if absent and self._arguments.missing != EMPTY:
             raise UnknownVideo(
                 f"{len(absent)} of {len(asked)} questions are about videos that {self._cache} does not have:\n  "

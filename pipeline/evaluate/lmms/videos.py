@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
-from typing import NamedTuple
 
 from pipeline.errors import UsageError
 from pipeline.inputs.listings import VIDEO_SUFFIXES
@@ -41,39 +40,32 @@ def video_key(doc: JsonObject, template: str | None = None, folder: str | None =
     )
 
 
-class FoundVideo(NamedTuple):
-    """A video of the cache that a key means; ``fault`` is its error class if it failed there."""
-
-    video_id: str
-    fault: str | None = None
-
-
 class CachedIds:
-    """The ids of a cache, by the ends of their paths.
+    """The ids of a cache, by the ends of their paths; ``failed`` has the error class of those that failed there.
 
     An id is a path below the folder that was pruned, which may be the one that a task's paths start from or any above
     it. So a key means the id that equals it, or ends with "/" and it; either without its suffix.
     """
 
     def __init__(self, ok: Iterable[str], failed: Mapping[str, str]) -> None:
-        self._failed = failed
+        self.failed = failed
         self._ids = {*ok, *failed}
         self._by_name: dict[str, list[str]] = defaultdict(list)
         for video_id in sorted(self._ids):
             for name in {PurePosixPath(path).name for path in _paths(video_id)}:
                 self._by_name[name].append(video_id)
 
-    def find(self, key: str) -> FoundVideo | None:
-        """Return the cached video that a key means, or None if none does. Raise UsageError if several do."""
+    def find(self, key: str) -> str | None:
+        """Return the id of the cached video that a key means, or None. Raise UsageError if it may be several."""
         wanted = str(PurePosixPath(key))
         ids = [key] if key in self._ids else self._ending(wanted)
-        good = [video_id for video_id in ids if video_id not in self._failed] or ids
+        good = [video_id for video_id in ids if video_id not in self.failed] or ids
         if len(good) > 1:
             raise UsageError(
                 f"{key!r} may be {' or '.join(map(repr, good[:3]))}: say which with video_id=TEMPLATE in --model_args, "
                 "e.g. video_id=data/{videoID}.mp4"
             )
-        return FoundVideo(good[0], self._failed.get(good[0])) if good else None
+        return good[0] if good else None
 
     def _ending(self, wanted: str) -> list[str]:
         """Return the ids whose path ends with ``wanted``."""

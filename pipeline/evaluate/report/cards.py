@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.report.disagreements import Answers, Disagreement, Disagreements
-from pipeline.evaluate.report.text import cut, lettered, share_text, title_of
+from pipeline.evaluate.report.text import cut, share_text
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.generate.choices import letters
 
-_QUESTION, _OPTION, _REPLY = 2000, 500, 300  # characters shown
+_REPLY = 300  # characters shown
 _COLUMNS = ("status", "error_class", "reply", "parsed", "right", "n_kept", "n_total")
 
 Links = Sequence[tuple[str, str]]
@@ -31,72 +30,35 @@ class Answer(NamedTuple):
     """
 
     method: str
-    title: str
     outcome: str
     reply: str | None
     read_as: str
     kept: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """The page's card about one question at one retention ratio, with every method's answer.
+class Card(NamedTuple):
+    """The page's card about one question at one retention ratio, with every method's answer."""
 
-    Attributes:
-        options: (text, whether it is right); empty for a free answer.
-        right, wrong: numbers of methods, which the filter asks for.
-    """
-
-    ratio: float
-    question_id: str
-    videos: Sequence[str]
+    found: Disagreement
+    item: Item
     clip: str
-    splits: Sequence[str]
-    question: str
-    options: Sequence[tuple[str, bool]]
-    expected: str
     answers: Sequence[Answer]
     links: Links
-    right: Sequence[int]
-    wrong: Sequence[int]
 
 
 def cards(
     found: Disagreements, answers: Answers, scores: pa.Table, items: Mapping[str, Item], pages: Mapping[str, Links]
 ) -> list[Card]:
     """Make a card for each disagreement that the page shows."""
-    return [_card(one, found.methods, answers, scores, items, pages) for one in found.shown]
-
-
-def _card(
-    one: Disagreement,
-    methods: Sequence[str],
-    answers: Answers,
-    scores: pa.Table,
-    items: Mapping[str, Item],
-    pages: Mapping[str, Links],
-) -> Card:
-    """Make the card of one disagreement."""
-    item = items[answers.questions[one.question]]
-    options = [cut(option, _OPTION) for option in lettered(item.options)]
-    rows = {
-        method: answers.of_arm(ORIGINAL if method == ORIGINAL.method else Arm(method, one.ratio), one.question)
-        for method in methods
-    }
-    return Card(
-        ratio=one.ratio,
-        question_id=item.question_id,
-        videos=item.video_ids,
-        clip=_clip(item),
-        splits=[part for part in item.splits.values() if part],
-        question=cut(item.question, _QUESTION),
-        options=[(option, i == item.answer) for i, option in enumerate(options)],
-        expected=cut(item.expected or "", _OPTION),
-        answers=[_answer(method, scores, row, item) for method, row in rows.items() if row is not None],
-        links=[link for video in item.video_ids for link in pages.get(video, ())],
-        right=one.right.tolist(),
-        wrong=one.wrong.tolist(),
-    )
+    made = []
+    for one in found.shown:
+        item = items[answers.questions[one.question]]
+        arms = [ORIGINAL if method == ORIGINAL.method else Arm(method, one.ratio) for method in found.methods]
+        rows = [(arm.method, answers.of_arm(arm, one.question)) for arm in arms]
+        shown = [_answer(method, scores, row, item) for method, row in rows if row is not None]
+        links = [link for video in item.video_ids for link in pages.get(video, ())]
+        made.append(Card(one, item, _clip(item), shown, links))
+    return made
 
 
 def _answer(method: str, scores: pa.Table, row: int, item: Item) -> Answer:
@@ -106,7 +68,6 @@ def _answer(method: str, scores: pa.Table, row: int, item: Item) -> Answer:
     reply = None if cells["reply"] is None else cut(cells["reply"].strip(), _REPLY)
     return Answer(
         method,
-        title_of(method),
         "failed" if failed else "right" if cells["right"] else "wrong",
         cells["error_class"] if failed else reply,
         "" if failed else _read_as(reply, cells["parsed"], item),

@@ -6,7 +6,6 @@ answer that failed is neither right nor wrong.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,15 +66,13 @@ class Disagreements:
         shown: the most telling first.
         counts: of all at each ratio, [1 + n, 1 + n]: at [i, j] those that method i - 1 gets right and j - 1 wrong; 0
             stands for any method.
-        n_total: questions at a ratio, over all ratios.
-        per_question: at how many ratios methods disagree on it.
+        every: all of them, in the same order.
     """
 
     methods: Sequence[str]
     shown: Sequence[Disagreement]
     counts: Mapping[float, Ints]
-    n_total: int
-    per_question: Counter[int]
+    every: Sequence[Disagreement]
 
 
 def answers_of(scores: pa.Table, arms: Sequence[Arm]) -> Answers:
@@ -108,8 +105,7 @@ def disagreements(answers: Answers, most: int = 200) -> Disagreements:
         methods=methods,
         shown=[found[i] for i in _chosen(found, len(methods), most)],
         counts=counts,
-        n_total=len(found),
-        per_question=Counter(one.question for one in found),
+        every=found,
     )
 
 

@@ -100,13 +100,7 @@ def report_page(report: Report) -> str:
 def templates() -> Environment:
     """Return the Jinja environment of this room's templates, with filters that format numbers."""
     made = environment(PACKAGE)
-    words = (
-        text.title_of,
-        text.ratio_text,
-        text.share_text,
-        text.signed,
-        p_text,
-    )
+    words = (text.title_of, text.ratio_text, text.share_text, text.signed, text.cut, text.lettered, p_text)
     made.filters |= {word.__name__: word for word in words}
     made.globals |= {"bracket": text.bracket, "column_title": text.column_title, "few": FEW, "fewest": FEWEST}
     made.globals |= {"few_mark": few_mark, "few_videos": few_videos}

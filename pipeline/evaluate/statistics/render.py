@@ -72,7 +72,7 @@ def results_sheet(table: ResultsTable, title: str = "", notes: Sequence[str] = (
         rows = [(titled(method_title(row.method), row), _numbers(row)) for row in block.rows]
         groups.append(Group(f"Pruning Ratio (↓ {_pruned(block)})", rows))
     said = [*few_videos(table), *notes]
-    if any(row.n_failed for row in table.rows):
+    if any(row.tally.n_failed for row in table.rows):
         said.append("Failed: answers that ended as an error, and count as wrong.")
     return Sheet(title or table.title, "Method", _heads(table), groups, _made_of(table), said)
 
@@ -98,7 +98,7 @@ def _made_of(table: ResultsTable) -> list[tuple[str, list[str]]]:
 
 def titled(title: str, row: Row) -> str:
     """Return a row's title, followed by the number of its failed answers if there are any."""
-    return f"{title} ({row.n_failed:,} failed)" if row.n_failed else title
+    return f"{title} ({row.tally.n_failed:,} failed)" if row.tally.n_failed else title
 
 
 def number_of(cell: Cell | None) -> Number | None:
@@ -138,8 +138,8 @@ def _answers(table: ResultsTable) -> Iterator[str]:
     yield from table_head(["Method", "Retention ratio", "Visual tokens kept", "Replies that name no option", "Failed"])
     for row in table.rows:
         title = "Original Model" if row is table.original else escape_markdown(method_title(row.method))
-        shares = (_percent(row.kept_share), _percent(row.unparsed_share))
-        yield table_row([title, f"{100 * row.ratio:g}%", *shares, f"{row.n_failed:,}"])
+        shares = (_percent(row.tally.kept_share), _percent(row.tally.unparsed_share))
+        yield table_row([title, f"{100 * row.ratio:g}%", *shares, f"{row.tally.n_failed:,}"])
 
 
 def _legend(table: ResultsTable) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pipeline.evaluate.statistics.score_matrix import Tally
+
 Mark = Literal["best", "second", ""]
 SIGNIFICANT = 0.05  # a difference with a smaller adjusted p is significant
 OVERALL = "overall"  # key of a benchmark's last column
@@ -93,18 +95,13 @@ class Row:
     Attributes:
         cells: of each column; None where the method was not run.
         rel: Rel.; None where a benchmark is missing, or its full retention is (or scores 0).
-        kept_share: visual tokens really kept, mean over answers of their share; None where unknown.
-        unparsed_share: replies that named no option.
-        n_failed: questions that ended as an error, and score 0.
     """
 
     method: str
     ratio: float
     cells: tuple[Cell | None, ...]
     rel: Cell | None
-    kept_share: float | None
-    unparsed_share: float | None
-    n_failed: int
+    tally: Tally
 
     @property
     def all_cells(self) -> tuple[Cell | None, ...]:

@@ -87,7 +87,10 @@ def results_table(
     overall = [numbers for column, numbers in measured if column.key == OVERALL]
     rel = _compared(arms, relative(overall, _FULL), _shown_rel(overall))
     tallies = [sum(of_arm, Tally()) for of_arm in zip(*(matrix.tallies for matrix in matrices), strict=True)]
-    rows = [_row(arm, [of_arm[a] for of_arm in cells], rel[a], tallies[a]) for a, arm in enumerate(arms)]
+    rows = [
+        Row(method=arm.method, ratio=arm.ratio, cells=of_arm, rel=of_rel, tally=tally)
+        for arm, of_arm, of_rel, tally in zip(arms, zip(*cells, strict=True), rel, tallies, strict=True)
+    ]
     return ResultsTable(
         title=title,
         columns=tuple(column for column, _ in measured),
@@ -230,16 +233,3 @@ def _in_points(difference: Difference, p_holm: float) -> Versus:
 def _points(share: float) -> float | None:
     """Convert a share to percent, nan to None."""
     return None if math.isnan(share) else 100 * share
-
-
-def _row(arm: Arm, cells: Sequence[Cell | None], rel: Cell | None, tally: Tally) -> Row:
-    """Make the table row of an arm."""
-    return Row(
-        method=arm.method,
-        ratio=arm.ratio,
-        cells=tuple(cells),
-        rel=rel,
-        kept_share=tally.kept_share,
-        unparsed_share=tally.unparsed_share,
-        n_failed=tally.n_failed,
-    )

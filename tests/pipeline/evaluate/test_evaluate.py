@@ -252,7 +252,7 @@ def test_questions_that_all_fail_are_results_too_and_no_success(gone, tmp_path):
         and "q: 4 questions to ask; 4 annotated\n" in said
     )
     assert done.exit_code(EvaluateConfig(benchmark="x")) == 1 and not ray.is_initialized()
-    assert (done.table.original.n_failed, done.table.original.cells[-1].printed) == (4, "0.0")
+    assert (done.table.original.tally.n_failed, done.table.original.cells[-1].printed) == (4, "0.0")
     assert {*done.files} < {path.name for path in (tmp_path / "r").iterdir()}
     page = (tmp_path / "r" / "report.html").read_text()
     assert "q, tiny" in page and "unknown-video" in page

@@ -109,7 +109,7 @@ def test_results_of_both_layouts_never_share_a_place(data, tmp_path):
     write_revision_video(tmp_path / "v")
     with pytest.raises(QuestionsChanged, match="are others now"):
         evaluate(EvaluateConfig(data=str(tmp_path / "v"), **given), QUIET)
-    assert evaluate(EvaluateConfig(data=str(data), **given), QUIET).table.original.n_failed == 0
+    assert evaluate(EvaluateConfig(data=str(data), **given), QUIET).table.original.tally.n_failed == 0
 
 
 def test_every_fault_is_counted_and_what_can_be_asked_is(loaded, cut):

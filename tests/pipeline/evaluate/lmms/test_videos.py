@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.lmms.videos import CachedIds, FoundVideo, video_key
+from pipeline.evaluate.lmms.videos import CachedIds, video_key
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_other_tasks_say_how():
     ],
 )
 def test_an_id_is_or_ends_with_what_the_document_says(ids, key, found):
-    assert CachedIds(ids, {}).find(key) == (None if found is None else FoundVideo(found))
+    assert CachedIds(ids, {}).find(key) == found
 
 
 def test_several_are_refused_and_one_that_failed_is_told():
     with pytest.raises(UsageError, match=r"'v' may be 'a/v.mp4' or 'b/v.mp4': say which with video_id=TEMPLATE"):
         CachedIds(["a/v.mp4", "b/v.mp4"], {}).find("v")
     ids = CachedIds(["a/v.mp4"], {"b/v.mp4": "corrupt", "c/w.mp4": "timeout"})
-    assert ids.find("v") == FoundVideo("a/v.mp4") and ids.find("w.mp4") == FoundVideo("c/w.mp4", "timeout")
+    assert (ids.find("v"), ids.find("w.mp4"), ids.failed["c/w.mp4"]) == ("a/v.mp4", "c/w.mp4", "timeout")

@@ -20,7 +20,7 @@ def answered(*outcomes: str, arms: list[Arm] = ARMS) -> Answers:
 def test_those_that_tell_most_of_gstep_come_first():
     found = disagreements(answered("1111", "0000", "0100", "1010", "0010", "1101"))
     assert [one.question for one in found.shown] == [4, 5, 3, 2]
-    assert found.n_total == 4
+    assert len(found.every) == 4
     first = found.shown[0]
     assert (first.ratio, first.right.tolist(), first.wrong.tolist()) == (0.25, [2], [0, 1, 3])
 
@@ -33,7 +33,7 @@ def test_without_gstep_those_that_split_the_methods_most_come_first():
 
 
 def test_failed_answers_are_neither_right_nor_wrong():
-    assert disagreements(answered("1-1-", "--0-")).n_total == 0
+    assert not disagreements(answered("1-1-", "--0-")).every
     (one,) = disagreements(answered("1-0-")).shown
     assert (one.right.tolist(), one.wrong.tolist()) == ([0], [2])
 
@@ -51,8 +51,8 @@ def test_counts_are_of_right_and_wrong_methods_and_of_any():
 
 def test_methods_are_compared_at_the_same_ratio_and_full_retention_at_all():
     arms = [ORIGINAL, Arm("fps", 0.25), Arm("gstep", 0.1)]
-    assert disagreements(answered("110", arms=arms)).per_question == {0: 1}
-    assert disagreements(answered("100", arms=arms)).per_question == {0: 2}
+    assert len(disagreements(answered("110", arms=arms)).every) == 1
+    assert len(disagreements(answered("100", arms=arms)).every) == 2
     assert disagreements(answered("010", arms=arms)).counts[0.1].sum() == 0
 
 
@@ -60,7 +60,7 @@ def test_methods_are_compared_at_the_same_ratio_and_full_retention_at_all():
 def test_every_pair_has_some_before_the_next_most_telling(most):
     telling = ["0010"] * 6
     found = disagreements(answered(*telling, "0001"), most)
-    assert found.n_total == 7
+    assert len(found.every) == 7
     assert [one.question for one in found.shown] == {0: [], 3: [0, 1, 6], 5: [0, 1, 2, 3, 6]}[most]
 
 

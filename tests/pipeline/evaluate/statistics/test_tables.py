@@ -232,8 +232,8 @@ def test_a_benchmark_without_questions_has_no_numbers():
 def test_failed_answers_are_wrong_and_counted():
     scores = score_table(score_rows("none", 1.0, FULL), score_rows("gstep", 0.25, [None, *FULL[1:]]))
     row = results_table("m", [ScoredBenchmark("B", scores)], draws=50).blocks[0].rows[0]
-    assert (row.cells[0].printed, row.n_failed, row.unparsed_share) == ("58.3", 1, 0)
-    assert row.kept_share == pytest.approx(0.25)
+    assert (row.cells[0].printed, row.tally.n_failed, row.tally.unparsed_share) == ("58.3", 1, 0)
+    assert row.tally.kept_share == pytest.approx(0.25)
 
 
 def test_benchmarks_are_drawn_on_their_own_and_alike_in_every_table():
