@@ -41,12 +41,8 @@ def video_pages(request: EvaluateRequest, scores: pa.Table, arms: Sequence[Arm],
     videos = most_disputed(scores, arms, request.config.pages)
     largest: dict[str, LateAsked] = {}
     for one in request.grid.values():
-        if (
-            one is not None
-            and one.positions is None
-            and one.retention_ratio > getattr(largest.get(one.method_label), "retention_ratio", 0.0)
-        ):
-            largest[one.method_label] = one
+        if one is not None and one.positions is None:
+            largest.setdefault(one.method_label, one)  # a method's largest ratio comes first
     store = store_at(request.cache, request.objects)
     cache = TokenCache(request.cache, store=store) if videos and store.exists(HEADER) else None
     links: Links = {}

@@ -133,15 +133,12 @@ def _right(answer: str, options: Sequence[str]) -> int | None:
     """Return the index of the choice that ``answer`` means, or None where it means none."""
     if answer in options:
         return options.index(answer)
-    folded = [text.casefold() for text in options]
-    for index in (
-        answer_index("text", answer.casefold(), folded),
+    means = (
+        answer_index("text", answer.casefold(), [text.casefold() for text in options]),
         answer_index("letter", answer, options),
         answer_index("index", answer, options),
-    ):
-        if index is not None:
-            return index
-    return None
+    )
+    return next((index for index in means if index is not None), None)
 
 
 def _label(extra: UserRow, name: str, where: str) -> str:

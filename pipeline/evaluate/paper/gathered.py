@@ -196,10 +196,10 @@ def _read(place: str, objects: Objects) -> BenchmarkResults:
         raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
     benchmark = find_benchmark(str(identity["benchmark"]))
     scores = _scores(place, store, published=not benchmark.submission)
-    if benchmark.submission:
-        scores = with_server_scores(store, scores)
-    unknown = unknown_names(store, arms_of(scores)) if benchmark.submission else ()
-    return BenchmarkResults(place, benchmark, identity, about, scores, unknown)
+    if not benchmark.submission:
+        return BenchmarkResults(place, benchmark, identity, about, scores)
+    unknown = unknown_names(store, arms_of(scores))
+    return BenchmarkResults(place, benchmark, identity, about, with_server_scores(store, scores), unknown)
 
 
 def _scores(place: str, store: Store, *, published: bool) -> pa.Table:

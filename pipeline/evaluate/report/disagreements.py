@@ -6,7 +6,7 @@ answer that failed is neither right nor wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,11 +94,16 @@ def disagreements(answers: Answers, most: int = 200) -> Disagreements:
     """Find all questions on which methods disagree, and choose at most ``most`` to show."""
     methods = list(dict.fromkeys([ORIGINAL.method, *(arm.method for arm in answers.arms)]))
     found: list[Disagreement] = []
-    counts = {}
+    counts: dict[float, Ints] = {}
     for ratio in dict.fromkeys(arm.ratio for arm in answers.arms if arm != ORIGINAL):
         outcome_MQ = _at_ratio(answers, methods, ratio)
-        counts[ratio] = _pairs(outcome_MQ)
-        found += _found(outcome_MQ, ratio)
+        right_MQ, wrong_MQ = outcome_MQ == 1, outcome_MQ == 0
+        split_Q = right_MQ.any(0) & wrong_MQ.any(0)
+        right, wrong = (np.vstack([split_Q, one & split_Q]).astype(np.int64) for one in (right_MQ, wrong_MQ))
+        counts[ratio] = right @ wrong.T
+        for q in np.flatnonzero(split_Q).tolist():
+            right_M, wrong_M = np.flatnonzero(right_MQ[:, q]), np.flatnonzero(wrong_MQ[:, q])
+            found.append(Disagreement(question=q, ratio=ratio, right=right_M, wrong=wrong_M))
     gstep = methods.index(_GSTEP) if _GSTEP in methods else -1
     found.sort(key=lambda one: _importance(one, gstep), reverse=True)
     return Disagreements(
@@ -116,23 +121,6 @@ def _at_ratio(answers: Answers, methods: Sequence[str], ratio: float) -> Outcome
         if arm == ORIGINAL or arm.ratio == ratio:
             outcome_MQ[methods.index(arm.method)] = answers.outcome[a]
     return outcome_MQ
-
-
-def _pairs(outcome_MQ: Outcomes) -> Ints:
-    """Count the questions by right and wrong method, [1+M, 1+M]; row and column 0 stand for any method."""
-    right_MQ, wrong_MQ = ((outcome_MQ == value).astype(np.int64) for value in (1, 0))
-    split_Q = (right_MQ.any(0) & wrong_MQ.any(0)).astype(np.int64)
-    with_any = [np.vstack([split_Q, one * split_Q]) for one in (right_MQ, wrong_MQ)]
-    counts: Ints = with_any[0] @ with_any[1].T
-    return counts
-
-
-def _found(outcome_MQ: Outcomes, ratio: float) -> Iterable[Disagreement]:
-    """Yield the disagreements at one ratio, a question each."""
-    right_MQ, wrong_MQ = outcome_MQ == 1, outcome_MQ == 0
-    for q in np.flatnonzero(right_MQ.any(0) & wrong_MQ.any(0)).tolist():
-        right, wrong = np.flatnonzero(right_MQ[:, q]), np.flatnonzero(wrong_MQ[:, q])
-        yield Disagreement(question=q, ratio=ratio, right=right, wrong=wrong)
 
 
 def _importance(one: Disagreement, gstep: int) -> tuple[int, int]:

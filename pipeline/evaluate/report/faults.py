@@ -49,17 +49,13 @@ class FailureCount(NamedTuple):
 
 def fault_counts(faults: Sequence[AnnotationFault]) -> list[FaultCount]:
     """Count the faults by kind, the most frequent first."""
-    counts = Counter(fault.kind for fault in faults)
-    return [_fault_count(kind, [fault for fault in faults if fault.kind == kind]) for kind, _ in counts.most_common()]
-
-
-def _fault_count(kind: FaultKind, faults: Sequence[AnnotationFault]) -> FaultCount:
-    """Count the faults of one kind, with examples."""
-    left_out = sum(fault.left_out for fault in faults)
-    examples = [
-        f"{fault.question_id}: {fault.message}" if fault.question_id else fault.message for fault in faults[:_EXAMPLES]
-    ]
-    return FaultCount(kind, _WORDS.get(kind, ""), left_out, len(faults) - left_out, examples)
+    found = []
+    for kind, count in Counter(fault.kind for fault in faults).most_common():
+        of_kind = [fault for fault in faults if fault.kind == kind]
+        left_out = sum(fault.left_out for fault in of_kind)
+        examples = [f"{one.question_id}: {one.message}" if one.question_id else one.message for one in of_kind]
+        found.append(FaultCount(kind, _WORDS[kind], left_out, count - left_out, examples[:_EXAMPLES]))
+    return found
 
 
 def failure_counts(scores: pa.Table, answers: Answers) -> Iterator[FailureCount]:

@@ -21,8 +21,7 @@ _GAP = 4  # pixels between videos of a picture
 
 def write_mp4(target: Path | io.BytesIO, frames: Frames, encoder: Mapping[str, str] = ENCODER) -> None:
     """Write frames [T,H,W,3] (RGB, even sides) as H.264 in yuv420p."""
-    place = str(target) if isinstance(target, Path) else target
-    with av.open(place, "w", format="mp4") as out:
+    with av.open(target, "w", format="mp4") as out:
         stream = out.add_stream("libx264", rate=FPS, options=dict(encoder))
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         for frame in frames:
@@ -32,7 +31,7 @@ def write_mp4(target: Path | io.BytesIO, frames: Frames, encoder: Mapping[str, s
 
 def read_mp4(source: Path | io.BytesIO) -> Frames:
     """Decode a video to frames [T,H,W,3] RGB."""
-    with av.open(str(source) if isinstance(source, Path) else source) as video:
+    with av.open(source) as video:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
 
 
@@ -42,7 +41,7 @@ def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, sca
     gap = np.full((_GAP, sheets[0].shape[1], 3), 255, np.uint8)
     stacked = np.concatenate([part for sheet in sheets for part in (sheet, gap)][:-1])
     picture = np.kron(stacked, np.ones((scale, scale, 1), np.uint8))
-    with av.open(str(path), "w", format="image2", options={"update": "1"}) as out:
+    with av.open(path, "w", format="image2", options={"update": "1"}) as out:
         stream = out.add_stream("png", rate=FPS)
         stream.height, stream.width, stream.pix_fmt = *picture.shape[:2], "rgb24"
         out.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))

@@ -16,9 +16,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -56,132 +56,114 @@ class Question:
         return self.choices[self.answer]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """A question whose choices are not shuffled yet."""
-
-    prompt: str
-    right: str
-    choices: Sequence[str]
-    kind: ThingKind | Literal["several"]
-    subject: str = ""
-
-
 def ask(video: Video) -> list[Question]:
     """Ask a question of each type that the video allows, in the order of TYPES."""
     rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, 0])
     # The order is drawn for every type, so that a question does not depend on which others the video allows.
-    made = [(name, make(video, rng), rng.permutation(4).tolist()) for name, make in _MAKERS.items()]
-    return [_question(name, asked, order) for name, asked, order in made if asked is not None]
+    made = [(make(video, rng), rng.permutation(4).tolist()) for make in _MAKERS]
+    return [_reordered(question, order) for question, order in made if question is not None]
 
 
-def _question(name: QuestionType, asked: _Asked, order: Sequence[int]) -> Question:
-    """Build the question with its choices in the given order."""
-    choices = tuple(asked.choices[i] for i in order)
+def _reordered(question: Question, order: Sequence[int]) -> Question:
+    """Return the question with its choices in the given order."""
+    choices = tuple(question.choices[i] for i in order)
+    return replace(question, choices=choices, answer=choices.index(question.right))
+
+
+def _about(name: QuestionType, thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> Question:
+    """Build a question about one thing, whose name replaces ``{}`` in the prompt."""
     return Question(
         type=name,
-        prompt=asked.prompt,
-        choices=choices,
-        answer=choices.index(asked.right),
-        kind=asked.kind,
-        subject=asked.subject,
-    )
-
-
-def _about(thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> _Asked:
-    """Build a question about one thing, whose name replaces ``{}`` in the prompt."""
-    return _Asked(
         prompt=prompt.format(thing.name),
-        right=right,
-        choices=choices,
+        choices=tuple(choices),
+        answer=choices.index(right),
         kind=thing.kind,
         subject=thing.name,
     )
 
 
-def _color(video: Video, rng: np.random.Generator) -> _Asked:
+def _color(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the colour of a named thing."""
     thing = one_of(rng, video.named)
-    return _about(thing, "What color is the {}?", thing.color, [other.color for other in video.named])
+    return _about("color", thing, "What color is the {}?", thing.color, [other.color for other in video.named])
 
 
-def _shape(video: Video, rng: np.random.Generator) -> _Asked:
+def _shape(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the shape of a named thing, given its colour."""
     thing = one_of(rng, video.named)
-    asked = _about(thing, f"What shape is colored {thing.color}?", thing.name, [other.name for other in video.named])
+    names = [other.name for other in video.named]
+    asked = _about("shape", thing, f"What shape is colored {thing.color}?", thing.name, names)
     return replace(asked, subject=thing.color)
 
 
-def _corner(video: Video, rng: np.random.Generator) -> _Asked:
+def _corner(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the corner of a named thing that stands still."""
     thing = one_of(rng, [thing for thing in video.named if thing.kind != "moving"])
-    return _about(thing, "Which corner has the {}?", CORNERS[thing.shots[0].corner], CORNERS)
+    return _about("corner", thing, "Which corner has the {}?", CORNERS[thing.shots[0].corner], CORNERS)
 
 
-def _scene(video: Video, rng: np.random.Generator) -> _Asked | None:
+def _scene(video: Video, rng: np.random.Generator) -> Question | None:
     """Ask for the scene that shows a named thing; None where things span scenes."""
     if not video.cuts or video.standing:  # things that stay are in several scenes
         return None
     thing = one_of(rng, video.named)
-    return _about(thing, "Which scene has the {}?", video.scene_at(thing.first), video.scene_choices)
+    return _about("scene", thing, "Which scene has the {}?", video.scene_at(thing.first), video.scene_choices)
 
 
-def _quarter(video: Video, rng: np.random.Generator) -> _Asked:
+def _quarter(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the quarter of the video in which a named thing first appears."""
     thing = one_of(rng, video.named)
     right = QUARTERS[4 * thing.first // video.n_frames]
-    return _about(thing, "Which quarter introduces the {}?", right, QUARTERS)
+    return _about("quarter", thing, "Which quarter introduces the {}?", right, QUARTERS)
 
 
-def _first(video: Video, *, standing: bool) -> _Asked | None:
+def _first(video: Video, *, standing: bool) -> Question | None:
     """Ask which named thing appears first; None unless the video is of the ``standing`` kind asked for."""
     if video.standing != standing:
         return None
-    return _Asked(
+    first = min(video.named, key=lambda thing: thing.first)
+    return Question(
+        type="onset" if standing else "order",
         prompt="Which of these appears first?",
-        right=min(video.named, key=lambda thing: thing.first).name,
-        choices=[thing.name for thing in video.named],
+        choices=tuple(thing.name for thing in video.named),
+        answer=video.named.index(first),
         kind="static" if standing else "several",
+        subject="",
     )
 
 
-def _count(video: Video, rng: np.random.Generator) -> _Asked | None:
+def _count(video: Video, rng: np.random.Generator) -> Question | None:
     """Ask how many corners hold copies of one thing; None in a video without copies."""
     thing = video.extra("copies")
     if thing is None:
         return None
     n_corners = len({shot.corner for shot in thing.shots})
-    return _about(thing, "How many corners have the {}?", NUMBERS[n_corners - 1], NUMBERS)
+    return _about("count", thing, "How many corners have the {}?", NUMBERS[n_corners - 1], NUMBERS)
 
 
-def _change(video: Video, rng: np.random.Generator) -> _Asked | None:
+def _change(video: Video, rng: np.random.Generator) -> Question | None:
     """Ask for the colour before or after a change; None in a video without a thing that changes."""
     thing, side = video.extra("changing"), int(rng.integers(2))
     if thing is None:
         return None
     color = (thing.shots[0].color, thing.shots[-1].color)[side]
     prompt = f"What color is the {('earlier', 'later')[side]} {{}}?"
-    return _about(thing, prompt, color, video.spare_colors)
+    return _about("change", thing, prompt, color, video.spare_colors)
 
 
-def _sign(video: Video, rng: np.random.Generator) -> _Asked | None:
+def _sign(video: Video, rng: np.random.Generator) -> Question | None:
     """Ask for the word on the sign; None in a video without one."""
     thing = video.extra("sign")
     if thing is None:
         return None
-    return replace(_about(thing, "Which word is on the sign?", thing.name, video.sign_choices), subject="sign")
+    return replace(_about("sign", thing, "Which word is on the sign?", thing.name, video.sign_choices), subject="sign")
 
 
-_MAKERS: Mapping[QuestionType, Callable[[Video, np.random.Generator], _Asked | None]] = {
-    "color": _color,
-    "shape": _shape,
-    "corner": _corner,
-    "scene": _scene,
-    "quarter": _quarter,
-    "order": lambda video, rng: _first(video, standing=False),
-    "onset": lambda video, rng: _first(video, standing=True),
-    "count": _count,
-    "change": _change,
-    "sign": _sign,
-}
-TYPES: tuple[QuestionType, ...] = tuple(_MAKERS)
+#: The types of questions, in the order in which they are asked.
+TYPES: tuple[QuestionType, ...] = get_args(QuestionType)
+_MAKERS: Sequence[Callable[[Video, np.random.Generator], Question | None]] = (
+    *(_color, _shape, _corner, _scene, _quarter),
+    lambda video, _: _first(video, standing=False),
+    lambda video, _: _first(video, standing=True),
+    *(_count, _change, _sign),
+)

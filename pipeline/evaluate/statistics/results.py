@@ -49,8 +49,7 @@ class Versus:
             (errors.FEWEST), and where all clusters have the same difference.
         high: its upper end.
         error: standard error, of whole clusters; 0 where all of them have the same difference; None with one cluster.
-        p: two-sided.
-        p_holm: p adjusted for the other methods of the block.
+        p_holm: two-sided p, adjusted for the other methods of the block.
         noise: p_holm is 0.05 or more.
         enough: where it is noise: clusters with which a difference of this size would be found in 4 of 5 studies.
     """
@@ -59,7 +58,6 @@ class Versus:
     low: float | None = None
     high: float | None = None
     error: float | None = None
-    p: float | None = None
     p_holm: float | None = None
     noise: bool | None = None
     enough: int | None = None

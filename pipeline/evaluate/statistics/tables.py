@@ -223,7 +223,6 @@ def _in_points(difference: Difference, p_holm: float) -> Versus:
         low=_points(difference.low),
         high=_points(difference.high),
         error=error,
-        p=difference.p,
         p_holm=p_holm,
         noise=noise,
         enough=math.ceil(difference.enough) if noise and math.isfinite(difference.enough) else None,

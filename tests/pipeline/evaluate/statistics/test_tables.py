@@ -132,7 +132,7 @@ def test_a_number_is_compared_with_full_retention():
     error = 21.52 * (3 / 4 * 60 / 59 / TIMES) ** 0.5  # of G / (G - 1) only
     assert cell.full.error == pytest.approx(error, abs=5e-3)
     assert (cell.full.low, cell.full.high) == pytest.approx((-100 / 6 - 1.96 * error, -100 / 6 + 1.96 * error), abs=0.7)
-    assert cell.full.p == cell.full.p_holm < 0.002 and not cell.full.noise and cell.full.enough is None
+    assert cell.full.p_holm < 0.002 and not cell.full.noise and cell.full.enough is None
     assert cell.low < 50 < cell.high
     rel = table.blocks[0].rows[0].rel
     assert rel.printed == "75.0%"  # 50.0 / 66.7
@@ -158,7 +158,7 @@ def test_a_number_about_few_videos_has_no_interval(n_videos, shown):
     generator = np.random.default_rng(n_videos)
     arms = {arm: generator.integers(0, 2, 60).astype(float).tolist() for arm in (("none", 1.0), ("gstep", 0.25))}
     cell = _cell(arms, n_videos)
-    assert (cell.full.low is not None) is (cell.full.p is not None) is (cell.low is not None) is shown
+    assert (cell.full.low is not None) is (cell.full.p_holm is not None) is (cell.low is not None) is shown
 
 
 def test_p_is_adjusted_over_the_block_and_gstep_is_compared_with_none():
@@ -169,9 +169,8 @@ def test_p_is_adjusted_over_the_block_and_gstep_is_compared_with_none():
     benchmarks = [ScoredBenchmark("B", many(arms)), ScoredBenchmark("C", many(arms | others))]
     quarter, tenth = results_table("m", benchmarks, draws=999).blocks
     gstep, fastv, fps = (row.cells[1] for row in quarter.rows)
-    assert (fastv.full.error, fastv.full.p, fps.full.low) == (0, None, None)  # the same in every video
-    assert fastv.gstep.p == fps.gstep.p == pytest.approx(2 / 1000)
-    assert fastv.gstep.p_holm == pytest.approx(2 * fastv.gstep.p) and not fastv.gstep.noise
+    assert (fastv.full.error, fastv.full.p_holm, fps.full.low) == (0, None, None)  # the same in every video
+    assert fastv.gstep.p_holm == fps.gstep.p_holm == pytest.approx(2 * 2 / 1000) and not fastv.gstep.noise
     assert (gstep.mark, fastv.mark, fps.mark) == ("best", "second", "second")
     assert (tenth.rows[0].cells[1].full.difference, tenth.rows[0].cells[1].gstep) == (pytest.approx(-200 / 3), None)
     assert tenth.rows[0].cells[0] is None  # not run on B
@@ -202,7 +201,7 @@ def test_one_video_has_differences_without_intervals():
     )
     row = results_table("m", [ScoredBenchmark("B", scores)], draws=50).blocks[0].rows[0]
     assert row.cells[0].full == Versus(difference=pytest.approx(-100 / 6))
-    assert (row.cells[0].low, row.rel.low, row.rel.full.p) == (None, None, None)
+    assert (row.cells[0].low, row.rel.low, row.rel.full.p_holm) == (None, None, None)
 
 
 def test_equal_scores_show_no_spread():
