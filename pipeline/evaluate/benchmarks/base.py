@@ -125,7 +125,7 @@ class Benchmark:
         folder = data_folder(data, remedy)
         videos, collected = Videos(folder, roots), QuestionCollector()
         tables = read_tables(folder, self.tables)
-        for path in self._files(folder):
+        for path in self._files(folder, remedy):
             for place, row in self._rows(folder, path, tables):
                 try:
                     item = self._item(row, videos)
@@ -141,15 +141,13 @@ class Benchmark:
         templates = (*self.paths, *self.cut_paths)
         return [name for path in templates for _, name, _, _ in Formatter().parse(path) if name]
 
-    def _files(self, folder: Path) -> list[Path]:
+    def _files(self, folder: Path, remedy: str) -> list[Path]:
         """Return the annotation files in ``folder``. Raise UsageError where there are none."""
         for pattern in self.files:
             if found := sorted(folder.glob(pattern)):
                 return found
-        raise UsageError(
-            f"{folder}: no annotations of {self.title} in it (looked for {', '.join(self.files)}); the folder must "
-            f"hold {self.source}"
-        )
+        looked_for = ", ".join(self.files)
+        raise UsageError(f"{folder}: no annotations of {self.title} in it (looked for {looked_for}); {remedy}")
 
     def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[Place, UserRow]]:
         """Read a file's rows with their places. Raise UsageError if a needed column is missing."""

@@ -16,7 +16,7 @@ from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
 from pipeline.evaluate.report import text
 from pipeline.evaluate.report.cards import Links, cards
 from pipeline.evaluate.report.charts import line_charts, styles
-from pipeline.evaluate.report.disagreements import Disagreements, answers_of, disagreements
+from pipeline.evaluate.report.disagreements import answers_of, disagreements
 from pipeline.evaluate.report.faults import failure_counts, fault_counts
 from pipeline.evaluate.statistics.bootstrap import FEW, FEWEST
 from pipeline.evaluate.statistics.render import NOISE, few_mark, few_videos, p_text
@@ -65,18 +65,12 @@ def report_page(report: Report) -> str:
     answers = answers_of(report.scores, [Arm(row.method, row.ratio) for row in table.rows])
     found = disagreements(answers)
     style = styles(found.methods)
-    script = asset(PACKAGE, "report.js")
     return (
         templates()
         .get_template("report.html")
         .render(
             report=report,
             table=table,
-            style=asset(PACKAGE, "report.css"),
-            script=script,
-            script_hash=policy_hash(script),
-            noise=NOISE,
-            significant=SIGNIFICANT,
             styles=style,
             ratios=[block.ratio for block in table.blocks],
             has_intervals=any(column.n_clusters >= FEWEST for column in table.columns),
@@ -91,20 +85,23 @@ def report_page(report: Report) -> str:
             n_askable=report.loaded.n_annotated - sum(fault.left_out for fault in report.loaded.faults),
             failures=list(failure_counts(report.scores, answers)),
             protocol=list(_flat(report.protocol)),
-            data=_data(found),
+            data={"counts": {f"{ratio:g}": counts.tolist() for ratio, counts in found.counts.items()}},
         )
     )
 
 
 @cache
 def templates() -> Environment:
-    """Return the Jinja environment of this room's templates, with filters that format numbers."""
+    """Return the Jinja environment of this room's templates, with what is the same on every page."""
     made = environment(PACKAGE)
     words = (text.title_of, text.ratio_text, text.share_text, text.signed, text.cut, text.lettered, p_text)
     made.filters |= {word.__name__: word for word in words}
-    made.globals |= {"bracket": text.bracket, "column_title": text.column_title, "few": FEW, "fewest": FEWEST}
-    made.globals |= {"few_mark": few_mark, "few_videos": few_videos}
-    made.globals |= {"style": asset(PACKAGE, "report.css")}
+    made.globals |= {
+        function.__name__: function for function in (text.bracket, text.column_title, few_mark, few_videos)
+    }
+    made.globals |= {"few": FEW, "fewest": FEWEST, "noise": NOISE, "significant": SIGNIFICANT}
+    script = asset(PACKAGE, "report.js")
+    made.globals |= {"style": asset(PACKAGE, "report.css"), "script": script, "script_hash": policy_hash(script)}
     return made
 
 
@@ -147,8 +144,3 @@ def _leaf(value: object) -> str:
     if value is None:
         return "not set: the checkpoint's own"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _data(found: Disagreements) -> dict[str, dict[str, list[list[int]]]]:
-    """Return the counts of all disagreements that the script filters by ratio, right and wrong method."""
-    return {"counts": {f"{ratio:g}": counts.tolist() for ratio, counts in found.counts.items()}}

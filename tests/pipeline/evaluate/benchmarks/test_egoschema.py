@@ -94,13 +94,6 @@ def test_the_full_set_has_no_score(hub):
     assert done.scores["status"].to_pylist() == ["ok", "ok", "failed", "failed", "failed"]
 
 
-def test_they_are_two_benchmarks_in_name_title_and_number():
-    assert (FULL.name, FULL.n_questions, SUBSET.name, SUBSET.n_questions) == (
-        "egoschema", 5031, "egoschema-subset", 500
-    )  # fmt: skip
-    assert FULL.title != SUBSET.title and FULL.submission and not SUBSET.submission
-
-
 def test_without_the_published_answers_there_is_no_subset(authors, tmp_path):
     (tmp_path / "questions.json").write_text((authors / "questions.json").read_text())
     with pytest.raises(
