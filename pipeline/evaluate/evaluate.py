@@ -20,9 +20,10 @@ from pipeline.errors import RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.files import Presentation, write_results
+from pipeline.evaluate.files import write_results
 from pipeline.evaluate.pages import video_pages
 from pipeline.evaluate.protocols import LETTER
+from pipeline.evaluate.report.page import Presentation
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, write_results_header
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, arms_of, drop_tokens, score_answers
 from pipeline.evaluate.statistics.render import few_mark, method_title, titled
@@ -66,20 +67,13 @@ class Evaluation:
             "out": self.out,
             "files": self.files,
             "scores": [] if self.table is None else list(scores_of(self.table)),
-            "clusters": {} if self.table is None else clusters_of(self.table),
+            # Intervals and p of few clusters are Student's; of fewer than six they are missing.
+            "clusters": {} if self.table is None else {one.key: one.n_clusters for one in self.table.columns},
             "submission": self.submission or None,
             "left_out": self.done.n_left_out,
             "videos": None if videos is None else videos.as_record(),
             "answers": None if answers is None else answers.as_record(),
         }
-
-
-def clusters_of(table: ResultsTable) -> dict[str, int]:
-    """Return the number of independent clusters (videos, mostly) behind each column's scores, by column key.
-
-    Intervals and p of few clusters are Student's; of fewer than six they are missing.
-    """
-    return {column.key: column.n_clusters for column in table.columns}
 
 
 def scores_of(table: ResultsTable) -> Iterator[JsonObject]:

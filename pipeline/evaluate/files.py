@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,8 +11,7 @@ import pyarrow.compute as pc
 from pipeline.cache.schema import write_parquet
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import QUESTIONS
-from pipeline.evaluate.report.cards import Links
-from pipeline.evaluate.report.page import Report, report_page
+from pipeline.evaluate.report.page import Presentation, Report, report_page
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.statistics.render import WHOLE, latex, markdown
 from pipeline.evaluate.statistics.results import Column, ResultsTable
@@ -22,26 +21,6 @@ from pipeline.storage.stores import Store
 
 SCORES, TABLES_MD, TABLES_TEX, REPORT = "scores.parquet", "tables.md", "tables.tex", "report.html"
 _MOST_PARTS = 30  # parts of a split that a table shows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Presentation:
-    """The information with which results are presented: title, facts and settings.
-
-    Attributes:
-        title: of tables and page.
-        facts: (name, value) about model, cache and run.
-        described: the identity of the results, JSON-able.
-        pages: of videos, by id: (label, relative address).
-    """
-
-    title: str
-    benchmark: Benchmark
-    described: JsonObject
-    facts: Sequence[tuple[str, str]] = ()
-    pages: Mapping[str, Links] = field(default_factory=dict)
-    draws: int = 10_000
-    seed: int = 0
 
 
 def main_table(done: ScoredQuestions, shown: Presentation) -> ResultsTable:
@@ -54,16 +33,7 @@ def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> t
     """Write scores, tables and page into ``store``; return the main table and the file names. Raises OSError."""
     table = main_table(done, shown)
     splits = [_table(done, shown, split) for split in shown.benchmark.splits[1:] if _parts(done, split)]
-    report = Report(
-        title=shown.title,
-        table=table,
-        splits=tuple(splits),
-        scores=done.scores,
-        loaded=done.loaded,
-        protocol=shown.described,
-        facts=shown.facts,
-        pages=shown.pages,
-    )
+    report = Report(shown=shown, table=table, splits=splits, scores=done.scores, loaded=done.loaded)
     texts = {
         TABLES_MD: "\n".join(markdown(one) for one in (table, *splits)),
         TABLES_TEX: latex(table),

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable
 
-import numpy as np
 import pyarrow as pa
 
 from pipeline.errors import UsageError
@@ -40,9 +39,9 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
     of_row = [typed.get(submission_name(arm)) for arm in arm_by_row(scores)]
     columns = {
         "score": pa.array([None if value is None else value / 100 for value in of_row], pa.float64()),
-        "cluster": pa.array(np.full(len(of_row), _CLUSTER), pa.string()),
+        "cluster": pa.repeat(_CLUSTER, len(of_row)),
         # The server counts a missing reply as wrong, so its number covers failed answers.
-        "status": pa.array(np.full(len(of_row), "ok"), pa.string()),
+        "status": pa.repeat("ok", len(of_row)),
     }
     for name, values in columns.items():
         place = scores.schema.get_field_index(name)

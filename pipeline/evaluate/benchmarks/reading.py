@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
@@ -39,11 +39,12 @@ def read_annotations(folder: Path, path: Path, needs: Sequence[str], tables: Tab
     """
     name = path.relative_to(folder).as_posix()
     if path.suffix == ".json":
-        return [(Place(f"{name}, {where}", part, number, tables), row) for part, number, where, row in _json_rows(path)]
-    part = PurePosixPath(name).stem
-    with path.open("rb") as file:
-        rows = enumerate(read_rows(name, file, ", ".join(needs)))
-        return [(Place(f"{name}, {where}", part, number, tables), row) for number, (where, row) in rows]
+        read = [*_json_rows(path)]
+    else:
+        with path.open("rb") as file:
+            rows = enumerate(read_rows(name, file, ", ".join(needs)))
+            read = [(path.stem, number, where, row) for number, (where, row) in rows]
+    return [(Place(f"{name}, {where}", part, number, tables), row) for part, number, where, row in read]
 
 
 def read_tables(folder: Path, names: Sequence[str]) -> Tables:

@@ -54,7 +54,6 @@ class Series:
     """The line of a method, from low to high ratios."""
 
     method: str
-    title: str
     style: Style
     points: Sequence[Point]
 
@@ -78,7 +77,6 @@ class Reading(NamedTuple):
     """The numbers shown for a method at a ratio."""
 
     method: str
-    title: str
     style: Style
     value: str
     interval: str
@@ -137,7 +135,7 @@ class LineChart:
         for method in self._methods:
             at = [(ratio, self.values[method, ratio]) for ratio in self._ratios if (method, ratio) in self.values]
             points = [self._point(self._x(method, ratio), value) for ratio, value in at]
-            found.append(Series(method, title_of(method), self.styles[method], points))
+            found.append(Series(method, self.styles[method], points))
         return found
 
     @cached_property
@@ -204,7 +202,6 @@ class LineChart:
         return [
             Reading(
                 method,
-                title_of(method),
                 self.styles[method],
                 signed(value.value) if self.difference else f"{value.value:.1f}",
                 bracket(value.low, value.high, sign=self.difference),

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jinja2 import Environment
 
+from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
 from pipeline.evaluate.report import text
 from pipeline.evaluate.report.cards import Links, cards
@@ -29,28 +30,41 @@ PACKAGE = "pipeline.evaluate.report"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Presentation:
+    """The information with which results are presented: title, facts and settings.
+
+    Attributes:
+        title: of tables and page.
+        facts: (name, value) about model, cache and run.
+        described: the identity of the results, JSON-able.
+        pages: of videos, by id: (label, relative address).
+    """
+
+    title: str
+    benchmark: Benchmark
+    described: JsonObject
+    facts: Sequence[tuple[str, str]] = ()
+    pages: Mapping[str, Links] = field(default_factory=dict)
+    draws: int = 10_000
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The contents of the report page.
 
     Attributes:
-        title: e.g. "VideoMME, llava-hf/llava-onevision-qwen2-7b-ov-hf".
         table: the main table; its methods and ratios are those of the whole page.
         splits: the same scores with the columns of further splits, each with that split's title.
         scores: rows of ``scores.parquet``.
         loaded: the questions, and the faults of their annotations.
-        protocol: of Protocol.describe.
-        facts: (name, value) of the model, the cache, the machine.
-        pages: video_id -> (label, relative link) of pages that show its tokens.
     """
 
-    title: str
+    shown: Presentation
     table: ResultsTable
-    splits: tuple[ResultsTable, ...] = ()
+    splits: Sequence[ResultsTable] = ()
     scores: pa.Table
     loaded: LoadedQuestions
-    protocol: JsonObject
-    facts: Sequence[tuple[str, str]] = ()
-    pages: Mapping[str, Links] = field(default_factory=dict)
 
 
 def report_page(report: Report) -> str:
@@ -64,7 +78,7 @@ def report_page(report: Report) -> str:
     table = report.table
     answers = answers_of(report.scores, [Arm(row.method, row.ratio) for row in table.rows])
     found = disagreements(answers)
-    style = styles(found.methods)
+    style, prefix = styles(found.methods), f"{report.shown.title}: "
     return (
         templates()
         .get_template("report.html")
@@ -77,14 +91,14 @@ def report_page(report: Report) -> str:
             too_few_draws=_too_few_draws(table),
             has_options=any(item.options for item in items.values()),
             charts=line_charts(table, style),
-            heats=[(split.title.removeprefix(f"{report.title}: "), split, _deepest(split)) for split in report.splits],
+            heats=[(split.title.removeprefix(prefix), split, _deepest(split)) for split in report.splits],
             found=found,
-            cards=cards(found, answers, report.scores, items, report.pages),
+            cards=cards(found, answers, report.scores, items, report.shown.pages),
             n_scored=len(answers.questions),
             faults=fault_counts(report.loaded.faults),
             n_askable=report.loaded.n_annotated - sum(fault.left_out for fault in report.loaded.faults),
             failures=list(failure_counts(report.scores, answers)),
-            protocol=list(_flat(report.protocol)),
+            protocol=list(_flat(report.shown.described)),
             data={"counts": {f"{ratio:g}": counts.tolist() for ratio, counts in found.counts.items()}},
         )
     )
@@ -110,7 +124,7 @@ def _check(report: Report, items: Mapping[str, Item]) -> None:
     asked = pc.unique(report.scores["question_id"]).to_pylist()
     if odd := [question for question in asked if question not in items]:
         raise ValueError(f"the scores have {len(odd)} questions that are not among the items, e.g. {odd[0]!r}")
-    for links in report.pages.values():
+    for links in report.shown.pages.values():
         for _, link in links:
             if urlsplit(link).scheme or urlsplit(link).netloc:
                 raise ValueError(f"the link {link!r} leads outside: begin one to a file beside the page with ./")

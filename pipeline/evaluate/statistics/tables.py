@@ -214,16 +214,14 @@ def _versus(numbers: Estimate, arms: Sequence[int], other: int) -> dict[int, Ver
 
 def _in_points(difference: Difference, p_holm: float) -> Versus:
     """Convert a difference of shares to percentage points, with its adjusted p."""
-    points, error = 100 * difference.value, _points(difference.error)
-    if math.isnan(difference.p):
-        return Versus(difference=points, error=error)
-    noise = p_holm >= SIGNIFICANT
+    known = not math.isnan(p_holm)
+    noise = p_holm >= SIGNIFICANT if known else None
     return Versus(
-        difference=points,
+        difference=100 * difference.value,
         low=_points(difference.low),
         high=_points(difference.high),
-        error=error,
-        p_holm=p_holm,
+        error=_points(difference.error),
+        p_holm=p_holm if known else None,
         noise=noise,
         enough=math.ceil(difference.enough) if noise and math.isfinite(difference.enough) else None,
     )

@@ -13,7 +13,8 @@ import pyarrow as pa
 from pipeline.errors import QuestionFault
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
-from pipeline.evaluate.files import Presentation, main_table
+from pipeline.evaluate.files import main_table
+from pipeline.evaluate.report.page import Presentation
 from pipeline.evaluate.request import EvaluateRequest, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import score_table

@@ -17,8 +17,9 @@ from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, describe_data, evaluate, render_evaluation
-from pipeline.evaluate.files import Presentation, main_table
+from pipeline.evaluate.files import main_table
 from pipeline.evaluate.protocols import LETTER
+from pipeline.evaluate.report.page import Presentation
 from pipeline.evaluate.request import prepare, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.generate.answers import commit_answers, write_answers_header

@@ -9,8 +9,9 @@ import pytest
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import AnnotationFault, Item, LoadedQuestions
-from pipeline.evaluate.files import REPORT, SCORES, TABLES_MD, TABLES_TEX, Presentation, main_table, write_results
+from pipeline.evaluate.files import REPORT, SCORES, TABLES_MD, TABLES_TEX, main_table, write_results
 from pipeline.evaluate.protocols import LETTER
+from pipeline.evaluate.report.page import Presentation
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.statistics.results import OVERALL

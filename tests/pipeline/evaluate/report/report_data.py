@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import AnnotationFault, Item, LoadedQuestions
 from pipeline.evaluate.protocols import LMMS_EVAL_0_7, Prompt, Protocol
-from pipeline.evaluate.report.page import Report
+from pipeline.evaluate.report.page import Presentation, Report
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.statistics.results import Column
 from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
@@ -109,7 +110,7 @@ def scores_of(
 
 
 def report_of(items: Mapping[str, Item], scores: pa.Table, *, draws: int = 200, **more: Any) -> Report:
-    """Make a report with all that there can be; ``more`` replaces fields, of the questions' too."""
+    """Make a report with all that there can be; ``more`` replaces fields, those of its questions and settings too."""
     durations = [Column(f"duration={part}", title) for part, title in _LENGTHS.items()]
     table = results_table(f"{TITLE}: Duration", [ScoredBenchmark("VideoMME", scores, durations)], draws=draws)
     splits = tuple(
@@ -126,21 +127,24 @@ def report_of(items: Mapping[str, Item], scores: pa.Table, *, draws: int = 200, 
         )
         for name, title in (("domain", "Domain"), ("task_type", "Task"))
     )
-    report = Report(
-        title=TITLE,
-        table=table,
-        splits=splits,
-        scores=scores,
-        loaded=LoadedQuestions(tuple(items.values()), FAULTS, len(items) + 2),
-        protocol=PROTOCOL.describe("llava_onevision"),
-        facts=FACTS,
-        pages={
-            video: [("kept tokens", f"videos/{v}.html"), ("without pruning", f"videos/{v}-full.html")]
-            for v, video in enumerate(dict.fromkeys(item.video_id for item in items.values()))
-        },
-    )
-    of_questions = {name: more.pop(name) for name in ("faults", "n_annotated") if name in more}
-    return replace(report, loaded=replace(report.loaded, **of_questions), **more)
+    pages = {
+        video: [("kept tokens", f"videos/{v}.html"), ("without pruning", f"videos/{v}-full.html")]
+        for v, video in enumerate(dict.fromkeys(item.video_id for item in items.values()))
+    }
+    described = PROTOCOL.describe("llava_onevision")
+    shown = Presentation(title=TITLE, benchmark=BENCHMARKS["videomme"], described=described, facts=FACTS, pages=pages)
+    loaded = LoadedQuestions(tuple(items.values()), FAULTS, len(items) + 2)
+    report = Report(shown=shown, table=table, splits=splits, scores=scores, loaded=loaded)
+    return replaced(report, **more)
+
+
+def replaced(report: Report, **more: Any) -> Report:
+    """Replace fields of a report, of its questions or of its settings, whichever has one of this name."""
+    for part in ("loaded", "shown"):
+        whole = getattr(report, part)
+        given = {name: more.pop(name) for name in list(more) if name in vars(whole)}
+        report = replace(report, **{part: replace(whole, **given)})
+    return replace(report, **more)
 
 
 def data_of(html: str) -> dict[str, Any]:

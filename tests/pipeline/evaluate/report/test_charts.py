@@ -53,10 +53,10 @@ def test_points_and_bands_are_where_the_scores_are(charts):
 def test_numbers_of_a_ratio_are_best_first(charts):
     (scores, differences), _ = charts
     assert [stop.label.replace("\N{NO-BREAK SPACE}", " ") for stop in scores.stops] == ["10 %", "20 %"]
-    assert [(r.title, r.value) for r in scores.stops[1].readings] == [
-        ("Full retention", "80.0"),
-        ("GSTEP", "60.0"),
-        ("FPS", "20.0"),
+    assert [(r.method, r.value) for r in scores.stops[1].readings] == [
+        ("none", "80.0"),
+        ("gstep", "60.0"),
+        ("fps", "20.0"),
     ]
     assert [r.value for r in differences.stops[1].readings] == ["0.0", "\N{MINUS SIGN}20.0", "\N{MINUS SIGN}60.0"]
     assert [(stop.left, stop.width) for stop in scores.stops] == [(0, 50), (50, 50)]

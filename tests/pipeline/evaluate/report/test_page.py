@@ -13,7 +13,16 @@ from jinja2 import UndefinedError
 from pipeline.evaluate.benchmarks.items import AnnotationFault
 from pipeline.evaluate.report.page import report_page, templates
 from pipeline.evaluate.statistics.results import Block
-from tests.pipeline.evaluate.report.report_data import HOSTILE, METHODS, RATIOS, data_of, items_of, report_of, scores_of
+from tests.pipeline.evaluate.report.report_data import (
+    HOSTILE,
+    METHODS,
+    RATIOS,
+    data_of,
+    items_of,
+    replaced,
+    report_of,
+    scores_of,
+)
 
 ITEMS = items_of(24)
 SECTIONS = ["results", "retention", "splits", "disagreements", "faults", "protocol"]
@@ -94,8 +103,8 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(page):
 
 def test_title_and_facts_come_first(page, report):
     texts = [text for section, text in Page(page).texts if not section]
-    assert report.title in texts
-    for name, value in report.facts:
+    assert report.shown.title in texts
+    for name, value in report.shown.facts:
         assert texts.index(value) == texts.index(name) + 1
 
 
@@ -199,7 +208,7 @@ def test_disagreements_are_all_counted_and_shown_with_their_replies(page, scores
 
 
 def test_questions_that_were_not_asked_are_counted(report):
-    text = Page(report_page(replace(report, loaded=replace(report.loaded, n_annotated=100)))).text("faults")
+    text = Page(report_page(replaced(report, n_annotated=100))).text("faults")
     assert "100 questions are annotated, 2 left out for faults, 72 scored, of 98 that could be asked." in text
 
 
@@ -252,7 +261,7 @@ def test_texts_of_files_are_escaped(scores):
             title=HOSTILE,
             facts=[(HOSTILE, HOSTILE)],
             faults=[AnnotationFault("bad-row", HOSTILE, HOSTILE, True)],
-            protocol={HOSTILE: HOSTILE},
+            described={HOSTILE: HOSTILE},
             pages={HOSTILE: [(HOSTILE, f"./{HOSTILE}.html")]},
         )
     )
@@ -268,13 +277,13 @@ def test_texts_of_files_are_escaped(scores):
 def test_a_link_that_leads_outside_is_refused(report):
     for link in ("javascript:alert(1)", "https://example.org/", "//example.org/x"):
         with pytest.raises(ValueError, match="leads outside"):
-            report_page(replace(report, pages={"v": [("page", link)]}))
+            report_page(replaced(report, pages={"v": [("page", link)]}))
 
 
 def test_scores_of_an_unknown_question_are_refused(report):
     first, *others = ITEMS
     with pytest.raises(ValueError, match=f"1 questions that are not among the items, e.g. '{first}'"):
-        report_page(replace(report, loaded=replace(report.loaded, items=tuple(ITEMS[q] for q in others))))
+        report_page(replaced(report, items=tuple(ITEMS[q] for q in others)))
 
 
 def test_one_method_at_one_ratio_without_gstep_splits_faults_or_pages():
