@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from tests.pipeline.evaluate.layouts import write_json, write_videos
+from tests.pipeline.evaluate.layouts import write_json, write_table, write_videos
 
 SCHEMA = pa.schema(
     [
@@ -34,8 +33,7 @@ def write_hub(folder: Path) -> Path:
     """Write the hub's layout, unpacked; of one video the suffix is in capitals."""
     for name, uids in (("Subset", tuple(ANSWERS)), ("GENERATION", UIDS)):
         rows = [_hub_row(number, uid, name == "Subset") for number, uid in enumerate(uids)]
-        (folder / name).mkdir(parents=True)
-        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / name / "test-00000-of-00001.parquet")
+        write_table(folder / name / "test-00000-of-00001.parquet", rows, SCHEMA)
     write_clips(folder)
     return folder
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipeline.errors import QuestionFault
 from pipeline.evaluate.benchmarks.base import Benchmark
@@ -77,20 +80,32 @@ def replied(
     return ScoredQuestions(loaded=loaded, scores=scores)
 
 
-def commit_replies(request: EvaluateRequest, replies: Mapping[str, str], failed: Collection[str] = ()) -> None:
-    """Commit an answer to every question under the whole grid, "B" where ``replies`` has none."""
+def commit_replies(
+    request: EvaluateRequest,
+    replies: Mapping[Any, str] = MappingProxyType({}),
+    faults: Mapping[str, Any] = MappingProxyType({}),
+) -> LocalStore:
+    """Commit an answer to every question under the whole grid, "B" where ``replies`` has none.
+
+    Replies are those of a question, or of a question under one arm; ``faults`` are the error classes of questions.
+    """
     write_results_header(request.store, request.identity)
     answers = LocalStore(f"{request.config.out}/answers")
     write_answers_header(answers, {})
     good = {"status": "ok", "n_visual_tokens": 1, "n_prompt_tokens": 2}
-    asked = [{**row, "pruning": arm, "attempts": 1} for row in request.questions.to_pylist() for arm in request.grid]
-    rows = [
-        failed_answer(row, QuestionFault("failed-video", "why"))
-        if row["question_id"] in failed
-        else {**row, **good, "answer": replies.get(row["question_id"], "B")}
-        for row in asked
-    ]
+    rows = []
+    for arm, row in product(request.grid, request.questions.to_pylist()):
+        name, asked = row["question_id"], {**row, "pruning": arm, "attempts": 1}
+        reply = replies.get((name, arm), replies.get(name, "B"))
+        fault = faults.get(name)
+        rows.append(failed_answer(asked, QuestionFault(fault, "why")) if fault else {**asked, **good, "answer": reply})
     commit_answers(answers, "run", 0, rows)
+    return answers
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), path)
 
 
 def printed(benchmark: Benchmark, done: ScoredQuestions, protocol: str | None = None) -> dict[str, str]:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from tests.pipeline.evaluate.layouts import write_json, write_videos
+from tests.pipeline.evaluate.layouts import write_json, write_table, write_videos
 
 SCHEMA = pa.schema(
     [
@@ -70,10 +69,8 @@ def write_longvideobench(folder: Path, *, json: bool = False) -> Path:
     if json:
         write_json(folder / "lvb_val.json", [_as_json(one) for one in ROWS])
     else:
-        folder.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(ROWS, schema=SCHEMA), folder / "validation-00000-of-00001.parquet")
-        test = [one | {"correct_choice": -1} for one in ROWS]
-        pq.write_table(pa.Table.from_pylist(test, schema=SCHEMA), folder / "test-00000-of-00001.parquet")
+        write_table(folder / "validation-00000-of-00001.parquet", ROWS, SCHEMA)
+        write_table(folder / "test-00000-of-00001.parquet", [one | {"correct_choice": -1} for one in ROWS], SCHEMA)
     write_videos(folder / "videos", PATHS.values())
     return folder
 

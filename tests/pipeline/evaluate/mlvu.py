@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from tests.pipeline.evaluate.layouts import write_json, write_videos
+from tests.pipeline.evaluate.layouts import write_json, write_table, write_videos
 
 FOUR = ["Yellow", "Red", "Green", "Blue"]
 SIX = ["Fighting", "Shoplifting", "Arrest", "Normal", "Shooting", "Vandalism"]
 #: lmms-eval's columns.
+PARQUET = "test-00000-of-00001.parquet"
 SCHEMA = pa.schema(
     [
         ("video_name", pa.string()),
@@ -80,14 +80,14 @@ def write_mlvu_dev(folder: Path) -> Path:
 def write_repacked_dev(folder: Path) -> Path:
     """Write lmms-eval's: one Parquet file, options in the question, answers as letters, all videos in one folder."""
     rows = [repacked(one) for rows in DEV.values() for one in rows]
-    _write_parquet(folder, rows)
+    write_table(folder / PARQUET, rows, SCHEMA)
     write_videos(folder, [one["video_name"] for one in rows if one["video_name"] != "gone.mp4"])
     return folder
 
 
 def write_repacked_test(folder: Path) -> Path:
     """Write lmms-eval's layout of the test set."""
-    _write_parquet(folder, [repacked(one) for one in TEST])
+    write_table(folder / PARQUET, [repacked(one) for one in TEST], SCHEMA)
     write_videos(folder, [one["video"] for one in TEST])
     return folder
 
@@ -112,8 +112,3 @@ def repacked(one: dict[str, Any]) -> dict[str, Any]:
         "task_type": kind,
         "question_id": "Q0",
     }
-
-
-def _write_parquet(folder: Path, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / "test-00000-of-00001.parquet")

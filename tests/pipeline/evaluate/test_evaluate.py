@@ -11,7 +11,7 @@ import pytest
 import ray
 from rich.console import Console
 
-from pipeline.errors import IdentityMismatch, NotResults, QuestionFault, RunFailed, UsageError
+from pipeline.errors import IdentityMismatch, NotResults, RunFailed, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
@@ -20,14 +20,14 @@ from pipeline.evaluate.evaluate import Evaluation, describe_data, evaluate, rend
 from pipeline.evaluate.files import main_table
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.report.page import Presentation
-from pipeline.evaluate.request import prepare, write_results_header
+from pipeline.evaluate.request import prepare
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
-from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import request_about, tiny_cache, write_questions
+from tests.pipeline.evaluate.layouts import commit_replies
 from tests.pipeline.evaluate.report.report_data import items_of, scores_of
 
 QUIET = Console(quiet=True)
@@ -265,16 +265,8 @@ def dropped(folder: Path, replies: str, fault="out-of-memory") -> bool:
     file, out = write_questions(folder / "q.jsonl", ROWS), folder / "r"
     given = {"benchmark": str(file), "out": str(out), "method": ["none"], "draws": 100}
     request = prepare(EvaluateConfig(**given, cache=str(folder / "c")), QUIET)
-    write_results_header(request.store, request.identity)
-    answers = LocalStore(out / "answers")
-    write_answers_header(answers, {})
-    asked = [{**row, "pruning": "none@1", "attempts": 1} for row in request.questions.to_pylist()]
-    good = {"status": "ok", "n_visual_tokens": 1, "n_prompt_tokens": 2}
-    rows = [
-        failed_answer(row, QuestionFault(fault, "why")) if text == "-" else {**row, **good, "answer": text}
-        for row, text in zip(asked, replies, strict=True)
-    ]
-    commit_answers(answers, "run", 0, rows)
+    named = {str(row["question_id"]): text for row, text in zip(ROWS, replies, strict=True)}
+    commit_replies(request, named, {name: fault for name, text in named.items() if text == "-"})
     shutil.move(folder / "c", out / "cache")
     assert evaluate(EvaluateConfig(**given, drop_tokens=True), QUIET).done.answers.n_missing == 0
     return not (out / "cache" / "cache.json").exists()

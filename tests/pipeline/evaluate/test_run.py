@@ -14,7 +14,7 @@ from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionFault, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.request import EvaluateRequest, prepare, write_results_header
+from pipeline.evaluate.request import EvaluateRequest, prepare
 from pipeline.evaluate.run import answer_and_score, answers_config, arms_of, drop_tokens, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
@@ -25,6 +25,7 @@ from pipeline.prune.request import resolve
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import request_about, tiny_cache, write_questions
+from tests.pipeline.evaluate.layouts import commit_replies
 from tests.pipeline.evaluate.videomme import write_videomme
 
 QUIET = Console(quiet=True)
@@ -50,21 +51,6 @@ def asked(tmp_path):
     return request
 
 
-def answers_there(request, replies) -> LocalStore:
-    """Results with an answer to each question under every pruning: (question, pruning) -> reply, else "B"."""
-    write_results_header(request.store, request.identity)
-    store = LocalStore(f"{request.config.out}/answers")
-    counts = {"n_visual_tokens": 50, "n_prompt_tokens": 80, "status": "ok", "attempts": 1}
-    rows = [
-        {**question, **counts, "pruning": pruning, "answer": replies.get((question["question_id"], pruning), "B")}
-        for question in request.questions.to_pylist()
-        for pruning in request.grid
-    ]
-    write_answers_header(store, {})
-    commit_answers(store, "run", 0, rows)
-    return store
-
-
 def rights(done):
     return {(row["question_id"], row["method"]): row["right"] for row in done.scores.to_pylist()}
 
@@ -85,7 +71,7 @@ def test_answers_are_asked_for_as_the_protocol_says(asked):
 
 def test_answers_that_are_there_are_scored_without_a_model_and_without_ray(asked):
     request = asked()
-    store = answers_there(request, {("1", "gstep@0.25"): "A"})
+    store = commit_replies(request, {("1", "gstep@0.25"): "A"})
     done = answer_and_score(request, QUIET)
     assert rights(done) == {
         ("1", "none"): True, ("1", "gstep"): False, ("1", "fastv,K=1"): True,
@@ -97,19 +83,19 @@ def test_answers_that_are_there_are_scored_without_a_model_and_without_ray(asked
 
 
 def test_answers_of_a_larger_grid_and_of_more_questions_are_left_where_they_are(asked):
-    answers_there(asked(), {})
+    commit_replies(asked())
     done = answer_and_score(asked(method=["gstep"], limit=1), QUIET)
     assert rights(done) == {("1", "none"): True, ("1", "gstep"): True} and done.answers.n_ok == 2
 
 
 def test_a_corrected_answer_is_scored_anew(asked):
-    answers_there(asked(), {})
+    commit_replies(asked())
     corrected = asked([{**ROWS[0], "answer": "a dog"}, ROWS[1]])
     assert not any(rights(answer_and_score(corrected, QUIET)).values())
 
 
 def test_an_answered_question_that_changed_is_refused(asked):
-    answers_there(asked(), {})
+    commit_replies(asked())
     with pytest.raises(QuestionsChanged, match=r"1: prompt was 'What\?', is 'Where\?'"):
         answer_and_score(asked([{**ROWS[0], "prompt": "Where?"}, ROWS[1]]), QUIET)
 
@@ -134,7 +120,7 @@ def test_failed_questions_are_asked_again_on_request_alone(asked):
     assert live["attempts"].to_pylist() == [2, 2, 2]
 
 
-def test_what_a_method_lacks_is_asked_beside_the_answers_there(asked):
+def test_what_a_method_lacks_is_asked_beside_the_commit_replies(asked):
     first = answer_and_score(asked(GONE, method=["gstep"]), QUIET)
     other = answer_and_score(asked(GONE, method=["uniform"]), QUIET)
     assert (first.answers.n_new, other.answers.n_new, other.answers.n_failed) == (2, 1, 2)
@@ -166,7 +152,7 @@ def said_of(act, *arguments) -> str:
 
 def test_dropping_tokens_leaves_no_cache_and_all_answers(asked):
     request = asked()
-    answers = answers_there(request, {})
+    answers = commit_replies(request)
     cache = LocalStore(request.cache)
     shards = [*cache.names("tokens", ".parquet"), *cache.names("videos", ".parquet")]
     assert len(shards) == 2

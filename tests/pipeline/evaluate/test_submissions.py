@@ -61,7 +61,7 @@ def evaluated(data: Path, out: Path, benchmark: str = "egoschema") -> tuple[Eval
     given = {"benchmark": benchmark, "data": str(data), "out": str(out), "draws": 100}
     given |= {"method": ["gstep"], "retention_ratio": [0.25]}
     said = io.StringIO()
-    commit_replies(prepare(EvaluateConfig(**given), QUIET), {UIDS[2]: ""}, failed=[UIDS[3]])
+    commit_replies(prepare(EvaluateConfig(**given), QUIET), {UIDS[2]: ""}, {UIDS[3]: "failed-video"})
     done = evaluate(EvaluateConfig(**given), Console(file=said, width=300))
     Console(file=said, width=300).print(render_evaluation(done))
     return done, said.getvalue()

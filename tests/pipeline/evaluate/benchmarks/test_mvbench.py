@@ -105,7 +105,7 @@ def test_bounds_of_a_clip_that_is_cut_already_are_not_applied_again(tmp_path):
 def test_results_of_both_layouts_never_share_a_place(data, tmp_path):
     """The questions have the same ids, and are about other videos."""
     given = {"benchmark": "mvbench", "out": str(tmp_path / "r"), "method": ["none"], "draws": 100}
-    commit_replies(prepare(EvaluateConfig(data=str(data), **given), QUIET), {})
+    commit_replies(prepare(EvaluateConfig(data=str(data), **given), QUIET))
     write_revision_video(tmp_path / "v")
     with pytest.raises(QuestionsChanged, match="are others now"):
         evaluate(EvaluateConfig(data=str(tmp_path / "v"), **given), QUIET)
