@@ -57,6 +57,7 @@ from pipeline.storage.stores import Store, store_at
 
 MANIFEST = "videos.jsonl"
 _SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
+_OF_ANSWERING = ("engine", "tensor_parallel", "engine_param", "batch_size", "workers", "questions_per_shard")
 DROPPING = "dropping"  # file that marks a cache as being deleted
 # The files of a cache as runs name them.
 _OURS = re.compile(
@@ -179,13 +180,7 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
         max_new_tokens=way.decoding.max_new_tokens,
         temperature=way.decoding.temperature,
         frame_times=request.protocol.rules(request.source.model_type).frame_times,
-        engine=options.engine,
-        tensor_parallel=options.tensor_parallel,
-        engine_param=options.engine_param,
-        batch_size=options.batch_size,
-        workers=options.workers,
-        questions_per_shard=options.questions_per_shard,
-        **passed_on(options),
+        **passed_on(options, *_OF_ANSWERING),
     )
 
 

@@ -67,16 +67,13 @@ def score_table(items: Sequence[Item], arms: Mapping[str, Arm], answers: pa.Tabl
         answers: live rows of ANSWER_SCHEMA.
         protocol: whose rule reads replies.
     """
-    empty = SCORE_SCHEMA.empty_table()
-    return pa.concat_tables([empty, *(_scored(items, arm, label, answers, protocol) for label, arm in arms.items())])
-
-
-def _scored(items: Sequence[Item], arm: Arm, label: str, answers: pa.Table, protocol: Protocol) -> pa.Table:
-    """Score the questions under one arm."""
-    mine = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED)
-    rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in mine.to_pylist()}
-    scored = [_row(item, arm, rows.get(item.question_id), protocol) for item in items]
-    return pa.Table.from_pylist(scored, schema=SCORE_SCHEMA)
+    tables = [SCORE_SCHEMA.empty_table()]
+    for label, arm in arms.items():
+        mine = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED)
+        rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in mine.to_pylist()}
+        scored = [_row(item, arm, rows.get(item.question_id), protocol) for item in items]
+        tables.append(pa.Table.from_pylist(scored, schema=SCORE_SCHEMA))
+    return pa.concat_tables(tables)
 
 
 def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:

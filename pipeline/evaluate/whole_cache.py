@@ -56,23 +56,19 @@ def videos_of(
         video_root=[str(config.data), *config.video_root],
         on_forbidden="record",  # the benchmark has said already what is wrong with its videos
         model=source.name,
-        siglip=config.siglip,
         pruner="none",
         retention_ratio=1.0,
         evidence=[f"{name}={where}" for name, where in sorted(evidence)],
         num_frames=config.num_frames or rules.frames.num_frames,
         frame_rule=frame_rule(rules.frames),
-        decode_timeout=config.decode_timeout,
-        decode_workers=config.decode_workers,
-        encode_workers=config.encode_workers,
         **pixels,
-        **passed_on(config),
+        **passed_on(config, "siglip", "decode_timeout", "decode_workers", "encode_workers"),
     )
 
 
-def passed_on(config: EvaluateConfig) -> dict[str, Any]:
-    """Return the options that the runs of encoding and answering take over unchanged."""
-    return {name: getattr(config, name) for name in _PASSED_ON}
+def passed_on(config: EvaluateConfig, *more: str) -> dict[str, Any]:
+    """Return the options that a run takes over unchanged: those of encoding and of answering, and ``more``."""
+    return {name: getattr(config, name) for name in (*_PASSED_ON, *more)}
 
 
 def check_frames(

@@ -21,6 +21,7 @@ _COLOURS = 5  # colours of methods other than GSTEP: --c1 to --c5 of report.css
 _DASHES = 3
 _EDGE = 5.0  # percent of the width left free at both sides
 _LABEL = 9.0  # percent of the width that the label of a tick takes on a phone
+_TICKS = 6  # steps of the vertical axis, about
 _WIDE = 6.0  # ratios further apart than this factor stand on a logarithmic axis
 
 
@@ -254,9 +255,9 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
     return fixed | {m: Style(f"c{i % _COLOURS + 1}", i // _COLOURS % _DASHES) for i, m in enumerate(others)}
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Return evenly spaced round numbers, the first at or below ``low`` and the last at or above ``high``."""
-    rough = max(high - low, 1e-6) / most
+    rough = max(high - low, 1e-6) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(s * power for s in (1.0, 2.0, 5.0, 10.0) if s * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ class Sheet:
     columns: Sequence[Head]
     groups: Sequence[Group] = ()
     made_of: Sequence[tuple[str, Sequence[str]]] = ()
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = ()
 
 
 def sheet_markdown(sheet: Sheet) -> str:
