@@ -33,11 +33,11 @@ from pipeline.generate.late_pruning import LateAsked, check_inside, is_whole, la
 from pipeline.generate.model import check_model, model_of
 from pipeline.generate.request import describe_prunings, engine_of, refuse_others
 from pipeline.prune.config import PruneConfig
-from pipeline.rows import JsonObject
+from pipeline.rows import Json, JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
-RESULTS_VERSION = 1
+_RESULTS_VERSION = 1
 RESULTS_HEADER = "evaluation.json"
 ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # in the layouts of jobs.generate and jobs.prune
 
@@ -164,8 +164,7 @@ def match_results(store: Store, identity: JsonObject) -> None:
         if store.taken():
             raise NotResults(f"{store} exists and holds no results (it has no {RESULTS_HEADER}): name an empty place")
         return
-    absent = f"no results (no {RESULTS_HEADER})"
-    held = read_header_file(store, RESULTS_HEADER, (RESULTS_VERSION,), NotResults, absent, of="results of ")
+    held = read_results_header(store)
     wanted = json.loads(json.dumps(identity))
     if wrong := differences(cast(JsonObject, held["identity"]), wanted, has="the results have"):
         raise IdentityMismatch(
@@ -175,11 +174,17 @@ def match_results(store: Store, identity: JsonObject) -> None:
         )
 
 
+def read_results_header(store: Store) -> dict[str, Json]:
+    """Read the header of a results folder. Raises NotResults."""
+    absent = f"no results of python -m jobs.evaluate --benchmark (no {RESULTS_HEADER})"
+    return read_header_file(store, RESULTS_HEADER, (_RESULTS_VERSION,), NotResults, absent, of="results of ")
+
+
 def write_results_header(store: Store, identity: JsonObject, about: Mapping[str, str] | None = None) -> None:
     """Write the header of a results folder: the identity of all its results, and ``about``, which runs may change."""
     store.make()
     header: JsonObject = {
-        "schema_version": RESULTS_VERSION,
+        "schema_version": _RESULTS_VERSION,
         "identity": identity,
         **({"about": about} if about else {}),
     }

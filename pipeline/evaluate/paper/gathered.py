@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 
 from gstep import PRUNERS, make_pruner
 from gstep.language import BUILDERS
-from pipeline.cache.header import ModelIdentity, differences, read_header_file
+from pipeline.cache.header import ModelIdentity, differences
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.files import SCORES, scored_benchmark
 from pipeline.evaluate.grids import PaperTable
-from pipeline.evaluate.request import RESULTS_HEADER, RESULTS_VERSION
+from pipeline.evaluate.request import RESULTS_HEADER, read_results_header
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.server_scores import FORM, unknown_names, with_server_scores
 from pipeline.evaluate.statistics.results import Column, ResultsTable
@@ -187,8 +187,7 @@ def label(method: str) -> str:
 def _read(place: str, objects: Objects) -> BenchmarkResults:
     """Read the results in one place. Raises NotResults."""
     store = store_at(place, objects)
-    absent = f"no results of python -m jobs.evaluate --benchmark (no {RESULTS_HEADER})"
-    held = read_header_file(store, RESULTS_HEADER, (RESULTS_VERSION,), NotResults, absent, of="results of ")
+    held = read_results_header(store)
     identity, about = cast(JsonObject, held["identity"]), cast(Mapping[str, str], held.get("about", {}))
     if "benchmark" not in identity:
         raise NotResults(f"{place} holds scored answers, not the results of a benchmark")
