@@ -159,8 +159,7 @@ class EvaluateConfig(PlanOptions, EngineOptions):
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         for ratio in self.retention_ratio:
             check(0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
-        check(self.questions_per_shard >= 1, "questions_per_shard", "at least 1", self.questions_per_shard)
-        for name in ("limit", "num_frames", "decode_workers", "encode_workers", "workers"):
+        for name in ("questions_per_shard", "limit", "num_frames", "decode_workers", "encode_workers", "workers"):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)
         check(self.seed >= 0, "seed", "at least 0", self.seed)

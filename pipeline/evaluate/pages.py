@@ -18,6 +18,7 @@ from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.schema import digest
 from pipeline.errors import printable
+from pipeline.evaluate.report.cards import Links
 from pipeline.evaluate.report.disagreements import answers_of, disagreements
 from pipeline.evaluate.request import EvaluateRequest
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
@@ -28,10 +29,9 @@ from pipeline.rows import VideoRow
 from pipeline.storage.stores import store_at
 
 PAGES = "pages"
-Links = dict[str, list[tuple[str, str]]]
 
 
-def video_pages(request: EvaluateRequest, scores: pa.Table, arms: Sequence[Arm], console: Console) -> Links:
+def video_pages(request: EvaluateRequest, scores: pa.Table, arms: Sequence[Arm], console: Console) -> dict[str, Links]:
     """Write a page for each method that looks at the video alone, of the videos on which methods disagree most.
 
     A page shows a nested method at all its ratios, another one at the largest. Pages that are there stay; where the
@@ -45,7 +45,7 @@ def video_pages(request: EvaluateRequest, scores: pa.Table, arms: Sequence[Arm],
             largest.setdefault(one.method_label, one)  # a method's largest ratio comes first
     store = store_at(request.cache, request.objects)
     cache = TokenCache(request.cache, store=store) if videos and store.exists(HEADER) else None
-    links: Links = {}
+    links: dict[str, Links] = {}
     for video_id in videos:
         names = {label: page_name(video_id, one) for label, one in largest.items()}
         missing = {label: name for label, name in names.items() if not request.store.exists(name)}
