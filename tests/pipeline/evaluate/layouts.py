@@ -25,6 +25,7 @@ from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
+from tests.pipeline.asking import request_about
 from tests.pipeline.videos import write_clip
 
 _CODECS = {".webm": "libvpx-vp9", ".avi": "mpeg4"}
@@ -101,6 +102,19 @@ def commit_replies(
         rows.append(failed_answer(asked, QuestionFault(fault, "why")) if fault else {**asked, **good, "answer": reply})
     commit_answers(answers, "run", 0, rows)
     return answers
+
+
+def generated(cache: Path, out: Path, rows: Sequence[Mapping[str, Any]], replies: str, **options: Any) -> str:
+    """Commit answers as jobs.generate gives them to the rows of a question file: a letter each, "-" for a failure."""
+    job, store = request_about(cache, rows, **options), LocalStore(out)
+    write_answers_header(store, job.identity)
+    asked = [{**question, "attempts": 1} for question in job.questions.to_pylist()]
+    answers = [
+        failed_answer(one, QuestionFault("io", "why")) if reply == "-" else {**one, "status": "ok", "answer": reply}
+        for one, reply in zip(asked, replies, strict=True)
+    ]
+    commit_answers(store, "run", 0, answers)
+    return str(out)
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:

@@ -22,12 +22,10 @@ from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.report.page import Presentation
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
-from pipeline.storage.stores import LocalStore
-from tests.pipeline.asking import request_about, tiny_cache, write_questions
-from tests.pipeline.evaluate.layouts import commit_replies
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.evaluate.layouts import commit_replies, generated
 from tests.pipeline.evaluate.report.report_data import items_of, scores_of
 
 QUIET = Console(quiet=True)
@@ -180,15 +178,11 @@ ROWS = [
 def places(tmp_path) -> list[str]:
     """Answers of jobs.generate from all tokens, and from what gstep kept of them."""
     tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none")
-    found = []
-    for name, replies, options in (("full", "BBBA", {}), ("gstep", "BAAA", {"pruner": "gstep"})):
-        ratio = {"retention_ratio": 0.25} if options else {}
-        job, store = request_about(tmp_path / "c", ROWS, **options, **ratio), LocalStore(tmp_path / name)
-        asked = zip(job.questions.to_pylist(), replies, strict=True)
-        write_answers_header(store, job.identity)
-        commit_answers(store, "run", 0, [{**row, "status": "ok", "attempts": 1, "answer": text} for row, text in asked])
-        found.append(str(tmp_path / name))
-    return found
+    pruned = {"pruner": "gstep", "retention_ratio": 0.25}
+    return [
+        generated(tmp_path / "c", tmp_path / "full", ROWS, "BBBA"),
+        generated(tmp_path / "c", tmp_path / "gstep", ROWS, "BAAA", **pruned),
+    ]
 
 
 def scored(places, out: Path, **options) -> Evaluation:

@@ -11,7 +11,7 @@ from rich.console import Console
 from gstep.backbones import ModelSource
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import HEADER, TokenCache, read_header
-from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionFault, QuestionsChanged, UsageError
+from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import EvaluateRequest, prepare
@@ -19,13 +19,12 @@ from pipeline.evaluate.run import answer_and_score, answers_config, arms_of, dro
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.execution.claim import Claim
-from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
+from pipeline.generate.answers import AnswersTable
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.request import resolve
-from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.asking import request_about, tiny_cache, write_questions
-from tests.pipeline.evaluate.layouts import commit_replies
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.evaluate.layouts import commit_replies, generated
 from tests.pipeline.evaluate.videomme import write_videomme
 
 QUIET = Console(quiet=True)
@@ -224,17 +223,7 @@ def answered(tmp_path):
     tiny_cache(tmp_path / "pruned", ("a", "b"), ratio=0.25, method="gstep")
 
     def place(name, replies="BB", rows=ROWS, cache="c", **options) -> str:
-        job, store = request_about(tmp_path / cache, rows, **options), LocalStore(tmp_path / name)
-        store.make()
-        answers = [
-            failed_answer({**question, "attempts": 1}, QuestionFault("io", "why"))
-            if reply == "-"
-            else {**question, "status": "ok", "attempts": 1, "answer": reply}
-            for question, reply in zip(job.questions.to_pylist(), replies, strict=True)
-        ]
-        write_answers_header(store, job.identity)
-        commit_answers(store, "run", 0, answers)
-        return str(tmp_path / name)
+        return generated(tmp_path / cache, tmp_path / name, rows, replies, **options)
 
     return place
 
