@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from pipeline.evaluate.report.text import bracket, column_title, ratio_text, signed, tick_text, title_of
 from pipeline.evaluate.statistics.results import OVERALL, Cell, ResultsTable
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL
+from pipeline.evaluate.statistics.score_matrix import GSTEP, ORIGINAL
 
-_GSTEP = "gstep"
 _COLOURS = 5  # colours of methods other than GSTEP: --c1 to --c5 of report.css
 _DASHES = 3
 _EDGE = 5.0  # percent of the width left free at both sides
@@ -250,8 +249,8 @@ def _difference(cell: Cell | None) -> Value | None:
 
 def styles(methods: Sequence[str]) -> dict[str, Style]:
     """Give each method a colour and dash; GSTEP and full retention have their own."""
-    others = [method for method in methods if method not in (_GSTEP, ORIGINAL.method)]
-    fixed = {ORIGINAL.method: Style("ink", 0), _GSTEP: Style("c0", 0)}
+    others = [method for method in methods if method not in (GSTEP, ORIGINAL.method)]
+    fixed = {ORIGINAL.method: Style("ink", 0), GSTEP: Style("c0", 0)}
     return fixed | {m: Style(f"c{i % _COLOURS + 1}", i // _COLOURS % _DASHES) for i, m in enumerate(others)}
 
 

@@ -14,9 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline.evaluate.statistics.errors import Ints
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm, arm_by_row
-
-_GSTEP = "gstep"
+from pipeline.evaluate.statistics.score_matrix import GSTEP, ORIGINAL, Arm, arm_by_row
 
 Outcomes = NDArray[np.int8]  # 1 right, 0 wrong, -1 neither
 
@@ -104,7 +102,7 @@ def disagreements(answers: Answers, most: int = 200) -> Disagreements:
         for q in np.flatnonzero(split_Q).tolist():
             right_M, wrong_M = np.flatnonzero(right_MQ[:, q]), np.flatnonzero(wrong_MQ[:, q])
             found.append(Disagreement(question=q, ratio=ratio, right=right_M, wrong=wrong_M))
-    gstep = methods.index(_GSTEP) if _GSTEP in methods else -1
+    gstep = methods.index(GSTEP) if GSTEP in methods else -1
     found.sort(key=lambda one: _importance(one, gstep), reverse=True)
     return Disagreements(
         methods=methods,

@@ -11,14 +11,13 @@ from pipeline.evaluate.statistics.results import Column, ResultsTable
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL
 from pipeline.generate.choices import letters
 
-FULL_RETENTION = "Full retention"
 _MINUS = "\N{MINUS SIGN}"
 _SPACE = "\N{NO-BREAK SPACE}"
 
 
 def title_of(method: str) -> str:
     """Return a method's title; "none" is full retention."""
-    return FULL_RETENTION if method == ORIGINAL.method else method_title(method)
+    return "Full retention" if method == ORIGINAL.method else method_title(method)
 
 
 def ratio_text(ratio: float) -> str:

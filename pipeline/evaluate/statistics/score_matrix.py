@@ -22,6 +22,7 @@ class Arm(NamedTuple):
 
 #: Full retention, which methods are compared with.
 ORIGINAL = Arm("none", 1.0)
+GSTEP = "gstep"  # the method that the others are compared with at each ratio
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,8 @@ from pipeline.evaluate.statistics.results import (
     Row,
     Versus,
 )
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm, ScoreMatrix, Tally, arms_of, score_matrix
+from pipeline.evaluate.statistics.score_matrix import GSTEP, ORIGINAL, Arm, ScoreMatrix, Tally, arms_of, score_matrix
 
-_GSTEP = "gstep"
 _FULL = 0  # index of the arm of full retention
 
 
@@ -189,7 +188,7 @@ def _compared(arms: Sequence[Arm], numbers: Estimate, shown: Sequence[Cell | Non
     full, gstep, mark = dict[int, Versus](), dict[int, Versus](), dict[int, Mark]()
     for block in _blocks(arms).values():
         full |= _versus(numbers, block, _FULL)
-        for ours in (a for a in block if arms[a].method == _GSTEP):
+        for ours in (a for a in block if arms[a].method == GSTEP):
             gstep |= _versus(numbers, [a for a in block if a != ours], ours)
         mark |= zip(block, marks([shown[a] for a in block]), strict=True)
     cells: list[Cell | None] = []
