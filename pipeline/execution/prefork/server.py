@@ -153,6 +153,8 @@ def serve(listening: socket.socket, path: list[str]) -> None:
             environment = request["environment"]
             numbers = tuple(environment.get(name, "") for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"))
             fits = request["python"] == sys.executable and _read_by_imports(environment) == own_variables
+            for ended in [of for of in forkers if not Path("/proc", of[1]).exists()]:
+                forkers.pop(ended).close()  # which ends it
             if fits and numbers not in forkers:
                 forkers[numbers], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 if os.fork() == 0:

@@ -1,6 +1,7 @@
 """Workers that are forked: what they are started with, and what happens where the server cannot fork them."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import pytest
 from pipeline.execution.prefork.server import SOCKET
 from pipeline.execution.prefork.worker import ask
 from tests.jobs.jobs import environment, fork_server
-from tests.jobs.processes import assert_all_gone
+from tests.jobs.processes import assert_all_gone, family
 from tests.paths import ROOT
 from tests.waiting import wait_until
 
@@ -120,13 +121,31 @@ def test_forked_workers_draw_ids_of_their_own():
     assert len(drawn) == len(set(drawn)) == 4
 
 
-@pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "HF_HUB_OFFLINE", "PYTHONPATH", "OMP_NUM_THREADS"])
-def test_a_server_of_other_variables_that_imports_read_forks_nothing(tmp_path, monkeypatch, variable):
+@pytest.fixture
+def program(tmp_path, monkeypatch) -> list[str]:
+    """A program that makes a file ``ran`` in its folder, for a server that this process asks."""
     (tmp_path / "program.py").write_text("open('ran', 'w')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as the server has it
-    place, program = fork_server(), [str(tmp_path / "program.py")]
-    assert ask(place, program)
-    wait_until((tmp_path / "ran").exists, "the program runs")
+    return [str(tmp_path / "program.py")]
+
+
+@pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "HF_HUB_OFFLINE", "PYTHONPATH", "OMP_NUM_THREADS"])
+def test_a_server_of_other_variables_that_imports_read_forks_nothing(program, monkeypatch, variable):
+    assert ask(fork_server(), program)
+    wait_until(Path("ran").exists, "the program runs")
     monkeypatch.setenv(variable, "default")
-    assert not ask(place, program)
+    assert not ask(fork_server(), program)
+
+
+def test_of_raylets_that_have_ended_the_server_keeps_no_process(program, monkeypatch):
+    place, before = fork_server(), family(os.getpid())
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+        assert ask(place, program)
+        raylet.kill()
+    of_it = [pid for pid, title in family(os.getpid()).items() - before.items() if "server.py" in title]
+    assert of_it
+    monkeypatch.setenv("RAY_RAYLET_PID", str(os.getpid()))
+    assert ask(place, program)
+    assert_all_gone(of_it)
