@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple, NotRequired, Protocol, TypedDict
+from typing import ClassVar, NamedTuple, NotRequired, TypedDict
 from uuid import uuid4
 
 import ray
@@ -64,34 +65,6 @@ class Wording:
         return {words.done: max(made[stage], ok) for stage, words in early} if made else {}
 
 
-class Plan(Protocol):
-    """The resources that a run's stages reserve, and its words for messages."""
-
-    wording: ClassVar[Wording]
-
-    @property
-    def cpus(self) -> float:
-        """CPUs that all workers reserve at once."""
-
-    @property
-    def gpus(self) -> float:
-        """GPUs that all workers reserve at once."""
-
-    @property
-    def workers(self) -> str:
-        """A description of the workers that start."""
-
-    @property
-    def pools(self) -> Mapping[str, int]:
-        """Stage -> the number of its workers."""
-
-    def collected(self, stage: str, waits: bool) -> int:
-        """Return the number of items ``stage`` waits for before it takes any.
-
-        ``waits`` says whether more are to come.
-        """
-
-
 @dataclass(frozen=True)
 class Stage:
     """The resources that an actor of a stage reserves, and how many actors may run.
@@ -109,6 +82,44 @@ class Stage:
     in_flight: int | None = None
 
 
+class Plan(ABC):
+    """The resources that a run's stages reserve, each a field of its stage's name, and the run's words for messages."""
+
+    wording: ClassVar[Wording]
+
+    @property
+    @abstractmethod
+    def workers(self) -> str:
+        """A description of the workers that start."""
+
+    def collected(self, stage: str, waits: bool) -> int:
+        """Return the number of items ``stage`` waits for before it takes any: 1, unless a plan collects them.
+
+        ``waits`` says whether more are to come.
+        """
+        return 1
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        """The stages by name, in their order."""
+        return {name: getattr(self, name) for name in self.wording.stages}
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that all workers reserve at once."""
+        return sum(stage.num_cpus * stage.workers for stage in self.stages.values())
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that all workers reserve at once."""
+        return round(sum(stage.num_gpus * stage.workers for stage in self.stages.values()), 4)
+
+    @property
+    def pools(self) -> dict[str, int]:
+        """Stage -> the number of its workers."""
+        return {name: stage.workers for name, stage in self.stages.items()}
+
+
 class WorkerOptions(TypedDict):
     """The options of Ray for a worker: what it reserves, the labels of its nodes, and how often it starts again."""
 
@@ -119,28 +130,28 @@ class WorkerOptions(TypedDict):
     label_selector: NotRequired[dict[str, str]]
 
 
-class ActorOptions(WorkerOptions):
-    """The options of ``map_batches`` for a stage of actors."""
+def add_stage(
+    rows: ray.data.Dataset,
+    kind: type,
+    stage: Stage,
+    arguments: Sequence[object],
+    labels: Mapping[str, str] | None = None,
+) -> ray.data.Dataset:
+    """Return the dataset that the workers of a stage make of ``rows``, one row a call, on nodes that match ``labels``.
 
-    batch_size: int
-    batch_format: str
-    zero_copy_batch: bool
-    compute: ray.data.ActorPoolStrategy
-    max_concurrency: int
-    ray_remote_args_fn: Callable[[], dict[str, str]]
-
-
-def actor_options(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> ActorOptions:
-    """Return the ``map_batches`` options of a stage: ``batch_size`` rows a call, on nodes that match ``labels``."""
-    return {
+    A worker is a ``kind``, made of the ``arguments``.
+    """
+    return rows.map_batches(
+        kind,
+        fn_constructor_args=arguments,
+        batch_size=1,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        compute=ray.data.ActorPoolStrategy(size=stage.workers, max_tasks_in_flight_per_actor=stage.in_flight),
+        max_concurrency=stage.calls,
+        ray_remote_args_fn=partial(_actor_name, threading.get_ident()),
         **_worker_options(stage, labels),
-        "batch_size": batch_size,
-        "batch_format": "pyarrow",
-        "zero_copy_batch": True,
-        "compute": ray.data.ActorPoolStrategy(size=stage.workers, max_tasks_in_flight_per_actor=stage.in_flight),
-        "max_concurrency": stage.calls,
-        "ray_remote_args_fn": partial(_actor_name, threading.get_ident()),
-    }
+    )
 
 
 def _worker_options(stage: Stage, labels: Mapping[str, str] | None) -> WorkerOptions:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import ray
 
 from pipeline.execution.shards import RunGraph
-from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actor_options
+from pipeline.execution.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage
 from pipeline.generate.answer_stage import STAGE, Answerer, answered_rows, question_blocks
 from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.config import GenerateConfig
@@ -29,7 +29,7 @@ ANSWERING = Wording(
 
 
 @dataclass(frozen=True)
-class AnswerPlan:
+class AnswerPlan(Plan):
     """The resources that a graph of answering reserves."""
 
     wording: ClassVar[Wording] = ANSWERING
@@ -38,28 +38,9 @@ class AnswerPlan:
     questions_per_block: int
 
     @property
-    def cpus(self) -> float:
-        """CPUs that all models reserve at once."""
-        return self.answer.num_cpus * self.answer.workers
-
-    @property
-    def gpus(self) -> float:
-        """GPUs that all models reserve at once."""
-        return self.answer.num_gpus * self.answer.workers
-
-    @property
     def workers(self) -> str:
         """A description of the workers that start."""
         return f"{self.answer.workers} to answer, which load the model first"
-
-    @property
-    def pools(self) -> dict[str, int]:
-        """Stage -> the number of its workers."""
-        return {STAGE: self.answer.workers}
-
-    def collected(self, stage: str, waits: bool) -> int:
-        """Return 1: a block of questions is handed on as it is."""
-        return 1
 
 
 def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateConfig) -> AnswerPlan:
@@ -91,7 +72,5 @@ def build_graph(
     """Build the Ray Data graph that answers ``ask``; nothing runs until its parts are asked for."""
     # A block is one row: its questions share videos, which are read once and go through the model once.
     blocks = question_blocks(in_blocks(ask, plan.questions_per_block))
-    answers = ray.data.from_blocks(blocks).map_batches(
-        Answerer, fn_constructor_args=(setup, heartbeats), **actor_options(plan.answer, 1)
-    )
+    answers = add_stage(ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats))
     return RunGraph(answers, plan.questions_per_block, rows=answered_rows)

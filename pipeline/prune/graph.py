@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.execution.cluster import node_selector
 from pipeline.execution.shards import RunGraph
-from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actor_options, start_actors
+from pipeline.execution.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage, start_actors
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.units import units
 from pipeline.prune.batches import unit_of
@@ -49,7 +49,7 @@ PRUNING = Wording(
 
 
 @dataclass(frozen=True)
-class Resources:
+class Resources(Plan):
     """The resources that the stages of a prune run reserve, and the sizes of its blocks, bundles and shards."""
 
     wording: ClassVar[Wording] = PRUNING
@@ -124,24 +124,9 @@ class Resources:
         return 2 * self.write.workers + 2
 
     @property
-    def cpus(self) -> float:
-        """CPUs that all workers and a writer reserve at once."""
-        return sum(s.num_cpus * s.workers for s in (self.decode, self.encode)) + self.write.num_cpus
-
-    @property
-    def gpus(self) -> float:
-        """GPUs that all encoders and decoders reserve at once."""
-        return round(sum(stage.num_gpus * stage.workers for stage in (self.decode, self.encode)), 4)
-
-    @property
     def workers(self) -> str:
         """A description of the workers that start."""
         return f"{self.decode.workers} to decode, {self.encode.workers} to encode, which load the model first"
-
-    @property
-    def pools(self) -> dict[str, int]:
-        """Stage -> the number of its workers."""
-        return {"decode": self.decode.workers, "encode": self.encode.workers, "write": self.write.workers}
 
     def collected(self, stage: str, waits: bool) -> int:
         """Return the number of videos that a stage waits for before it takes any.
@@ -251,13 +236,9 @@ def build_graph(
     else:
         videos = ray.data.from_blocks(_units(todo, resources))
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
-    frames = videos.map_batches(
-        Decoder, fn_constructor_args=(decode, heartbeats, bundle), **actor_options(resources.decode, 1, labels)
-    )
-    # 3. Encode and prune: frames -> the kept tokens in order of selection. A batch is a row, which is a bundle.
-    tokens = frames.map_batches(
-        Encoder, fn_constructor_args=(encode, heartbeats), **actor_options(resources.encode, 1, labels)
-    )
+    frames = add_stage(videos, Decoder, resources.decode, (decode, heartbeats, bundle), labels)
+    # 3. Encode and prune: frames -> the kept tokens in order of selection. A row is a bundle.
+    tokens = add_stage(frames, Encoder, resources.encode, (encode, heartbeats), labels)
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
     shape = decode.largest_frames()
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
@@ -293,7 +274,7 @@ def _found(discovery: Discovery, resources: Resources, labels: Mapping[str, str]
     numbers, at_once = range(discovery.n_parts), math.ceil(discovery.n_parts / MAX_BLOCKS)
     blocks = [numbers[start : start + at_once] for start in numbers[::at_once]]
     parts = ray.data.from_blocks([pa.table({"part": list(block)}) for block in blocks])
-    return parts.map_batches(FoundUnits, fn_constructor_args=(feed,), **actor_options(FINDING, 1, labels))
+    return add_stage(parts, FoundUnits, FINDING, (feed,), labels)
 
 
 class Feed:

@@ -1,6 +1,7 @@
 """What stages are made of: retries, and words for what they do."""
 
 import inspect
+from unittest.mock import create_autospec
 
 import ray.data
 
@@ -15,7 +16,7 @@ from pipeline.execution.stages import (
     Stage,
     StageWords,
     Wording,
-    actor_options,
+    add_stage,
     configure_ray_data,
 )
 
@@ -48,11 +49,13 @@ def test_of_a_single_stage_what_went_through_it_is_told():
 
 def test_actors_are_options_of_map_batches():
     """Ray takes them: the names are those of the installed version, and as many actors start as are planned."""
-    options = actor_options(Stage(0.5, 1, 3, "why", calls=2, in_flight=16), batch_size=4)
+    rows = create_autospec(ray.data.Dataset, instance=True)
+    add_stage(rows, dict, Stage(0.5, 1, 3, "why", calls=2, in_flight=16), ((),))
+    options = rows.map_batches.call_args.kwargs
     accepted = set(inspect.signature(ray.data.Dataset.map_batches).parameters)
     of_the_actors = {"max_concurrency", "max_restarts", "max_task_retries"}
     assert options.keys() - of_the_actors <= accepted
-    assert (options["num_cpus"], options["num_gpus"], options["batch_size"]) == (0.5, 1, 4)
+    assert (options["num_cpus"], options["num_gpus"], options["batch_size"]) == (0.5, 1, 1)
     assert (options["max_restarts"], options["max_task_retries"]) == (RESTARTS, TASK_RETRIES)
     assert (options["max_concurrency"], options["compute"].max_tasks_in_flight_per_actor) == (2, 16)
     assert (options["compute"].min_size, options["compute"].max_size) == (3, 3)
