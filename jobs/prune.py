@@ -58,7 +58,7 @@ def _prune(config: PruneConfig, console: Console) -> Done:
     # Ray, torch and the decoders load only now: --help, a mistyped flag and a file that is no video answer at once.
     with loading(console):
         from pipeline.prune.forecast import forecast, plan_run, render_forecast  # noqa: PLC0415
-        from pipeline.prune.run import prune_videos  # noqa: PLC0415
+        from pipeline.prune.run import PruneRun  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415
 
     out = wide_console()
@@ -68,7 +68,7 @@ def _prune(config: PruneConfig, console: Console) -> Done:
         plan = forecast(config, console)
         out.print(render_forecast(plan))
         return Done(0, plan.as_record())
-    summary = prune_videos(config, console)
+    summary = PruneRun(config, console).carry_out()
     out.print(render(summary))
     inside = f"python -m jobs.inspect {shlex.quote(config.out)}"
     out.print(f"\nlook inside: {inside}", markup=False, highlight=False, soft_wrap=True)

@@ -18,7 +18,7 @@ from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.execution.heartbeat import Heartbeat, HeldItems
 from pipeline.inputs.forms import Containers, Spot, fetch_of, spot_of
 from pipeline.prune.batches import VideoFrames, decoded_bundle, unit_videos
-from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere
+from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
 from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
@@ -30,6 +30,13 @@ from pipeline.video.source import Source, open_source
 
 if TYPE_CHECKING:
     from gstep.backbones import Preprocessor
+
+# Columns of the videos table that a row to process has under the same names, and those that a decoded video has.
+_OF_ITS_ROW = ("video_id", "uri", "attempts", "start_s", "end_s", "manifest", "source_offset")
+_OF_ITS_VIDEO = (
+    *("fps", "duration_s", "source_frames", "clip_frames", "n_repeated", "source_width", "source_height", "codec"),
+    *("backend", "backend_version", "backend_note", "decode_warnings", "source_size", "source_hash"),
+)
 
 
 @dataclass(frozen=True)
@@ -165,21 +172,10 @@ def _spot(row: TodoRow) -> Spot | None:
 
 def _first_record(row: TodoRow) -> VideoRecord:
     """Return the record of a video with the columns that its manifest row decides."""
-    record: VideoRecord = {
-        "status": "ok",
-        "video_id": row["video_id"],
-        "uri": row["uri"],
-        "attempts": row["attempts"],
-    }
-    if row["start_s"] is not None:
-        record["start_s"] = row["start_s"]
-    if row["end_s"] is not None:
-        record["end_s"] = row["end_s"]
-    if row["manifest"] is not None:
-        record["manifest"] = row["manifest"]
+    known = {name: value for name, value in row.items() if name in _OF_ITS_ROW}
     if (spot := _spot(row)) is not None:
-        record["source_shard"], record["source_offset"] = spot.shard, spot.member.offset
-    return record
+        known["source_shard"] = spot.shard
+    return without_nulls({"status": "ok", **known}, VideoRecord)
 
 
 def _size(row: TodoRow, source: Source) -> int | None:
@@ -195,21 +191,8 @@ def _size(row: TodoRow, source: Source) -> int | None:
 def decoded_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
     """Return the columns of the videos table that decoding decides."""
     return {
+        **without_nulls({name: getattr(video, name) for name in _OF_ITS_VIDEO}, VideoRecord),
         "attempts": attempts + video.attempts - 1,
-        "fps": video.fps,
-        "duration_s": video.duration_s,
-        "source_frames": video.source_frames,
-        "clip_frames": video.clip_frames,
-        "n_repeated": video.n_repeated,
-        "source_width": video.source_width,
-        "source_height": video.source_height,
-        "codec": video.codec,
-        "backend": video.backend,
-        "backend_version": video.backend_version,
-        "backend_note": video.backend_note,
-        "decode_warnings": video.decode_warnings,
-        "source_size": video.source_size,
-        "source_hash": video.source_hash,
         "frame_indices": video.frame_indices.tolist(),
         "timestamps": video.timestamps.tolist(),
         "height": video.frames.shape[1],

@@ -216,7 +216,7 @@ class Passes:
 
         def planned(videos: pa.Table | Discovery) -> PlannedGraph:
             plan, request = self._planned(available(), videos), self.commits.request
-            files_bytes = _files_bytes(videos)
+            known_bytes = files_bytes(videos)
             build = partial(build_graph, videos, *self.setups, plan, request.store, request.run_id, without=without)
             commit = partial(self.commits, self.commits.n_shards)
             stop = give_up if isinstance(videos, pa.Table) else partial(_checked, videos, give_up)
@@ -224,7 +224,7 @@ class Passes:
             def again(left: int) -> Resources | None:
                 """Plan ``left`` videos for the cluster as it is now; None while containers are not all indexed."""
                 found = isinstance(videos, pa.Table) or not videos.n_left
-                return self._resources(available(), left, files_bytes)[1] if found else None
+                return self._resources(available(), left, known_bytes)[1] if found else None
 
             looks = (stop, available, self.monitor.look, self._on_end, again)
             return PlannedGraph(build, commit, plan, partial(len, videos), *looks)
@@ -249,8 +249,8 @@ class Passes:
         if not self._can_run_on(cluster):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         n_videos = len(videos) if isinstance(videos, pa.Table) else videos.expected()
-        wanted, plan = self._resources(cluster, n_videos, _files_bytes(videos))
-        for note in _shortfalls(self.config, wanted, plan, n_videos):
+        wanted, plan = self._resources(cluster, n_videos, files_bytes(videos))
+        for note in shortfalls(self.config, wanted, plan, n_videos):
             self._note(note)
         there = joined_cluster(resources_without(()), self.setups.encode.device)
         facts = self.commits.limits.facts
@@ -258,14 +258,9 @@ class Passes:
         self.run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
         return plan
 
-    def _resources(self, cluster: dict[str, float], n_videos: int, files_bytes: float) -> tuple[Resources, Resources]:
-        """Plan the workers for ``n_videos`` of ``files_bytes`` in all: as wanted, and as the object stores allow."""
-        shape, device = self.setups.decode.largest_frames(), self.setups.encode.device
-        token_bytes = self.setups.encode.bytes_per_video(*shape)
-        stored_bytes = self.setups.encode.stored_bytes_per_video(*shape)
-        wanted = _plan(self.config, cluster, device, n_videos, stored_bytes, shape[0], files_bytes)
-        store_bytes = cluster.get("object_store_memory", math.inf)
-        plan = wanted.fitting(store_bytes, 3 * math.prod(shape), token_bytes, n_videos)
+    def _resources(self, cluster: dict[str, float], n_videos: int, file_bytes: float) -> tuple[Resources, Resources]:
+        """Plan the workers as ``planned_workers`` does, with units of whole row groups."""
+        wanted, plan = planned_workers(self.config, self.setups, cluster, n_videos, file_bytes)
         return wanted, replace(plan, rows_per_group=self.commits.request.indexing.unit)
 
 
@@ -275,42 +270,35 @@ def _checked(videos: Discovery, give_up: Callable[[WorkerReport], str | None], r
     return give_up(report)
 
 
-def _plan(
-    config: PruneConfig,
-    cluster: dict[str, float],
-    device: str,
-    n_videos: int,
-    token_bytes: int,
-    n_frames: int,
-    files_bytes: float = math.inf,
-) -> Resources:
-    """Plan the workers for videos of ``token_bytes`` as stored each and ``files_bytes`` in all."""
-    by_size = videos_for(config.target_shard_mb * 10**6, token_bytes, n_frames)
-    return plan_resources(
+def planned_workers(
+    config: PruneConfig, setups: Setups, cluster: dict[str, float], n_videos: int, file_bytes: float = math.inf
+) -> tuple[Resources, Resources]:
+    """Plan the workers for ``n_videos`` of ``file_bytes`` in all: as wanted, and as the object stores allow."""
+    shape, encode = setups.decode.largest_frames(), setups.encode
+    by_size = videos_for(config.target_shard_mb * 10**6, encode.stored_bytes_per_video(*shape), shape[0])
+    wanted = plan_resources(
         cluster["CPU"],
-        cluster.get("GPU", 0.0) if device == "cuda" else 0.0,
+        cluster.get("GPU", 0.0) if encode.device == "cuda" else 0.0,
         n_videos,
         memory=cluster.get("memory", math.inf),
-        files_bytes=files_bytes,
+        files_bytes=file_bytes,
         videos_per_shard=config.videos_per_shard or by_size,
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,
         encoders_per_gpu=config.encoders_per_gpu,
         decode_on_gpus=config.decoder == "nvdec",
     )
+    sizes = 3 * math.prod(shape), encode.bytes_per_video(*shape)
+    return wanted, wanted.fitting(cluster["object_store_memory"], *sizes, n_videos)
 
 
-def _files_bytes(videos: pa.Table | Discovery) -> float:
-    """Return the bytes of the files of all videos, infinite where they are many or not all known."""
-    return known_file_bytes(videos) if isinstance(videos, pa.Table) else math.inf
-
-
-def known_file_bytes(videos: pa.Table) -> float:
+def files_bytes(videos: pa.Table | Discovery) -> float:
     """Return the total bytes of the files of ``videos`` (TODO_SCHEMA).
 
-    It is infinite if there are many videos, or if a size is not known here: then all decoders are started.
+    It is infinite if there are many videos, or if some are to be found yet, or a size is not known here: then all
+    decoders are started.
     """
-    if len(videos) > FILES_LOOKED_AT:
+    if not isinstance(videos, pa.Table) or len(videos) > FILES_LOOKED_AT:
         return math.inf
     rows = videos.select(["uri", "policy", "size"]).to_pylist()
     return sum(_file_bytes(row["uri"], row["size"]) for row in rows if row["policy"] is None)
@@ -323,7 +311,7 @@ def _file_bytes(path: str, listed: int | None) -> float:
     return os.path.getsize(path) if os.path.isfile(path) else math.inf  # noqa: PTH202, PTH113 - as manifests have it
 
 
-def _shortfalls(config: PruneConfig, wanted: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
+def shortfalls(config: PruneConfig, wanted: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
     """Yield a note for each requested number of workers that the cluster cannot hold."""
     for name, asked, given in (
         ("decode-workers", config.decode_workers, plan.decode.workers),

@@ -44,14 +44,6 @@ from pipeline.rows import JsonObject
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
 
 
-def prune_videos(config: PruneConfig, console: Console) -> Summary:
-    """Bring the cache ``config.out`` up to date with ``config.videos``.
-
-    Raises UsageError (nothing was started) or RunFailed (the cache holds what was committed; a rerun goes on).
-    """
-    return PruneRun(config, console).carry_out()
-
-
 @dataclass(frozen=True)
 class Todo:
     """The videos that are left to do, and the cache's rows.

@@ -4,6 +4,7 @@ import json
 import math
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import create_autospec
 
 import pyarrow as pa
 import pytest
@@ -21,17 +22,29 @@ from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune import passes
 from pipeline.prune.batches import written_batch
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.passes import FILES_LOOKED_AT, Commits, Passes, _plan, _shortfalls, known_file_bytes
+from pipeline.prune.decode_stage import DecodeSetup
+from pipeline.prune.encode_stage import EncodeSetup
+from pipeline.prune.passes import FILES_LOOKED_AT, Commits, Passes, Setups, files_bytes, planned_workers, shortfalls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
 from tests.pipeline.tars import write_tar
 
 
+def setups(device: str, token_bytes: int, frame_bytes: int = 10**6) -> Setups:
+    """Setups that tell the sizes of videos of 32 frames, and no more."""
+    decode = create_autospec(DecodeSetup, instance=True)
+    decode.largest_frames.return_value = 32, 1, frame_bytes // 32 // 3
+    encode = create_autospec(EncodeSetup, instance=True, device=device)
+    encode.bytes_per_video.return_value = encode.stored_bytes_per_video.return_value = token_bytes
+    return Setups(decode, encode)
+
+
 def test_a_number_of_videos_a_shard_wins_over_its_size():
     def planned(**options):
-        cluster = {"CPU": 64.0, "GPU": 8.0}
-        return _plan(PruneConfig(**options), cluster, "cuda", 10**5, 11_239_424, 32).videos_per_shard
+        cluster = {"CPU": 64.0, "GPU": 8.0, "object_store_memory": 1e12}
+        wanted, _ = planned_workers(PruneConfig(**options), setups("cuda", 11_239_424), cluster, 10**5)
+        return wanted.videos_per_shard
 
     assert (planned(), planned(target_shard_mb=1000), planned(target_shard_mb=1)) == (22, 88, 1)
     assert planned(videos_per_shard=3) == planned(videos_per_shard=3, target_shard_mb=1000) == 3
@@ -40,8 +53,8 @@ def test_a_number_of_videos_a_shard_wins_over_its_size():
 def test_what_was_asked_for_and_is_not_to_be_had_is_said():
     def said(cluster_cpus: float, n_videos: int, store_bytes: float = 1e12, **options) -> list[str]:
         config = PruneConfig(**options)
-        wanted = _plan(config, {"CPU": cluster_cpus}, "cpu", n_videos, 10**6, 32)
-        return list(_shortfalls(config, wanted, wanted.fitting(store_bytes, 10**6, 10**6, n_videos), n_videos))
+        cluster = {"CPU": cluster_cpus, "object_store_memory": store_bytes}
+        return list(shortfalls(config, *planned_workers(config, setups("cpu", 10**6), cluster, n_videos), n_videos))
 
     assert said(64, 10**4) == said(64, 10**4, decode_workers=4, encode_workers=2) == []
     assert said(4, 10**4, decode_workers=9) == ["the cluster has room for 4 of --decode-workers 9"]
@@ -52,7 +65,7 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_said():
 
 def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp_path):
     def known(*rows: tuple[str, str | None, int | None]) -> float:
-        return known_file_bytes(
+        return files_bytes(
             pa.Table.from_pylist([dict(zip(("uri", "policy", "size"), row, strict=True)) for row in rows])
         )
 
