@@ -9,19 +9,18 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from pipeline.errors import FaultClass, printable
+from pipeline.inputs.listings import CONTROL
 from pipeline.inputs.tables import is_text
 from pipeline.storage.downloads import Download
 from pipeline.storage.hub import Files, HubDownload, is_remote, reach
 from pipeline.storage.random_access import Positioned
 from pipeline.storage.s3 import ObjectInfo, Objects
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LONGEST = 1024  # characters of a member's name
 _GAP = 2**20  # bytes between two spans that cost less than another request
 _TAIL = 2**16  # bytes at the end of an object that are fetched together
@@ -105,7 +104,7 @@ def named_safely(member: Member, seen: set[str]) -> Member:
     if not is_text(name):
         why = "the member's name is not valid UTF-8; rename it"
         name = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    elif name.startswith("/") or {"", ".", ".."} & set(name.split("/")) or _CONTROL.search(name):
+    elif name.startswith("/") or {"", ".", ".."} & set(name.split("/")) or CONTROL.search(name):
         why = "the member's name leads out of its container, or holds control characters; rename it"
     elif len(name) > _LONGEST:
         why = f"the member's name has more than {_LONGEST} characters; rename it"

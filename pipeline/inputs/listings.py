@@ -19,7 +19,7 @@ VIDEO_SUFFIXES = frozenset(
     | {".asf", ".3gp", ".ogv", ".gif", ".h264", ".hevc"}
 )
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 MISSHAPED = "an object is s3://BUCKET/KEY: no user, host or query, no empty, . or .. segment, no control character"
 OUTSIDE = "the object lies outside the folder that was named (add --video-root for a prefix that may be read)"
 _DOTS = "a key with . or .. segments or control characters is not read; rename the object"
@@ -67,7 +67,9 @@ def _list(videos: str, suffixes: frozenset[str], objects: Files) -> Listing:
     if globbing.has_magic(key):
         literal = re.split(r"[*\[]", videos, maxsplit=1)[0]
         listed = below(literal)
-        found = [one for one in listed if one.uri == videos] or [one for one in listed if _matches(one.uri, videos)]
+        glob = videos.split("/")
+        matching = (one for one in listed if _segments_match(one.uri.split("/"), glob))
+        found = [one for one in listed if one.uri == videos] or [*matching]
         return Listing(_parent(literal), found)
     if suffix_of(videos) in suffixes:
         return _one(videos, objects) or Listing(f"{videos}/", below(f"{videos}/"))
@@ -81,11 +83,6 @@ def _one(uri: str, objects: Files) -> Listing | None:
         return Listing(_parent(uri), [objects.info(uri)])
     except FileNotFoundError:
         return None
-
-
-def _matches(uri: str, glob: str) -> bool:
-    """Return whether a uri matches a glob, segment by segment."""
-    return _segments_match(uri.split("/"), glob.split("/"))
 
 
 def _segments_match(parts: Sequence[str], glob: Sequence[str]) -> bool:
@@ -109,7 +106,7 @@ def suffix_of(uri: str) -> str:
 
 def listed_policy(uri: str) -> str | None:
     """Say why a listed object must not be read, or None. Clients and servers resolve dots, each in its way."""
-    return _DOTS if _CONTROL.search(uri) or {".", ".."} & set(uri.split("/")) else None
+    return _DOTS if CONTROL.search(uri) or {".", ".."} & set(uri.split("/")) else None
 
 
 def named_policy(uri: str, prefixes: Iterable[str]) -> str | None:

@@ -28,7 +28,7 @@ from pipeline.inputs.ids import OWN_IDS, Ids
 from pipeline.inputs.indexes import Indexing, Place
 from pipeline.inputs.listings import VIDEO_SUFFIXES, list_videos, listed_policy, root_prefix, suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
-from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, given_parts, is_text, read_parts
+from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, Rows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import Objects, check_uri, is_object
@@ -168,14 +168,33 @@ def _names_paths(table: Place, column: str, objects: Objects) -> bool:
 
 
 def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
-    """Read a manifest on disk or in a store, as ``_from_manifest`` does."""
+    """Read a manifest on disk or in a store; its folder or prefix is what it may name and what relative uris are to.
+
+    ``paths`` is the column of its uris, if that has another name.
+    """
     remote = is_remote(uri)
     try:
         file: BinaryIO = io.BytesIO(reach(uri, objects).read(uri)) if remote else Path(uri).open("rb")  # noqa: SIM115
     except OSError as error:
         raise ManifestError(f"{uri}: cannot be read: {error.strerror}") from error
+    named = NamedVideos(uri, uri[: uri.rindex("/") + 1] if remote else Path(uri).parent, roots)
     with file:
-        return _from_manifest(uri, file, uri[: uri.rindex("/") + 1] if remote else Path(uri).parent, roots, paths)
+        try:
+            parts = read_parts(uri, file, "video_id and uri", "video_id", paths)
+            return _unique_videos(uri, named, parts, "the manifest has no rows")
+        except UNREADABLE as error:
+            raise ManifestError(f"{uri}: cannot be read as a manifest: {error}") from error
+
+
+def _unique_videos(name: str, named: NamedVideos, parts: Iterable[Rows], none: str) -> pa.Table:
+    """Return the videos of the ``parts`` of a manifest. Raises ManifestError, which says ``none`` where it has none."""
+    try:
+        tables = [named.table(rows) for rows in parts]
+    except BadRow as error:
+        raise ManifestError(str(error)) from error
+    if not tables:
+        raise ManifestError(f"{name}: {none}")
+    return unique(pa.Table.from_batches(tables, MANIFEST_SCHEMA), name)
 
 
 def _refuse_packed(videos: str) -> None:
@@ -299,23 +318,6 @@ def _from_store(videos: str, roots: Roots, objects: Objects, forms: frozenset[st
     return _listed(places, videos=bool(own))
 
 
-def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots, paths: str | None = None) -> pa.Table:
-    """Read a manifest; ``base``, its folder or prefix, is what it may name and what relative uris are to.
-
-    ``paths`` is the column of its uris, if that has another name.
-    """
-    named = NamedVideos(name, base, roots)
-    try:
-        parts = [named.table(rows) for rows in read_parts(name, file, "video_id and uri", "video_id", paths)]
-    except BadRow as error:
-        raise ManifestError(str(error)) from error
-    except UNREADABLE as error:
-        raise ManifestError(f"{name}: cannot be read as a manifest: {error}") from error
-    if not parts:
-        raise ManifestError(f"{name}: the manifest has no rows")
-    return unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA), name)
-
-
 def given_manifest(given: object, video_roots: Sequence[str] = ()) -> pa.Table:
     """List the videos that a caller has at hand, as ``read_manifest`` does those of a file.
 
@@ -330,14 +332,8 @@ def given_manifest(given: object, video_roots: Sequence[str] = ()) -> pa.Table:
         given = list(given)
     if isinstance(given, list | tuple) and given and all(isinstance(path, str | os.PathLike) for path in given):
         given, roots = _called_by_name([os.fspath(path) for path in given], roots)
-    named = NamedVideos("videos", Path.cwd(), roots)
-    try:
-        parts = [named.table(rows) for rows in given_parts("videos", given, "video_id and uri")]
-    except BadRow as error:
-        raise ManifestError(str(error)) from error
-    if not parts:
-        raise ManifestError("videos: there is none in it")
-    return unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA), "videos")
+    parts = given_parts("videos", given, "video_id and uri")
+    return _unique_videos("videos", NamedVideos("videos", Path.cwd(), roots), parts, "there is none in it")
 
 
 def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, printable
-from pipeline.inputs.listings import MISSHAPED, OUTSIDE, named_policy
+from pipeline.inputs.listings import CONTROL, MISSHAPED, OUTSIDE, named_policy
 from pipeline.inputs.tables import Rows, UserRow, carried_json, number_of, text_in
 from pipeline.keys import column_keys, repeated
 from pipeline.rows import ManifestRow
@@ -45,7 +45,6 @@ TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=F
 OUTSIDE_FOLDERS = "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
 _OWN = ("video_id", "uri", "start_s", "end_s", "size_bytes")
 _MOST_BYTES = 2**53  # whole numbers of float64
-_CONTROL = r"[\x00-\x1f\x7f-\x9f]"
 _DOTS = r"//|(^|/)\.\.?(/|$)|/$"  # segments that abspath would change
 _KEY = r"^s3://[A-Za-z0-9][A-Za-z0-9._-]*(/[^/?]+)+$"
 _SEGMENT_DOTS = r"/\.\.?(/|$)"
@@ -214,7 +213,7 @@ def unique(table: pa.Table, named: str = "") -> pa.Table:
 def _needs_closer_look(texts: pa.Array) -> bool:
     """Return whether some texts are blank or hold control characters, which need a closer look."""
     blank = pc.equal(pc.utf8_trim_whitespace(texts), "")
-    return bool(pc.any(pc.or_(pc.match_substring_regex(texts, _CONTROL), blank)).as_py())
+    return bool(pc.any(pc.or_(pc.match_substring_regex(texts, CONTROL.pattern), blank)).as_py())
 
 
 def _seconds(row: UserRow, name: str, where: str) -> float | None:

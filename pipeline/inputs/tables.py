@@ -86,13 +86,23 @@ def read_parts(
     """
     if suffix_of(name) == ".parquet":
         with pq.ParquetFile(file) as shard:
-            start = 0
-            for batch in shard.iter_batches(batch_size=_PART_ROWS, use_threads=False):
-                if len(batch):
-                    yield _ArrowRows(batch if paths is None else _with_paths(batch, paths), start)
-                start += len(batch)
-        return
-    rows = read_rows(name, file, needs, key)
+            batches = shard.iter_batches(batch_size=_PART_ROWS, use_threads=False)
+            yield from _arrow_parts(batches if paths is None else (_with_paths(batch, paths) for batch in batches))
+    else:
+        yield from _dict_parts(read_rows(name, file, needs, key))
+
+
+def _arrow_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[Rows]:
+    """Yield each batch that has rows as Rows that know where they stand."""
+    start = 0
+    for batch in batches:
+        if len(batch):
+            yield _ArrowRows(batch, start)
+        start += len(batch)
+
+
+def _dict_parts(rows: Iterator[tuple[str, UserRow]]) -> Iterator[Rows]:
+    """Yield rows, with the words that say where each stands, a few thousand at a time."""
     while part := list(islice(rows, _PART_ROWS // 8)):
         yield _DictRows(part)
 
@@ -110,14 +120,9 @@ def given_parts(name: str, given: object, needs: str) -> Iterator[Rows]:
     Raises BadRow.
     """
     if hasattr(given, "__arrow_c_stream__"):
-        start = 0
-        for batch in _given_table(name, given, needs).to_batches(max_chunksize=_PART_ROWS):
-            yield _ArrowRows(batch, start)
-            start += len(batch)
-        return
-    rows = given_rows(name, given, needs)
-    while part := list(islice(rows, _PART_ROWS // 8)):
-        yield _DictRows(part)
+        yield from _arrow_parts(_given_table(name, given, needs).to_batches(max_chunksize=_PART_ROWS))
+    else:
+        yield from _dict_parts(given_rows(name, given, needs))
 
 
 def given_rows(name: str, given: object, needs: str) -> Iterator[tuple[str, UserRow]]:

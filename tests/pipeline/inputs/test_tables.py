@@ -13,16 +13,20 @@ from pipeline.inputs.tables import UNREADABLE, BadRow, Rows, carried_json, is_te
 from tests.pipeline.inputs.test_manifest import write_jsonl
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_parts_know_where_their_rows_stand(tmp_path, monkeypatch, size):
-    monkeypatch.setattr("pipeline.inputs.tables._PART_ROWS", 8 * size)
-    rows = [{"video_id": f"v{i}", "uri": "a.mp4"} for i in range(5)] + [{"video_id": "v5", "uri": " "}]
-    with pytest.raises(ManifestError, match="line 6: no uri"):
-        read_manifest(str(write_jsonl(tmp_path / "m.jsonl", rows)))
-    monkeypatch.setattr("pipeline.inputs.tables._PART_ROWS", size)
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")
-    with pytest.raises(ManifestError, match="row 5: no uri"):
-        read_manifest(str(tmp_path / "m.parquet"))
+@pytest.mark.parametrize("end", [-1, 0, 1])
+def test_parts_know_where_their_rows_stand(tmp_path, end):
+    """The last row is wrong, and the last of a part, or the first or second of the next one."""
+
+    def rows(n_good: int) -> list[dict]:
+        return [{"video_id": f"v{i}", "uri": "a.mp4"} for i in range(n_good)] + [{"video_id": "bad", "uri": " "}]
+
+    with pytest.raises(ManifestError, match=f"line {2**13 + end + 1}: no uri"):
+        read_manifest(str(write_jsonl(tmp_path / "m.jsonl", rows(2**13 + end))))
+    table = pa.Table.from_pylist(rows(2**16 + end))
+    pq.write_table(table, tmp_path / "m.parquet")
+    for read in (lambda: read_manifest(str(tmp_path / "m.parquet")), lambda: given_manifest(table)):
+        with pytest.raises(ManifestError, match=f"row {2**16 + end}: no uri"):
+            read()
 
 
 def rows_of(name: str, data: bytes) -> list[tuple[str, dict]]:
