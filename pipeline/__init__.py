@@ -7,7 +7,9 @@ and in ``gstep``, ``gstep.language`` and ``gstep.backbones``; the rooms below ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gstep.lazy import LazyTable, attributes_of
 
 if TYPE_CHECKING:
     from pipeline.cache.cached_video import CachedVideo
@@ -75,38 +77,31 @@ __all__ = [
 ]
 
 _HOMES = {
-    "TokenCache": "pipeline.cache.reader",
-    "CachedVideo": "pipeline.cache.cached_video",
-    "IterableTokenDataset": "pipeline.datasets.dataset",
-    "TokenDataset": "pipeline.datasets.dataset",
-    "Packed": "pipeline.datasets.packing",
-    "pack": "pipeline.datasets.packing",
-    "ray_dataset": "pipeline.execution.token_source",
-    "read_answers": "pipeline.generate.answers",
-    "vllm_input": "pipeline.serve.library",
-    "vllm_options": "pipeline.serve.library",
-    "AnswerSummary": "pipeline.generate.summary",
-    "DecodeVideos": "pipeline.prune.map_batches",
-    "EncodeVideos": "pipeline.prune.map_batches",
-    "EncodedVideo": "pipeline.prune.one_video",
-    "LocalEncoder": "pipeline.prune.one_video",
-    "PruneStages": "pipeline.prune.map_batches",
-    "Progress": "pipeline.execution.monitoring.load",
-    "Summary": "pipeline.prune.summary",
-    "answer_questions": "pipeline.generate.library",
-    "encode_video": "pipeline.prune.one_video",
-    "model_source": "pipeline.generate.model",
-    "prune_stages": "pipeline.prune.map_batches",
-    "prune_videos": "pipeline.prune.library",
+    "pipeline.cache.cached_video": ("CachedVideo",),
+    "pipeline.cache.reader": ("TokenCache",),
+    "pipeline.datasets.dataset": ("IterableTokenDataset", "TokenDataset"),
+    "pipeline.datasets.packing": ("Packed", "pack"),
+    "pipeline.errors": (
+        *("CorruptShard", "EvidenceNotCached", "FailedVideo", "NotACache", "RatioNotCached", "RunFailed"),
+        *("TooManyFailed", "UnknownVideo", "UsageError", "VideoFault"),
+    ),
+    "pipeline.execution.monitoring.load": ("Progress",),
+    "pipeline.execution.token_source": ("ray_dataset",),
+    "pipeline.generate.answers": ("read_answers",),
+    "pipeline.generate.library": ("answer_questions",),
+    "pipeline.generate.model": ("model_source",),
+    "pipeline.generate.summary": ("AnswerSummary",),
+    "pipeline.prune.library": ("prune_videos",),
+    "pipeline.prune.map_batches": ("DecodeVideos", "EncodeVideos", "PruneStages", "prune_stages"),
+    "pipeline.prune.one_video": ("EncodedVideo", "LocalEncoder", "encode_video"),
+    "pipeline.prune.summary": ("Summary",),
+    "pipeline.serve.library": ("vllm_input", "vllm_options"),
 }
+# torch and pyarrow load when the reader is asked for, not with the package.
+_PUBLIC = LazyTable("name", {name: f"{module}:{name}" for module, names in _HOMES.items() for name in names})
 
-
-def __getattr__(name: str) -> Any:  # torch and pyarrow load when the reader is asked for, not with the package
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415
-
-    return getattr(import_module(_HOMES.get(name, "pipeline.errors")), name)
+if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
+    __getattr__ = attributes_of(__name__, _PUBLIC)
 
 
 def __dir__() -> list[str]:  # what a notebook completes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 
 import numpy as np
@@ -16,25 +16,25 @@ ROWS_AT_ONCE = 2**16  # rows that are Python objects at a time
 
 def keys_of(texts: pa.Array | pa.ChunkedArray) -> Keys:
     """Hash each text to 128 bits, [n,2]; of 10^8 texts two collide with a probability of 10^-23."""
-    digests = [blake2b(text, digest_size=16).digest() for text in texts.cast(pa.binary()).to_pylist()]
-    return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+    return _hashed(texts.cast(pa.binary()).to_pylist(), 16).reshape(-1, 2)
+
+
+def _hashed(texts: Iterable[bytes], n_bytes: int) -> Keys:
+    """Hash each text to so many bytes, one after the other."""
+    return np.frombuffer(b"".join(blake2b(text, digest_size=n_bytes).digest() for text in texts), np.uint64)
 
 
 def clip_keys(rows: pa.Table | pa.RecordBatch) -> Keys:
     """Hash each row's ``uri``, ``start_s`` and ``end_s`` to 64 bits, [n]."""
     times = np.stack([_seconds(rows[name]) for name in ("start_s", "end_s")], axis=1).tobytes()
     uris = rows["uri"].cast(pa.binary()).to_pylist()
-    digests = [blake2b(uri + times[16 * i : 16 * i + 16], digest_size=8).digest() for i, uri in enumerate(uris)]
-    return np.frombuffer(b"".join(digests), np.uint64)
+    return _hashed((uri + times[16 * i : 16 * i + 16] for i, uri in enumerate(uris)), 8)
 
 
 def tie_keys(rows: pa.Table) -> Keys:
     """Hash run, token shard and error to 64 bits, [n]: the tie-breaker among rows of one video and attempt."""
     columns = [rows[name].cast(pa.binary()).to_pylist() for name in ("run_id", "token_shard", "error_message")]
-    digests = [
-        blake2b(b"\0".join(part or b"" for part in row), digest_size=8).digest() for row in zip(*columns, strict=True)
-    ]
-    return np.frombuffer(b"".join(digests), np.uint64)
+    return _hashed((b"\0".join(part or b"" for part in row) for row in zip(*columns, strict=True)), 8)
 
 
 def _seconds(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:

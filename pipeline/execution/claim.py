@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import TypedDict, cast
 
 from pipeline.errors import CacheLocked, UsageError
@@ -106,7 +105,7 @@ class Claim:
         self._heart.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._heart.join(self._heartbeat_s)
         self._leave()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from rich import progress as rich_progress
@@ -132,9 +131,8 @@ class Reporter:
         self.show()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        """End the display."""
 
     def show(self) -> None:
         """Show the current counts; each subclass has its own display."""
@@ -203,7 +201,7 @@ class BarReporter(Reporter):
         self._bar.start()
         return super().__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def show(self) -> None:
@@ -228,7 +226,7 @@ class LineReporter(Reporter):
         self._ticker.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._ticker.join()
         self._line()

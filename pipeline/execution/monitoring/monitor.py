@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 
 from pipeline.execution.monitoring.load import Progress
 from pipeline.execution.monitoring.metrics import Metrics
@@ -31,7 +30,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._logs.close()
 
     @property
