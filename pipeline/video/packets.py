@@ -17,7 +17,7 @@ from av.stream import Disposition
 from pipeline.errors import VideoFault
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
-_MOST_KEPT = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
+MOST_KEPT = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
 _OVERHEAD = 600  # bytes that PyAV and FFmpeg take for a packet beside its data
 _NOT_A_VIDEO = Disposition.attached_pic | Disposition.timed_thumbnails
 _SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe it is asked for
@@ -58,10 +58,12 @@ class VideoPackets:
         table: the container's facts about each packet.
         parameters_change: whether the container gives the decoder new parameters on the way.
 
+    Of a file of more than ``most_kept`` bytes no packets are kept, and what is asked for is read a second time.
+
     Raises VideoFault (see ``pick_stream``) or an error of PyAV's.
     """
 
-    def __init__(self, path: str, demuxer: str) -> None:
+    def __init__(self, path: str, demuxer: str, most_kept: int = MOST_KEPT) -> None:
         self.demuxer = demuxer
         self._path = path
         self._container = open_container(path, demuxer)
@@ -78,7 +80,7 @@ class VideoPackets:
             self.table: list[PacketInfo] = []
             self.parameters_change = False
             self._sub_layers: set[int] = _sub_layers(self.stream.codec_context.extradata or b"")
-            self._read()
+            self._read(most_kept)
         except BaseException:
             self.close()
             raise
@@ -152,8 +154,8 @@ class VideoPackets:
         """
         return self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
 
-    def _read(self) -> None:
-        """Read all packets into the table, and keep their data up to a limit."""
+    def _read(self, most_kept: int) -> None:
+        """Read all packets into the table, and keep their data up to ``most_kept`` bytes."""
         size = 0
         for packet in self._container.demux(self.stream):
             if not packet.size:
@@ -165,7 +167,7 @@ class VideoPackets:
             if self.codec == "hevc" and packet.is_keyframe:
                 self._sub_layers |= _sub_layers(memoryview(packet)[:_HEAD])
             size += packet.size + _OVERHEAD
-            if size > _MOST_KEPT:
+            if size > most_kept:
                 self._kept = None
             elif self._kept is not None:
                 self._kept.append(packet)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
-from pipeline.video.packets import PacketInfo, VideoPackets
+from pipeline.video.packets import MOST_KEPT, PacketInfo, VideoPackets
 
 
 class Orientation(NamedTuple):
@@ -73,15 +73,15 @@ class IndexMismatch(Exception):  # noqa: N818
     """An error: a decoder's frames do not match the index."""
 
 
-def probe(path: str, demuxer: str) -> VideoIndex:
+def probe(path: str, demuxer: str, most_kept: int = MOST_KEPT) -> VideoIndex:
     """Index a file by reading its packets; only the first frame is decoded, for its shape and orientation.
 
     Where packets do not tell the frames (no or broken timestamps), the whole file is decoded once instead. The index
-    holds the file open: close its ``packets``.
+    holds the file open: close its ``packets``, of which memory holds ``most_kept`` bytes.
 
     Raises VideoFault ("unsupported", "corrupt") or an error of PyAV's.
     """
-    packets = VideoPackets(path, demuxer)
+    packets = VideoPackets(path, demuxer, most_kept)
     try:
         return _index_of(path, packets)
     except BaseException:

@@ -107,25 +107,21 @@ def test_why_there_is_no_cluster_is_one_line_with_the_remedy():
         assert said in line and "\n" not in line
 
 
-def test_a_current_folder_that_is_last_on_the_path_is_behind_this_package_on_the_workers(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("path", "left", "behind"),
+    [(["here", ROOT], False, False), ([ROOT], True, False), ([ROOT, "here"], True, True)],
+    ids=["first", "nowhere", "last"],
+)
+def test_the_current_folder_is_left_only_by_a_driver_that_does_not_import_from_it(
+    tmp_path, monkeypatch, path, left, behind
+):
+    """Where it is last on the driver's path it is behind this package on the workers'."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [str(tmp_path if place == "here" else place) for place in path])
     with workers_import_this() as job:
-        assert Path.cwd() == ROOT and job._py_driver_sys_path == [str(tmp_path)]
-
-
-@pytest.mark.parametrize("on_path", [True, False])
-def test_the_current_folder_is_left_only_by_a_driver_that_does_not_import_from_it(tmp_path, monkeypatch, on_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*([str(tmp_path)] if on_path else []), str(ROOT)])
-    with workers_import_this():
-        assert Path.cwd() == (tmp_path if on_path else ROOT)
+        assert Path.cwd() == (ROOT if left else tmp_path)
+        assert (job._py_driver_sys_path if job else None) == ([str(tmp_path)] if behind else None)
     assert Path.cwd() == tmp_path
-
-
-def test_it_is_the_current_folder_again_where_ray_does_not_start(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(ROOT)])
     with pytest.raises(OSError, match="no room"), workers_import_this():
-        raise OSError("no room")
+        raise OSError("no room")  # Ray does not start
     assert Path.cwd() == tmp_path

@@ -6,13 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from pipeline.errors import CacheLocked, UsageError
-from pipeline.execution import claim
 from pipeline.execution.claim import Claim, holder
 from pipeline.storage.stores import LocalStore, ObjectStore, Store
 from tests.pipeline.s3 import S3Server
@@ -51,25 +50,19 @@ def test_a_second_run_is_refused_by_name_and_the_first_leaves_nothing(store):
     assert store.names("runs", ".running") == [] and holder(store) is None
 
 
-def test_of_two_that_come_together_one_goes_on(store, monkeypatch):
+def test_of_two_that_come_together_one_goes_on(store):
     """Both have put their notes before either looks."""
     entered: list[str] = []
-    notes, inner = claim._notes, []
 
-    def meanwhile(place):
-        if not inner:
-            inner.append(1)
-            with ExitStack() as stack:
-                try:
-                    stack.enter_context(Claim(place, "r2", print))
-                except CacheLocked:
-                    entered.append("r2 refused")
-                else:
-                    entered.append("r2")
-        return notes(place)
+    def meanwhile(*of: str) -> list[str]:
+        with pytest.raises(CacheLocked):
+            Claim(store, "r2", print).__enter__()
+        entered.append("r2 refused")
+        return store.names(*of)
 
-    monkeypatch.setattr(claim, "_notes", meanwhile)
-    with Claim(store, "r1", print):
+    looked_at = Mock(wraps=store)
+    looked_at.names.side_effect = meanwhile
+    with Claim(looked_at, "r1", print):
         entered.append("r1")
     assert entered == ["r2 refused", "r1"]
 
@@ -82,15 +75,14 @@ def test_a_note_without_signs_of_life_is_forgotten(store):
     assert len(said) == 1 and "waiting 1 s for a sign of life" in said[0] and '"host": "elsewhere"' in said[0]
 
 
-def test_a_sign_of_life_refuses(store, monkeypatch):
+def test_a_sign_of_life_refuses(store):
     note_of(store)
 
-    def lives(seconds: float) -> None:
+    def lives(line: str) -> None:
         note_of(store, beat=4)
 
-    monkeypatch.setattr("pipeline.execution.claim.time.sleep", lives)
     with pytest.raises(CacheLocked, match="elsewhere"):
-        Claim(store, "r2", print, heartbeat_s=BEAT).__enter__()
+        Claim(store, "r2", lives, heartbeat_s=BEAT).__enter__()
     assert store.names("runs", ".running") == ["runs/r1.running"]
 
 

@@ -11,11 +11,10 @@ import pytest
 import ray
 
 from pipeline.errors import RunFailed
-from pipeline.execution import watchdog
 from pipeline.execution.heartbeat import Heartbeat, WorkerReport, start_heartbeats
 from pipeline.execution.monitoring.load import Progress
 from pipeline.execution.progress import Speed
-from pipeline.execution.watchdog import ClusterChanged, Growth, Watchdog, iterate_watched
+from pipeline.execution.watchdog import SHRUNK_S, ClusterChanged, Growth, Watchdog, iterate_watched
 from pipeline.prune import graph
 from pipeline.prune.graph import PRUNING, plan_resources
 from tests.pipeline.rays import graph_of, ray_here, rows_of
@@ -142,12 +141,12 @@ def test_a_missing_gpu_is_named(one_cpu, tmp_path):
         (plan_resources(8, 0, 64), {"CPU": 3}, False),  # it never had room, so nothing was lost
     ],
 )
-def test_what_is_left_is_planned_anew_where_nodes_were_lost(one_cpu, monkeypatch, plan, now, anew):
-    monkeypatch.setattr(watchdog, "SHRUNK_S", 0.0)
-    offer = {"CPU": 4.0, "GPU": 2.0}
-    dog = Watchdog(start_heartbeats(STAGES), 60, plan, 64, nothing, available_resources=lambda: offer)
+def test_what_is_left_is_planned_anew_where_nodes_were_lost(one_cpu, plan, now, anew):
+    offer, at = {"CPU": 4.0, "GPU": 2.0}, 0.0
+    told = {"available_resources": lambda: offer, "clock": lambda: at}
+    dog = Watchdog(start_heartbeats(STAGES), 60, plan, 64, nothing, **told)
     dog.look()
-    offer = now
+    offer, at = now, SHRUNK_S + 1
     with pytest.raises(ClusterChanged) if anew else nullcontext():
         dog.look()
 

@@ -45,23 +45,20 @@ def ids(table):
     return table["video_id"].to_pylist()
 
 
-class Gated(Tar):
-    """A tar whose index waits for a sign before the second tar's first member."""
-
-    gate = threading.Event()
-
-    def members(self, asked):
-        if self._file.uri.endswith("1.tar"):
-            assert self.gate.wait(60)
-        yield from super().members(asked)
-
-
 @pytest.fixture
 def gate(monkeypatch):
-    monkeypatch.setattr(Gated, "gate", threading.Event())
+    """The sign that the index of the second tar waits for before its first member."""
+    gate = threading.Event()
+
+    class Gated(Tar):
+        def members(self, asked):
+            if self._file.uri.endswith("1.tar"):
+                assert gate.wait(60)
+            yield from super().members(asked)
+
     monkeypatch.setitem(FORMS, ".tar", Gated)
-    yield Gated.gate
-    Gated.gate.set()
+    yield gate
+    gate.set()
 
 
 def test_nothing_is_listed_first_and_a_part_is_there_before_the_next_one_is_indexed(tars, tmp_path, gate):
@@ -173,17 +170,6 @@ def test_a_limit_that_known_videos_meet_opens_no_container(tars, tmp_path):
         assert found.n_left == len(indexing.left) and indexing._n_read == 0 and len(found) == 3
 
 
-class Counting(Tar):
-    """A tar that counts the members that were asked of it."""
-
-    n_read = 0
-
-    def members(self, asked):
-        for member in super().members(asked):
-            Counting.n_read += 1
-            yield member
-
-
 def limited(place, tmp_path, limit, select=lambda videos: (videos, videos), column=None):
     known, indexing = listed(place, tmp_path, column, limited=True)
     assert len(known) == 0
@@ -192,12 +178,19 @@ def limited(place, tmp_path, limit, select=lambda videos: (videos, videos), colu
 
 
 def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypatch):
-    monkeypatch.setitem(FORMS, ".tar", Counting)
-    monkeypatch.setattr(Counting, "n_read", 0)
+    read = []
+
+    class Noting(Tar):
+        def members(self, asked):
+            for member in super().members(asked):
+                read.append(member)
+                yield member
+
+    monkeypatch.setitem(FORMS, ".tar", Noting)
     path = write_tar(tmp_path / "a.tar", {f"{number:04}.mp4": bytes(number % 7) for number in range(3000)})
     todo, found, _ = limited(path, tmp_path, 3)
     assert ids(todo) == [f"a.tar/{number:04}.mp4" for number in range(3)]
-    assert Counting.n_read <= 257 and found.n_left == 1 and found.expected() == 3
+    assert len(read) <= 257 and found.n_left == 1 and found.expected() == 3
     assert not (tmp_path / "cache").exists()  # half an index is not kept
 
     def undone(videos):
@@ -205,7 +198,7 @@ def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypat
 
     todo, found, _ = limited(path, tmp_path, 3, undone)
     assert ids(todo) == [f"a.tar/{number}.mp4" for number in range(1500, 1503)] and found.n_left == 1
-    assert Counting.n_read < 3000
+    assert len(read) < 3000
     todo, found, _ = limited(path, tmp_path, 3000)
     assert len(todo) == 3000 and found.n_left == 0
     assert len(listed(path, tmp_path, limited=True)[0]) == 3000  # the index is whole, and was kept

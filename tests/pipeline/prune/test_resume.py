@@ -2,12 +2,14 @@
 
 import json
 
+import pyarrow as pa
 import pytest
 
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import SourceChanged, UsageError, VideoFault
 from pipeline.inputs.manifest import read_manifest
-from pipeline.inputs.named_videos import TODO_SCHEMA
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, TODO_SCHEMA
+from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import Tally, remaining, retry_candidates, unfinished, within_limit
 from pipeline.storage.stores import LocalStore
@@ -90,14 +92,6 @@ def test_a_cached_video_outlives_its_file(folder, live):
     (folder / "m.csv").write_text("video_id,uri\na.mp4,a.mp4\n")
     (folder / "a.mp4").unlink()
     assert len(remaining(read_manifest(str(folder / "m.csv")), live, PruneConfig()).todo) == 0
-
-
-def test_skipping_what_changed_looks_at_no_file(folder, live):
-    (folder / "m.csv").write_text("video_id,uri\na.mp4,a.mp4\nb.mp4,b.mp4\n")
-    manifest = read_manifest(str(folder / "m.csv"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.video.source._on_disk", None)
-        assert len(remaining(manifest, live, PruneConfig(on_changed="skip")).todo) == 0
 
 
 @pytest.fixture
@@ -232,10 +226,14 @@ def test_only_failed_objects_without_attempts_left_cost_a_request_more(server, s
     assert s3_left(server, s3_live, s3_manifest(server), **options) == ["d.mp4", "e.mp4"]
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 100])
-def test_parts_of_a_manifest_add_up(folder, live, monkeypatch, at_once):
-    monkeypatch.setattr("pipeline.prune.resume.ROWS_AT_ONCE", at_once)
-    assert left(folder, live, retry_failed=True) == {"b.mp4": 2, "c.mp4": 1}
+@pytest.mark.parametrize("in_the_first_part", [1, 2, 3])
+def test_parts_of_a_manifest_add_up(folder, live, in_the_first_part):
+    others = [{"video_id": f"x{i}", "uri": f"/x{i}"} for i in range(ROWS_AT_ONCE - in_the_first_part)]
+    manifest = pa.concat_tables([pa.Table.from_pylist(others, MANIFEST_SCHEMA), read_manifest(str(folder))])
+    todo, tally = remaining(manifest.combine_chunks(), live, PruneConfig(retry_failed=True))
+    rows = todo.select(["video_id", "attempts"]).to_pylist()
+    assert rows[len(others) :] == [{"video_id": "b.mp4", "attempts": 2}, {"video_id": "c.mp4", "attempts": 1}]
+    assert tally == Tally(new=len(others) + 1, retried=1, done=1)
 
 
 def test_a_share_is_the_first_of_what_is_left(folder, live):

@@ -6,7 +6,7 @@ import pytest
 from pipeline.video import packets
 from pipeline.video.containers import sniff
 from pipeline.video.decoders import PyavDecoder
-from pipeline.video.packets import VideoPackets, open_container
+from pipeline.video.packets import MOST_KEPT, VideoPackets, open_container
 from pipeline.video.probe import IndexMismatch, probe
 from tests.pipeline.ffmpeg import make_clip
 from tests.pipeline.videos import numbers, write_clip
@@ -44,8 +44,8 @@ GROUPS = {
 }
 
 
-def index_of(path):
-    return probe(str(path), sniff(path))
+def index_of(path, most_kept=MOST_KEPT):
+    return probe(str(path), sniff(path), most_kept)
 
 
 def chosen(seed, count=90):
@@ -64,13 +64,12 @@ def straight(path):
         return np.stack([frame.to_ndarray(format="rgb24", interpolation="BICUBIC") for frame in frames])
 
 
-@pytest.mark.parametrize("most_kept", [packets._MOST_KEPT, 0], ids=["kept", "read-again"])
+@pytest.mark.parametrize("most_kept", [MOST_KEPT, 0], ids=["kept", "read-again"])
 @pytest.mark.parametrize("name", GROUPS)
 def test_frames_are_those_of_decoding_everything(name, most_kept, tmp_path, monkeypatch):
-    monkeypatch.setattr(packets, "_MOST_KEPT", most_kept)
     monkeypatch.setattr("pipeline.video.decoders._without_fields", lambda frame: frame)  # compared before conversion
     path = make_clip(tmp_path / name, *GROUPS[name], count=90, size=SIZE)
-    index = index_of(path)
+    index = index_of(path, most_kept)
     everything = straight(path)
     assert len(everything) == len(index.timestamps) == 90
     for wanted in chosen(3):
@@ -120,8 +119,7 @@ def test_a_packet_that_is_wrongly_called_a_keyframe_is_found_out(tmp_path):
 
 
 def test_where_seeking_misses_a_group_the_file_is_read_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(packets, "_MOST_KEPT", 0)
-    index = index_of(write_clip(tmp_path / "a.mp4", count=60, gop=10))
+    index = index_of(write_clip(tmp_path / "a.mp4", count=60, gop=10), most_kept=0)
     monkeypatch.setattr(index.packets, "_again", Astray(open_container(index.path, index.demuxer)))
     assert numbers(read(index, np.array([25, 45]))) == [25, 45]
 
@@ -137,9 +135,8 @@ class Astray:
         self._container.seek(time + 10 * 512, stream=stream)
 
 
-def test_close_gives_the_file_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(packets, "_MOST_KEPT", 0)
-    held = VideoPackets(str(write_clip(tmp_path / "a.mp4")), "mov")
+def test_close_gives_the_file_back(tmp_path):
+    held = VideoPackets(str(write_clip(tmp_path / "a.mp4")), "mov", most_kept=0)
     assert numbers([next(held.decoded(0, 30)).to_ndarray(format="rgb24")]) == [0]
     held.close()
     held.close()

@@ -7,7 +7,6 @@ import os
 import numpy as np
 import pytest
 
-from pipeline.video import shared_frames
 from pipeline.video.shared_frames import Handover, ReceivedFrames, SharedFrames
 
 SHAPE = (3, 4, 6, 3)
@@ -71,13 +70,12 @@ def test_a_second_array_takes_the_place_of_the_first():
     assert not handed_over(shared, received, 3, (1, 2, 2, 3))[1].new
 
 
-def test_no_more_memory_is_kept_than_the_next_videos_need(monkeypatch):
-    monkeypatch.setattr(shared_frames, "_MOST_IDLE", 300)
-    shared, received = SharedFrames(), ReceivedFrames()
-    held = [handed_over(shared, received, n)[0] for n in range(3)]  # of 216 bytes
+def test_no_more_memory_is_kept_than_the_next_videos_need():
+    shared, received, shape = SharedFrames(), ReceivedFrames(), (1, 3000, 4000, 3)  # 36 MB each
+    held = [handed_over(shared, received, n, shape)[0] for n in range(3)]
     del held
     shared.reuse(received.done())
-    frames, told = handed_over(shared, received, 9)
+    frames, told = handed_over(shared, received, 9, shape)
     assert not told.new and len(told.dropped) == 1 and (frames == 9).all()
     assert set(received._pieces) == {told.number, *shared._idle}
 
