@@ -1,4 +1,4 @@
-"""Ray clusters that live in the test's own process, and graphs to run on them."""
+"""Ray clusters that live in the test's own process, graphs to run on them, and heartbeats that need none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
+from pipeline.execution.heartbeat import Heartbeat, Heartbeats
+from pipeline.execution.monitoring.report import Worker
 from pipeline.execution.prefork.server import SOCKET, forking_workers
 from pipeline.execution.shards import RunGraph, Shards
 from pipeline.execution.stages import configure_ray_data
@@ -23,7 +26,7 @@ from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import Resources, build_graph
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.stores import LocalStore, Store
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment, fork_server
 
@@ -114,12 +117,38 @@ def rows_of(
 
 
 def graph_of(
-    n_videos: int, plan: Resources, out: Path, path: str = "/v.mp4", frames: int = 2, decoder: str = "auto", **more: Any
+    n_videos: int,
+    plan: Resources,
+    out: Path | Store,
+    path: str = "/v.mp4",
+    frames: int = 2,
+    decoder: str = "auto",
+    encode_setup: type[EncodeSetup] = EncodeSetup,
+    **more: Any,
 ) -> RunGraph:
     """Build the real graph over one file under ``n_videos`` names, with the tiny model on the CPU."""
+    store = LocalStore(out) if isinstance(out, Path) else out
     source = ModelSource.resolve("tiny")
     rows = [{"video_id": f"v{i}", "uri": path, "attempts": 1} for i in range(n_videos)]
     todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
     decode = DecodeSetup(Sampling(num_frames=frames), family_of(source).preprocessor(), decoder)
-    encode = EncodeSetup(source, "gstep", 0.25, device="cpu")
-    return build_graph(todo, decode, encode, plan, store=LocalStore(out), run_id="r", **more)
+    encode = encode_setup(source, "gstep", 0.25, device="cpu")
+    return build_graph(todo, decode, encode, plan, store=store, run_id="r", **more)
+
+
+def heartbeats_here(
+    patch: pytest.MonkeyPatch, stages: tuple[str, ...], me: Worker
+) -> tuple[Heartbeats, SimpleNamespace]:
+    """Make the heartbeats' own class, and what their workers take for the handle of its actor.
+
+    All workers of the test are ``me``. They would start Ray to ask for that, and for an answer.
+    """
+    patch.setattr(Heartbeat, "_me", me)
+    patch.setattr(ray, "get", lambda answer, timeout: answer)
+    actor = Heartbeats(stages)
+    return actor, handle_of(*(getattr(actor, name) for name in ("state", "fail", "start", "deaths", "rests")))
+
+
+def handle_of(*methods: Callable[..., object]) -> SimpleNamespace:
+    """Make a handle of an actor whose methods, these, work here and now."""
+    return SimpleNamespace(**{method.__name__: SimpleNamespace(remote=method) for method in methods})

@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -31,7 +30,7 @@ from pipeline.execution.heartbeat import (
 )
 from pipeline.prune.graph import PRUNING
 from tests.jobs.processes import assert_all_gone
-from tests.pipeline.rays import ray_here
+from tests.pipeline.rays import handle_of, heartbeats_here, ray_here
 from tests.waiting import wait_until
 
 STAGES = tuple(PRUNING.stages)
@@ -124,27 +123,17 @@ def test_the_first_reason_to_give_up_is_kept():
     assert heartbeats.read().failure == "OSError: No space left on device"
 
 
-class Called:
-    """A method of the actor's handle that works here and now, as ``remote`` does elsewhere and later."""
-
-    def __init__(self, method: Callable[..., object]) -> None:
-        self.remote = method
-
-
 @pytest.fixture
 def actor(monkeypatch) -> Heartbeats:
-    """The actor's own class behind what a worker takes for its handle; asking Ray for its name would start Ray."""
-    monkeypatch.setattr(heartbeat.Heartbeat, "_me", worker("w1", socket.gethostname()))
-    return Heartbeats(STAGES)
+    """The actor's own class."""
+    return heartbeats_here(monkeypatch, STAGES, worker("w1", socket.gethostname()))[0]
 
 
 def handle(actor: Heartbeats) -> SimpleNamespace:
-    methods = ("state", "fail", "start", "deaths")
-    return SimpleNamespace(**{name: Called(getattr(actor, name)) for name in methods})
+    return handle_of(actor.state, actor.fail, actor.start, actor.deaths)
 
 
-def test_a_worker_asks_how_often_others_died_and_is_given_up_in_the_end(actor, monkeypatch):
-    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+def test_a_worker_asks_how_often_others_died_and_is_given_up_in_the_end(actor):
     for _ in range(DEATHS + 1):
         mine = Heartbeat("encode", handle(actor))
         mine.start()
@@ -241,22 +230,22 @@ def test_a_worker_says_what_two_threads_hold(actor):
 
 
 def test_what_could_not_be_said_is_said_with_the_next_statement(actor):
-    def full(*statement: object) -> None:
+    def state(*statement: object) -> None:
         raise RuntimeError("the backlog is full")
 
-    mute = SimpleNamespace(state=Called(full))
+    mute = handle_of(state)
     mine = Heartbeat("decode", mute)
     with mine.holding("v1") as held:
-        mute.state = Called(actor.state)
+        mute.state.remote = actor.state
         held.done()
     assert (actor.read().left["decode"], actor.read().moves) == (1, 2)
 
 
 def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
-    def dead(*statement: object) -> None:
+    def state(*statement: object) -> None:
         raise ray.exceptions.RayActorError
 
-    for heartbeats in (None, SimpleNamespace(state=Called(dead), fail=Called(dead))):
+    for heartbeats in (None, handle_of(state)):
         mine = Heartbeat("decode", heartbeats)
         with mine.holding("v1"), mine.busy("work"):
             mine.fail("why")
@@ -340,11 +329,14 @@ def test_what_a_lost_node_held_is_nobodys_work():
     assert not heartbeats.rests("decode", worker("a")) and heartbeats.read().failing == ["decode"]
 
 
-def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor, monkeypatch):
-    answers, asked = iter([True, True, False]), []
-    monkeypatch.setattr(heartbeat, "_LOOK_S", 0.0)
-    mine = Heartbeat("decode", handle(actor))
-    monkeypatch.setattr(mine, "_ask", lambda *question, otherwise: asked.append(question[0]) or next(answers))
+def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor):
+    answers, asked = iter([True, False]), []
+
+    def rests(stage: str, me: Worker) -> bool:
+        asked.append((stage, me.name))
+        return next(answers)
+
+    mine = Heartbeat("decode", handle_of(actor.state, rests))
     mine.rest()
     with mine.holding("v1") as held:
         held.done(failed=True)
@@ -352,11 +344,11 @@ def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(ac
         held.done()  # not tried here
     assert asked == []
     mine.rest()
-    assert asked == ["rests"] * 3
+    assert asked == [("decode", "w1")] * 2
     with mine.holding("v3") as held:
         held.done(failed=False)
     mine.rest()
-    assert asked == ["rests"] * 3
+    assert len(asked) == 2
 
 
 @pytest.fixture
@@ -367,8 +359,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idle(actor, clock, monkeypatch):
-    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idle(actor, clock):
     mine = Heartbeat("encode", handle(actor))
     mine.start()
     clock.now += 1

@@ -1,23 +1,24 @@
 """Waiting with patience that ends: what is looked at meanwhile, and what a stalled graph is reported as."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
-import pyarrow as pa
 import pytest
 import ray
 
 from pipeline.errors import RunFailed
-from pipeline.execution.heartbeat import Heartbeat, WorkerReport, start_heartbeats
+from pipeline.execution.heartbeat import WorkerReport, start_heartbeats
 from pipeline.execution.monitoring.load import Progress
 from pipeline.execution.progress import Speed
 from pipeline.execution.watchdog import SHRUNK_S, ClusterChanged, Growth, Watchdog, iterate_watched
-from pipeline.prune import graph
 from pipeline.prune.graph import PRUNING, plan_resources
+from pipeline.storage.stores import LocalStore
 from tests.pipeline.rays import graph_of, ray_here, rows_of
+from tests.pipeline.videos import write_clip
 from tests.waiting import wait_until
 
 STAGES = tuple(PRUNING.stages)
@@ -210,20 +211,15 @@ def test_dead_heartbeats_harm_no_video(one_cpu, tmp_path):
     assert sorted(row["video_id"] for row in rows) == [f"v{i}" for i in range(8)]
 
 
-class HangingWriter:
-    def __init__(self, store, run_id, heartbeats, *_) -> None:
-        self._heartbeat = Heartbeat("write", heartbeats)
-
-    def write(self, *blocks: pa.Table) -> pa.Table:
-        with self._heartbeat.holding("v7"):
-            time.sleep(3600)
-        return pa.concat_tables(blocks)
+class HangingStore(LocalStore):
+    def put(self, name, data):
+        time.sleep(3600)
 
 
 @pytest.mark.slow
-def test_a_writer_that_hangs_is_named(one_cpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(graph, "Writer", HangingWriter)
+def test_a_writer_that_hangs_is_named(one_cpu, tmp_path):
     plan, heartbeats = plan_resources(1, 0, 8), start_heartbeats(STAGES)
-    dataset = graph_of(8, plan, tmp_path, heartbeats=heartbeats)
-    why = stalled(dataset, plan, 8, heartbeats, lambda reading: "v7" in str(reading.inside["write"]))
-    assert why.startswith("no video moved for 3 s: write holds ") and "v7 on " in why and "--out" in why
+    path = str(write_clip(tmp_path / "v.mp4", count=2))  # of what failed no shard is written
+    dataset = graph_of(8, plan, HangingStore(tmp_path), path, heartbeats=heartbeats)
+    why = stalled(dataset, plan, 8, heartbeats, lambda reading: reading.inside["write"])
+    assert re.match(r"no video moved for 3 s: write holds \d \(v\d on .*\) and does not move; .*--out", why)

@@ -3,8 +3,9 @@
 import json
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,12 +15,12 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline.cache.cached_video import bfloat16
 from pipeline.errors import VideoFault
-from pipeline.execution import heartbeat
-from pipeline.execution.heartbeat import Heartbeats, ProgressDelta, Worker
+from pipeline.execution.heartbeat import ProgressDelta, Worker
 from pipeline.prune.batches import VideoFrames, decoded_bundle, decoded_videos, encoded_videos
-from pipeline.prune.encode_stage import Encoder, EncodeSetup
+from pipeline.prune.encode_stage import Encoder, EncodeSetup, VideoEncoder
 from pipeline.rows import failed_video
 from tests.pipeline.caches import source_record
+from tests.pipeline.rays import heartbeats_here
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.uint8)
 
@@ -39,6 +40,30 @@ def only(batches):
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:
     return Encoder(EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, device="cpu"))
+
+
+class OtherTower:
+    """A tower some of whose members are others, which ``change`` makes of it."""
+
+    def __init__(self, tower, change) -> None:
+        self._tower = tower
+        vars(self).update(change(tower))
+
+    def __getattr__(self, name):
+        return getattr(self._tower, name)
+
+
+@dataclass(frozen=True)
+class ChangedSetup(EncodeSetup):
+    change: Callable = lambda tower: {}
+
+    def encoder(self) -> VideoEncoder:
+        return VideoEncoder(self, OtherTower(super().encoder().backbone, self.change))
+
+
+def changed(change, model: str = "tiny", handle=None, **more) -> Encoder:
+    """An encoder of whose tower ``change`` returns the members that are others."""
+    return Encoder(ChangedSetup(ModelSource.resolve(model), "gstep", 0.25, device="cpu", change=change, **more), handle)
 
 
 def test_rows_hold_the_selection_in_its_order(encoder):
@@ -70,16 +95,22 @@ def test_failed_rows_pass_through_and_bad_ones_stay_alone(encoder):
     assert out[1]["error_stage"] == "encode"
 
 
-def test_tokens_that_are_not_finite_are_an_error_row(encoder, monkeypatch):
-    encode = encoder.encoder.backbone.encode
+def poisoned(level, place, value):
+    """The change of a tower that gives one value of the tokens (None) or of a deepstack level."""
 
-    def poisoned(frames, evidence):
-        visual = encode(frames, evidence)
-        visual.tokens[1, 3, 0] = math.nan
-        return visual
+    def change(tower):
+        def encode(frames, evidence):
+            visual = tower.encode(frames, evidence)
+            (visual.tokens if level is None else visual.deepstack[level])[place] = value
+            return visual
 
-    monkeypatch.setattr(encoder.encoder.backbone, "encode", poisoned)
-    record, kept = only(encoder(decoded("v")))
+        return {"encode": encode}
+
+    return change
+
+
+def test_tokens_that_are_not_finite_are_an_error_row():
+    record, kept = only(changed(poisoned(None, (1, 3, 0), math.nan))(decoded("v")))
     assert kept is None
     assert (record["error_class"], record["error_stage"]) == ("internal", "prune")
     assert "frame 1, token 3" in record["error_message"]
@@ -113,39 +144,34 @@ def test_deepstack_levels_hold_the_places_of_the_tokens(method):
     assert extra["patch_timestamps"] == [0.0, 0.375, 0.75]  # frames at 0, 1/4, ... 1 s of a clip that starts at 1/4 s
 
 
-def test_levels_that_are_not_finite_are_an_error_row(monkeypatch):
-    encoder = qwen3_encoder()
-    encode = encoder.encoder.backbone.encode
-
-    def poisoned(frames, evidence):
-        visual = encode(frames, evidence)
-        visual.deepstack[1][2, 14, 63] = math.inf
-        return visual
-
-    monkeypatch.setattr(encoder.encoder.backbone, "encode", poisoned)
-    record, _ = only(encoder(qwen3_row()))
+def test_levels_that_are_not_finite_are_an_error_row():
+    record, _ = only(changed(poisoned(1, (2, 14, 63), math.inf), "tiny-qwen3-vl")(qwen3_row()))
     assert (record["error_class"], record["error_stage"]) == ("internal", "encode")
     assert "deepstack level 1" in record["error_message"]
 
 
-def test_two_calls_at_a_time_never_compute_at_a_time_and_one_loads_while_the_other_computes(encoder, monkeypatch):
+def test_two_calls_at_a_time_never_compute_at_a_time_and_one_loads_while_the_other_computes(monkeypatch):
     """What Ray Data's threads do: one video's frames are taken up while another is encoded."""
-    backbone, computing, most = encoder.encoder.backbone, [], []
-    encode, loaded, load = backbone.encode, threading.Semaphore(0), encoder.encoder._loaded
+    computing, most, loaded = [], [], threading.Semaphore(0)
 
-    def counted(frames, evidence):
-        computing.append(1)
-        most.append(len(computing))
-        if len(most) == 1:
-            assert all(loaded.acquire(timeout=30) for _ in range(2)), "the other call waits before it loads"
-        computing.pop()
-        return encode(frames, evidence)
+    def counting(tower):
+        def encode(frames, evidence):
+            computing.append(1)
+            most.append(len(computing))
+            if len(most) == 1:
+                assert all(loaded.acquire(timeout=30) for _ in range(2)), "the other call waits before it loads"
+            computing.pop()
+            return tower.encode(frames, evidence)
+
+        return {"encode": encode}
+
+    encoder = changed(counting)
+    load = encoder.encoder._loaded
 
     def counted_load(frames):
         loaded.release()
         return load(frames)
 
-    monkeypatch.setattr(backbone, "encode", counted)
     monkeypatch.setattr(encoder.encoder, "_loaded", counted_load)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(lambda name: only(encoder(decoded(name))), name) for name in "ab"]
@@ -158,9 +184,8 @@ def bundle_of(*names, n_frames=2):
     return decoded_bundle([video for name in names for video in decoded_videos(decoded(name, FRAMES[:n_frames]))])
 
 
-def sharing(n_frames: int, model: str = "tiny", handle=None, **more) -> Encoder:
-    setup = EncodeSetup(ModelSource.resolve(model), "gstep", 0.25, device="cpu", batch_frames=n_frames, **more)
-    return Encoder(setup, handle)
+def sharing(n_frames: int, model: str = "tiny") -> Encoder:
+    return Encoder(EncodeSetup(ModelSource.resolve(model), "gstep", 0.25, device="cpu", batch_frames=n_frames))
 
 
 def in_order(batches):
@@ -197,27 +222,27 @@ def test_rows_and_tokens_are_those_of_a_video_alone_whoever_shares_its_pass(mode
             assert [a.tolist() for a in kept.deepstack] == [a.tolist() for a in expected.deepstack]
 
 
-def as_on_a_gpu(process: Encoder, monkeypatch, together) -> list[int]:
-    """Let ``together`` make the tokens of a pass; return the list to which the sizes of the passes are added."""
+def as_on_a_gpu(together) -> tuple[Encoder, list[int]]:
+    """An encoder in which ``together`` makes the tokens of a pass, and the list that gets the sizes of its passes."""
     sizes = []
 
-    def encode_together(videos, evidence):
-        sizes.append(len(videos))
-        return together([process.encoder.backbone.encode(frames, evidence) for frames in videos])
+    def change(tower):
+        def encode_together(videos, evidence):
+            sizes.append(len(videos))
+            return together([tower.encode(frames, evidence) for frames in videos])
 
-    monkeypatch.setattr(process.encoder.backbone, "encode_together", encode_together)
-    monkeypatch.setattr(type(process.encoder.backbone), "on_cpu", False)
-    return sizes
+        return {"encode_together": encode_together, "on_cpu": False}
+
+    return changed(change, batch_frames=8), sizes
 
 
-def test_a_pass_that_does_not_fit_the_memory_goes_one_by_one_and_later_ones_have_half_the_frames(monkeypatch):
+def test_a_pass_that_does_not_fit_the_memory_goes_one_by_one_and_later_ones_have_half_the_frames():
     def together(visuals):
         if len(visuals) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return visuals
 
-    process = sharing(8)
-    sizes = as_on_a_gpu(process, monkeypatch, together)
+    process, sizes = as_on_a_gpu(together)
     records = [record for record, _ in in_order(process(bundle_of(*"abcdefgh")))]
     assert [(record["video_id"], record["status"]) for record in records] == [(name, "ok") for name in "abcdefgh"]
     assert sizes == [4, 2, 2]
@@ -225,67 +250,64 @@ def test_a_pass_that_does_not_fit_the_memory_goes_one_by_one_and_later_ones_have
     assert shared == [None] * 4 + ["2 videos"] * 4
 
 
-def test_one_video_with_bad_tokens_costs_no_other_one_of_its_pass(monkeypatch):
+def test_one_video_with_bad_tokens_costs_no_other_one_of_its_pass():
     """It is encoded alone, where its tokens are good, or where the fault is its own."""
 
     def together(visuals):
         visuals[1].tokens[0, 0, 0] = math.nan
         return visuals
 
-    process = sharing(8)
-    sizes = as_on_a_gpu(process, monkeypatch, together)
+    process, sizes = as_on_a_gpu(together)
     found = in_order(process(bundle_of(*"abc")))
     assert [record["status"] for record, _ in found] == ["ok"] * 3 and sizes == [3]
     shared = [json.loads(record["runtime"]).get("shared_pass") for record, _ in found]
     assert shared == ["3 videos", None, "3 videos"]
 
 
-def test_a_bug_in_a_pass_is_an_error_row_of_those_alone_that_have_it_alone(monkeypatch):
-    process = sharing(8)
-    encode = process.encoder.backbone.encode
-    monkeypatch.setattr(
-        process.encoder.backbone,
-        "encode",
-        lambda frames, evidence: 1 / 0 if frames[0, 0, 0, 0] == 77 else encode(frames, evidence),
-    )
+def test_a_bug_in_a_pass_is_an_error_row_of_those_alone_that_have_it_alone():
+    def broken(tower):
+        def encode(frames, evidence):
+            return 1 / 0 if frames[0, 0, 0, 0] == 77 else tower.encode(frames, evidence)
+
+        return {"encode": encode, "encode_together": lambda videos, evidence: [encode(one, evidence) for one in videos]}
+
     marked = FRAMES.copy()
     marked[0, 0, 0, 0] = 77
     bundle = [*decoded_videos(bundle_of("a", "b")), *decoded_videos(decoded("bad", marked))]
-    records = [record for record, _ in in_order(process(decoded_bundle(bundle)))]
+    records = [record for record, _ in in_order(changed(broken, batch_frames=8)(decoded_bundle(bundle)))]
     assert [record.get("error_class") for record in records] == [None, None, "internal"]
     assert "ZeroDivisionError" in records[2]["error_message"]
 
 
-def heartbeats_here(monkeypatch):
-    """The heartbeats' own class, and what takes itself for the handle of their actor."""
-    monkeypatch.setattr(heartbeat.Heartbeat, "_me", Worker("w", "h", "n"))
-    monkeypatch.setattr(heartbeat.ray, "get", lambda answer, timeout: answer)
-    actor = Heartbeats(("decode", "encode"))
-    methods = ("state", "start", "deaths", "rests")
-    return actor, SimpleNamespace(**{name: SimpleNamespace(remote=getattr(actor, name)) for name in methods})
+ME = Worker("w", "h", "n")
 
 
-def test_a_process_that_dies_in_a_shared_pass_had_all_its_videos_in_hand_and_the_next_shares_none(monkeypatch):
-    actor, handle = heartbeats_here(monkeypatch)
-    first = sharing(8, handle=handle)
+@pytest.fixture
+def heartbeats(monkeypatch):
+    return heartbeats_here(monkeypatch, ("decode", "encode"), ME)
+
+
+def test_a_process_that_dies_in_a_shared_pass_had_all_its_videos_in_hand_and_the_next_shares_none(heartbeats):
+    actor, handle = heartbeats
     held = []
 
     def dies(videos, evidence):
         held.append(actor.read().inside["encode"])
         raise SystemExit
 
-    monkeypatch.setattr(first.encoder.backbone, "encode_together", dies)
+    def started() -> Encoder:
+        return changed(lambda tower: {"encode_together": dies}, handle=handle, batch_frames=8)
+
     with pytest.raises(SystemExit):
-        list(first(bundle_of(*"abc")))
+        list(started()(bundle_of(*"abc")))
     assert held == [["a on h", "b on h", "c on h"]]
-    actor.state("encode", Worker("w", "h", "n"), [*"abc"], ProgressDelta())  # its last words
-    second = sharing(8, handle=handle)
-    monkeypatch.setattr(second.encoder.backbone, "encode_together", dies)
+    actor.state("encode", ME, [*"abc"], ProgressDelta())  # its last words
+    second = started()
     assert [record["status"] for record, _ in in_order(second(bundle_of(*"abc")))] == ["ok"] * 3 and len(held) == 1
 
 
-def test_a_bundle_that_was_in_hand_when_a_process_died_goes_one_by_one(monkeypatch):
-    actor, handle = heartbeats_here(monkeypatch)
+def test_a_bundle_that_was_in_hand_when_a_process_died_goes_one_by_one(heartbeats):
+    actor, handle = heartbeats
     setup = EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, device="cpu")
     bundle = decoded_bundle([video for name in "abc" for video in decoded_videos(decoded(name))])
     held = []
@@ -300,9 +322,7 @@ def test_a_bundle_that_was_in_hand_when_a_process_died_goes_one_by_one(monkeypat
         process.encoder.encode_one = encode_one
         with pytest.raises(SystemExit):
             list(process(bundle))
-        actor.state(
-            "encode", Worker("w", "h", "n"), [item.split()[0] for item in held[-1]], ProgressDelta()
-        )  # its last words
+        actor.state("encode", ME, [item.split()[0] for item in held[-1]], ProgressDelta())  # its last words
 
     dies(Encoder(setup, handle), at="b")
     assert held == [["a on h", "b on h", "c on h"], ["b on h", "c on h"]]

@@ -59,8 +59,8 @@ def test_more_failures_than_may_be_are_an_error_that_has_the_summary(clips):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_an_error_with_nothing_left_to_do_too(clips, monkeypatch):
-    monkeypatch.setattr("pipeline.execution.access.read_ray_address", lambda: None)  # whatever runs on this machine
+def test_a_gpu_that_is_not_there_is_an_error_with_nothing_left_to_do_too(clips, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # whatever runs on this machine
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UsageError, match="--device cuda: this machine has no GPU"):
         pipeline.prune_videos(clips, out="c", num_frames=4, device="cuda", progress=False)

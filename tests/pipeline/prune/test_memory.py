@@ -6,17 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import pyarrow as pa
 import pytest
 import ray
 from ray._private.internal_api import node_stats
 
 from pipeline.execution.stages import BLOCKS_AHEAD
-from pipeline.prune import graph
-from pipeline.prune.batches import VideoFrames
-from pipeline.prune.encode_stage import Encoder
+from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.graph import plan_resources
-from pipeline.prune.write_stage import Writer
+from pipeline.storage.stores import LocalStore
 from tests.jobs.processes import family, resident_mb
 from tests.pipeline.rays import graph_of, ray_here, rows_of
 from tests.pipeline.videos import write_clip
@@ -27,19 +24,26 @@ FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more t
 SMALL, LARGE = 40, 120
 
 
-class SlowEncoder(Encoder):
+class SlowEncoder(VideoEncoder):
     """Takes its time, and computes on two of the frames only."""
 
-    def _pruned(self, video):
+    def encode_one(self, record, frames):
         threading.Event().wait(0.08)
-        few = {**video.record, **{name: video.record[name][:2] for name in ("frame_indices", "timestamps")}}
-        return super()._pruned(VideoFrames(few, video.shaped()[:2].copy()))
+        few = {**record, **{name: record[name][:2] for name in ("frame_indices", "timestamps")}}
+        return super().encode_one(few, frames[:2].copy())
 
 
-class SlowWriter(Writer):
-    def write(self, *blocks: pa.Table) -> pa.Table:
-        threading.Event().wait(0.12 * len(blocks))
-        return super().write(*blocks)
+class SlowSetup(EncodeSetup):
+    def encoder(self) -> VideoEncoder:
+        return SlowEncoder(self)
+
+
+class SlowStore(LocalStore):
+    """Takes its time with each shard of four videos."""
+
+    def put(self, name, data):
+        threading.Event().wait(0.48)
+        super().put(name, data)
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Peak:
         self.spilled = max(self.spilled, stats.spilled_bytes_total / 1e6)
         self.driver = max(self.driver, resident_mb(os.getpid()))
         for pid, title in family(os.getpid()).items():
-            if title.startswith(("ray::Map", "ray::Writer", "ray::SlowWriter")):
+            if title.startswith(("ray::Map", "ray::Writer")):
                 name = title.removeprefix("ray::").partition(".")[0]
                 self.workers[name] = max(self.workers.get(name, 0), resident_mb(pid))
 
@@ -87,15 +91,13 @@ def small_store():
         yield
 
 
-def test_three_times_the_videos_take_the_same_memory(small_store, tmp_path, monkeypatch):
+def test_three_times_the_videos_take_the_same_memory(small_store, tmp_path):
     """Decoders wait for the encoders, and those for the writers."""
-    monkeypatch.setattr(graph, "Encoder", SlowEncoder)
-    monkeypatch.setattr(graph, "Writer", SlowWriter)
     clip = str(write_clip(tmp_path / "v.mp4", size=(384, 384), count=FRAMES))
     plan = plan_resources(2, 0, LARGE, videos_per_shard=4)
     peaks = []
     for n_videos in (SMALL, LARGE):
-        flow = graph_of(n_videos, plan, tmp_path, clip, FRAMES, "tests.pipeline.videos:Instant")
+        flow = graph_of(n_videos, plan, SlowStore(tmp_path), clip, FRAMES, "tests.pipeline.videos:Instant", SlowSetup)
         with peak() as seen:
             rows = rows_of(flow)
         assert [row["status"] for row in rows] == ["ok"] * n_videos

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from pipeline import TokenCache
+from pipeline.cache.merging import WAITING
 from pipeline.cache.reader import HEADER
 from pipeline.cache.table import table_files
 from pipeline.cache.writer import token_shard_id, write_token_shard
@@ -19,7 +20,6 @@ from pipeline.execution.run_record import RunFile
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing, Place
 from pipeline.inputs.named_videos import TODO_SCHEMA
-from pipeline.prune import passes
 from pipeline.prune.batches import written_batch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
@@ -113,13 +113,12 @@ def test_a_run_ends_where_its_cache_was_moved_away_and_another_one_begun(commits
     assert not (tmp_path / "c" / "videos").exists() and TokenCache(tmp_path / "old").video_ids == ["a"]
 
 
-def test_many_commits_are_merged_while_the_run_goes_on(commits, monkeypatch):
-    monkeypatch.setattr(passes, "WAITING", 3)
-    store = commits.request.store
-    for number in range(9):
-        commits(0, number, written(store, f"v{number}"))
+def test_many_commits_are_merged_while_the_run_goes_on(commits):
+    store, names = commits.request.store, [f"v{number:02}" for number in range(WAITING + 2)]
+    for number, name in enumerate(names):
+        commits(0, number, written(store, name))
     levels = [file.level for file in table_files(store, "videos")]
-    assert max(levels) > 0 and TokenCache(store.root).video_ids == [f"v{number}" for number in range(9)]
+    assert max(levels) > 0 and TokenCache(store.root).video_ids == names
 
 
 def test_the_record_of_a_run_says_what_it_committed(commits):

@@ -1,19 +1,17 @@
 """The write actor: some videos become one token shard, and a disk that fails is no video's fault."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from pipeline import TokenCache
 from pipeline.cache.writer import commit
 from pipeline.errors import VideoFault
-from pipeline.execution import heartbeat
-from pipeline.execution.heartbeat import Heartbeats, Worker
+from pipeline.execution.heartbeat import Worker
 from pipeline.prune.batches import WRITTEN, encoded_bundle, written_records
 from pipeline.prune.graph import PRUNING
 from pipeline.prune.write_stage import Writer
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header
+from tests.pipeline.rays import heartbeats_here
 
 
 def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
@@ -49,12 +47,8 @@ def test_failed_videos_alone_write_nothing(tmp_path):
 
 
 def test_a_disk_that_fails_ends_the_run_with_its_reason(tmp_path, monkeypatch):
-    # Both would start Ray: the name of a worker, and the answer to what it said.
-    monkeypatch.setattr(heartbeat.Heartbeat, "_me", Worker("w1", "h1", "n1"))
-    monkeypatch.setattr(heartbeat.ray, "get", lambda answer, timeout: answer)
     (tmp_path / "tokens").write_text("in the way")
-    actor = Heartbeats(tuple(PRUNING.stages))
-    handle = SimpleNamespace(state=SimpleNamespace(remote=actor.state), fail=SimpleNamespace(remote=actor.fail))
+    actor, handle = heartbeats_here(monkeypatch, tuple(PRUNING.stages), Worker("w1", "h1", "n1"))
     video = encoded("a", random_tokens(0), 0.25, "gstep")
     with pytest.raises(OSError, match=r"exists|directory"):
         Writer(LocalStore(tmp_path), "run", handle).write(encoded_bundle([video]))

@@ -1,5 +1,6 @@
 """What a file holds, found without decoding it: which stream, which frames at which times, and what is refused."""
 
+import struct
 from dataclasses import replace
 
 import numpy as np
@@ -21,10 +22,11 @@ def test_cover_art_is_no_video(tmp_path):
     assert caught.value.fault_class == "unsupported"
 
 
-def test_huge_frames_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
-    path = write_clip(tmp_path / "a.mp4", count=2)
-    monkeypatch.setattr("pipeline.video.packets.MAX_PIXELS", 64 * 96 - 1)
-    with pytest.raises(VideoFault, match="larger than") as caught:
+def test_huge_frames_are_refused_before_they_are_decoded(tmp_path):
+    path = write_clip(tmp_path / "a.gif", codec="gif", pix_fmt="rgb8", count=2)
+    head, rest = path.read_bytes()[:6], path.read_bytes()[10:]
+    path.write_bytes(head + struct.pack("<HH", 8192, 8193) + rest)
+    with pytest.raises(VideoFault, match="frames of 8192x8193 are larger than") as caught:
         index_of(path)
     assert caught.value.fault_class == "unsupported"
 
