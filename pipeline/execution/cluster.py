@@ -80,7 +80,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         say(f"joining the Ray cluster at {address}")
         with _muted_stderr():
             check_answers(address)
-    logging.getLogger("ray._private.worker").addFilter(_is_worth_showing)
+    logging.getLogger("ray._private.worker").addFilter(is_worth_showing)
     for last in (False, True):
         began = time.monotonic()
         try:
@@ -145,7 +145,7 @@ def _take_back_sigterm() -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _is_worth_showing(record: logging.LogRecord) -> bool:
+def is_worth_showing(record: logging.LogRecord) -> bool:
     """Return whether to show a log line of Ray; known harmless ones are written to a file beside Ray's logs instead."""
     message = record.getMessage()
     if not any(known in message for known in _KNOWN_LINES):

@@ -134,12 +134,12 @@ def _stream(
 
         try:
             with closing(written_shards(flow, shards, look, watchdog.every_s, progress.through)) as done:
-                _commit_all(done, graph, watchdog, progress)
+                commit_all(done, graph, watchdog, progress)
         except (RunFailed, ClusterChanged, KeyboardInterrupt) as ending:
             if shards.unwritten and not isinstance(ending.__cause__, OSError):  # a store that failed would fail again
                 console.print(f"stopping: what is done is written first, in {LEAVE_S:g} s at most", highlight=False)
                 with suppress(RunFailed):
-                    _commit_all(shards.rest(LEAVE_S), graph, watchdog, progress)
+                    commit_all(shards.rest(LEAVE_S), graph, watchdog, progress)
             raise
         finally:
             reading = watchdog.last()
@@ -162,7 +162,7 @@ def written_shards(
             yield from shards.written()
 
 
-def _commit_all(
+def commit_all(
     shards: Iterable[tuple[int, pa.Table]], graph: PlannedGraph, watchdog: Watchdog, progress: Reporter
 ) -> None:
     """Commit shards one by one and count them as progress. Raises RunFailed, also if rows are missing at the end."""

@@ -70,7 +70,7 @@ class Watchdog:
     def look(self) -> None:
         """Read the workers' reports and raise if the run stalls; without an answer only commits count as movement."""
         if self._had_room is None:
-            self._had_room = self._has_room()
+            self._had_room, _ = self._room()
         report = self._read()
         if report.moves != self._report.moves:
             self.moved()
@@ -87,23 +87,19 @@ class Watchdog:
                 "--stall-timeout"
             )
 
-    def _has_room(self) -> bool:
-        """Return whether all workers fit the cluster."""
+    def _room(self) -> tuple[bool, bool]:
+        """Return whether all workers fit the cluster, and whether some of each stage do."""
         try:
             found = self.available_resources()
         except Exception:  # noqa: BLE001 - a cluster that does not answer: the timeout will tell
-            return True
-        return found.get("CPU", 0.0) >= self.plan.cpus and found.get("GPU", 0.0) >= self.plan.gpus
+            return True, True
+        cpus, gpus = found.get("CPU", 0.0), found.get("GPU", 0.0)
+        return cpus >= self.plan.cpus and gpus >= self.plan.gpus, cpus > 0 and gpus >= min(1, self.plan.gpus)
 
     def _shrunk(self) -> bool:
         """Return whether the cluster no longer has room for all workers, but still for some."""
-        try:
-            found = self.available_resources()
-            return (
-                not self._has_room() and found.get("CPU", 0.0) > 0 and found.get("GPU", 0.0) >= min(1, self.plan.gpus)
-            )
-        except Exception:  # noqa: BLE001 - a cluster that does not answer: the timeout will tell
-            return False
+        all_fit, some_fit = self._room()
+        return some_fit and not all_fit
 
     def failure(self) -> str | None:
         """Return the reason that a worker reported for ending the run, or None."""
@@ -303,7 +299,7 @@ def iterate_watched(
                 yield item[0]
 
 
-def _interrupt(thread: threading.Thread, wait_s: float = 10.0) -> None:
+def _interrupt(thread: threading.Thread) -> None:
     """Raise an exception in another thread, and wait for its end.
 
     Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, a thread cannot be
@@ -312,4 +308,4 @@ def _interrupt(thread: threading.Thread, wait_s: float = 10.0) -> None:
     """
     if thread.is_alive() and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))
-        thread.join(wait_s)
+        thread.join(_LONGEST_LOOK_S)

@@ -97,10 +97,6 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
         ledger = Ledger(request.store, made_with(request.store)).refresh()
         todo, counts = remaining(request.manifest, ledger, config, request.objects)
     todo, _ = within_limit(todo, config.limit)
-    return _forecast(request, counts, todo)
-
-
-def _forecast(request: PruneRequest, counts: Tally, todo: pa.Table) -> Forecast:
     shape = request.decode_setup().largest_frames()
     small = family_of(request.source).preprocessor().target_size(shape[0], 240, 240)
     T, N = family_of(request.source).token_counts(*shape)
@@ -205,10 +201,9 @@ def planned_work(config: PruneConfig, console: Console, given: object = None) ->
         ledger = Ledger(request.store, made_with(request.store)).refresh()
         todo, _ = remaining(request.manifest, ledger, config, request.objects)
     todo, _ = within_limit(todo, config.limit)
-    if (found := discovery_of(request, ledger, todo)) is not None:
-        with found:
-            todo = found.all().todo
-        refuse_empty(request, found)
+    with discovery_of(request, ledger, todo) as found:
+        todo = found.all().todo
+    refuse_empty(request, found)
     seen = probed(request, todo, PROBE if config.probe is None else config.probe, console)
     return workload(request, len(todo), seen, ledger)
 

@@ -176,10 +176,8 @@ def within_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
     return todo.slice(0, limit), waiting
 
 
-def discovery_of(request: PruneRequest, ledger: Ledger, known: pa.Table) -> Discovery | None:
-    """Return what finds the videos to do of containers that were left out, behind ``known`` ones; None without any."""
-    if not request.indexing.left:
-        return None
+def discovery_of(request: PruneRequest, ledger: Ledger, known: pa.Table) -> Discovery:
+    """Return what finds the videos to do of containers that were left out, if any were, behind ``known`` ones."""
     config = request.config
 
     def select(videos: pa.Table) -> tuple[pa.Table, pa.Table]:

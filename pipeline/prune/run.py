@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -49,30 +48,24 @@ class Todo:
     """The videos that are left to do, and the cache's rows.
 
     Attributes:
-        known: the rows (TODO_SCHEMA) of those that are known from the start.
         n_waiting: how many videos without a row ``--limit`` leaves for another run.
         ledger: the rows of the cache.
         committed: the token shards that earlier runs recorded as committed.
-        discovery: finds those of containers that were never indexed.
+        discovery: has the videos that are known from the start, and finds those of containers that were never indexed.
     """
 
-    known: pa.Table
     n_waiting: int
     ledger: Ledger
     committed: list[str]
-    discovery: Discovery | None = None
+    discovery: Discovery
 
     @property
     def videos(self) -> pa.Table:
-        """The rows of all that are known by now."""
-        return self.known if self.discovery is None else self.discovery.found().todo
+        """The rows (TODO_SCHEMA) of all that are known by now."""
+        return self.discovery.found().todo
 
     def __len__(self) -> int:
-        return len(self.known if self.discovery is None else self.discovery)
-
-    def expected(self) -> int:
-        """Return the number of videos, estimated where containers are still to be indexed. Raises RunFailed."""
-        return len(self) if self.discovery is None else self.discovery.expected()
+        return len(self.discovery)
 
 
 def _sample(request: PruneRequest, todo: Todo) -> int:
@@ -81,11 +74,11 @@ def _sample(request: PruneRequest, todo: Todo) -> int:
     if request.config.token_codec == BFLOAT16.name or header.get("gate", {}).get("passed"):
         return -1
     sample, count = sample_store(request.store), request.config.gate_sample
-    if todo.discovery is None:
+    if not request.indexing.left:
         limit = sample_limit(request.manifest["video_id"], count)
     else:  # --limit leaves containers closed: a share of this run's videos, until there are enough
         held = len(Ledger(sample, made_with(sample)).refresh()) if sample.exists(HEADER) else 0
-        limit = sample_share(max(0, count - held), todo.expected())
+        limit = sample_share(max(0, count - held), todo.discovery.expected())
     if limit >= 0:
         sample.make()
         sample.put(HEADER, header_bytes(coded_header(header, BFLOAT16.name)))
@@ -128,19 +121,18 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         for line in skipped_lines(counts, self.options):
             self.console.print(line, highlight=False)
         known, n_waiting = within_limit(todo, self.options.limit)
-        return Todo(known, n_waiting, ledger, committed, discovery_of(request, ledger, known))
+        return Todo(n_waiting, ledger, committed, discovery_of(request, ledger, known))
 
     def stream(self, request: PruneRequest, todo: Todo) -> Streamed:
-        with nullcontext() if todo.discovery is None else todo.discovery:
+        with todo.discovery:
             return self._stream(request, todo)
 
     def _stream(self, request: PruneRequest, todo: Todo) -> Streamed:
         """Run the remaining videos through the graph, while others are found. Raises RunFailed."""
         config = self.options
         device, dtype = choose_device(config, request.dtype, self.say)
-        n_videos = todo.expected()
-        if todo.discovery is not None:
-            refuse_empty(request, todo.discovery)
+        n_videos = todo.discovery.expected()
+        refuse_empty(request, todo.discovery)
         self.monitor.start()
         check_decoder_device(config.decoder, device)
         if not request.store.names(VIDEOS, ".parquet"):
@@ -166,7 +158,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file, self.monitor)
         with run_file:
             try:
-                n_failed = passes.first(todo.known if todo.discovery is None else todo.discovery)
+                n_failed = passes.first(todo.discovery if request.indexing.left else todo.videos)
                 run_file.note(videos=len(todo))
                 n_failed -= passes.second(retry_candidates(todo.videos, commits.retryable, config.max_attempts))
             except LimitReached as reached:
@@ -180,7 +172,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         """Estimate the run on the cluster that is joined now."""
         seen = probed(request, todo.videos, self.options.probe or 0, self.console)
         cluster = joined_cluster(resources_without(()), device)._replace(encoders_per_gpu=self.options.encoders_per_gpu)
-        return estimate(workload(request, todo.expected(), seen, todo.ledger), cluster, Prices.of(self.options))
+        work = workload(request, todo.discovery.expected(), seen, todo.ledger)
+        return estimate(work, cluster, Prices.of(self.options))
 
     def _limited(self, request: PruneRequest, plan: Plan) -> Limits:
         """Return the limits of the run; time counts from now on. Raise UsageError where a price is missing."""
@@ -191,16 +184,13 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         return Limits(facts, plan, config.max_hours, config.max_cost)
 
     def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
-        header, manifest = read_header(request.store), request.manifest
-        n_waiting = todo.n_waiting
-        if todo.discovery is not None:
-            n_waiting += within_limit(todo.discovery.beyond, 0)[1]
-            manifest = pa.concat_tables([manifest, todo.discovery.found().videos])
-            if todo.discovery.n_left:
-                self.say(f"note: videos of {todo.discovery.n_left} containers are not known yet, and not counted")
+        header, discovery = read_header(request.store), todo.discovery
+        n_waiting = todo.n_waiting + within_limit(discovery.beyond, 0)[1]
+        if discovery.n_left:
+            self.say(f"note: videos of {discovery.n_left} containers are not known yet, and not counted")
         held = summarise(
             todo.ledger.refresh(),
-            manifest,
+            pa.concat_tables([request.manifest, discovery.found().videos]),
             deepstack_levels(header),
             codec_of(header["identity"]),
             n_waiting=n_waiting,

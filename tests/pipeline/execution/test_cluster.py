@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from gstep.backbones import ModelSource, family_of
 from jobs.benchmark.pipeline.job import SleepingSetup
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import _is_worth_showing, at_most, choose_device, resources_without
+from pipeline.execution.cluster import at_most, choose_device, is_worth_showing, resources_without
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
@@ -120,7 +120,7 @@ def test_known_lines_of_rays_own_are_kept_in_its_folder_and_others_are_shown(tmp
     node.get_logs_dir_path.return_value = str(tmp_path)
     monkeypatch.setattr(ray._private.worker, "_global_node", node)
     logger = logging.getLogger("test_known_lines")
-    logger.addFilter(_is_worth_showing)
+    logger.addFilter(is_worth_showing)
     for line in ("Unhandled error: ray::_StatsActor.update(): KeyError", "Unhandled error: something of a task's"):
         logger.error(line)
     assert caplog.messages == ["Unhandled error: something of a task's"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from pipeline.errors import RunFailed
 from pipeline.execution.heartbeat import Heartbeats
 from pipeline.execution.progress import LineReporter
-from pipeline.execution.stream import PlannedGraph, _commit_all
+from pipeline.execution.stream import PlannedGraph, commit_all
 from pipeline.execution.watchdog import Watchdog
 from pipeline.prune.graph import PRUNING, plan_resources
 from pipeline.storage.stores import LocalStore
@@ -36,7 +36,7 @@ class Told(Watchdog):
 
 
 class Committing:
-    """Commits the shards of ``_commit_all`` as files of a folder."""
+    """Commits the shards of ``commit_all`` as files of a folder."""
 
     def __init__(self, root: Path, total: int) -> None:
         self.store = LocalStore(root)
@@ -51,7 +51,7 @@ class Committing:
     def run(self, shards: Iterable[pa.Table]) -> int:
         self.store.make()
         with LineReporter(Console(file=self.said, width=200), self.graph.total, 60, PRUNING) as progress:
-            _commit_all(enumerate(shards), self.graph, self.watchdog, progress)
+            commit_all(enumerate(shards), self.graph, self.watchdog, progress)
             return progress.at.failed
 
 
