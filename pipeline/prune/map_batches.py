@@ -10,16 +10,11 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from gstep.backbones import family_of
-from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reading import read_json
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
-from pipeline.execution.token_source import as_row
+from pipeline.cache.writer import PrunedVideo
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import given_parts
 from pipeline.option_values import config_of
@@ -47,7 +42,7 @@ _ANYWHERE = Roots([Path("/")], ["s3://"])  # the caller, who makes the rows, dec
 
 @dataclass(frozen=True)
 class PruneStages:
-    """The settings of ``DecodeVideos`` and ``EncodeVideos``, which travel to their workers."""
+    """The settings of the workers that decode and encode, to which they travel; ``DecodeVideos`` takes them too."""
 
     decode: DecodeSetup
     encode: EncodeSetup
@@ -123,41 +118,26 @@ class EncodeVideos:
                 yield from map(self._row, self._encoder.encode([VideoFrames(without_nulls(row, VideoRecord), frames)]))
 
     def _row(self, video: PrunedVideo) -> pa.Table:
-        """Return a pruned video as one output row."""
+        """Return a pruned video as one output row, its tokens in ascending position."""
         row = read_json(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
         said = {name: row[name] for name in ("video_id", "status", "error_class", "error_message")}
-        if video.kept is None:
-            return pa.Table.from_pylist([{**said, "metadata": json.dumps(row)}], schema=self._schema)
-        table = as_row(cached_video(row, video.kept))
-        for name in ("status", "error_class", "error_message"):
-            table = table.append_column(name, pa.array([said[name]], pa.string()))
-        return table.select(self._schema.names).cast(self._schema)
-
-
-def cached_video(row: VideoRow, kept: KeptTokens) -> CachedVideo:
-    """Return a pruned video as the cache's reader would return it, in ascending position.
-
-    ``row`` is its row of the videos table.
-    """
-    order = np.argsort(kept.index, kind="stable")
-    index = torch.from_numpy(kept.index[order].astype(np.int64))
-
-    def ordered(values: NDArray[Any] | None) -> Tensor | None:
-        return None if values is None else torch.from_numpy(values[order])
-
-    return CachedVideo(
-        video_id=row["video_id"],
-        tokens=_vectors(kept.tokens[order]),
-        index=index,
-        rank=ordered(kept.rank),
-        frame=index // row["tokens_per_frame"],
-        merged=ordered(kept.merged),
-        density=ordered(kept.density),
-        metadata=row,
-        deepstack=tuple(_vectors(level[order]) for level in kept.deepstack),
-    )
-
-
-def _vectors(bits: Bits) -> Tensor:
-    """View the bits of bfloat16 as a tensor."""
-    return torch.from_numpy(bits).view(torch.bfloat16)
+        said["metadata"] = json.dumps(row)
+        if (kept := video.kept) is None:
+            return pa.Table.from_pylist([said], schema=self._schema)
+        order = np.argsort(kept.index, kind="stable")
+        frame = kept.index // row["tokens_per_frame"]
+        numbers = {
+            "index": kept.index,
+            "rank": kept.rank,
+            "frame": frame,
+            "merged": kept.merged,
+            "density": kept.density,
+        }
+        vectors = {"tokens": kept.tokens, **{f"deepstack_{n}": level for n, level in enumerate(kept.deepstack)}}
+        columns = {
+            **said,
+            "hidden_size": kept.tokens.shape[1],
+            **{name: None if values is None else values[order] for name, values in numbers.items()},
+            **{name: values[order].tobytes() for name, values in vectors.items()},
+        }
+        return pa.Table.from_pylist([columns], schema=self._schema)

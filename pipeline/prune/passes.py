@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
 import pyarrow as pa
 from rich.console import Console
@@ -33,10 +32,9 @@ from pipeline.plan.estimate import Prices
 from pipeline.plan.facts import Facts, Limits
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import DecodeSetup
-from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.forecast import joined_cluster
 from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_for
+from pipeline.prune.map_batches import PruneStages
 from pipeline.prune.request import PruneRequest
 from pipeline.prune.resume import unfinished
 from pipeline.rows import VideoRecord, failed_from_outside, may_succeed_elsewhere
@@ -47,13 +45,6 @@ LEAST_ALIKE = 50
 # If there are no more videos, the sizes of their files decide how many decoders are worth starting.
 FILES_LOOKED_AT = 256
 _NOTE_S = 60.0  # least seconds between two saves of the run's record while it runs
-
-
-class Setups(NamedTuple):
-    """The settings of decode and encode workers."""
-
-    decode: DecodeSetup
-    encode: EncodeSetup
 
 
 class Commits:
@@ -173,7 +164,7 @@ class Passes:
 
     config: PruneConfig
     console: Console
-    setups: Setups
+    setups: PruneStages
     commits: Commits
     ledger: Ledger
     run_file: RunFile
@@ -217,7 +208,8 @@ class Passes:
         def planned(videos: pa.Table | Discovery) -> PlannedGraph:
             plan, request = self._planned(available(), videos), self.commits.request
             known_bytes = files_bytes(videos)
-            build = partial(build_graph, videos, *self.setups, plan, request.store, request.run_id, without=without)
+            setups = self.setups.decode, self.setups.encode
+            build = partial(build_graph, videos, *setups, plan, request.store, request.run_id, without=without)
             commit = partial(self.commits, self.commits.n_shards)
             stop = give_up if isinstance(videos, pa.Table) else partial(_checked, videos, give_up)
 
@@ -271,7 +263,7 @@ def _checked(videos: Discovery, give_up: Callable[[WorkerReport], str | None], r
 
 
 def planned_workers(
-    config: PruneConfig, setups: Setups, cluster: dict[str, float], n_videos: int, file_bytes: float = math.inf
+    config: PruneConfig, setups: PruneStages, cluster: dict[str, float], n_videos: int, file_bytes: float = math.inf
 ) -> tuple[Resources, Resources]:
     """Plan the workers for ``n_videos`` of ``file_bytes`` in all: as wanted, and as the object stores allow."""
     shape, encode = setups.decode.largest_frames(), setups.encode

@@ -27,7 +27,8 @@ from pipeline.plan.facts import Facts, Limits
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
 from pipeline.prune.forecast import joined_cluster, probed, token_bytes, workload
-from pipeline.prune.passes import Commits, Passes, Setups
+from pipeline.prune.map_batches import PruneStages
+from pipeline.prune.passes import Commits, Passes
 from pipeline.prune.request import PruneRequest, match_cache, prepare
 from pipeline.prune.resume import (
     discovery_of,
@@ -142,7 +143,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         with refusing():
             tower = tower_hash(request.source)
         encode = replace(request.encode_setup(device, dtype), sample_limit=_sample(request, todo), tower_hash=tower)
-        setups = Setups(request.decode_setup(), encode)
+        setups = PruneStages(request.decode_setup(), encode)
         plan = self._forecast(request, todo, device)
         limits = self._limits = self._limited(request, plan)
         about: JsonObject = {

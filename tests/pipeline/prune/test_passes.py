@@ -24,20 +24,21 @@ from pipeline.prune.batches import written_batch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
-from pipeline.prune.passes import FILES_LOOKED_AT, Commits, Passes, Setups, files_bytes, planned_workers, shortfalls
+from pipeline.prune.map_batches import PruneStages
+from pipeline.prune.passes import FILES_LOOKED_AT, Commits, Passes, files_bytes, planned_workers, shortfalls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
 from tests.pipeline.tars import write_tar
 
 
-def setups(device: str, token_bytes: int, frame_bytes: int = 10**6) -> Setups:
+def setups(device: str, token_bytes: int, frame_bytes: int = 10**6) -> PruneStages:
     """Setups that tell the sizes of videos of 32 frames, and no more."""
     decode = create_autospec(DecodeSetup, instance=True)
     decode.largest_frames.return_value = 32, 1, frame_bytes // 32 // 3
     encode = create_autospec(EncodeSetup, instance=True, device=device)
     encode.bytes_per_video.return_value = encode.stored_bytes_per_video.return_value = token_bytes
-    return Setups(decode, encode)
+    return PruneStages(decode, encode)
 
 
 def test_a_number_of_videos_a_shard_wins_over_its_size():
