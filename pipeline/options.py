@@ -9,7 +9,6 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 from pipeline.errors import UsageError
-from pipeline.option_values import share
 from pipeline.rows import Json
 
 # Failures from outside the items are tolerated up to this count, or this share of all items if that is more.
@@ -236,13 +235,15 @@ def _json_or_text(text: str) -> Json:
 def _count_or_share(text: str, total: int) -> int:
     """Convert ``--max-failed`` to a number of items: "10", "0.05" or "5%" of ``total``."""
     try:
-        if text.endswith("%") or "." in text:
-            part = share(text)
+        if text.endswith("%"):
+            share = float(text[:-1]) / 100
+        elif "." in text:
+            share = float(text)
         else:
             count = int(text)
             check(count >= 0, "max_failed", "a count or a share", text)
             return count
     except ValueError as error:
         raise UsageError(f"--max-failed is a count (10) or a share (0.05 or 5%), got {text!r}") from error
-    check(0.0 <= part <= 1.0, "max_failed", "a share in [0, 1]", text)
-    return math.floor(part * total + 1e-9)
+    check(0.0 <= share <= 1.0, "max_failed", "a share in [0, 1]", text)
+    return math.floor(share * total + 1e-9)

@@ -125,14 +125,8 @@ class EncodeVideos:
         if (kept := video.kept) is None:
             return pa.Table.from_pylist([said], schema=self._schema)
         order = np.argsort(kept.index, kind="stable")
-        frame = kept.index // row["tokens_per_frame"]
-        numbers = {
-            "index": kept.index,
-            "rank": kept.rank,
-            "frame": frame,
-            "merged": kept.merged,
-            "density": kept.density,
-        }
+        numbers = {name: getattr(kept, name) for name in ("index", "rank", "merged", "density")}
+        numbers["frame"] = kept.index // row["tokens_per_frame"]
         vectors = {"tokens": kept.tokens, **{f"deepstack_{n}": level for n, level in enumerate(kept.deepstack)}}
         columns = {
             **said,
