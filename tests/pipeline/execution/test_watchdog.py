@@ -157,38 +157,31 @@ ENCODING = {"decode": 0.4, "encode": 0.99, "write": 0.01}
 
 
 @pytest.mark.parametrize(
-    ("left", "now", "busy", "saved"),
+    ("before", "left", "encoding", "now", "busy", "saved"),
     [
-        (1000, (8, 0), DECODING, 240),  # 500 s become 250, and 10 s pass until they are begun
-        (60, (8, 0), DECODING, None),  # 30 s become 15
-        (1000, (4, 0), DECODING, None),
-        (1000, (2, 0), DECODING, None),
-        (1000, (7, 0), {"decode": 0.98, "encode": 0.7}, 133),  # the one encoder can take 1.4 times as many, not 1.75
-        (1000, None, DECODING, None),
-        (1000, (8, 0), {}, None),
+        ((4, 0), 1000, 0, (8, 0), DECODING, 240),  # 500 s become 250, and 10 s pass until they are begun
+        ((4, 0), 60, 0, (8, 0), DECODING, None),  # 30 s become 15
+        ((4, 0), 1000, 0, (4, 0), DECODING, None),
+        ((4, 0), 1000, 0, (2, 0), DECODING, None),
+        # The one encoder can take 1.4 times as many, not 1.75.
+        ((4, 0), 1000, 0, (7, 0), {"decode": 0.98, "encode": 0.7}, 133),
+        ((4, 2), 1000, 0, (64, 2), ENCODING, None),  # nodes that do not help the slowest stage
+        ((4, 0), 1000, 400, (8, 0), DECODING, None),  # what encoders have not got through would be decoded again
+        ((4, 0), 1000, 0, None, DECODING, None),
+        ((4, 0), 1000, 0, (8, 0), {}, None),
     ],
 )
-def test_what_is_left_is_planned_anew_where_that_saves_more_than_it_costs(left, now, busy, saved):
-    growth = Growth(plan_resources(4, 0, 4000), lambda n: None if now is None else plan_resources(*now, n))
-    at, speed = Progress(busy=busy, waiting={"decode": left, "encode": 0, "write": 0}), Speed(2.0, left, 10.0)
+def test_what_is_left_is_planned_anew_where_that_saves_more_than_it_costs(before, left, encoding, now, busy, saved):
+    growth = Growth(plan_resources(*before, 4000), lambda n: None if now is None else plan_resources(*now, n))
+    waiting = {"decode": left - encoding, "encode": encoding, "write": 0}
+    at, speed = Progress(busy=busy, waiting=waiting), Speed(2.0, left, 10.0)
     growth.look(at, speed)  # nodes may still be joining
     if saved is None:
+        growth.look(at, speed)
         growth.look(at, speed)
     else:
         with pytest.raises(ClusterChanged, match=f"nodes joined, which saves about {saved} s"):
             growth.look(at, speed)
-
-
-def test_nodes_that_do_not_help_the_slowest_stage_change_nothing():
-    growth = Growth(plan_resources(4, 2, 4000), lambda n: plan_resources(64, 2, n))
-    for _ in range(3):
-        growth.look(Progress(busy=ENCODING, waiting={"decode": 1000}), Speed(2.0, 1000, 10.0))
-
-
-def test_what_encoders_have_not_got_through_is_part_of_the_cost():
-    growth = Growth(plan_resources(4, 0, 4000), lambda n: plan_resources(8, 0, n))
-    for _ in range(3):
-        growth.look(Progress(busy=DECODING, waiting={"decode": 0, "encode": 400, "write": 0}), Speed(2.0, 1000, 10.0))
 
 
 def test_nodes_that_come_one_after_another_are_waited_for():

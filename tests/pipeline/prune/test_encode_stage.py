@@ -95,27 +95,6 @@ def test_failed_rows_pass_through_and_bad_ones_stay_alone(encoder):
     assert out[1]["error_stage"] == "encode"
 
 
-def poisoned(level, place, value):
-    """The change of a tower that gives one value of the tokens (None) or of a deepstack level."""
-
-    def change(tower):
-        def encode(frames, evidence):
-            visual = tower.encode(frames, evidence)
-            (visual.tokens if level is None else visual.deepstack[level])[place] = value
-            return visual
-
-        return {"encode": encode}
-
-    return change
-
-
-def test_tokens_that_are_not_finite_are_an_error_row():
-    record, kept = only(changed(poisoned(None, (1, 3, 0), math.nan))(decoded("v")))
-    assert kept is None
-    assert (record["error_class"], record["error_stage"]) == ("internal", "prune")
-    assert "frame 1, token 3" in record["error_message"]
-
-
 QWEN_FRAMES = np.random.default_rng(1).integers(0, 256, (5, 96, 160, 3), dtype=np.uint8)  # 3 x 5 tokens of 32 pixels
 
 
@@ -144,10 +123,27 @@ def test_deepstack_levels_hold_the_places_of_the_tokens(method):
     assert extra["patch_timestamps"] == [0.0, 0.375, 0.75]  # frames at 0, 1/4, ... 1 s of a clip that starts at 1/4 s
 
 
-def test_levels_that_are_not_finite_are_an_error_row():
-    record, _ = only(changed(poisoned(1, (2, 14, 63), math.inf), "tiny-qwen3-vl")(qwen3_row()))
-    assert (record["error_class"], record["error_stage"]) == ("internal", "encode")
-    assert "deepstack level 1" in record["error_message"]
+@pytest.mark.parametrize(
+    ("values_of", "place", "value", "stage", "said"),
+    [
+        (lambda visual: visual.tokens, (1, 3, 0), math.nan, "prune", "frame 1, token 3"),
+        (lambda visual: visual.deepstack[1], (2, 14, 63), math.inf, "encode", "deepstack level 1"),
+    ],
+    ids=["tokens", "level"],
+)
+def test_values_that_are_not_finite_are_an_error_row(values_of, place, value, stage, said):
+    def poisoning(tower):
+        def encode(frames, evidence):
+            visual = tower.encode(frames, evidence)
+            values_of(visual)[place] = value
+            return visual
+
+        return {"encode": encode}
+
+    record, kept = only(changed(poisoning, "tiny-qwen3-vl")(qwen3_row()))
+    assert kept is None
+    assert (record["error_class"], record["error_stage"]) == ("internal", stage)
+    assert said in record["error_message"]
 
 
 def test_two_calls_at_a_time_never_compute_at_a_time_and_one_loads_while_the_other_computes(monkeypatch):
