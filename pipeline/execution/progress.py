@@ -118,9 +118,10 @@ class Pace:
 
 
 class Reporter:
-    """A counter of a run's items; each subclass displays the counts in its own way."""
+    """A counter of a run's items, which tells the counts to a function; subclasses display them in their own way."""
 
-    def __init__(self, total: int, words: Wording) -> None:
+    def __init__(self, total: int, words: Wording, tell: Callable[[Progress], object] = lambda at: None) -> None:
+        self._tell = tell
         self.at = Progress(item=words.item, total=total)
         self.pace = Pace(total, words.item)
         self._words = words
@@ -135,7 +136,8 @@ class Reporter:
         """End the display."""
 
     def show(self) -> None:
-        """Show the current counts; each subclass has its own display."""
+        """Show the current counts."""
+        self._tell(self.at)
 
     def grow(self, total: int) -> None:
         """Set the number of items, of which more were found."""
@@ -169,21 +171,10 @@ class Reporter:
 def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
     """Return the progress display for a console: a bar on a terminal, a function's, or a line at each interval."""
     if isinstance(console, Listening):
-        return FunctionReporter(console, total, words)
+        return Reporter(total, words, console.tell)
     if console.is_terminal:
         return BarReporter(console, total, words)
     return LineReporter(console, total, log_interval, words)
-
-
-class FunctionReporter(Reporter):
-    """A reporter that passes the counts to the function of a listening console."""
-
-    def __init__(self, console: Listening, total: int, words: Wording) -> None:
-        super().__init__(total, words)
-        self._tell = console.tell
-
-    def show(self) -> None:
-        self._tell(self.at)
 
 
 class BarReporter(Reporter):

@@ -97,10 +97,11 @@ class VideoDecoder:
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """Return the record of a video and its frames [t,h,w,3]; a fault of the video makes an error row and None."""
-        started = time.perf_counter()
-        record = _first_record(row)
+        started, setup = time.perf_counter(), self._setup
+        record, clip = _first_record(row), (row["start_s"], row["end_s"])
+        request = DecodeRequest(row["uri"], setup.sampling, setup.preprocessor, *clip, setup.decoder)
         try:
-            video = source.decode(self._sandbox, self._request(row))
+            video = source.decode(self._sandbox, request)
         except VideoFault as fault:
             failed = failed_video(record, fault)
             if (version := decoder_version(fault.backend)) is not None:
@@ -111,17 +112,6 @@ class VideoDecoder:
             return failed, None
         return {**record, **decoded_columns(video, row["attempts"])}, video.frames
 
-    def _request(self, row: TodoRow) -> DecodeRequest:
-        """Return the decode request of a row."""
-        return DecodeRequest(
-            path=row["uri"],
-            start_s=row["start_s"],
-            end_s=row["end_s"],
-            sampling=self._setup.sampling,
-            preprocessor=self._setup.preprocessor,
-            decoder=self._setup.decoder,
-        )
-
 
 class Decoder:
     """The decode actor: a VideoDecoder and a heartbeat. A call takes a UNIT of rows and yields bundles of their videos.
@@ -131,9 +121,7 @@ class Decoder:
     """
 
     def __init__(self, setup: DecodeSetup, heartbeats: ActorHandle | None = None, videos_per_bundle: int = 1) -> None:
-        self._heartbeat = Heartbeat(
-            "decode", heartbeats, suspects=False
-        )  # a video kills the decode child, not this process
+        self._heartbeat = Heartbeat("decode", heartbeats, suspects=False)  # a video kills the child, not this process
         self._heartbeat.start()
         self._decoder = VideoDecoder(setup)
         self._decoding = threading.Lock()  # both calls share one child

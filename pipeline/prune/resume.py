@@ -74,7 +74,8 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
             old = ledger.read(int(state.rows[place]))
             examples.append(_difference(part.slice(place, 1).to_pylist()[0], old, int(state.sizes[place])))
         redone = state.changed & (config.on_changed == "redo")
-        tally += _tally(state, redone)
+        kept = state.known & ~state.failed & ~redone, state.failed & ~state.retried
+        tally += [kind.sum() for kind in (~state.known, state.retried, redone, *kept)]
         todo.append(_selected(part, state, ~state.known | state.retried | redone))
     sizes.finish()
     if n_changed and config.on_changed == "refuse":
@@ -139,18 +140,6 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
     # A failed row holds no tokens to protect. A file that was mended, or was missing, gets all its attempts anew.
     retried = failed & config.retry_failed & (~spent | another | resized)
     return _Comparison(rows, known, failed, attempts, sizes, changed, retried)
-
-
-def _tally(state: _Comparison, redone: Mask) -> NDArray[np.int64]:
-    """Count the rows of a part for each field of Tally."""
-    kinds = (
-        ~state.known,
-        state.retried,
-        redone,
-        state.known & ~state.failed & ~redone,
-        state.failed & ~state.retried,
-    )
-    return np.array([kind.sum() for kind in kinds], np.int64)
 
 
 def _selected(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.RecordBatch:
