@@ -5,8 +5,8 @@ However a run ends, rows already encoded are written first, unless the store its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sized
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from pipeline.errors import RunFailed
 from pipeline.execution.cluster import root_cause
-from pipeline.execution.heartbeat import start_heartbeats
+from pipeline.execution.monitoring.heartbeats import heartbeats_of
 from pipeline.execution.monitoring.load import Progress
 from pipeline.execution.monitoring.report import WorkerReport
 from pipeline.execution.progress import Reporter, reporter
@@ -82,7 +82,7 @@ def stream(
         graph = plan(items)
         progress = reporter(console, graph.total(), options.log_interval, graph.plan.wording)
         try:
-            with _heartbeats(tuple(graph.plan.wording.stages)) as heartbeats:
+            with heartbeats_of(tuple(graph.plan.wording.stages)) as heartbeats:
                 _stream(graph, heartbeats, progress, console, options)
             return n_failed + progress.at.failed
         except ClusterChanged as why:
@@ -97,17 +97,6 @@ def stream(
             raise
         n_failed += progress.at.failed
     return n_failed
-
-
-@contextmanager
-def _heartbeats(stages: Sequence[str]) -> Iterator[ActorHandle]:
-    """Run the actor to which workers report inside the context: Ray Data holds on to it after a run."""
-    heartbeats = start_heartbeats(stages)
-    try:
-        yield heartbeats
-    finally:
-        with suppress(Exception):  # a cluster that is gone has no actor either
-            ray.kill(heartbeats)
 
 
 def _stream(

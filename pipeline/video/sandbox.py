@@ -10,14 +10,12 @@ cannot promise that.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import fcntl
 import logging
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -25,8 +23,7 @@ import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import cache
-from multiprocessing import connection, reduction, util
+from multiprocessing import connection, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -152,7 +149,6 @@ class _Child:
         self.process = context.Process(target=_serve, args=(theirs, memory_mb, on_gpu), name="decode", daemon=True)
         with _no_main_module(), forked_ahead():
             self.process.start()
-        _remove_sockets_at_exit()
         theirs.close()  # the child now holds the only other end: when it dies, reading here ends
         try:
             if not self.pipe.poll(_START_S):
@@ -300,12 +296,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-@cache
-def _remove_sockets_at_exit() -> None:
-    """Remove the sockets of this process's fork server when it ends: a worker ends before ``multiprocessing`` does."""
-    atexit.register(shutil.rmtree, util.get_temp_dir(), ignore_errors=True)
 
 
 def strip_credentials(environment: MutableMapping[str, str]) -> None:

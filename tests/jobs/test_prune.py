@@ -53,7 +53,8 @@ def first(folder, tmp_path_factory):
     """One finished run of a user who has set nothing up: (cache, its completed process)."""
     out = tmp_path_factory.mktemp("out")
     (out / "home").mkdir()
-    clean = {"HOME": str(out / "home"), "XDG_CACHE_HOME": None, "RAY_AUTH_MODE": None}
+    (out / "tmp").mkdir()
+    clean = {"HOME": str(out / "home"), "TMPDIR": str(out / "tmp"), "XDG_CACHE_HOME": None, "RAY_AUTH_MODE": None}
     return out / "cache", run("jobs.prune", str(folder), "--out", str(out / "cache"), f"--num-frames={FRAMES}", **clean)
 
 
@@ -76,6 +77,11 @@ def test_nothing_is_left_in_the_home_folder(first):
     """A token of Ray's above all, with which a later ``ray start`` would ask for it."""
     path, done = first
     assert done.returncode == 0 and list((path.parent / "home").rglob("*")) == []
+
+
+def test_no_socket_of_a_decoder_is_left_in_the_temporary_folder(first):
+    folder = first[0].parent / "tmp"
+    assert any(folder.iterdir()) and not list(folder.glob("pymp-*"))
 
 
 def test_the_summary_is_on_screen_and_in_the_cache(first):

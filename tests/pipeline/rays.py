@@ -16,7 +16,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.execution.heartbeat import Heartbeat, Heartbeats
+from pipeline.execution.heartbeat import Heartbeat
+from pipeline.execution.monitoring.heartbeats import Heartbeats
 from pipeline.execution.monitoring.report import Worker
 from pipeline.execution.prefork.server import SOCKET, forking_workers
 from pipeline.execution.shards import RunGraph, Shards

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.execution.cluster import failing_nodes, node_selector
-from pipeline.execution.heartbeat import NodeTally
+from pipeline.execution.monitoring.report import NodeTally
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,18 @@ import pytest
 import ray
 
 from pipeline.execution import heartbeat
-from pipeline.execution.heartbeat import (
+from pipeline.execution.heartbeat import Heartbeat, WorkerGivenUp
+from pipeline.execution.monitoring.heartbeats import (
     DEATHS,
     DEATHS_S,
     RECENT,
     REPORTS_A_SECOND,
     REST_S,
     SELDOM_S,
-    Heartbeat,
     Heartbeats,
-    NodeTally,
-    ProgressDelta,
-    Worker,
-    WorkerGivenUp,
-    start_heartbeats,
+    heartbeats_of,
 )
+from pipeline.execution.monitoring.report import NodeTally, ProgressDelta, Worker
 from pipeline.prune.graph import PRUNING
 from tests.jobs.processes import assert_all_gone
 from tests.pipeline.rays import handle_of, heartbeats_here, ray_here
@@ -421,8 +418,8 @@ def test_what_was_in_hand_on_lost_nodes_is_not_blamed_for_them():
 
 @pytest.fixture(scope="module")
 def heartbeats():
-    with ray_here({"num_cpus": 1}):
-        yield start_heartbeats(STAGES)
+    with ray_here({"num_cpus": 1}), heartbeats_of(STAGES) as heartbeats:
+        yield heartbeats
 
 
 class Slow:

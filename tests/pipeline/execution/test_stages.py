@@ -5,7 +5,7 @@ from unittest.mock import create_autospec
 
 import ray.data
 
-from pipeline.execution.heartbeat import DEATHS
+from pipeline.execution.monitoring.heartbeats import DEATHS
 from pipeline.execution.monitoring.load import stage_counts
 from pipeline.execution.stages import (
     BLOCK_BYTES,

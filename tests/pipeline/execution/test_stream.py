@@ -10,7 +10,7 @@ import ray
 from rich.console import Console
 
 from pipeline.errors import RunFailed
-from pipeline.execution.heartbeat import Heartbeats
+from pipeline.execution.monitoring.heartbeats import Heartbeats
 from pipeline.execution.progress import LineReporter
 from pipeline.execution.stream import PlannedGraph, commit_all
 from pipeline.execution.watchdog import Watchdog

@@ -11,8 +11,9 @@ import pytest
 import ray
 
 from pipeline.errors import RunFailed
-from pipeline.execution.heartbeat import WorkerReport, start_heartbeats
+from pipeline.execution.monitoring.heartbeats import heartbeats_of
 from pipeline.execution.monitoring.load import Progress
+from pipeline.execution.monitoring.report import WorkerReport
 from pipeline.execution.progress import Speed
 from pipeline.execution.watchdog import SHRUNK_S, ClusterChanged, Growth, Watchdog, iterate_watched
 from pipeline.prune.graph import PRUNING, plan_resources
@@ -97,6 +98,12 @@ def one_cpu():
         yield nodes
 
 
+@pytest.fixture
+def heartbeats(one_cpu):
+    with heartbeats_of(STAGES) as heartbeats:
+        yield heartbeats
+
+
 def stalled(dataset, plan, n_videos, heartbeats, reached: Callable[[WorkerReport], object]) -> str:
     """Run a graph until its watchdog gives up; returns why. Its patience starts once the heartbeats say what
     ``reached`` waits for, however long the workers take to start on this machine."""
@@ -114,16 +121,16 @@ def stalled(dataset, plan, n_videos, heartbeats, reached: Callable[[WorkerReport
 
 
 @pytest.mark.slow
-def test_a_cluster_without_room_is_named(one_cpu, tmp_path):
-    plan, heartbeats = plan_resources(1, 1, 8), start_heartbeats(STAGES)
+def test_a_cluster_without_room_is_named(heartbeats, tmp_path):
+    plan = plan_resources(1, 1, 8)
     plan = replace(plan, decode=replace(plan.decode, num_cpus=3))
     why = stalled(graph_of(8, plan, tmp_path, heartbeats=heartbeats), plan, 8, heartbeats, lambda reading: True)
     assert "decode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
 
 
 @pytest.mark.slow
-def test_a_missing_gpu_is_named(one_cpu, tmp_path):
-    plan, heartbeats = plan_resources(1, 1, 8), start_heartbeats(STAGES)
+def test_a_missing_gpu_is_named(heartbeats, tmp_path):
+    plan = plan_resources(1, 1, 8)
     dataset = graph_of(8, plan, tmp_path, heartbeats=heartbeats)
     why = stalled(dataset, plan, 8, heartbeats, lambda reading: reading.left["decode"] == 8)
     assert "encode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
@@ -142,10 +149,10 @@ def test_a_missing_gpu_is_named(one_cpu, tmp_path):
         (plan_resources(8, 0, 64), {"CPU": 3}, False),  # it never had room, so nothing was lost
     ],
 )
-def test_what_is_left_is_planned_anew_where_nodes_were_lost(one_cpu, plan, now, anew):
+def test_what_is_left_is_planned_anew_where_nodes_were_lost(heartbeats, plan, now, anew):
     offer, at = {"CPU": 4.0, "GPU": 2.0}, 0.0
     told = {"available_resources": lambda: offer, "clock": lambda: at}
-    dog = Watchdog(start_heartbeats(STAGES), 60, plan, 64, nothing, **told)
+    dog = Watchdog(heartbeats, 60, plan, 64, nothing, **told)
     dog.look()
     offer, at = now, SHRUNK_S + 1
     with pytest.raises(ClusterChanged) if anew else nullcontext():
@@ -195,8 +202,8 @@ def test_nodes_that_come_one_after_another_are_waited_for():
 
 
 @pytest.mark.slow
-def test_dead_heartbeats_harm_no_video(one_cpu, tmp_path):
-    plan, heartbeats = plan_resources(1, 0, 8), start_heartbeats(STAGES)
+def test_dead_heartbeats_harm_no_video(heartbeats, tmp_path):
+    plan = plan_resources(1, 0, 8)
     ray.kill(heartbeats)
     watchdog = Watchdog(heartbeats, 60, plan, 8, nothing)
     watchdog.look()
@@ -210,8 +217,8 @@ class HangingStore(LocalStore):
 
 
 @pytest.mark.slow
-def test_a_writer_that_hangs_is_named(one_cpu, tmp_path):
-    plan, heartbeats = plan_resources(1, 0, 8), start_heartbeats(STAGES)
+def test_a_writer_that_hangs_is_named(heartbeats, tmp_path):
+    plan = plan_resources(1, 0, 8)
     path = str(write_clip(tmp_path / "v.mp4", count=2))  # of what failed no shard is written
     dataset = graph_of(8, plan, HangingStore(tmp_path), path, heartbeats=heartbeats)
     why = stalled(dataset, plan, 8, heartbeats, lambda reading: reading.inside["write"])

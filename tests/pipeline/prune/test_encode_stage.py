@@ -15,7 +15,7 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline.cache.cached_video import bfloat16
 from pipeline.errors import VideoFault
-from pipeline.execution.heartbeat import ProgressDelta, Worker
+from pipeline.execution.monitoring.report import ProgressDelta, Worker
 from pipeline.prune.batches import VideoFrames, decoded_bundle, decoded_videos, encoded_videos
 from pipeline.prune.encode_stage import Encoder, EncodeSetup, VideoEncoder
 from pipeline.rows import failed_video

@@ -5,7 +5,7 @@ import pytest
 from pipeline import TokenCache
 from pipeline.cache.writer import commit
 from pipeline.errors import VideoFault
-from pipeline.execution.heartbeat import Worker
+from pipeline.execution.monitoring.report import Worker
 from pipeline.prune.batches import WRITTEN, encoded_bundle, written_records
 from pipeline.prune.graph import PRUNING
 from pipeline.prune.write_stage import Writer

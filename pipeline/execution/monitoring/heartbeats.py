@@ -1,0 +1,230 @@
+"""The actor to which workers report what they are doing right now, and which the driver asks.
+
+It keeps one report a busy worker, whatever the size of the corpus. It also knows what a worker held when its process
+died, so that the next process of that worker can ask which item has killed others before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pipeline.execution.monitoring.report import Death, Fault, NodeTally, ProgressDelta, Worker, WorkerReport
+
+_RESTARTS = 3
+# A worker is given up if its processes die more often than this. An item that kills its worker costs two deaths, so a
+# few such items an hour do not end a run, nor does a process lost each day; a machine where every process dies does.
+DEATHS, DEATHS_S = 10, 3600.0
+# A worker is out of service while all but one of its last RECENT items failed in a way that another machine may avoid,
+# and less than BETTER of the other workers' items did: one that fails instantly would drain the corpus before others
+# finish their first item. It tries one item after REST_S, and the next after twice that: a mount may come back.
+RECENT, REST_S, BETTER = 8, 60.0, 0.25
+_AT_WORK_S = 10.0  # a worker that moved an item in the last 10 s counts as at work
+# A report takes the actor a quarter of a millisecond of a core: all workers together send so many a second, each at
+# most one in REPORT_S seconds and at least one in SELDOM_S.
+REPORTS_A_SECOND, REPORT_S, SELDOM_S = 2000, 1.0, 8.0
+_DEATHS_KEPT = 100  # processes that died, for the driver's log
+_BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fill the worker's memory
+
+
+class _RecentItems:
+    """The outcomes of a worker's last items, by which the actor takes it out of service."""
+
+    def __init__(self) -> None:
+        self.failed: deque[bool] = deque(maxlen=RECENT)
+        self.moved_at = 0.0
+        self.rest_s = REST_S
+        self.resting_since: float | None = None
+
+    def add(self, delta: ProgressDelta, now: float) -> None:
+        """Add the outcomes of a report; a success ends the worker's rest."""
+        self.failed.extend([False] * delta.done + [True] * delta.failed)
+        self.moved_at = now
+        if delta.done:
+            self.rest_s, self.resting_since = REST_S, None
+
+    @property
+    def fails(self) -> bool:
+        """Return whether all but one of the last RECENT items failed."""
+        return sum(self.failed) >= RECENT - 1
+
+
+def _living() -> set[str]:
+    """List the ids of the nodes that Ray takes for alive."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+class Heartbeats:
+    """The class of the actor. ``living`` returns the ids of the living nodes; None takes all nodes for alive."""
+
+    def __init__(
+        self,
+        stages: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+        living: Callable[[], Collection[str]] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._living = living
+        self._nodes: tuple[float, Collection[str]] | None = None  # when Ray was asked for them, and its answer
+        self._held: dict[str, dict[str, Sequence[str]]] = {stage: {} for stage in stages}  # by worker
+        self._processes: dict[str, dict[str, Worker]] = {stage: {} for stage in stages}  # by worker: its last one
+        self._dead: deque[Death] = deque(maxlen=_DEATHS_KEPT)
+        self._nodes_seen: set[str] = set()
+        self._lost: set[Worker] = set()  # processes on nodes that were lost
+        self._deaths: dict[tuple[str, str], list[str]] = defaultdict(list)  # (stage, item) -> hosts
+        self._died: dict[str, deque[float]] = {}  # worker -> when its last processes died
+        self._tallies: dict[str, dict[str, NodeTally]] = {stage: {} for stage in stages}
+        self._recent_items: dict[str, dict[str, _RecentItems]] = {stage: defaultdict(_RecentItems) for stage in stages}
+        self._out_of_service: dict[str, str] = {}  # worker -> a description for the user
+        self._left, self._made = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+        self._up_s, self._busy_s = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
+        self._faults: Counter[Fault] = Counter()
+        self._moves = 0
+        self._failure: str | None = None
+
+    @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
+    def state(self, stage: str, worker: Worker, held: Sequence[str], delta: ProgressDelta) -> None:
+        """Record the items that a worker of ``stage`` holds now, and its counts since its last report."""
+        self._processes[stage][worker.name] = worker
+        if held:
+            self._held[stage][worker.name] = held
+        else:
+            self._held[stage].pop(worker.name, None)
+        self._left[stage] += delta.left
+        self._made[stage] += delta.made
+        self._moves += delta.moves
+        self._up_s[stage] += delta.up_s
+        self._busy_s[stage] += delta.busy_s
+        self._faults.update(Fault(stage, worker.host, fault) for fault in delta.faults)
+        if delta.done or delta.failed:
+            before = self._tallies[stage].get(worker.node, NodeTally(worker.host))
+            done, failed = before.done + delta.done, before.failed + delta.failed
+            self._tallies[stage][worker.node] = NodeTally(worker.host, done, failed)
+            self._recent_items[stage][worker.name].add(delta, self._clock())
+
+    def rests(self, stage: str, worker: Worker) -> bool:
+        """Return whether this worker is out of service now, and must not take another item."""
+        mine, now = self._recent_items[stage][worker.name], self._clock()
+        if not mine.fails or not self._do_better(stage, self._at_work(stage) - {worker.name}):
+            mine.resting_since = None
+            return False
+        if mine.resting_since is None:
+            mine.resting_since = now
+            failed = f"{sum(mine.failed)} of its last {RECENT} failed, and few of the others'"
+            self._out_of_service.setdefault(worker.name, f"a {stage} worker on {worker.host}: {failed}")
+        if now - mine.resting_since < mine.rest_s:
+            return True
+        mine.rest_s, mine.resting_since = 2 * mine.rest_s, None
+        return False
+
+    def _at_work(self, stage: str) -> set[str]:
+        """Return the workers of a stage that hold something or have moved in the last seconds."""
+        recently, now = self._recent_items[stage], self._clock()
+        holding = {name for name in self._held[stage] if self._node_lives(self._processes[stage][name].node)}
+        return holding | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
+
+    def _node_lives(self, node: str, within_s: float = _AT_WORK_S) -> bool:
+        """Return whether a node is alive by a list of at most ``within_s`` ago; True if the list cannot be had."""
+        if self._living is None:
+            return True
+        now = self._clock()
+        if self._nodes is None or now - self._nodes[0] >= within_s:
+            with suppress(Exception):  # without an answer the last one stands
+                self._nodes = now, self._living()
+                self._nodes_seen.update(self._nodes[1])
+        return self._nodes is None or node in self._nodes[1]
+
+    def _do_better(self, stage: str, workers: Collection[str]) -> bool:
+        """Return whether these workers certainly do better: less than BETTER of their last items failed."""
+        recently = self._recent_items[stage]
+        known = [failed for name in workers if name in recently for failed in recently[name].failed]
+        return bool(workers) and sum(known) < BETTER * max(1, len(known))
+
+    def _all_fail(self, stage: str, workers: Iterable[str]) -> bool:
+        """Return whether all of these workers fail nearly every item."""
+        recently = self._recent_items[stage]
+        return all(name in recently and recently[name].fails for name in workers)
+
+    def start(self, stage: str, worker: Worker) -> int | None:
+        """Record that a process of this worker starts. Return how many before it died; None where too many did."""
+        last, self._processes[stage][worker.name] = self._processes[stage].get(worker.name, worker), worker
+        if worker.name not in self._died:
+            self._died[worker.name] = deque(maxlen=DEATHS + 1)
+            return 0
+        now, died = self._clock(), self._died[worker.name]
+        died.append(now)
+        items = tuple(self._held[stage].pop(worker.name, ()))
+        if last not in self._lost:
+            self._dead.append(Death(stage, last, items))
+        if last.node == worker.node or self._node_lives(last.node, within_s=0.0):  # no item is to blame for a lost node
+            for item in items:
+                self._deaths[stage, item].append(last.host)
+        if len(died) <= DEATHS or now - died[0] > DEATHS_S:
+            return len(died)
+        having = f", the last one on {last.host} with {', '.join(items)} in hand" if items else ""
+        self.fail(f"{len(died)} processes of one {stage} worker died in {now - died[0]:.0f} s{having}")
+        return None
+
+    def _note_lost_nodes(self) -> None:
+        """Count the processes of lost nodes as dead; those that Ray starts elsewhere are others."""
+        for stage, workers in self._processes.items():
+            for name, worker in workers.items():
+                gone = not self._node_lives(worker.node) and worker.node in self._nodes_seen  # not one that has joined
+                if gone and worker not in self._lost:
+                    self._lost.add(worker)
+                    self._dead.append(Death(stage, worker, tuple(self._held[stage].get(name, ()))))
+
+    def deaths(self, stage: str, item: str) -> list[str]:
+        """List the hosts on which a process of this stage died with this item in hand, one for each death."""
+        return self._deaths.get((stage, item), [])
+
+    def every_s(self) -> float:
+        """Return how often each worker should report: once a second, or less often where they are many."""
+        return min(SELDOM_S, max(REPORT_S, sum(map(len, self._processes.values())) / REPORTS_A_SECOND))
+
+    def fail(self, why: str) -> None:
+        """Record the reason why a worker ended the run; the first reason is kept."""
+        self._failure = self._failure or why
+
+    def read(self) -> WorkerReport:
+        """Return the state of all stages."""
+        self._note_lost_nodes()
+        inside = {
+            stage: [f"{x} on {self._processes[stage][name].host}" for name, items in workers.items() for x in items]
+            for stage, workers in self._held.items()
+        }
+        at_work = {stage: workers for stage in self._held if (workers := self._at_work(stage))}
+        failing = [stage for stage, workers in at_work.items() if self._all_fail(stage, workers)]
+        return WorkerReport(
+            inside=inside,
+            left=dict(self._left),
+            made=dict(self._made),
+            moves=self._moves,
+            failure=self._failure,
+            tried={stage: dict(nodes) for stage, nodes in self._tallies.items()},
+            out_of_service=list(self._out_of_service.values()),
+            failing=failing,
+            up_s=dict(self._up_s),
+            busy_s=dict(self._busy_s),
+            faults=dict(self._faults),
+            deaths=list(self._dead),
+        )
+
+
+@contextmanager
+def heartbeats_of(stages: Sequence[str]) -> Iterator[ActorHandle]:
+    """Run the actor for these stages inside the context, beside this process if that is possible; yield its handle."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options = {"num_cpus": 0, "max_restarts": _RESTARTS, "max_pending_calls": _BACKLOG, "scheduling_strategy": here}
+    heartbeats = ray.remote(Heartbeats).options(**options).remote(tuple(stages), living=_living)
+    try:
+        yield heartbeats
+    finally:
+        with suppress(Exception):  # a cluster that is gone has no actor either
+            ray.kill(heartbeats)  # Ray Data holds on to it after a run
