@@ -93,9 +93,8 @@ class ArrowObjects:
         """Read bytes [start, end) of an object, or its last ``-start`` bytes. Raises FileNotFoundError."""
         with self._reaching(uri) as (files, path), files.open_input_file(path) as file:
             size = file.size()
-            first = max(0, size + start) if start < 0 else start
-            n_bytes = max(0, (size if end is None else min(end, size)) - first)
-            return Slice(bytes(file.read_at(n_bytes, first)) if n_bytes else b"", size)
+            first, last, _ = slice(start, end).indices(size)
+            return Slice(bytes(file.read_at(last - first, first)) if first < last else b"", size)
 
     def put(self, uri: str, data: bytes | pa.Buffer) -> None:
         """Write a whole object."""

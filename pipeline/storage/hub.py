@@ -55,8 +55,7 @@ class HubFiles:
         """Read bytes [start, end) of a file, or its last ``-start`` bytes, in one request."""
         with _reaching(uri) as (hub, path), hub.open(path, "rb", cache_type="none") as file:
             size = int(file.size)
-            first = max(0, size + start) if start < 0 else start
-            last = size if end is None else min(end, size)
+            first, last, _ = slice(start, end).indices(size)
             file.seek(first)
             return Slice(file.read(last - first) if first < last else b"", size)
 

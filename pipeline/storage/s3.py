@@ -128,8 +128,8 @@ class Objects:
         """Return a client that gives up after two tries of 14 seconds, for requests that are useless when late."""
         return Objects(patience=0.2, **self._settings)
 
-    def __reduce__(self) -> tuple[Callable[..., Objects], tuple[float, dict[str, str]]]:
-        return _rebuild, (self._patience, self._settings)
+    def __reduce__(self) -> tuple[Callable[[], Objects], tuple[()]]:
+        return partial(Objects, patience=self._patience, **self._settings), ()
 
     def __repr__(self) -> str:
         return "Objects(...)"
@@ -154,20 +154,16 @@ class Objects:
 
     def info(self, uri: str) -> ObjectInfo:
         """Return the object's size and its ETag; one request."""
-        bucket, key = _split(uri)
-        with self._errors(uri):
-            answer = self._client().head_object(Bucket=bucket, Key=key)
-            return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
+        answer = self._request("head_object", uri)
+        return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
     def age(self, uri: str) -> timedelta:
         """Return the time since the object was written, by the store's own clock where its answer has the time."""
-        bucket, key = _split(uri)
-        with self._errors(uri):
-            answer = self._client().head_object(Bucket=bucket, Key=key)
-            told = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-            now = datetime.now(UTC) if told is None else parsedate_to_datetime(told)
-            written: datetime = answer["LastModified"]
-            return now - written
+        answer = self._request("head_object", uri)
+        told = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        now = datetime.now(UTC) if told is None else parsedate_to_datetime(told)
+        written: datetime = answer["LastModified"]
+        return now - written
 
     def exists(self, uri: str) -> bool:
         """Return whether there is such an object; one request."""
@@ -198,10 +194,9 @@ class Objects:
 
     def _read_range(self, uri: str, wanted: str, start: int) -> Slice:
         """Request a range, and again if the download breaks off."""
-        bucket, key = _split(uri)
         with self._errors(uri):
             for retries in range(_RETRIES + 1):
-                answer = self._client().get_object(Bucket=bucket, Key=key, Range=wanted)
+                answer = self._request("get_object", uri, Range=wanted)
                 try:
                     return _slice(answer, start)
                 except _broken_downloads():
@@ -211,11 +206,10 @@ class Objects:
 
     def download(self, uri: str, start: int = 0, end: int | None = None) -> Download:
         """Begin to download bytes [start, end) of an object, in one request."""
-        bucket, key = _split(uri)
 
         def ask(wanted: str | None, mark: str | None) -> Any:
             more = {name: value for name, value in (("Range", wanted), ("IfMatch", mark)) if value is not None}
-            return self._client().get_object(Bucket=bucket, Key=key, **more)
+            return self._request("get_object", uri, **more)
 
         return Download(ask, partial(self._errors, uri), _broken_downloads(), start, end)
 
@@ -230,15 +224,11 @@ class Objects:
 
     def put(self, uri: str, data: Any) -> None:
         """Write a whole object in one request (at most 5 GiB): it is complete afterwards, or absent."""
-        bucket, key = _split(uri)
-        with self._errors(uri):
-            self._client().put_object(Bucket=bucket, Key=key, Body=bytes(data))
+        self._request("put_object", uri, Body=bytes(data))
 
     def delete(self, uri: str) -> None:
         """Remove an object; nothing happens where there is none."""
-        bucket, key = _split(uri)
-        with self._errors(uri):
-            self._client().delete_object(Bucket=bucket, Key=key)
+        self._request("delete_object", uri)
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
         """Yield the pending multipart uploads of objects whose URIs begin with ``prefix``."""
@@ -251,9 +241,8 @@ class Objects:
 
     def abort(self, upload: Upload) -> None:
         """Give up a multipart upload, so that the store drops its parts; nothing happens where there is none."""
-        bucket, key = _split(upload.uri)
-        with suppress(FileNotFoundError), self._errors(upload.uri):
-            self._client().abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload.upload_id)
+        with suppress(FileNotFoundError):
+            self._request("abort_multipart_upload", upload.uri, UploadId=upload.upload_id)
 
     def redact(self, text: str) -> str:
         """Remove the secrets of these settings, and addresses, from a text."""
@@ -262,6 +251,12 @@ class Objects:
         for value in sorted(filter(None, secrets), key=len, reverse=True):
             text = text.replace(value, "***")
         return _ADDRESS.sub("***", text)
+
+    def _request(self, operation: str, uri: str, **more: Any) -> Any:
+        """Return the answer to one request of boto3's about an object. Raises OSError that names the URI."""
+        bucket, key = _split(uri)
+        with self._errors(uri):
+            return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
 
     def _client(self) -> Any:
         """Return this process's boto3 client; one inherited by a fork would share connections with the parent."""
@@ -330,11 +325,6 @@ def _slice(answer: Any, start: int) -> Slice:
     if first != (start if start >= 0 else max(0, size + start)):
         raise OSError(errno.EIO, f"the store answered with another range than was asked for: {stated}")
     return Slice(data, size)
-
-
-def _rebuild(patience: float, settings: dict[str, str]) -> Objects:
-    """Make a client from its pickled parts."""
-    return Objects(patience=patience, **settings)
 
 
 def _connect(settings: dict[str, str], patience: float) -> Any:
