@@ -14,14 +14,14 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath, PurePosixPath
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from pipeline.errors import UsageError
 from pipeline.storage.arrow import SCHEMES, ArrowObjects
 from pipeline.storage.random_access import LocalFile, RangedObject
-from pipeline.storage.s3 import ObjectInfo, Objects, Slice, Upload, check_uri, is_object
+from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_object
 
 NOTE = ".running"  # how the notes of runs end; see pipeline.execution.claim
 INDEXES = "sources"  # the folder of a cache that keeps the indexes of containers, a file each
@@ -33,77 +33,6 @@ class FileInfo(NamedTuple):
 
     name: str
     size: int
-
-
-class Store(Protocol):
-    """Named files below one root; names are POSIX paths relative to it. It pickles; ``str`` is the root as named.
-
-    Attributes:
-        folder: the root where it is a local folder, in which a read costs no request; None elsewhere.
-    """
-
-    @property
-    def folder(self) -> Path | None: ...
-
-    def make(self) -> None:
-        """Make the root where that is needed. Raises UsageError."""
-
-    def taken(self) -> bool:
-        """Return whether the root holds anything besides the notes of runs and the indexes of containers."""
-
-    def impatient(self) -> Store:
-        """Return the same store with short time limits, for requests that are useless when late."""
-
-    def put(self, name: str, data: bytes | pa.Buffer) -> None:
-        """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError."""
-
-    def read(self, name: str) -> bytes:
-        """Read a whole file. Raises FileNotFoundError."""
-
-    def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
-        """Yield the contents of these files, in this order."""
-
-    def read_slice(self, name: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) of a file, or its last ``-start`` bytes, at once. Raises FileNotFoundError."""
-
-    def open(self, name: str) -> LocalFile | RangedObject:
-        """Open a file for random access, which threads may share. Raises FileNotFoundError."""
-
-    def names(self, folder: str, suffix: str) -> list[str]:
-        """List the finished files of a folder, sorted."""
-
-    def listed(self, folder: str) -> list[FileInfo]:
-        """List all files of a folder ("" is the root) with their sizes, unfinished ones too, sorted."""
-
-    def exists(self, name: str) -> bool:
-        """Return whether there is such a file."""
-
-    def age(self, name: str) -> timedelta:
-        """Return the time since a file was written. Raises FileNotFoundError."""
-
-    def delete(self, name: str) -> None:
-        """Remove a file; nothing happens where there is none. Raises OSError."""
-
-    def uploads(self) -> Iterator[Upload]:
-        """Yield the pending uploads below the root, which the store bills. Raises OSError."""
-
-    def abort(self, upload: Upload) -> None:
-        """Give up a pending upload. Raises OSError."""
-
-
-class Requests(Protocol):
-    """The requests that an ObjectStore makes, by URI: those of ``pipeline.storage.s3.Objects``."""
-
-    def impatient(self) -> Requests: ...
-    def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]: ...
-    def age(self, uri: str) -> timedelta: ...
-    def exists(self, uri: str) -> bool: ...
-    def read(self, uri: str) -> bytes: ...
-    def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice: ...
-    def put(self, uri: str, data: bytes | pa.Buffer) -> None: ...
-    def delete(self, uri: str) -> None: ...
-    def uploads(self, prefix: str) -> Iterator[Upload]: ...
-    def abort(self, upload: Upload) -> None: ...
 
 
 def store_at(place: str | Path, objects: Objects | None = None) -> Store:
@@ -127,7 +56,6 @@ def store_below(store: Store, folder: str) -> Store:
     """Return the store whose root is a folder of this one."""
     if isinstance(store, ObjectStore):
         return ObjectStore(f"{store.root}/{folder}", store.objects)
-    assert store.folder is not None
     return LocalStore(store.folder / folder)
 
 
@@ -143,7 +71,7 @@ _HOLDING = threading.Lock()
 
 
 class LocalStore:
-    """A store in a local folder.
+    """Named files below a local folder; names are POSIX paths relative to it. It pickles; ``str`` is the root as named.
 
     A process that has written there holds the folder open: where it is moved away and another one takes its place,
     nothing is written to that one or deleted from it.
@@ -156,6 +84,7 @@ class LocalStore:
 
     @property
     def folder(self) -> Path:
+        """The root, in which a read costs no request; None for stores elsewhere."""
         return self.root
 
     def _path(self, name: str) -> Path:
@@ -180,20 +109,24 @@ class LocalStore:
         return self._path(name).stat() if held is None else os.stat(checked_name(name), dir_fd=held.descriptor)
 
     def make(self) -> None:
+        """Make the root where that is needed. Raises UsageError."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{self}: the folder cannot be made: {error.strerror}") from error
 
     def taken(self) -> bool:
+        """Return whether the root holds anything besides the notes of runs and the indexes of containers."""
         root = self.root
         files = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
         return root.is_file() or any(path.suffix != NOTE and path.parts[0] != INDEXES for path in files)
 
     def impatient(self) -> LocalStore:
+        """Return the same store with short time limits, for requests that are useless when late."""
         return self
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
+        """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError."""
         root, path = self._descriptor(), PurePosixPath(checked_name(name))
         temporary = str(path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}"))
         mode = _make_folders(path, root)
@@ -228,22 +161,26 @@ class LocalStore:
         return True
 
     def read(self, name: str) -> bytes:
+        """Read a whole file. Raises FileNotFoundError."""
         return self._path(name).read_bytes()
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
+        """Yield the contents of these files, in this order."""
         return map(self.read, names)
 
     def read_slice(self, name: str, start: int, end: int | None = None) -> Slice:
+        """Read bytes [start, end) of a file, or its last ``-start`` bytes, at once. Raises FileNotFoundError."""
         with self._path(name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            first = max(0, size + start) if start < 0 else start
-            last = size if end is None else min(end, size)
+            first, last, _ = slice(start, end).indices(size)
             return Slice(os.pread(file.fileno(), max(0, last - first), first), size)
 
     def open(self, name: str) -> LocalFile:
+        """Open a file for random access, which threads may share. Raises FileNotFoundError."""
         return LocalFile(pa.memory_map(str(self._path(name)), "r"))
 
     def names(self, folder: str, suffix: str) -> list[str]:
+        """List the finished files of a folder, sorted."""
         try:
             with os.scandir(self.root / folder) as entries:
                 found = [f"{folder}/{entry.name}" for entry in entries if _finished(entry, suffix)]
@@ -252,6 +189,7 @@ class LocalStore:
         return sorted(found)
 
     def listed(self, folder: str) -> list[FileInfo]:
+        """List all files of a folder ("" is the root) with their sizes, unfinished ones too, sorted."""
         root = self.root / folder
         found = []
         for path in root.iterdir() if root.is_dir() else ():
@@ -261,6 +199,7 @@ class LocalStore:
         return sorted(found)
 
     def exists(self, name: str) -> bool:
+        """Return whether there is such a file."""
         checked_name(name)
         try:
             return stat.S_ISREG(self._stat(name).st_mode)
@@ -268,17 +207,21 @@ class LocalStore:
             return False
 
     def age(self, name: str) -> timedelta:
+        """Return the time since a file was written. Raises FileNotFoundError."""
         return datetime.now(UTC) - datetime.fromtimestamp(self._stat(name).st_mtime, UTC)
 
     def delete(self, name: str) -> None:
+        """Remove a file; nothing happens where there is none. Raises OSError."""
         checked_name(name)
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor())
 
     def uploads(self) -> Iterator[Upload]:
+        """Yield the pending uploads below the root, which the store bills. Raises OSError."""
         return iter(())
 
     def abort(self, upload: Upload) -> None:
+        """Give up a pending upload. Raises OSError."""
         raise AssertionError(f"a folder has no {upload}")
 
     def __str__(self) -> str:
@@ -321,9 +264,12 @@ class _HeldFolder:
 
 
 class ObjectStore:
-    """A store below a prefix of an object store; a file is one PUT, so that no partial upload is left behind."""
+    """The methods of LocalStore below a prefix of an object store.
 
-    def __init__(self, root: str, objects: Requests) -> None:
+    A file is one PUT, so that no partial upload is left behind.
+    """
+
+    def __init__(self, root: str, objects: Objects | ArrowObjects) -> None:
         self.root = root.rstrip("/")
         self.objects = objects
 
@@ -387,6 +333,10 @@ class ObjectStore:
 
     def __str__(self) -> str:
         return self.root
+
+
+#: Where a cache may live; both have the same methods.
+Store = LocalStore | ObjectStore
 
 
 def _finished(entry: os.DirEntry[str], suffix: str) -> bool:
