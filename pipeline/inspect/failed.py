@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.live_videos import read_live_of
+from pipeline.cache.header import fingerprint
+from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import TokenCache
 
 _VIDEO = ("video_id", "uri", "error_stage", "error_class", "error_message", "attempts", "status")
@@ -19,8 +20,7 @@ Failures = list[dict[str, str | int | None]]
 
 def failed_videos(cache: TokenCache) -> Failures:
     """List the failed videos by id: video_id, uri, stage, class, message, attempts. Raises CorruptShard, OSError."""
-    rows = read_live_of(cache.store, list(cache.failed), _VIDEO)
-    return _records(rows, _VIDEO[:-1])
+    return _records(LiveVideos.open(cache.store, fingerprint(cache.identity)).live(_VIDEO), _VIDEO[:-1])
 
 
 def failed_questions(answers: pa.Table) -> Failures:
@@ -42,7 +42,7 @@ def failed_lines(failures: Failures) -> Iterator[str]:
 
 def _records(rows: pa.Table, names: Sequence[str]) -> Failures:
     """Return the failed rows as dicts of these columns."""
-    failed = rows.filter(pc.not_equal(rows["status"], "ok")).select(list(names))
+    failed = rows.filter(pc.equal(rows["status"], "failed")).select(list(names))
     return [{_NAMES.get(name, name): value for name, value in row.items()} for row in failed.to_pylist()]
 
 

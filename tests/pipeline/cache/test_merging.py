@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from contextlib import suppress
 from datetime import timedelta
@@ -24,6 +25,7 @@ from pipeline.cache.reader import HEADER, made_with, read_header
 from pipeline.cache.schema import KEY_COLUMNS, MADE_WITH, RESERVED, VIDEO_SCHEMA, write_parquet
 from pipeline.cache.table import small_name, table_files
 from pipeline.errors import VideoFault
+from pipeline.inspect.failed import failed_videos
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, read_live, write_header, write_shard
 
@@ -223,8 +225,7 @@ def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):
     for _ in range(2):
         merge(store, made_with(store), everything=True, keep=NOW)
     assert [opened.get(f"v{number}").metadata["run_id"] for number in range(4)] == ["r0", "r1", "r2", "r3"]
-    late = TokenCache.__new__(TokenCache)
-    late.__setstate__(cache.__getstate__())
+    late = pickle.loads(pickle.dumps(cache))  # noqa: S301
     assert [[row["video_id"] for row in late.rows_of(shards, number)] for number in range(len(shards))] == before
 
 
@@ -325,8 +326,10 @@ def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
 def test_rows_of_another_identity_are_left_out_and_counted(tmp_path):
     store = write_header(tmp_path)
     commit_rows(store, "mine", [{"video_id": "a", "status": "failed", "attempts": 1}], made_with(store))
-    other = commit_rows(store, "other", [{"video_id": "b", "status": "failed", "attempts": 1}], "blake2b:00")
+    others = [{"video_id": name, "status": "failed", "attempts": 9} for name in "ab"]
+    other = commit_rows(store, "other", others, "blake2b:00")
     assert set(TokenCache(tmp_path).failed) == {"a"} and TokenCache(tmp_path).foreign_files == [other]
+    assert [row["attempts"] for row in failed_videos(TokenCache(tmp_path))] == [1]
     assert len(Ledger(store, made_with(store)).refresh()) == 1
     done = merge(store, made_with(store), everything=True, keep=NOW)
     assert done.foreign == [other] and store.exists(other)
