@@ -146,9 +146,14 @@ def read_header_file(
         of: what the version is of, in words.
     """
     try:
-        header = read_sealed(store, name, error)
+        header = json.loads(store.read(name))
     except FileNotFoundError:
         raise error(f"{store}: {absent}") from None
+    except (ValueError, RecursionError) as damage:  # bytes that are not UTF-8 raise ValueError too
+        raise error(f"{store}/{name}: not JSON: {damage}") from damage
+    header = header if isinstance(header, dict) else {}
+    if CHECKSUM in header and fingerprint(_without_checksum(header)) != header[CHECKSUM]:
+        raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
     found = header.get("schema_version")
     if found not in versions:
         known = " and ".join(map(str, versions))
@@ -156,22 +161,6 @@ def read_header_file(
     if not isinstance(header.get("identity"), dict):
         raise error(f"{store}/{name}: it holds no identity; restore the file")
     return header
-
-
-def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, Json]:
-    """Read a JSON object that ``header_bytes`` wrote, and compare its checksum if it has one.
-
-    Raises ``error`` where it is damaged, and FileNotFoundError.
-    """
-    try:
-        content = json.loads(store.read(name))
-    except (ValueError, RecursionError) as damage:  # bytes that are not UTF-8 raise ValueError too
-        raise error(f"{store}/{name}: not JSON: {damage}") from damage
-    if not isinstance(content, dict):
-        return {}
-    if CHECKSUM in content and fingerprint(_without_checksum(content)) != content[CHECKSUM]:
-        raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
-    return content
 
 
 def differences(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,7 @@ from pipeline.cache.live_rows import (
     VideoRows,
     belongs,
     completed,
+    filled,
     live_and_earlier,
     small_rows,
     states_of,
@@ -218,18 +219,18 @@ class Ledger:
     def _numbers(self, table: pa.Table) -> Columns:
         """Convert the rows that were read last to ``_COLUMNS``."""
         self.hidden_size = self.hidden_size or pc.max(table["hidden_size"]).as_py() or 0
-        seconds = np.stack([_filled(table[f"{stage}_s"], 0.0) for stage in TIMED], axis=1)
+        seconds = np.stack([filled(table[f"{stage}_s"]) for stage in TIMED], axis=1)
         return {
             "high": table["id_high"].to_numpy(),
             "low": table["id_low"].to_numpy(),
             "clip": table["clip_key"].to_numpy(),
-            "size": _filled(table["source_size"], -1),
-            "n_tokens": _filled(table["n_tokens"], 0),
-            "n_total": _filled(table["n_total"], 0),
+            "size": filled(table["source_size"], -1),
+            "n_tokens": filled(table["n_tokens"]),
+            "n_total": filled(table["n_total"]),
             "place": np.arange(self.n_rows - len(table), self.n_rows, dtype=np.uint32),
-            "attempts": np.clip(_filled(table["attempts"], 0), 0, 2**16 - 1).astype(np.uint16),
-            "earlier": np.clip(_filled(table["earlier_attempts"], 0), 0, 255).astype(np.uint8),
-            "rewritten": np.clip(_filled(table["rewritten"], 0), 0, 2**16 - 1).astype(np.uint16),
+            "attempts": np.clip(filled(table["attempts"]), 0, 2**16 - 1).astype(np.uint16),
+            "earlier": np.clip(filled(table["earlier_attempts"]), 0, 255).astype(np.uint8),
+            "rewritten": np.clip(filled(table["rewritten"]), 0, 2**16 - 1).astype(np.uint16),
             "tie": table["tie_break"].to_numpy(),
             "run": self._runs_of(table["run_id"]),
             "state": states_of(table["status"]),
@@ -249,7 +250,7 @@ class Ledger:
         classes = pc.if_else(failed, pc.fill_null(table["error_class"], "internal"), "ok")
         self.classes += [name for name in pc.unique(classes).to_pylist() if name not in self.classes]
         codes = pc.index_in(classes, value_set=pa.array(self.classes)).to_numpy()
-        warned = _filled(table["decode_warnings"], 0) > 0
+        warned = filled(table["decode_warnings"]) > 0
         memory = pc.and_(pc.equal(classes, "out-of-memory"), _among(table["error_stage"], ON_THE_GPU))
         outside = pc.and_(failed, pc.or_(_among(classes, OUTSIDE_CLASSES), memory)).to_numpy()
         return np.asarray(codes | np.where(warned, WARNED, 0) | np.where(outside, OUTSIDE, 0), np.uint8)
@@ -268,8 +269,3 @@ class Ledger:
 def _among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
     """Return whether each text of a column is one of ``values``."""
     return pc.is_in(column, value_set=pa.array(sorted(values), pa.string()))
-
-
-def _filled(column: pa.ChunkedArray, value: float) -> NDArray[Any]:
-    """Return a column as an array, with ``value`` for nulls."""
-    return np.asarray(pc.fill_null(column, value).to_numpy())

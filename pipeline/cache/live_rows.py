@@ -6,7 +6,7 @@ The rule looks at nothing but rows, so files may come in any order, twice, or la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.loaded_once import LoadedOnce
-from pipeline.cache.schema import KEY_COLUMNS, MADE_WITH, VIDEO_SCHEMA
-from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, file_named, read_small
+from pipeline.cache.schema import KEY_COLUMNS, VIDEO_SCHEMA
+from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, file_named, made_with_of, read_small
 from pipeline.errors import CorruptShard
 from pipeline.keys import clip_keys, keys_of, tie_keys
 from pipeline.rows import VideoRecord, VideoRow
@@ -37,15 +37,6 @@ INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size",
 _KEY_SOURCES = ("video_id", "uri", "start_s", "end_s", "run_id", "token_shard", "error_message")
 
 RuleColumns = dict[str, np.ndarray]
-
-
-def made_with_of(table: pa.Table) -> str | None:
-    """Return the fingerprint of the identity of its rows that a file carries in its metadata.
-
-    None for a file without.
-    """
-    held = (table.schema.metadata or {}).get(MADE_WITH.encode())
-    return None if held is None else str(held.decode())
 
 
 def belongs(found: str | None, made_with: str | None) -> bool:
@@ -88,15 +79,25 @@ def keyed(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
     return table.select(VIDEO_SCHEMA.names).cast(VIDEO_SCHEMA)
 
 
-def needed_for(columns: Sequence[str]) -> list[str]:
-    """Return which columns to read of a small file of any version, so that ``completed`` can give ``columns``."""
-    return list(dict.fromkeys((*columns, *(_KEY_SOURCES if set(columns) & {*KEY_COLUMNS} else ()))))
-
-
 def with_place(table: pa.Table, name: str) -> pa.Table:
     """Return all rows of the file ``name`` with two more columns: the file's name and the number of the row in it."""
     table = table.append_column(PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
     return table.append_column(PLACE[1], pa.array(np.arange(len(table)), pa.int32()))
+
+
+def no_rows(columns: Sequence[str]) -> pa.Table:
+    """Return a table of these columns with ``shard`` and ``row``, without rows, to which others are joined."""
+    return pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *PLACE]).empty_table()
+
+
+def ok_rows(rows: pa.Table) -> pa.Table:
+    """Select the rows of videos that have tokens."""
+    return rows.filter(pc.equal(rows["status"], "ok"))
+
+
+def in_shard_order(rows: pa.Table) -> pa.Table:
+    """Return rows in the order in which their tokens lie: by token shard and row group."""
+    return rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
 
 
 def read_file(store: Store, file: TableFile, columns: Sequence[str] | None = None) -> pa.Table:
@@ -112,8 +113,9 @@ def small_rows(
     store: Store, name: str, data: bytes, columns: Sequence[str], made_with: str | None = None
 ) -> pa.Table | None:
     """Parse ``columns`` of a small file; None where it is not of the identity ``made_with``. Raises CorruptShard."""
-    table = read_small(store, name, data, needed_for(columns))
-    return completed(table, columns) if belongs(made_with_of(table), made_with) else None
+    sources = _KEY_SOURCES if set(columns) & {*KEY_COLUMNS} else ()  # rows of earlier versions lack the keys
+    table = read_small(store, name, data, list(dict.fromkeys((*columns, *sources))))
+    return completed(table, columns) if belongs(made_with_of(table.schema.metadata), made_with) else None
 
 
 def states_of(status: pa.ChunkedArray) -> NDArray[np.int8]:
@@ -148,10 +150,10 @@ def rule_columns(rows: pa.Table) -> RuleColumns:
         "high": rows["id_high"].to_numpy(),
         "low": rows["id_low"].to_numpy(),
         "state": states_of(rows["status"]),
-        "attempts": _filled(rows["attempts"]),
-        "rewritten": _filled(rows["rewritten"]),
+        "attempts": filled(rows["attempts"]),
+        "rewritten": filled(rows["rewritten"]),
         "tie": rows["tie_break"].to_numpy(),
-        **{name: _filled(rows[column]) if column in there else zeros for name, column in optional.items()},
+        **{name: filled(rows[column]) if column in there else zeros for name, column in optional.items()},
     }
 
 
@@ -186,9 +188,9 @@ def live_and_earlier(columns: RuleColumns) -> tuple[NDArray[np.int64], NDArray[n
     return order[first], earlier[first]
 
 
-def _filled(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return a column as int64, with 0 for nulls."""
-    return np.asarray(pc.fill_null(column, 0).to_numpy(), np.int64)
+def filled(column: pa.ChunkedArray, value: float = 0) -> NDArray[Any]:
+    """Return a column as an array, with ``value`` for nulls."""
+    return np.asarray(pc.fill_null(column, value).to_numpy())
 
 
 def live_rows(rows: pa.Table) -> pa.Table:
@@ -206,12 +208,17 @@ def _roomy(rows: pa.Table) -> pa.Table:
 
 
 class VideoRows:
-    """A reader of full rows of the videos table, which keeps those of a few files in memory. Threads may share it."""
+    """A reader of full rows of the videos table, which keeps those of a few files in memory. Threads may share it.
+
+    Attributes:
+        opened: name -> the opened sorted file.
+        group: name, number -> a row group of a sorted file as VIDEO_SCHEMA.
+    """
 
     def __init__(self, store: Store, keep: int = 8) -> None:
         self._small = LoadedOnce(partial(_rows_of, store), keep)
-        self.opened = LoadedOnce(partial(_opened, store), keep)
-        self._group = LoadedOnce(lambda name, number: _group_of(self.opened(name), number), _GROUPS)
+        self.opened = LoadedOnce(lambda name: SortedFile(store, file_named(name)), keep)
+        self.group = LoadedOnce(lambda name, number: _group_of(self.opened(name), number), _GROUPS)
 
     def __call__(self, shard: str, row: int) -> VideoRow:
         """Read one row. Raises CorruptShard, FileNotFoundError, OSError."""
@@ -220,9 +227,9 @@ class VideoRows:
         group = self.group(shard, row // GROUP_ROWS)
         return cast(VideoRow, group.slice(row % GROUP_ROWS, 1).to_pylist()[0])
 
-    def group(self, shard: str, number: int) -> pa.Table:
-        """Read one row group of a sorted file, as VIDEO_SCHEMA."""
-        return self._group(shard, number)
+    def each(self, places: pa.Table) -> Iterator[VideoRow]:
+        """Read the row at each of ``places``, a table with ``shard`` and ``row``. Raises as for one row."""
+        return map(self, places["shard"].to_pylist(), places["row"].to_pylist())
 
 
 def _copy(row: VideoRow) -> VideoRow:
@@ -235,11 +242,6 @@ def _rows_of(store: Store, shard: str) -> list[VideoRow]:
     """Read all rows of a small file: one of twenty takes Arrow half as long as all of them."""
     rows: list[VideoRow] = read_file(store, file_named(shard)).to_pylist()
     return rows
-
-
-def _opened(store: Store, shard: str) -> SortedFile:
-    """Open the sorted file of this name."""
-    return SortedFile(store, file_named(shard))
 
 
 def _group_of(file: SortedFile, number: int) -> pa.Table:

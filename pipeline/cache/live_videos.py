@@ -14,18 +14,18 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.live_rows import (
-    PLACE,
     RULE_COLUMNS,
     VIDEOS,
     VideoRows,
     belongs,
     completed,
+    in_shard_order,
     live_rows,
-    needed_for,
+    no_rows,
+    ok_rows,
     small_rows,
     with_place,
 )
-from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, table_files
 from pipeline.keys import keys_of
 from pipeline.rows import VideoRow
@@ -82,8 +82,7 @@ class LiveVideos:
     def _read(cls, store: Store, made_with: str | None, files: Sequence[TableFile]) -> LiveVideos:
         """Read the small files among ``files``, and note the sorted ones without reading them."""
         names = [file.name for file in files if not file.level]
-        tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in LIVE_COLUMNS), *PLACE]).empty_table()]
-        foreign = []
+        tables, foreign = [no_rows(LIVE_COLUMNS)], []
         for name, data in zip(names, store.read_all(names), strict=True):
             table = small_rows(store, name, data, LIVE_COLUMNS, made_with)
             if table is None:
@@ -153,7 +152,7 @@ class LiveVideos:
         tables = [self._of_small(wanted)]
         for file in self.sorted:
             if (opened := self.opened(file)) is not None:
-                rows = completed(pa.concat_tables(opened.parts(needed_for(wanted))), wanted)
+                rows = completed(pa.concat_tables(opened.parts(wanted)), wanted)
                 tables.append(with_place(rows, file.name))
         return live_rows(pa.concat_tables(tables)).select([*columns, "shard", "row"])
 
@@ -161,7 +160,7 @@ class LiveVideos:
         """Return these columns of the live rows in small files, read again where memory lacks them."""
         if set(columns) <= set(self.small.column_names):
             return self.small.select([*columns, "shard", "row"])
-        tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *PLACE]).empty_table()]
+        tables = [no_rows(columns)]
         names = sorted(set(self.small["shard"].to_pylist()))
         for name, data in zip(names, self._store.read_all(names), strict=True):
             rows = small_rows(self._store, name, data, columns)
@@ -176,18 +175,16 @@ class LiveVideos:
             wanted = pa.array(sorted(set(video_ids)), pa.string())
             return table.filter(pc.is_in(table["video_id"], value_set=wanted)).select([*columns, "shard", "row"])
         places = [place for video_id in sorted(set(video_ids)) if (place := self.find(video_id)) is not None]
-        schema = pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *PLACE])
         rows = [self.rows(place.shard, place.row) for place in places]
         found = [
             {**{name: row[name] for name in columns}, "shard": p.shard, "row": p.row}  # type: ignore[literal-required]
             for p, row in zip(places, rows, strict=True)
         ]
-        return pa.Table.from_pylist(found, schema=schema)
+        return pa.Table.from_pylist(found, schema=no_rows(columns).schema)
 
     def ok(self) -> list[str]:
         """List the ids of the videos that have tokens, sorted. All files are read."""
-        rows = self.live(("video_id", "status"))
-        return list(rows.filter(pc.equal(rows["status"], "ok"))["video_id"].to_pylist())
+        return list(ok_rows(self.live(("video_id", "status")))["video_id"].to_pylist())
 
     def failed(self) -> dict[str, str]:
         """Map the ids of the failed videos to their error class. All files are read."""
@@ -211,8 +208,7 @@ class LiveVideos:
 
     def shards(self) -> LiveShards:
         """Return the token shards of the videos that have tokens. Reads short columns of the whole table."""
-        rows = self.live(("status", "token_shard", "first_row_group"))
-        return LiveShards.of(rows.filter(pc.equal(rows["status"], "ok")))
+        return LiveShards.of(ok_rows(self.live(("status", "token_shard", "first_row_group"))))
 
     def shards_of(self, video_ids: Sequence[str]) -> LiveShards:
         """Return the token shards of these videos. Raises KeyError with the first that has no row."""
@@ -248,8 +244,7 @@ class LiveShards:
     def of(cls, rows: pa.Table) -> LiveShards:
         """Group rows by token shard; they have token_shard, first_row_group, shard and row."""
         named = pc.fill_null(rows["token_shard"], "")
-        rows = rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", named)
-        rows = rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
+        rows = in_shard_order(rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", named))
         names, shards = _encoded(rows["token_shard"])
         files, numbers = _encoded(rows["shard"])
         places = np.stack([numbers, rows["row"].to_numpy()], axis=1).astype(np.int32)
@@ -277,7 +272,7 @@ def _encoded(column: pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int32]]:
 
 def widths_of(live: pa.Table) -> set[int]:
     """Return the different ``hidden_size`` of the live rows that are ok."""
-    return set(pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist())
+    return set(pc.unique(ok_rows(live)["hidden_size"]).to_pylist())
 
 
 def _place_of(rows: pa.Table, at: int, shard: str, row: int) -> Place:
@@ -287,10 +282,3 @@ def _place_of(rows: pa.Table, at: int, shard: str, row: int) -> Place:
     fault = None if state == 1 else "removed" if state == 0 else said["error_class"] or "internal"
     rank = (state, -(said["attempts"] or 0), -(said["rewritten"] or 0), said["tie_break"])
     return Place(shard, row, said["attempts"] or 0, fault, rank)
-
-
-def read_live_of(
-    store: Store, video_ids: Collection[str], columns: Sequence[str], made_with: str | None = None
-) -> pa.Table:
-    """Return ``columns`` of the live rows of these videos, with ``shard`` and ``row``. Raises CorruptShard, OSError."""
-    return LiveVideos.open(store, made_with).of(video_ids, columns)

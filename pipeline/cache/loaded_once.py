@@ -48,9 +48,8 @@ class LoadedOnce(Generic[V]):
         mine.set_result(value)
         return value
 
-    def cache_clear(self) -> None:
-        """Forget all values."""
-        self._held = {}
+    def __reduce__(self) -> tuple[type[LoadedOnce[V]], tuple[Callable[..., V], int]]:
+        return LoadedOnce, (self._load, self._keep)  # another process loads its own
 
     def _of_this_process(self) -> _Held[V]:
         """Return the values of this process, none of its parent's."""

@@ -51,7 +51,7 @@ _PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # about so many row groups make
 _WHILE_RUNNING = 2**21  # rows that a run merges at most, in half a minute: jobs.compact merges the rest
 _AT_ONCE = 2**20  # rows of small files that one step takes into memory
 _FILES_AT_ONCE = 4096  # small files in one merge: the merged file's footer holds their names
-_MERGE = b"merge"  # in the metadata of a sorted file: JSON of Merge
+_MERGE = b"merge"  # in the metadata of a sorted file: JSON of the files that it was merged from, and in how many parts
 
 
 @dataclass
@@ -114,6 +114,12 @@ def merge(
         pass
     done.seconds = time.monotonic() - started
     return done
+
+
+def merge_at_once(store: Store, made_with: str | None) -> None:
+    """Merge a table that nobody reads into one level, and delete the files that it was merged from. Raises as merge."""
+    for _ in range(2):  # the second one deletes what the first has merged
+        merge(store, made_with, everything=True, keep=timedelta(0))
 
 
 def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
@@ -234,12 +240,12 @@ class _Step:
         """Delete what merged files of age ``keep`` hold; returns what younger ones hold, which is not merged again."""
         merges: dict[bytes, list[SortedFile]] = defaultdict(list)
         for file in self._sorted:
-            merges[file.metadata.get(_MERGE, b"")].append(file)
+            merges[file.metadata.get(_MERGE, b"{}")].append(file)
         covered: set[str] = set()
         for text, files in merges.items():
-            merged, parts = _of_merge(text)
-            held = there.intersection(merged)
-            if not held or len(files) != parts:  # the merge was interrupted, so its rows are merged again
+            merged = json.loads(text)
+            held = there.intersection(merged.get("of", ()))
+            if not held or len(files) != merged["parts"]:  # the merge was interrupted, so its rows are merged again
                 continue
             with suppress(FileNotFoundError):
                 if all(self._store.age(file.file.name) >= self._keep for file in files):
@@ -249,14 +255,6 @@ class _Step:
                 covered |= held
         self._sorted = [file for file in self._sorted if file.file.name not in self._done.deleted]
         return covered - {*self._done.deleted}
-
-
-def _of_merge(text: bytes) -> tuple[list[str], int]:
-    """Parse the note of a merge in its files: (the files it read, how many it wrote)."""
-    if not text:
-        return [], 0
-    said = json.loads(text)
-    return list(said["of"]), int(said["parts"])
 
 
 def level_of(rows: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import pyarrow as pa
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 HEADER = "cache.json"
 _SHARDS = 16  # token shards that are kept open
 _AHEAD = 4  # requests of get_many that are under way at once
-_STATE = ("store", "header", "_live")  # attributes that are pickled
 V = TypeVar("V")
 
 
@@ -117,18 +116,7 @@ class TokenCache:
         self._live = (
             LiveVideos.open(self.store, made_with) if live is None else LiveVideos(self.store, made_with, live, ())
         )
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Make what depends on the store and does not travel to other processes."""
         self._shard = LoadedOnce(partial(TokenShard, self.store), _SHARDS)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in _STATE}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prepare()
 
     def refresh(self) -> None:
         """Take in what was committed and merged since. Raises CorruptShard, OSError."""
@@ -198,17 +186,18 @@ class TokenCache:
 
     def metadata(self, video_id: str) -> VideoRow:
         """Return the video's live row, failed or not. Raises UnknownVideo, CorruptShard, OSError."""
-        found = self._with_refresh(lambda live: live.row(video_id))
-        if found is None:
-            raise self._unknown(video_id)
-        return read_json(found)
+        return read_json(self._of_video(LiveVideos.row, video_id))
 
     def place_of(self, video_id: str) -> Place:
         """Return where the video's live row is. Raises UnknownVideo, CorruptShard, OSError."""
-        place = self._with_refresh(lambda live: live.find(video_id))
-        if place is None:
+        return self._of_video(LiveVideos.find, video_id)
+
+    def _of_video(self, look: Callable[[LiveVideos, str], V | None], video_id: str) -> V:
+        """Return what ``look`` finds of a video's live row. Raises UnknownVideo."""
+        found = self._with_refresh(lambda live: look(live, video_id))
+        if found is None:
             raise self._unknown(video_id)
-        return place
+        return found
 
     def _with_refresh(self, look: Callable[[LiveVideos], V]) -> V:
         """Return ``look`` of the live rows, after a refresh where files were merged since the cache was opened."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from pipeline.cache.token_shard import Rows
 
 F = TypeVar("F")
+R = TypeVar("R")
+T = TypeVar("T")
 V = TypeVar("V")
 _RUN_BYTES = 2**26  # of tokens that one request fetches, unless one video has more
 
@@ -26,7 +28,9 @@ def read_runs(
     """
     found: dict[int, V] = {}
     runs = runs_of(wanted)
-    for run, fetched in zip(runs, _fetched([[wanted[i] for i in run] for run in runs], fetch, ahead), strict=True):
+    neighbours = [[wanted[i] for i in run] for run in runs]
+    all_fetched = map(fetch, neighbours) if ahead == 0 or len(runs) < 2 else in_order(fetch, neighbours, ahead, ahead)
+    for run, fetched in zip(runs, all_fetched, strict=True):
         for i in run:
             found[i] = read(wanted[i], fetched)
     return [found[i] for i in range(len(wanted))]
@@ -59,19 +63,16 @@ def _touch(one: Rows, other: Rows) -> bool:
     return whole and (shard, first + len(one.row["row_counts"])) == _position(other)
 
 
-def _fetched(runs: Sequence[Sequence[Rows]], fetch: Callable[[Sequence[Rows]], F], ahead: int) -> Iterator[F]:
-    """Yield what ``fetch`` returns for each run in order, with the next ``ahead`` runs being fetched by threads."""
-    if ahead == 0 or len(runs) < 2:
-        yield from map(fetch, runs)
-        return
-    with ThreadPoolExecutor(ahead) as pool:
-        waiting = deque(pool.submit(fetch, run) for run in runs[:ahead])
-        try:
-            for run in [*runs[ahead:], *[None] * min(ahead, len(runs))]:
-                fetched = waiting.popleft().result()
-                if run is not None:
-                    waiting.append(pool.submit(fetch, run))
-                yield fetched
-        finally:
-            for future in waiting:
-                future.cancel()
+def in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Iterator[R]:
+    """Yield ``work`` of each item in order, done by threads; behind what is yielded at most ``ahead`` are begun."""
+    pool = ThreadPoolExecutor(threads)
+    waiting: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -230,10 +230,15 @@ def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.Par
 
 def digest(*parts: Any) -> str:
     """Hash bytes-like parts: ``blake2b:<hex>``."""
+    return f"blake2b:{hex_digest(*parts)}"
+
+
+def hex_digest(*parts: Any) -> str:
+    """Hash bytes-like parts to hex digits, as names of files have them."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         state.update(part)
-    return f"blake2b:{state.hexdigest()}"
+    return state.hexdigest()
 
 
 FOOTER_TAIL = 8  # 4 bytes of footer length, then the magic

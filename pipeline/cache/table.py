@@ -29,13 +29,13 @@ from pipeline.cache.schema import (
     FOOTER_TAIL,
     MADE_WITH,
     READ_THREADS,
-    digest,
     footer_length,
+    hex_digest,
     open_parquet,
     parse_footer,
     write_parquet,
 )
-from pipeline.errors import CorruptShard
+from pipeline.errors import CorruptShard, ShardFault
 from pipeline.storage.random_access import Fetched, RangedObject, Stretch
 from pipeline.storage.stores import Store
 
@@ -83,16 +83,22 @@ def file_named(name: str) -> TableFile:
     return TableFile(name, int(level), int(first, 16), int(last, 16), int(rows), int(n_tail), tail_hash)
 
 
+def made_with_of(metadata: Mapping[bytes, bytes] | None) -> str | None:
+    """Return the fingerprint of the identity of its rows that a file carries in its metadata; None for one without."""
+    held = (metadata or {}).get(MADE_WITH.encode())
+    return None if held is None else held.decode()
+
+
 def small_name(folder: str, run_id: str, number: int, data: bytes | pa.Buffer, suffix: str = ".parquet") -> str:
     """Name a commit with the hash of its content, so that no flipped bit goes unseen."""
-    return f"{folder}/{run_id}-{number:06d}-{digest(data).partition(':')[2]}{suffix}"
+    return f"{folder}/{run_id}-{number:06d}-{hex_digest(data)}{suffix}"
 
 
-def check_content(store: Store, name: str, data: bytes) -> None:
-    """Raise CorruptShard where a small file does not have the hash in its name."""
-    if digest(data).partition(":")[2] != PurePosixPath(name).stem.rpartition("-")[2]:
+def check_content(store: Store, name: str, data: bytes, kind: ShardFault = "commit") -> None:
+    """Raise CorruptShard of this ``kind`` where a small file or token shard does not have the hash in its name."""
+    if hex_digest(data) != PurePosixPath(name).stem.rpartition("-")[2]:
         message = f"{store}/{name}: its content does not have the hash in its name; restore the file"
-        raise CorruptShard(message, "commit")
+        raise CorruptShard(message, kind)
 
 
 def read_small(store: Store, name: str, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
@@ -124,7 +130,7 @@ def sorted_file(
     crcs = [[zlib.crc32(body[slice(*span)]) for span in _spans(parsed, group)] for group in range(len(groups))]
     tail = high[::GROUP_ROWS].astype("<u8").tobytes() + np.array(crcs, "<u4").tobytes() + bytes(footer)
     ends = f"{int(high[0]):016x}-{int(high[-1]):016x}"
-    name = f"sorted-{level}-{ends}-{len(rows)}-{len(tail)}-{digest(tail).partition(':')[2]}.parquet"
+    name = f"sorted-{level}-{ends}-{len(rows)}-{len(tail)}-{hex_digest(tail)}.parquet"
     return f"{folder}/{name}", bytes(body) + tail
 
 
@@ -146,7 +152,7 @@ class SortedFile:
         self.file = file
         self._store = store
         tail = store.read_slice(file.name, -file.n_tail)
-        if digest(tail.data).partition(":")[2] != file.tail_hash:
+        if hex_digest(tail.data) != file.tail_hash:
             raise self.corrupt("its end is not the one that its name tells")
         n_footer = footer_length(tail.data[-FOOTER_TAIL:])
         self._metadata: pq.FileMetaData = parse_footer(tail.data[-n_footer:])
@@ -159,8 +165,7 @@ class SortedFile:
         self._crcs = numbers.reshape(n_groups, self._metadata.num_columns)
         self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
         self.metadata: dict[bytes, bytes] = self._metadata.metadata or {}
-        held = self.metadata.get(MADE_WITH.encode())
-        self.made_with = None if held is None else held.decode()
+        self.made_with = made_with_of(self.metadata)
 
     def corrupt(self, what: str) -> CorruptShard:
         """Return the error that this file is damaged; ``what`` says how."""

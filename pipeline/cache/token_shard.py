@@ -17,7 +17,7 @@ from pipeline.cache.pages import plain_columns, plain_pages, put_rows
 from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
-from pipeline.storage.random_access import Fetched
+from pipeline.storage.random_access import Fetched, LocalFile, RangedObject
 from pipeline.storage.stores import Store
 
 Spans = list[tuple[int, int]]
@@ -71,15 +71,14 @@ class TokenShard:
         self._label = f"{store}/{name}"
         try:
             self._source = store.open(name)
-            self.n_bytes: int = self._source.size()
-            self.n_footer = footer_length(bytes(self._source.view(max(0, self.n_bytes - FOOTER_TAIL), self.n_bytes)))
-            footer = bytes(self._source.view(max(0, self.n_bytes - self.n_footer), self.n_bytes))
+            footer = _footer(self._source)
         except FileNotFoundError:
             raise CorruptShard(f"{self._label}: the shard is missing", "missing") from None
         except ValueError as error:
             raise CorruptShard(f"{self._label}: {error}", "footer") from error
         if digest(footer) != footer_hash:
             raise CorruptShard(f"{self._label}: its footer is not the one that was committed", "footer")
+        self.n_bytes, self.n_footer = self._source.size(), len(footer)
         self.metadata: pq.FileMetaData = parse_footer(footer)
         self.schema: pa.Schema = self.metadata.schema.to_arrow_schema()
         self._names = frozenset(self.schema.names)
@@ -213,6 +212,13 @@ class TokenShard:
             raise CorruptShard(f"{self._label}: {error}") from error
 
 
+def _footer(source: LocalFile | RangedObject) -> bytes:
+    """Read the footer of an opened Parquet file, its tail included. Raises OSError, ValueError where it has none."""
+    size = source.size()
+    n_footer = footer_length(bytes(source.view(max(0, size - FOOTER_TAIL), size)))
+    return bytes(source.view(max(0, size - n_footer), size))
+
+
 def checksum_of(table: pa.Table) -> str:
     """Hash a video's token rows, all vector columns of them, as its row of the videos table has it."""
     vectors = [field.name for field in table.schema if pa.types.is_fixed_size_binary(field.type)]
@@ -261,10 +267,7 @@ def ids_in_footer(store: Store, token_shard: str) -> list[str]:
 
     Reads the footer alone, which nothing checks: for counts and messages. Raises OSError, CorruptShard.
     """
-    source = store.open(token_shard)
-    size = source.size()
-    n_footer = footer_length(bytes(source.view(max(0, size - FOOTER_TAIL), size)))
-    footer = parse_footer(bytes(source.view(max(0, size - n_footer), size)))
+    footer = parse_footer(_footer(store.open(token_shard)))
     place = footer.schema.to_arrow_schema().get_field_index("video_id")
     groups = (footer.row_group(number).column(place).statistics for number in range(footer.num_row_groups))
     return sorted({group.min for group in groups if group is not None and group.has_min_max})

@@ -8,11 +8,13 @@ overwrites its own file, and one that made others (on another kind of GPU) never
 from __future__ import annotations
 
 import errno
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +26,7 @@ from pipeline.cache.live_rows import TOKENS, VIDEOS, keyed
 from pipeline.cache.schema import (
     digest,
     footer_of,
+    hex_digest,
     tier_row_counts,
     token_schema,
     write_parquet,
@@ -33,7 +36,9 @@ from pipeline.errors import RunFailed
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store
 
+SHARD_BYTES = 256 * 10**6  # of the stored tokens in a shard that is written anew, about
 _AT_ONCE = 16  # requests to the store
+T = TypeVar("T")
 Bits = NDArray[np.int16]  # numpy has no bfloat16; the bits are what counts
 
 
@@ -155,13 +160,29 @@ def put_token_shard(store: Store, run_id: str, records: Sequence[VideoRecord], t
         record["first_row_group"] = len(groups)
         groups += record["row_counts"]
     data = write_parquet(pa.concat_tables(tables), groups)
-    ids = digest(*(record["video_id"].encode() + b"\0" for record in records))
+    ids = hex_digest(*(record["video_id"].encode() + b"\0" for record in records))
     # The first hash names the videos, the second the content, so that no other bytes ever replace these.
-    name = f"{TOKENS}/{run_id}-{_hex(ids)[:16]}-{_hex(digest(data))}.parquet"
+    name = f"{TOKENS}/{run_id}-{ids[:16]}-{hex_digest(data)}.parquet"
     store.put(name, data)
     footer = digest(footer_of(memoryview(data)))
     for record in records:
         record["token_shard"], record["footer_hash"] = name, footer
+
+
+def bundled(
+    items: Iterable[T], n_bytes: Callable[[T], float], limit: float = SHARD_BYTES, most: float = math.inf
+) -> Iterator[list[T]]:
+    """Yield items in order, as many at a time as make a shard of about ``limit`` bytes, and at most ``most``."""
+    bundle: list[T] = []
+    size = 0.0
+    for item in items:
+        bundle.append(item)
+        size += n_bytes(item)
+        if size >= limit or len(bundle) >= most:
+            yield bundle
+            bundle, size = [], 0.0
+    if bundle:
+        yield bundle
 
 
 def run_of(token_shard: str) -> str:
@@ -172,11 +193,6 @@ def run_of(token_shard: str) -> str:
 def token_shard_id(name: str) -> str:
     """Return the part of a token shard's name that differs between the shards of one run."""
     return name.rsplit("-", 2)[-2]
-
-
-def _hex(hashed: str) -> str:
-    """Return the digits of a hash without the name of its algorithm."""
-    return hashed.partition(":")[2]
 
 
 def _vectors(kept: KeptTokens, codec: TokenCodec) -> dict[str, Bits]:

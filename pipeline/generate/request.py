@@ -15,7 +15,7 @@ from gstep.evidence import HEAD_SOURCES
 from gstep.language import Decoding, PromptBuilder, prompt_builder
 from pipeline.cache.header import CacheHeader, CacheIdentity, differences, fingerprint
 from pipeline.cache.live_rows import INDEX_COLUMNS
-from pipeline.cache.live_videos import read_live_of, widths_of
+from pipeline.cache.live_videos import LiveVideos, widths_of
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import read_header, warn_of_gate
 from pipeline.cache.reading import TokenOrder, rows_wanted
@@ -227,7 +227,7 @@ def checked(
         header = read_header(cache)
         warn_of_gate(cache, header)
         ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
-        live = read_live_of(cache, ids, LIVE_COLUMNS, fingerprint(header["identity"]))
+        live = LiveVideos.open(cache, fingerprint(header["identity"])).of(ids, LIVE_COLUMNS)
         _check_free(store)
     held = header["identity"]
     source, builder = _resolved(config, cache, header)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import fingerprint
+from pipeline.cache.live_rows import ok_rows
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import FAULTS, CorruptShard, UsageError
@@ -76,8 +77,7 @@ def write_cache_page(cache: TokenCache, file: Path, objects: Objects | None = No
 def _ok_rows(cache: TokenCache) -> pa.Table:
     """Return the columns that the page shows of every video that has tokens."""
     names = (*_COLUMNS, *(f"{stage}_s" for stage in STAGES))
-    rows = LiveVideos.open(cache.store, fingerprint(cache.identity)).live(names)
-    return rows.filter(pc.equal(rows["status"], "ok"))
+    return ok_rows(LiveVideos.open(cache.store, fingerprint(cache.identity)).live(names))
 
 
 def _drawn(cache: TokenCache, videos: pa.Table, most: int) -> list[CachedVideo]:

@@ -6,6 +6,7 @@ done again only where the source's row counts for more than the copy's by the ru
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ from torch import Tensor
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import CacheHeader, differences, fingerprint, header_bytes
-from pipeline.cache.live_rows import VIDEOS, VideoRows
+from pipeline.cache.live_rows import VIDEOS, VideoRows, filled, in_shard_order, states_of
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
 from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS
-from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo, commit, token_shard_id, write_token_shard
+from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo, bundled, commit, token_shard_id, write_token_shard
 from pipeline.errors import IdentityMismatch, NotACache, RunFailed, VideoFault
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
@@ -35,7 +36,6 @@ from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
 from pipeline.storage.stores import Store
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")
-_SHARD_BYTES = 256 * 10**6  # of stored tokens in a shard
 _SHARD_VIDEOS = 1024
 _PLACED = frozenset(  # columns that say where and how the source stores a video
     (
@@ -43,7 +43,6 @@ _PLACED = frozenset(  # columns that say where and how the source stores a video
         *("token_codec", "token_block", *KEY_COLUMNS),
     )
 )
-_STATES = {"removed": 0, "ok": 1, "failed": 2}
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,12 @@ def _stream(
     header, codec, shards = out.read(HEADER), codec_of(what.header["identity"]), list[str]()
     made_with = fingerprint(what.header["identity"])
     done.failed = pc.sum(pc.equal(todo["status"], "ok")).as_py()
-    for number, videos in enumerate(_bundles(_changed(what, todo), codec.share)):
+
+    def n_bytes(video: PrunedVideo) -> float:
+        kept = video.kept
+        return 0.0 if kept is None else codec.share * kept.tokens.nbytes * (1 + len(kept.deepstack))
+
+    for number, videos in enumerate(bundled(_changed(what, todo), n_bytes, most=_SHARD_VIDEOS)):
         rows = write_token_shard(videos, store=out, run_id=done.run_id, codec=codec)
         if not out.exists(HEADER) or out.read(HEADER) != header:
             raise RunFailed(f"{out}: another cache was begun here since this command began; nothing more is written")
@@ -167,27 +171,25 @@ def _todo(source: TokenCache, out: Store, made_with: str, done: Rewritten) -> pa
     rows = LiveVideos.open(source.store, fingerprint(source.identity)).live(columns)
     held = LiveVideos.open(out, made_with).live(columns[:3])
     there = dict(zip(held["video_id"].to_pylist(), _ranks(held), strict=True))
-    nothing = (len(_STATES), 0)
+    nothing = (math.inf, 0)
     wanted = [
         rank < there.get(video_id, nothing)
         for video_id, rank in zip(rows["video_id"].to_pylist(), _ranks(rows), strict=True)
     ]
     todo = rows.filter(pa.array(wanted, pa.bool_()))
     done.done = len(rows) - len(todo)
-    return todo.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
+    return in_shard_order(todo)
 
 
 def _ranks(rows: pa.Table) -> list[tuple[int, int]]:
     """Return what of each row decides whether it counts: of two the smaller does."""
-    states, attempts = rows["status"].to_pylist(), rows["attempts"].to_pylist()
-    return [(_STATES[state], -(tried or 0)) for state, tried in zip(states, attempts, strict=True)]
+    return list(zip(states_of(rows["status"]).tolist(), (-filled(rows["attempts"])).tolist(), strict=True))
 
 
 def _changed(what: Rewrite, todo: pa.Table) -> Iterator[PrunedVideo]:
     """Yield the videos of ``todo`` as they are written; failed and removed ones are copied."""
-    full, codec = VideoRows(what.source.store), codec_of(what.header["identity"])
-    for shard, row in zip(todo["shard"].to_pylist(), todo["row"].to_pylist(), strict=True):
-        stored = full(shard, row)
+    codec = codec_of(what.header["identity"])
+    for stored in VideoRows(what.source.store).each(todo):
         record = _record(stored)
         if stored["status"] == "ok":
             (video,) = what.source.get_rows([stored], None, what.order, what.evidence)
@@ -205,19 +207,6 @@ def _record(row: VideoRow) -> VideoRecord:
     kept = {name: value for name, value in row.items() if value is not None and name not in _PLACED}
     record: VideoRecord = {**kept}  # type: ignore[typeddict-item]
     return record
-
-
-def _bundles(videos: Iterator[PrunedVideo], share: float) -> Iterator[list[PrunedVideo]]:
-    """Yield the videos of a shard at a time, of about _SHARD_BYTES when each takes ``share`` of its bytes."""
-    bundle: list[PrunedVideo] = []
-    n_bytes = 0.0
-    for video in videos:
-        bundle.append(video)
-        n_bytes += 0 if video.kept is None else share * video.kept.tokens.nbytes * (1 + len(video.kept.deepstack))
-        if n_bytes >= _SHARD_BYTES or len(bundle) >= _SHARD_VIDEOS:
-            yield bundle
-            bundle, n_bytes = [], 0.0
-    yield from [bundle] * bool(bundle)
 
 
 def kept_of(video: CachedVideo) -> KeptTokens:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Final
 
 import numpy as np
@@ -21,12 +20,12 @@ import torch
 
 from gstep.lazy import did_you_mean
 from pipeline.cache.header import fingerprint, header_bytes
-from pipeline.cache.live_rows import TOKENS, VideoRows
+from pipeline.cache.live_rows import TOKENS, VideoRows, in_shard_order, ok_rows
 from pipeline.cache.live_videos import LiveVideos
-from pipeline.cache.merging import merge
+from pipeline.cache.merging import merge_at_once
 from pipeline.cache.reader import HEADER, TokenCache, check_version, read_header
 from pipeline.cache.token_shard import read_videos
-from pipeline.cache.writer import commit, put_token_shard
+from pipeline.cache.writer import bundled, commit, put_token_shard
 from pipeline.errors import UsageError
 from pipeline.execution.claim import Claim
 from pipeline.execution.request import new_run_id
@@ -37,10 +36,8 @@ from pipeline.sharing.merge import merge_caches
 from pipeline.storage.stores import Store
 
 CARD: Final = "README.md"
-_SHARD_BYTES: Final = 256 * 10**6
 _SHOWN: Final = 5
 _LOOKED_AT: Final = 100_000  # ids that are looked through for likely ones
-_NOW: Final = timedelta(0)  # nobody reads the copy yet
 
 
 @dataclass
@@ -85,7 +82,7 @@ def _delete_unnamed(out: Store) -> None:
     """Delete the token shards of a copy that no live row names."""
     with Claim(out, new_run_id(), lambda line: None):
         rows = LiveVideos.open(out, fingerprint(read_header(out)["identity"])).live(("status", "token_shard"))
-        named = set(rows.filter(pc.equal(rows["status"], "ok"))["token_shard"].unique().to_pylist())
+        named = set(ok_rows(rows)["token_shard"].to_pylist())
         for name in out.names(TOKENS, ".parquet"):
             if name not in named:
                 out.delete(name)
@@ -110,7 +107,7 @@ def _rows_of(source: Store, ids: Sequence[str] | None) -> pa.Table:
             some = ", ".join(name + did_you_mean(name, held) for name in unknown[:_SHOWN])
             raise UsageError(f"{source} has no row of {len(unknown)} of the videos: {some}")
         rows = found
-    return rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
+    return in_shard_order(rows)
 
 
 def _take_part(source: Store, out: Store, ids: Sequence[str], say: Callable[[str], object]) -> None:
@@ -124,25 +121,19 @@ def _take_part(source: Store, out: Store, ids: Sequence[str], say: Callable[[str
     with Claim(out, run_id, say):
         if not out.exists(HEADER):
             out.put(HEADER, header_bytes(header))
-        there = set(LiveVideos.open(out, made_with).live(("video_id",))["video_id"].to_pylist())
-        number, n_bytes = 0, 0
-        bundle: list[VideoRow] = []
-        full = VideoRows(source)
-        left = [(shard, row) for video_id, shard, row in _places(rows) if video_id not in there]
-        for place, (shard, row) in enumerate(left, 1):
-            bundle.append(full(shard, row))
-            n_bytes += 2 * (bundle[-1]["n_tokens"] or 0) * (bundle[-1]["hidden_size"] or 0)
-            if n_bytes >= _SHARD_BYTES or place == len(left):
-                _write(source, out, run_id, number, bundle, made_with)
-                say(f"{place:,} of {len(left):,} videos")
-                bundle, number, n_bytes = [], number + 1, 0
-        merge(out, made_with, everything=True, keep=_NOW)
-        merge(out, made_with, everything=True, keep=_NOW)  # deletes what the first one read
+        there = LiveVideos.open(out, made_with).live(("video_id",))["video_id"].cast(rows["video_id"].type)
+        left = rows.filter(pc.invert(pc.is_in(rows["video_id"], value_set=there)))
+        done = 0
+        for number, bundle in enumerate(bundled(VideoRows(source).each(left), _token_bytes)):
+            _write(source, out, run_id, number, bundle, made_with)
+            done += len(bundle)
+            say(f"{done:,} of {len(left):,} videos")
+        merge_at_once(out, made_with)
 
 
-def _places(rows: pa.Table) -> Iterator[tuple[str, str, int]]:
-    """Yield the id of each row, with the file and the place of its whole row."""
-    return zip(*(rows[name].to_pylist() for name in ("video_id", "shard", "row")), strict=True)
+def _token_bytes(row: VideoRow) -> int:
+    """Return the bytes of a video's tokens as bfloat16 numbers, 0 for one without."""
+    return 2 * (row["n_tokens"] or 0) * (row["hidden_size"] or 0)
 
 
 def _write(source: Store, out: Store, run_id: str, number: int, rows: list[VideoRow], made_with: str) -> None:
@@ -161,8 +152,7 @@ def export_tars(source: Store, out: Store, say: Callable[[str], object], ids: Se
 
     Raises as ``export``.
     """
-    rows = _rows_of(source, ids)
-    rows = rows.filter(pc.equal(rows["status"], "ok"))
+    rows = ok_rows(_rows_of(source, ids))
     cache, found = TokenCache(str(source), store=source), Exported(videos=len(rows))
     out.make()
     shards = rows["token_shard"].to_pylist()

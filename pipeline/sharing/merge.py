@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Final, Literal
 
 import numpy as np
@@ -21,13 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import CacheHeader, differences, fingerprint, header_bytes
-from pipeline.cache.live_rows import RULE_COLUMNS, VIDEOS, live_and_earlier, made_with_of, rule_columns
+from pipeline.cache.live_rows import RULE_COLUMNS, VIDEOS, live_and_earlier, ok_rows, rule_columns
 from pipeline.cache.live_videos import LiveVideos
-from pipeline.cache.merging import KEEP, merge
+from pipeline.cache.merging import merge, merge_at_once
 from pipeline.cache.reader import HEADER, check_version, read_header
-from pipeline.cache.schema import digest
-from pipeline.cache.table import SortedFile, check_content, read_small, table_files
-from pipeline.errors import CorruptShard, IdentityMismatch, UsageError
+from pipeline.cache.table import SortedFile, check_content, made_with_of, read_small, table_files
+from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
 from pipeline.execution.request import new_run_id
@@ -115,8 +112,10 @@ def merge_caches(
                 _take_rows(source, out, identity, done)
                 if records:
                     _take_records(source, out)
-            for _ in range(1 if records else 2):  # nobody reads a copy yet: the second deletes what the first one read
-                merge(out, identity, everything=True, keep=KEEP if records else timedelta(0))
+            if records:
+                merge(out, identity, everything=True)
+            else:  # nobody reads a copy yet
+                merge_at_once(out, identity)
     return done
 
 
@@ -150,8 +149,7 @@ def _live_rows(stores: Sequence[Store], identity: str) -> pa.Table:
 
 def _refuse_equal(rows: pa.Table) -> None:
     """Raise UsageError where caches hold other tokens of one video."""
-    good = rows.filter(pc.equal(rows["status"], "ok"))
-    kinds = good.group_by("video_id").aggregate([("checksum", "count_distinct")])
+    kinds = ok_rows(rows).group_by("video_id").aggregate([("checksum", "count_distinct")])
     wrong = kinds.filter(pc.greater(kinds["checksum_count_distinct"], 1))["video_id"]
     if len(wrong):
         some = ", ".join(wrong.slice(0, _SHOWN).to_pylist())
@@ -170,7 +168,7 @@ def _take_live_tokens(
     done.videos, done.equal = len(live), len(rows) - len(live)
     for number, source in enumerate(held):
         if source is not out:
-            mine = live.filter(pc.and_(pc.equal(live["cache"], number), pc.equal(live["status"], "ok")))
+            mine = ok_rows(live.filter(pc.equal(live["cache"], number)))
             _take_tokens(source, out, mine["token_shard"].unique().to_pylist(), done, say)
 
 
@@ -198,9 +196,7 @@ def _take_file(source: Store, out: Store, name: str) -> int | None:
     if source.folder is not None and isinstance(out, LocalStore) and out.link(name, source.folder / name):
         return 0
     data = source.read(name)
-    hashed = PurePosixPath(name).stem.rpartition("-")[2]
-    if digest(data).partition(":")[2] != hashed:
-        raise CorruptShard(f"{source}/{name}: its content does not have the hash in its name; restore the file", "rows")
+    check_content(source, name, data, "rows")
     out.put(name, data)
     return len(data)
 
@@ -212,8 +208,7 @@ def _take_rows(source: Store, out: Store, identity: str, done: MergedCaches) -> 
         if file.level:
             made_with = SortedFile(source, file).made_with
         else:
-            check_content(source, file.name, data)
-            made_with = made_with_of(read_small(source, file.name, data, ()))
+            made_with = made_with_of(read_small(source, file.name, data, ()).schema.metadata)
         if made_with not in (None, identity):
             done.foreign.append(f"{source}/{file.name}")
         elif not out.exists(file.name):

@@ -11,17 +11,16 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import fingerprint
-from pipeline.cache.live_rows import TOKENS, VideoRows
+from pipeline.cache.live_rows import TOKENS, VideoRows, in_shard_order, ok_rows
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import check_version, read_header
-from pipeline.cache.writer import commit, token_shard_id
+from pipeline.cache.writer import SHARD_BYTES, bundled, commit, token_shard_id
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
 from pipeline.execution.request import new_run_id
@@ -29,7 +28,6 @@ from pipeline.execution.run_record import COMMITTED, RUNS, RunFile
 from pipeline.storage.stores import Store
 from pipeline.verify.repair import move_videos
 
-SHARD_BYTES: Final = 256 * 10**6  # of a joined shard, about
 _EMPTIED = "emptied"  # key of a record: the token shards whose videos were written again
 _VERSIONS = ("gstep-cache", "pyarrow")
 
@@ -75,10 +73,9 @@ def join_tokens(store: Store, say: Callable[[str], object], keep: timedelta, sha
     check_version(store)
     done, run_id, made_with = Joined(), new_run_id(), fingerprint(header["identity"])
     with Claim(store, run_id, say):
-        live = LiveVideos.open(store, made_with).live(("status", "token_shard", "first_row_group"))
-        live = live.filter(pc.equal(live["status"], "ok"))
+        live = ok_rows(LiveVideos.open(store, made_with).live(("status", "token_shard", "first_row_group")))
         _delete_emptied(store, live, keep, done)
-        bundles = list(_bundles(store, live, shard_bytes))
+        bundles = _bundles(store, live, shard_bytes)
         if bundles:
             done.run_id = run_id
             run_file = RunFile(store, {**provenance(run_id, _VERSIONS), "joins": len(bundles)})
@@ -92,20 +89,12 @@ def join_tokens(store: Store, say: Callable[[str], object], keep: timedelta, sha
     return done
 
 
-def _bundles(store: Store, live: pa.Table, shard_bytes: int) -> Iterator[list[str]]:
-    """Yield the names of small token shards that make a shard of about ``shard_bytes`` together, two or more."""
+def _bundles(store: Store, live: pa.Table, shard_bytes: int) -> list[list[str]]:
+    """List the names of small token shards that make a shard of about ``shard_bytes`` together, two or more."""
     named = set(live["token_shard"].to_pylist())
     small = [file for file in store.listed(TOKENS) if file.name in named and 2 * file.size < shard_bytes]
-    bundle: list[str] = []
-    size = 0
-    for file in small:
-        bundle.append(file.name)
-        size += file.size
-        if size >= shard_bytes:
-            yield bundle
-            bundle, size = [], 0
-    if len(bundle) > 1:
-        yield bundle
+    bundles = bundled(small, lambda file: file.size, shard_bytes)
+    return [[file.name for file in bundle] for bundle in bundles if len(bundle) > 1]
 
 
 def _join(
@@ -113,10 +102,7 @@ def _join(
 ) -> None:
     """Write the live videos of these token shards as one, and commit their rows. Raises CorruptShard, OSError."""
     mine = live.filter(pc.is_in(live["token_shard"], value_set=pa.array(names)))
-    mine = mine.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
-    full = VideoRows(store)
-    rows = [full(shard, row) for shard, row in zip(mine["shard"].to_pylist(), mine["row"].to_pylist(), strict=True)]
-    moved = move_videos(store, run_id, rows)
+    moved = move_videos(store, run_id, list(VideoRows(store).each(in_shard_order(mine))))
     commit(store, run_id, number, moved, made_with=made_with)
     done.videos += len(moved)
     done.read += names

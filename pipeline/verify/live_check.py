@@ -13,7 +13,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from gstep.evidence import is_per_frame
 from pipeline.cache.cached_video import CachedVideo, bfloat16
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
+from pipeline.cache.live_rows import ok_rows
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, PrunedVideo
 from pipeline.errors import UsageError, VideoFault
@@ -71,7 +71,7 @@ class LiveCheck:
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
         """Encode ``count`` random ok videos of ``live`` again, and add the results to ``report``."""
-        ids = live.filter(pc.equal(live["status"], "ok"))["video_id"].to_pylist()
+        ids = ok_rows(live)["video_id"].to_pylist()
         if len(ids) < count:
             report.notes.append(f"--live: of {count} videos {len(ids)} are sound and can be encoded again")
         with closing(VideoDecoder(self._decode)) as decoder:

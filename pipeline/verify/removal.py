@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.codecs.sample import sample_store
-from pipeline.cache.live_rows import RULE_COLUMNS, VideoRows, live_rows, read_file, with_place
+from pipeline.cache.live_rows import RULE_COLUMNS, VideoRows, live_rows, ok_rows, read_file, with_place
 from pipeline.cache.live_rows import VIDEOS as TABLE
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import HEADER, check_version, made_with
@@ -29,7 +29,7 @@ from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
 from pipeline.execution.request import new_run_id
 from pipeline.execution.run_record import RunFile
-from pipeline.rows import VideoRecord
+from pipeline.rows import JsonObject, VideoRecord
 from pipeline.storage.stores import Store
 from pipeline.verify.repair import move_videos
 
@@ -77,21 +77,20 @@ def remove_videos(
     identity = made_with(store, required=True)
     check_version(store)
     done = Removed(new_run_id(), len(ids))
-    with Claim(store, done.run_id, say):
-        run_file = RunFile(store, {**provenance(done.run_id, _VERSIONS), "removed": len(ids), "reason": reason})
-        with run_file:
-            removal = _Removal(store, identity, done, frozenset(ids))
-            removal.mark(reason)
-            removal.move_others()
-            merge(store, identity, everything=True, keep=keep)
-            if left := removal.unused():
-                if keep:
-                    say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(left)} token shards")
-                    time.sleep(keep.total_seconds())
-                for name in left:
-                    store.delete(name)
-                done.deleted += left
-            done.deleted += merge(store, identity, everything=True, keep=keep).deleted
+    record: JsonObject = {**provenance(done.run_id, _VERSIONS), "removed": len(ids), "reason": reason}
+    with Claim(store, done.run_id, say), RunFile(store, record):
+        removal = _Removal(store, identity, done, frozenset(ids))
+        removal.mark(reason)
+        removal.move_others()
+        merge(store, identity, everything=True, keep=keep)
+        if left := removal.unused():
+            if keep:
+                say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(left)} token shards")
+                time.sleep(keep.total_seconds())
+            for name in left:
+                store.delete(name)
+            done.deleted += left
+        done.deleted += merge(store, identity, everything=True, keep=keep).deleted
     if (sample := sample_store(store)).exists(HEADER):  # nobody reads that but a gate
         done.deleted += remove_videos(sample, ids, reason, say, timedelta(0)).deleted
     return done
@@ -145,13 +144,10 @@ class _Removal:
         live = live_rows(self._rows)
         full = VideoRows(self._store)
         names = pa.array(sorted(set().union(*self._held.values())), pa.string())
-        ok = live.filter(pc.and_(pc.equal(live["status"], "ok"), pc.is_in(live["token_shard"], value_set=names)))
+        ok = ok_rows(live.filter(pc.is_in(live["token_shard"], value_set=names)))
         for number, name in enumerate(sorted(set(ok["token_shard"].to_pylist())), 1):
-            places = ok.filter(pc.equal(ok["token_shard"], name)).select(["shard", "row"]).to_pylist()
-            rows = sorted(
-                (full(place["shard"], place["row"]) for place in places), key=lambda row: row["first_row_group"]
-            )
-            moved = move_videos(self._store, self._done.run_id, rows)
+            rows = full.each(ok.filter(pc.equal(ok["token_shard"], name)))
+            moved = move_videos(self._store, self._done.run_id, sorted(rows, key=lambda row: row["first_row_group"]))
             commit(self._store, self._done.run_id, number, moved, made_with=self._identity)
             self._done.moved += len(moved)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import cast
 
@@ -22,9 +21,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import CacheHeader, fingerprint
-from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, keyed, read_file
+from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, keyed, ok_rows, read_file
 from pipeline.cache.live_videos import LiveVideos
-from pipeline.cache.merging import merge
+from pipeline.cache.merging import merge_at_once
 from pipeline.cache.table import file_named, in_key_order, small_file, sorted_file
 from pipeline.cache.token_shard import read_videos, videos_in
 from pipeline.cache.writer import put_token_shard, run_of
@@ -52,7 +51,6 @@ _COPIED = (
     "manifest",
 )
 _CONTRADICTS = "its row contradicts itself"
-_NOW = timedelta(0)
 
 
 def repairable(report: Report) -> bool:
@@ -89,7 +87,7 @@ class Repair:
             raise RunFailed(f"{self._store} holds what was not made with its settings: move {other.shard} away first")
         there = live.filter(pc.not_equal(live["status"], "removed"))  # what was removed stays so
         wrong = dict.fromkeys(set(bad).intersection(_places(there)), _CONTRADICTS)
-        ok = live.filter(pc.equal(live["status"], "ok"))
+        ok = ok_rows(live)
         places = _places(ok)
         neighbours: dict[str, list[Place]] = defaultdict(list)
         shards = {problem.shard for problem in self._report.problems if problem.kind in _OF_TOKENS}
@@ -172,8 +170,7 @@ class Repair:
 
     def _change(self, changes: dict[str, VideoRow]) -> None:
         """Replace rows of videos, in a table that has one row of each by then."""
-        for _ in range(2):  # the second one deletes what the first has merged
-            merge(self._store, self._made_with, everything=True, keep=_NOW)
+        merge_at_once(self._store, self._made_with)
         table = LiveVideos.open(self._store, self._made_with)
         found = {place.shard for video_id in changes if (place := table.find(video_id)) is not None}
         for name in sorted(found):

@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from gstep.types import budget_for
 from pipeline.cache.header import CacheHeader, fingerprint, version_number
-from pipeline.cache.live_rows import INDEX_COLUMNS, completed, made_with_of, with_place
+from pipeline.cache.live_rows import INDEX_COLUMNS, completed, with_place
 from pipeline.cache.method import declared_method
 from pipeline.cache.schema import KEY_COLUMNS, RESERVED, VIDEO_SCHEMA, tier_row_counts
-from pipeline.cache.table import SortedFile, TableFile, file_named, read_small
+from pipeline.cache.table import SortedFile, TableFile, file_named, made_with_of, read_small
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.rows import JSON_COLUMNS, VideoRow
 from pipeline.storage.stores import Store
@@ -97,7 +97,7 @@ def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
         return pa.concat_tables(opened.parts()), opened.made_with, opened.n_bytes
     data = store.read(file.name)
     table = read_small(store, file.name, data)
-    return table, made_with_of(table), len(data)
+    return table, made_with_of(table.schema.metadata), len(data)
 
 
 def _wrong_columns(schema: pa.Schema, version: int) -> Iterator[str]:

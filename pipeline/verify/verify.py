@@ -5,9 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -19,11 +18,11 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from pipeline.cache.header import CHECKSUM, CacheHeader
-from pipeline.cache.live_rows import PLACE, VIDEOS, VideoRows, live_rows
+from pipeline.cache.live_rows import VIDEOS, VideoRows, live_rows, no_rows, ok_rows
 from pipeline.cache.merging import KEEP
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import HEADER, TokenCache, read_header, warn_of_gate
-from pipeline.cache.schema import VIDEO_SCHEMA
+from pipeline.cache.runs import in_order
 from pipeline.cache.token_shard import videos_in
 from pipeline.errors import NotACache
 from pipeline.execution.claim import Claim, holder, who
@@ -42,7 +41,6 @@ from pipeline.verify.tokens import CheckedShard, check_token_shard
 if TYPE_CHECKING:
     from pipeline.verify.live_check import LiveCheck
 
-T = TypeVar("T")
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
 _ORPHANS_STAY = (
     "no orphan was removed: they may be of the files of videos/ that were damaged or lost; put those back from a copy, "
@@ -168,8 +166,7 @@ class _Verification:
         """
         report = self.report
         names = self.store.names(VIDEOS, ".parquet")
-        tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in JUDGED_COLUMNS), *PLACE]).empty_table()]
-        bad, unmarked = set(), 0
+        tables, bad, unmarked = [no_rows(JUDGED_COLUMNS)], set(), 0
         check = partial(check_commit, self.store, header=header)
         for name, checked in self._checked(check, names, "videos shard"):
             report.problems += checked.problems
@@ -268,8 +265,9 @@ class _Verification:
         if not names:
             return
         wording = Wording("verifying", item, {}, "")
+        jobs = self.request.jobs
         with reporter(self.console, len(names), self.request.log_interval, wording) as progress:
-            for name, result in zip(names, _in_order(work, names, self.request.jobs), strict=True):
+            for name, result in zip(names, in_order(work, names, jobs, 2 * jobs), strict=True):
                 progress.advance(int(not result.problems), int(bool(result.problems)))
                 yield name, result
 
@@ -298,15 +296,14 @@ def _header_faults(header: CacheHeader) -> Iterator[str]:
 
 def _token_shards(rows: pa.Table) -> set[str]:
     """Return the token shards that ok rows name."""
-    return set(rows.filter(pc.equal(rows["status"], "ok"))["token_shard"].to_pylist())
+    return set(ok_rows(rows)["token_shard"].to_pylist())
 
 
 def _places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
     """Return a row of each video in each token shard that a live row names, by shard, superseded rows too."""
     found: dict[str, dict[str, Place]] = {name: {} for name in sorted(_token_shards(live) - {None})}
     for table in (live, rows):  # a row that stands in several files counts once
-        ok = table.filter(pc.equal(table["status"], "ok")).select(["token_shard", "video_id", "shard", "row"])
-        for row in ok.to_pylist():
+        for row in ok_rows(table).select(["token_shard", "video_id", "shard", "row"]).to_pylist():
             if row["token_shard"] in found:
                 found[row["token_shard"]].setdefault(row["video_id"], (row["shard"], row["row"]))
     return {name: list(places.values()) for name, places in found.items()}
@@ -319,18 +316,3 @@ def _without_problems(live: pa.Table, report: Report) -> pa.Table:
     known = pc.is_in(live["video_id"], value_set=pa.array(ids, pa.string()))
     damaged = pc.is_in(live["token_shard"], value_set=pa.array(shards, pa.string()))
     return live.filter(pc.invert(pc.or_(known, damaged)))
-
-
-def _in_order(work: Callable[[T], R], items: Iterable[T], jobs: int) -> Iterator[R]:
-    """Yield ``work`` of each item in order; at most as many results wait as threads work."""
-    pool = ThreadPoolExecutor(jobs, "verify")
-    waiting: deque[Future[R]] = deque()
-    try:
-        for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) > 2 * jobs:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -83,11 +83,11 @@ def test_every_bit_of_a_token_shard(tmp_path, evidence, codec):
     (name,), (commit,) = store.names("tokens", ".parquet"), store.names("videos", ".parquet")
     row, header = VideoRows(store)(commit, 0), read_header(store)
     flipped = Flipped(tmp_path, name)
-    cache = TokenCache(tmp_path, store=flipped, live=read_live(store))
-    asked = tuple(cache.evidence)
+    live = read_live(store)
+    asked = tuple(TokenCache(tmp_path).evidence)
 
     def read(order: TokenOrder = "selection") -> bytes | None:
-        cache._shard.cache_clear()
+        cache = TokenCache(tmp_path, store=flipped, live=live)
         try:
             return everything(cache.get("v", order=order, evidence=asked))
         except CorruptShard:
