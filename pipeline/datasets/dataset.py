@@ -97,13 +97,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         # In memory that workers share, so that those that persist see set_epoch too.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         named = "".join(f"{video_id}\0" for video_id in ids or ())
-        self._ids = digest(named.encode(), self._shards.counts, *(f"{name}\0".encode() for name in self._names()))
+        shards = (f"{name}\0".encode() for name in self._shards.names.to_pylist())
+        self._ids = digest(named.encode(), self._shards.counts, *shards)
         self._done = 0
         self._start: DatasetState | None = None
-
-    def _names(self) -> list[str]:
-        """Return the names of the cache's token shards."""
-        return list(self._shards.names.to_pylist())
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, and with it another order from the next iteration on."""
@@ -123,7 +120,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
 
     def state_dict(self) -> DatasetState:
         """Return this process's position in the epoch."""
-        return self._start or {**self._setting(), "epoch": int(self._epoch), "done": self._done}
+        return self._start or self._position()
 
     def load_state_dict(self, state: DatasetState) -> None:
         """Set the position that the next iteration starts from; it raises ValueError if the state is of other data.
@@ -171,39 +168,40 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         order = np.random.default_rng([self._seed, int(self._epoch), self.rank if salt[0] else 0, *salt])
         return [items[i] for i in order.permutation(len(items))]
 
-    def _setting(self) -> StateSetting:
-        """Return the settings that a state depends on."""
-        order = [self._seed, self._shuffle, self._mix, self._even]
-        worker, n_workers = _worker()
-        return {"ids": self._ids, "order": order, "rank": [self.rank, self.world_size], "worker": [worker, n_workers]}
+    def _position(self) -> DatasetState:
+        """Return where the present iteration is."""
+        return {
+            "ids": self._ids,
+            "order": [self._seed, self._shuffle, self._mix, self._even],
+            "rank": [self.rank, self.world_size],
+            "worker": [*_worker()],
+            "epoch": int(self._epoch),
+            "done": self._done,
+        }
 
     def _check(self, state: DatasetState) -> None:
         """Raise ValueError if a state was saved for other ids, seed, ranks or workers."""
-        here = self._setting()
+        here = {name: value for name, value in self._position().items() if name not in ("epoch", "done")}
         if other := [(name, value) for name, value in here.items() if state.get(name) != value]:
             told = "; ".join(f"{name} {state.get(name)}, not {value}" for name, value in other)
             raise ValueError(f"the state is of other data: {told}")
 
 
-class StateSetting(TypedDict):
-    """The settings that a position in an epoch depends on.
+class DatasetState(TypedDict):
+    """A process's position in an epoch, and the settings that it depends on.
 
     Attributes:
         ids: hash of the videos' ids and of the cache's token shards.
         order: seed, shuffle, mix and even.
         rank: the rank, and how many there are.
         worker: the DataLoader's worker, and how many there are.
+        done: how many of the epoch's videos were read.
     """
 
     ids: str
     order: list[int]
     rank: list[int]
     worker: list[int]
-
-
-class DatasetState(StateSetting):
-    """A process's position: its epoch, and how many of the epoch's videos were read."""
-
     epoch: int
     done: int
 

@@ -13,6 +13,7 @@ from pipeline.inputs.container import Container, Member, RandomFile, merged, ope
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tar import Tar
 from pipeline.inputs.zips import Zip
+from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 
 #: To add a form, write a file like ``tar.py`` and add a line here.
@@ -44,6 +45,11 @@ def fetch_of(spot: Spot | None, objects: Objects) -> Callable[[Callable[[bytes],
             return opened.fetch(spot, write, limit)
 
     return fetch
+
+
+def fetch_again(row: VideoRow, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:
+    """Return ``fetch_of`` the place where a row of the videos table says that its video was read."""
+    return fetch_of(spot_of(row["uri"], row["source_offset"], row["source_size"]), objects)
 
 
 class Containers(AbstractContextManager["Containers"]):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pipeline.errors import QUESTION_FAULTS
 from pipeline.inspect.answers import Answers
-from pipeline.inspect.page_files import asset, templates, write_file
+from pipeline.inspect.facts import fault_rows
+from pipeline.inspect.page_files import asset, render, write_file
 from pipeline.rows import AnswerRecord
 
 MOST = 1000  # questions on a page, failed ones first: browsers stay quick, and the page below some megabytes
@@ -40,21 +41,15 @@ def answers_page(answers: Answers) -> str:
     """Render the page as HTML; whatever a question or a model says is text there, never markup."""
     rows = answers.as_records()
     rows.sort(key=lambda row: row["status"] == "ok")  # the sort is stable: answers stay in the order of their ids
-    counts = answers.summary
-    remedies = {str(name): fault.remedy for name, fault in QUESTION_FAULTS.items()}
-    faults = [(name, count, counts.examples[name], remedies.get(name, "")) for name, count in counts.failures.items()]
-    return (
-        templates()
-        .get_template("answers.html")
-        .render(
-            style=asset("page.css") + asset("answers.css"),
-            place=answers.place,
-            counts=counts,
-            faults=faults,
-            facts=answers.facts(),
-            rows=[{**row, "offered": choices_of(row)} for row in rows[:MOST]],
-            n_rows=len(rows),
-        )
+    return render(
+        "answers.html",
+        style=asset("page.css") + asset("answers.css"),
+        place=answers.place,
+        counts=answers.summary,
+        faults=fault_rows(answers.summary, QUESTION_FAULTS),
+        facts=answers.facts(),
+        rows=[{**row, "offered": choices_of(row)} for row in rows[:MOST]],
+        n_rows=len(rows),
     )
 
 

@@ -18,9 +18,9 @@ from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import FAULTS, CorruptShard, UsageError
 from pipeline.inspect.charts import upward
-from pipeline.inspect.facts import flat
+from pipeline.inspect.facts import fault_rows, flat, identity_facts
 from pipeline.inspect.page import draw_page, grid_of
-from pipeline.inspect.page_files import asset, check_file, templates, write_file
+from pipeline.inspect.page_files import asset, check_file, render, write_file
 from pipeline.inspect.report import Counted, count
 from pipeline.inspect.thumbnails import Pictures, source_pictures
 from pipeline.storage.s3 import Objects
@@ -162,41 +162,29 @@ def _most(videos: pa.Table, values: NDArray[np.float64], unit: str) -> list[tupl
 
 def _render(cache: TokenCache, counted: Counted, videos: pa.Table, drawn: list[CachedVideo], tiles: list[Tile]) -> str:
     """Render the page's template."""
-    summary, identity = counted.summary, cache.identity
-    faults = [
-        (name, number, summary.examples[name], FAULTS[name].remedy if name in FAULTS else "")  # type: ignore[index]
-        for name, number in summary.failures.items()
-    ]
+    summary = counted.summary
     shares = kept_over_time(videos) if len(videos) else []
     ticks = upward(max(shares, default=0.0) * 100 or 1.0)
     seconds = sum((pc.fill_null(videos[f"{name}_s"], 0.0).to_numpy() for name in STAGES), np.zeros(len(videos)))
-    return (
-        templates()
-        .get_template("cache.html")
-        .render(
-            style=asset("page.css") + asset("answers.css") + asset("cache.css"),
-            place=str(cache.store),
-            counts=summary,
-            faults=faults,
-            ticks=[(100 * tick / ticks[-1], f"{tick:g}") for tick in ticks],
-            heights=[10000 * share / ticks[-1] for share in shares],
-            shares=[100 * share for share in shares],
-            places=kept_by_place(drawn),
-            n_drawn=len(drawn),
-            stages=stages_of(videos) if len(videos) else [],
-            lists=[
-                ("Slowest", _most(videos, seconds, "s")),
-                ("Most tokens", _most(videos, videos["n_tokens"].to_numpy().astype(float), "tokens")),
-                ("Largest files", _most(videos, pc.fill_null(videos["source_size"], 0).to_numpy() / 1e6, "MB")),
-            ]
-            if len(videos)
-            else [],
-            tiles=tiles,
-            facts=[
-                ("model", f"{identity['model']['type']}  {identity['model']['weights']}"),
-                ("pruner", f"{identity['pruner']['method']}  {flat(identity['pruner']['params'])}"),
-                ("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}"),
-                ("sampling", flat(identity["sampling"])),
-            ],
-        )
+    return render(
+        "cache.html",
+        style=asset("page.css") + asset("answers.css") + asset("cache.css"),
+        place=str(cache.store),
+        counts=summary,
+        faults=fault_rows(summary, FAULTS),
+        ticks=[(100 * tick / ticks[-1], f"{tick:g}") for tick in ticks],
+        heights=[10000 * share / ticks[-1] for share in shares],
+        shares=[100 * share for share in shares],
+        places=kept_by_place(drawn),
+        n_drawn=len(drawn),
+        stages=stages_of(videos) if len(videos) else [],
+        lists=[
+            ("Slowest", _most(videos, seconds, "s")),
+            ("Most tokens", _most(videos, videos["n_tokens"].to_numpy().astype(float), "tokens")),
+            ("Largest files", _most(videos, pc.fill_null(videos["source_size"], 0).to_numpy() / 1e6, "MB")),
+        ]
+        if len(videos)
+        else [],
+        tiles=tiles,
+        facts=[*identity_facts(cache.identity), ("sampling", flat(cache.identity["sampling"]))],
     )

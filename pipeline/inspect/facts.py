@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+
+from pipeline.cache.header import CacheIdentity
+from pipeline.errors import Fault
+from pipeline.execution.outcome import Outcome
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
@@ -15,6 +20,24 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
     for name, value in facts:
         table.add_row(name, Text(value))
     return table
+
+
+def identity_facts(identity: CacheIdentity) -> list[tuple[str, str]]:
+    """Return (name, value) pairs of model, pruner and storage."""
+    model, pruner = identity["model"], identity["pruner"]
+    return [
+        ("model", f"{model['type']}  {model['weights']}"),
+        ("pruner", f"{pruner['method']}  {flat(pruner['params'])}"),
+        ("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}"),
+    ]
+
+
+def fault_rows(counts: Outcome, faults: Mapping[Any, Fault]) -> list[tuple[str, int, tuple[str, str], str]]:
+    """Return (class, count, (id, message) of an example, remedy) of each class of failures, as pages list them."""
+    return [
+        (name, count, counts.examples[name], faults[name].remedy if name in faults else "")
+        for name, count in counts.failures.items()
+    ]
 
 
 def flat(values: Mapping[str, object]) -> str:

@@ -17,8 +17,8 @@ from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TIERS
 from pipeline.html_pages import policy_hash
 from pipeline.inspect.charts import density_chart, kept_chart
-from pipeline.inspect.facts import flat
-from pipeline.inspect.page_files import asset, check_file, templates, write_file
+from pipeline.inspect.facts import identity_facts
+from pipeline.inspect.page_files import asset, check_file, render, write_file
 from pipeline.inspect.report import frames_of, source_facts, source_frames
 from pipeline.inspect.thumbnails import Pictures, source_pictures
 from pipeline.rows import JsonObject, VideoRow
@@ -93,7 +93,37 @@ def draw_page(
 
     ``identity`` is that of its cache.
     """
-    return Page(_render(video, identity, pictures, retention_ratio), pictures.missing)
+    row = video.metadata
+    tiers = [Tier(ratio, f"{100 * ratio:g} %", kept) for ratio, kept in tiers_of(row, retention_ratio)]
+    note = f"pale: all that are stored, {tiers[-1].label}" if len(tiers) > 1 else ""
+    seconds = [row["timestamps"][frames[0]] for frames in frames_of(row)]
+    density = row["temporal_density"]
+    rows, columns = grid_of(row) or (1, 1)
+    script = asset("page.js")
+    html = render(
+        "page.html",
+        style=asset("page.css"),
+        script=script,
+        script_hash=policy_hash(script),
+        video_id=row["video_id"],
+        summary=_summary(row),
+        model=_model_line(identity),
+        method=identity["pruner"]["method"],
+        missing=pictures.missing,
+        tiers=tiers,
+        start=_first_tier(tiers, retention_ratio),
+        total=row["n_total"],
+        density=density_chart(density, seconds) if density else None,
+        kept=kept_chart(row["kept_per_frame"], seconds, note),
+        explanation=_explanation(row),
+        **_shape(row),
+        rows=rows,
+        columns=columns,
+        frames=[_frame(row, t, pictures) for t in range(row["n_frames"])],
+        facts=[*source_facts(row), *identity_facts({**identity, "retention_ratio": row["retention_ratio"]})],
+        data=_script_data(video, tiers),
+    )
+    return Page(html, pictures.missing)
 
 
 def grid_of(row: VideoRow) -> tuple[int, int] | None:
@@ -110,43 +140,6 @@ def tiers_of(row: VideoRow, more: float | None = None) -> list[tuple[float, int]
     smaller = {ratio for ratio in (*TIERS, more) if ratio is not None and row["nested"] and ratio < stored - 1e-9}
     kept = [(ratio, min(budget_for(ratio, row["n_total"]), row["n_tokens"])) for ratio in sorted(smaller)]
     return [*kept, (stored, row["n_tokens"])]
-
-
-def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, start: float | None) -> str:
-    """Render the page's template."""
-    row = video.metadata
-    tiers = [Tier(ratio, f"{100 * ratio:g} %", kept) for ratio, kept in tiers_of(row, start)]
-    note = f"pale: all that are stored, {tiers[-1].label}" if len(tiers) > 1 else ""
-    seconds = [row["timestamps"][frames[0]] for frames in frames_of(row)]
-    density = row["temporal_density"]
-    rows, columns = grid_of(row) or (1, 1)
-    script = asset("page.js")
-    return (
-        templates()
-        .get_template("page.html")
-        .render(
-            style=asset("page.css"),
-            script=script,
-            script_hash=policy_hash(script),
-            video_id=row["video_id"],
-            summary=_summary(row),
-            model=_model_line(identity),
-            method=identity["pruner"]["method"],
-            missing=pictures.missing,
-            tiers=tiers,
-            start=_first_tier(tiers, start),
-            total=row["n_total"],
-            density=density_chart(density, seconds) if density else None,
-            kept=kept_chart(row["kept_per_frame"], seconds, note),
-            explanation=_explanation(row),
-            **_shape(row),
-            rows=rows,
-            columns=columns,
-            frames=[_frame(row, t, pictures) for t in range(row["n_frames"])],
-            facts=[*source_facts(row), *_settings(row, identity)],
-            data=_script_data(video, tiers),
-        )
-    )
 
 
 def _model_line(identity: CacheIdentity) -> str:
@@ -205,16 +198,6 @@ def _squeezed(row: VideoRow) -> bool:
     """Return whether the encoder saw frames of another shape than the source's."""
     sizes = [row[name] for name in ("source_width", "source_height", "width", "height")]
     return None not in sizes and sizes[0] * sizes[3] != sizes[1] * sizes[2]
-
-
-def _settings(row: VideoRow, identity: CacheIdentity) -> list[tuple[str, str]]:
-    """Return (name, value) pairs of model, pruner and storage."""
-    model, pruner = identity["model"], identity["pruner"]
-    return [
-        ("model", f"{model['type']}  {model['weights']}"),
-        ("pruner", f"{pruner['method']}  {flat(pruner['params'])}"),
-        ("stored", f"retention ratio {row['retention_ratio']}, {identity['dtype']['stored']}"),
-    ]
 
 
 def _script_data(video: CachedVideo, tiers: Sequence[Tier]) -> JsonObject:

@@ -20,6 +20,11 @@ def templates() -> Environment:
     return html_pages.environment(PACKAGE)
 
 
+def render(template: str, **values: object) -> str:
+    """Render a template of this room to a page."""
+    return templates().get_template(template).render(**values)
+
+
 def asset(name: str) -> Markup:
     """Return the unescaped content of a file beside the templates."""
     return html_pages.asset(PACKAGE, name)

@@ -18,7 +18,7 @@ from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.table import file_named
 from pipeline.execution.run_record import committed_shards
-from pipeline.inspect.facts import facts_table, flat
+from pipeline.inspect.facts import facts_table, flat, identity_facts
 from pipeline.inspect.run_progress import latest_run
 from pipeline.prune.summary import Summary, render, summarise
 from pipeline.rows import Json, JsonObject, VideoRow
@@ -45,23 +45,18 @@ def count(cache: TokenCache) -> Counted:
 def cache_report(cache: TokenCache, counted: Counted) -> RenderableType:
     """Render identity and counts of a cache, then a line for each of its first videos."""
     ledger = counted.ledger
-    identity = cache.identity
-    head = Table.grid(padding=(0, 2))
-    head.add_row("cache", Text(str(cache.store)))
-    head.add_row("model", Text(f"{identity['model']['type']}  {identity['model']['weights']}"))
-    head.add_row("pruner", Text(f"{identity['pruner']['method']}  {flat(identity['pruner']['params'])}"))
-    head.add_row("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}")
+    facts = [("cache", str(cache.store)), *identity_facts(cache.identity)]
     if cache.evidence:
-        head.add_row("evidence", Text(describe_evidence(cache.evidence)))
-    head.add_row("sampling", Text(flat(identity["sampling"])))
+        facts.append(("evidence", describe_evidence(cache.evidence)))
+    facts.append(("sampling", flat(cache.identity["sampling"])))
     files = _files_of(ledger)
-    head.add_row("table", f"{files['small']} small files, {files['sorted']} sorted ones")
+    facts.append(("table", f"{files['small']} small files, {files['sorted']} sorted ones"))
     if ledger.foreign:
-        head.add_row("left out", f"{len(ledger.foreign)} files that were made with other settings")
+        facts.append(("left out", f"{len(ledger.foreign)} files that were made with other settings"))
     run = latest_run(cache.store, ledger)
     if run is not None:
-        head.add_row("last run", Text(run.describe()))
-    return Group(head, "", render(counted.summary), "", _videos(cache))
+        facts.append(("last run", run.describe()))
+    return Group(facts_table(facts), "", render(counted.summary), "", _videos(cache))
 
 
 def _files_of(ledger: Ledger) -> dict[str, int]:
@@ -110,9 +105,8 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
             facts_table(source_facts(row)),
             Text(f"failed  {row['error_class']} in {row['error_stage']}: {row['error_message']}"),
         )
-    video = cache.get(video_id, retention_ratio)
-    kept = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
-    title = f"{len(video.index)} of {row['n_total']} tokens kept ({len(video.index) / row['n_total']:.1%})"
+    kept = _kept_per_frame(cache, row, retention_ratio)
+    title = f"{sum(kept)} of {row['n_total']} tokens kept ({sum(kept) / row['n_total']:.1%})"
     return Group(facts_table(source_facts(row)), "", _frames(row, kept, title))
 
 
@@ -127,11 +121,17 @@ def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None
     record: dict[str, Json] = {"cache": str(cache.store), "video_id": video_id, "status": row["status"]}
     record |= {"retention_ratio": None, "n_kept": None, "kept_per_frame": None}
     if row["status"] == "ok":
-        video = cache.get(video_id, retention_ratio)
+        kept = _kept_per_frame(cache, row, retention_ratio)
         record["retention_ratio"] = row["retention_ratio"] if retention_ratio is None else retention_ratio
-        record["n_kept"] = len(video.index)
-        record["kept_per_frame"] = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
+        record |= {"n_kept": sum(kept), "kept_per_frame": kept}
     return {**record, "row": cast(JsonObject, row)}
+
+
+def _kept_per_frame(cache: TokenCache, row: VideoRow, retention_ratio: float | None) -> list[int]:
+    """Count the tokens of each frame that are kept at a ratio, None for what is stored. Raises RatioNotCached."""
+    video = cache.get(row["video_id"], retention_ratio)
+    kept: list[int] = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
+    return kept
 
 
 def source_facts(row: VideoRow) -> list[tuple[str, str]]:

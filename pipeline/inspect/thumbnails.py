@@ -11,7 +11,7 @@ from torch import Tensor
 from gstep.backbones.preprocess.base import resize_frames
 from pipeline.cache.header import SamplingIdentity
 from pipeline.errors import VideoFault
-from pipeline.inputs.forms import fetch_of, spot_of
+from pipeline.inputs.forms import fetch_again
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
@@ -71,12 +71,7 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects) -
         start_s=row["start_s"],
         end_s=row["end_s"],
     )  # with the default decoder: a row must not choose what code runs here
-    with (
-        same_source(
-            row, objects, fetch_of(spot_of(row["uri"], row["source_offset"], row["source_size"]), objects)
-        ) as source,
-        DecodeSandbox() as sandbox,
-    ):
+    with same_source(row, objects, fetch_again(row, objects)) as source, DecodeSandbox() as sandbox:
         video = source.decode(sandbox, request)
     if video.source_hash != row["source_hash"]:
         raise VideoFault("io", "the source file has changed since: its hash is another one")

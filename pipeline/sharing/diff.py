@@ -21,13 +21,13 @@ from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import read_answers, read_answers_header
 from pipeline.storage.stores import Store
 
-#: Of a video's row: what kind it is, its tokens, and what else two rows are compared by.
-_STATUS, _TOKENS = ("status", "error_class"), ("checksum",)
+#: What rows are compared by: whether they are ok, their tokens or answer, and what else.
+_STATUS = ("status", "error_class")
+_TOKENS, _ANSWER = ("checksum",), ("answer", "choice")
 _ROW = (
     *("n_tokens", "n_total", "retention_ratio", "uri", "start_s", "end_s", "source_size", "source_hash"),
     *("decode_warnings", "backend", "fps", "duration_s", "width", "height", "manifest", "model_extra"),
 )
-_ANSWER_STATUS, _ANSWER = ("status", "error_class"), ("answer", "choice")
 _ANSWER_ROW = ("prompt", "target", "n_visual_tokens", "n_kept", "retention_ratio", "finish", "decoding")
 _EXAMPLES: Final = 5
 _unlike = partial(differences, has="the first has", other="the second")
@@ -96,17 +96,9 @@ def compare(first: Store, second: Store) -> Difference:
         raise NotACache(f"{first} holds {kinds[0]} and {second} {kinds[1]}: compare two of one kind")
     if kinds[0] == "answers":
         lines = _unlike(read_answers_header(first)["identity"], read_answers_header(second)["identity"])
-        tables = [_answers(store) for store in (first, second)]
-        compared: tuple[Sequence[str], ...] = (_ANSWER_STATUS, _ANSWER, _ANSWER_ROW)
-        item = "question"
-    else:
-        one, other = read_header(first)["identity"], read_header(second)["identity"]
-        lines = _unlike(one, other)
-        tables = [_videos(first, one), _videos(second, other)]
-        compared = (_STATUS, _TOKENS, _ROW)
-        item = "video"
-    status, content, row = compared
-    return _difference(item, lines, tables, status, content, row)
+        return _difference("question", lines, _answers(first), _answers(second), _ANSWER, _ANSWER_ROW)
+    one, other = read_header(first)["identity"], read_header(second)["identity"]
+    return _difference("video", _unlike(one, other), _videos(first, one), _videos(second, other), _TOKENS, _ROW)
 
 
 def _kind(store: Store) -> str:
@@ -122,32 +114,26 @@ def _videos(store: Store, identity: CacheIdentity) -> pa.Table:
     """Return the live rows of a cache: ``id``, and the columns that are compared."""
     names = (*_STATUS, *_TOKENS, *_ROW)
     rows = LiveVideos.open(store, fingerprint(identity)).live(("video_id", *names))
-    return rows.select(["video_id", *names]).rename_columns(["id", *names])
+    return rows.select(["video_id", *names]).rename_columns({"video_id": "id"})
 
 
 def _answers(store: Store) -> pa.Table:
     """Return the live answers: ``id``, with the pruning where there are several, and the columns that are compared."""
     rows = read_answers(str(store), store=store)
     ids = pc.binary_join_element_wise(rows["question_id"], rows["pruning"], " ", null_handling="skip")
-    names = (*_ANSWER_STATUS, *_ANSWER, *_ANSWER_ROW)
+    names = (*_STATUS, *_ANSWER, *_ANSWER_ROW)
     return pa.table([ids, *(rows[name] for name in names)], names=["id", *names])
 
 
 def _difference(
-    item: str,
-    identity: list[str],
-    tables: Sequence[pa.Table],
-    status: Sequence[str],
-    content: Sequence[str],
-    row: Sequence[str],
+    item: str, identity: list[str], first: pa.Table, second: pa.Table, content: Sequence[str], row: Sequence[str]
 ) -> Difference:
     """Join the rows of both by their ids, and sort the ids by how they differ."""
-    first, second = tables
     only_first = first.join(second, "id", join_type="left anti")["id"]
     only_second = second.join(first, "id", join_type="left anti")["id"]
     both = first.join(second, "id", join_type="inner", left_suffix="_1", right_suffix="_2")
-    by_column = {name: _unequal(both, name) for name in (*status, *content, *row)}
-    other_status = _any(by_column, status, len(both))
+    by_column = {name: _unequal(both, name) for name in (*_STATUS, *content, *row)}
+    other_status = _any(by_column, _STATUS, len(both))
     other_content = pc.and_not(_any(by_column, content, len(both)), other_status)
     before = pc.or_(other_status, other_content)
     other_row = pc.and_not(_any(by_column, row, len(both)), before)

@@ -27,7 +27,7 @@ from pipeline.errors import UsageError, VideoFault
 from pipeline.execution.cluster import package_version
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RUNS, RunRecord, newest_record, read_record
-from pipeline.inputs.forms import fetch_of, spot_of
+from pipeline.inputs.forms import fetch_again
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.option_values import checked_options
 from pipeline.prune.config import PruneConfig
@@ -102,9 +102,7 @@ class LiveCheck:
 
     def _encoded(self, row: VideoRow, decoder: VideoDecoder) -> PrunedVideo:
         """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone."""
-        with same_source(
-            row, self._objects, fetch_of(spot_of(row["uri"], row["source_offset"], row["source_size"]), self._objects)
-        ) as source:
+        with same_source(row, self._objects, fetch_again(row, self._objects)) as source:
             record, frames = decoder.decode_one(_todo(row), source)
         if frames is None:
             raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")

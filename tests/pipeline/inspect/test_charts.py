@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pipeline.inspect.charts import density_chart, kept_chart, nice_ticks, time_ticks, upward
-from pipeline.inspect.page import templates
+from pipeline.inspect.page_files import templates
 
 
 @pytest.mark.parametrize(
