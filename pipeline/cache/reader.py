@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -287,10 +287,7 @@ class TokenCache:
         Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, EvidenceNotCached, CorruptShard,
         OSError where the store fails, and ValueError for an order or ratio that makes no sense.
         """
-        reading = self.reading(retention_ratio, order, evidence, verify)
-        wanted = self.wanted(self.metadata(video_id), reading)
-        with self.shard_of(wanted) as shard:
-            return self._read(wanted, reading, shard)
+        return self.get_many([video_id], retention_ratio, order, evidence, verify=verify)[0]
 
     def get_many(
         self,
@@ -309,12 +306,11 @@ class TokenCache:
         Raises as ``get``, for the first id whose row says that it cannot be served, before any tokens are read; then
         for the first that is met damaged.
         """
-        reading = self.reading(retention_ratio, order, evidence, verify)
-        return self._many([self.wanted(self.metadata(video_id), reading) for video_id in video_ids], reading)
+        return self.get_rows(map(self.metadata, video_ids), retention_ratio, order, evidence, verify=verify)
 
     def get_rows(
         self,
-        rows: Sequence[VideoRow],
+        rows: Iterable[VideoRow],
         retention_ratio: float | None = None,
         order: TokenOrder = "index",
         evidence: Sequence[str] = (),
@@ -322,23 +318,19 @@ class TokenCache:
         verify: bool = False,
     ) -> list[CachedVideo]:
         """Read videos as ``get_many`` does, by their rows from ``metadata`` or ``rows_of``."""
-        reading = self.reading(retention_ratio, order, evidence, verify)
-        return self._many([self.wanted(row, reading) for row in rows], reading)
-
-    def _many(self, wanted: Sequence[Rows], reading: Reading) -> list[CachedVideo]:
-        """Read the wanted rows of several videos, neighbours in a shard by one request."""
+        reading, in_place = self.reading(retention_ratio, order, evidence, verify), self.store.folder is not None
 
         def fetch(run: Sequence[Rows]) -> tuple[TokenShard, Fetched | None]:
             with self._video_in_errors(run[0].row["video_id"]):
                 shard = self._open(run[0])
                 # A verified video is read whole, by its own request.
-                return shard, None if reading.verify else shard.fetch_all(run)
+                return shard, None if verify or in_place else shard.fetch_all(run)
 
-        def read(rows: Rows, source: tuple[TokenShard, Fetched | None]) -> CachedVideo:
-            with self._video_in_errors(rows.row["video_id"]):
-                return self._read(rows, reading, *source)
+        def read(wanted: Rows, source: tuple[TokenShard, Fetched | None]) -> CachedVideo:
+            with self._video_in_errors(wanted.row["video_id"]):
+                return self._read(wanted, reading, *source)
 
-        return read_runs(wanted, fetch, read, ahead=_AHEAD if self.store.folder is None else 0)
+        return read_runs([self.wanted(row, reading) for row in rows], fetch, read, ahead=0 if in_place else _AHEAD)
 
     def reading(
         self, retention_ratio: float | None, order: TokenOrder, evidence: Sequence[str], verify: bool
@@ -377,7 +369,7 @@ class TokenCache:
         """Open the token shard of a video, or return the one that is open already."""
         return self._shard(wanted.row["token_shard"], wanted.row["footer_hash"])
 
-    def _read(self, wanted: Rows, reading: Reading, shard: TokenShard, fetched: Fetched | None = None) -> CachedVideo:
+    def _read(self, wanted: Rows, reading: Reading, shard: TokenShard, fetched: Fetched | None) -> CachedVideo:
         """Read the video's first token rows, from no more row groups than hold them unless all is verified."""
         as_stored, row = reading.order == "selection", wanted.row
         if reading.verify:

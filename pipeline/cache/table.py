@@ -36,7 +36,7 @@ from pipeline.cache.schema import (
     write_parquet,
 )
 from pipeline.errors import CorruptShard, ShardFault
-from pipeline.storage.random_access import Fetched, RangedObject, Stretch
+from pipeline.storage.random_access import Fetched, Stretch
 from pipeline.storage.stores import Store
 
 GROUP_ROWS = 4096  # rows of a row group of a sorted file: what finding one of them reads
@@ -180,7 +180,7 @@ class SortedFile:
         held: list[str] = self.schema.names
         names = held if columns is None else [name for name in columns if name in held]
         stretches = [stretch for group in groups for stretch in self._fetched(group, frozenset(names))]
-        source = pa.PythonFile(Fetched(stretches, _Unfetched(self.n_bytes)), mode="r")
+        source = pa.PythonFile(Fetched(stretches, self.n_bytes, _unfetched), mode="r")
         try:
             file = open_parquet(source, self._metadata)
             return file.read_row_groups(list(groups), columns=names, use_threads=READ_THREADS)
@@ -210,14 +210,9 @@ class SortedFile:
                 run.append(number)
 
 
-class _Unfetched(RangedObject):
-    """The rest of a file whose wanted bytes are all fetched."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def stretch(self, start: int, end: int) -> Stretch:
-        raise ValueError(f"bytes {start} to {end} are no part of the columns that the footer names")
+def _unfetched(start: int, end: int) -> Stretch:
+    """Raise ValueError: the bytes of all columns that are read were fetched."""
+    raise ValueError(f"bytes {start} to {end} are no part of the columns that the footer names")
 
 
 def _spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -75,7 +75,7 @@ class RangedObject:
 
     def fetch(self, spans: Iterable[tuple[int, int]]) -> Fetched:
         """Fetch stretches of the object into memory, a request each. Raises OSError."""
-        return Fetched([self.stretch(*span) for span in spans], self)
+        return Fetched([self.stretch(*span) for span in spans], self._size, self.stretch)
 
 
 class Stretch(NamedTuple):
@@ -117,14 +117,14 @@ class Positioned(io.RawIOBase):
 class Fetched(Positioned):
     """A file object over prefetched stretches of an object; for one reader, since it has a position."""
 
-    def __init__(self, stretches: Sequence[Stretch], rest: RangedObject) -> None:
-        """Hold ``stretches`` of an object; ``rest`` is asked for whatever else is read."""
-        super().__init__(rest.size())
+    def __init__(self, stretches: Sequence[Stretch], size: int, rest: Callable[[int, int], Stretch]) -> None:
+        """Hold ``stretches`` of an object of ``size`` bytes; ``rest`` gets whatever else is read."""
+        super().__init__(size)
         self._stretches, self._rest = stretches, rest
 
     def view(self, start: int, end: int) -> memoryview:
         """Return bytes [start, end), or as many of them as the file has. Raises OSError."""
-        found = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest.stretch(start, end)
+        found = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest(start, end)
         return found.view(start, min(end, self.size))
 
     def readinto(self, buffer: Any) -> int:
