@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.cache.loaded_once import LoadedOnce
 from pipeline.cache.schema import KEY_COLUMNS, VIDEO_SCHEMA
-from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, file_named, made_with_of, read_small
+from pipeline.cache.table import SortedFile, TableFile, file_named, made_with_of, read_small
 from pipeline.errors import CorruptShard
 from pipeline.keys import clip_keys, keys_of, tie_keys
 from pipeline.rows import VideoRecord, VideoRow
@@ -224,8 +224,8 @@ class VideoRows:
         """Read one row. Raises CorruptShard, FileNotFoundError, OSError."""
         if file_named(shard).level == 0:
             return _copy(self._small(shard)[row])
-        group = self.group(shard, row // GROUP_ROWS)
-        return cast(VideoRow, group.slice(row % GROUP_ROWS, 1).to_pylist()[0])
+        number, place = divmod(row, self.opened(shard).group_rows)
+        return cast(VideoRow, self.group(shard, number).slice(place, 1).to_pylist()[0])
 
     def each(self, places: pa.Table) -> Iterator[VideoRow]:
         """Read the row at each of ``places``, a table with ``shard`` and ``row``. Raises as for one row."""

@@ -26,7 +26,7 @@ from pipeline.cache.live_rows import (
     small_rows,
     with_place,
 )
-from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, table_files
+from pipeline.cache.table import SortedFile, TableFile, table_files
 from pipeline.keys import keys_of
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
@@ -134,12 +134,14 @@ class LiveVideos:
     def _in_sorted(self, video_id: str, high: int, file: TableFile) -> Place | None:
         """Find a video's row in one sorted file, or None; ``high`` is the first half of its id's hash."""
         opened = self.opened(file)
-        for number in [] if opened is None else opened.groups_of(high, high):
+        if opened is None:
+            return None
+        for number in opened.groups_of(high, high):
             group = self.rows.group(file.name, number)
             ids = group["id_high"].to_numpy()
             for row in range(*np.searchsorted(ids, np.array([high, high + 1], np.uint64)).tolist()):
                 if group["video_id"][row].as_py() == video_id:
-                    return _place_of(group, row, file.name, number * GROUP_ROWS + row)
+                    return _place_of(group, row, file.name, number * opened.group_rows + row)
         return None
 
     def _small(self, row: int) -> Place:

@@ -232,7 +232,7 @@ class _Step:
             live = surviving(rows)
             self._done.rows += len(live)
             self._done.superseded += len(rows) - len(live)
-            name, data = sorted_file(VIDEOS, level_of(total), live, {_MERGE: merge}, self._made_with)
+            name, data = sorted_file(VIDEOS, level_of(total), live, {_MERGE: merge}, self._made_with, GROUP_ROWS)
             self._store.put(name, data)
             self._done.written.append(name)
 

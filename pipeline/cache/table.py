@@ -117,18 +117,23 @@ def small_file(folder: str, run_id: str, number: int, rows: pa.Table, made_with:
 
 
 def sorted_file(
-    folder: str, level: int, rows: pa.Table, metadata: Mapping[bytes, str], made_with: str | None
+    folder: str,
+    level: int,
+    rows: pa.Table,
+    metadata: Mapping[bytes, str],
+    made_with: str | None,
+    group_rows: int = GROUP_ROWS,
 ) -> tuple[str, bytes]:
     """Serialise rows of videos that are sorted by ``id_high`` as a sorted file: (its name, its content)."""
     rows = rows.replace_schema_metadata({**metadata, **({} if made_with is None else {MADE_WITH.encode(): made_with})})
-    groups = [min(GROUP_ROWS, len(rows) - start) for start in range(0, len(rows), GROUP_ROWS)]
+    groups = [min(group_rows, len(rows) - start) for start in range(0, len(rows), group_rows)]
     data = memoryview(write_parquet(rows, groups, indexed="video_id"))  # for the queries of other tools
     n_footer = footer_length(bytes(data[-FOOTER_TAIL:]))
     body, footer = data[: len(data) - n_footer], data[len(data) - n_footer :]
     parsed = parse_footer(bytes(footer))
     high = rows["id_high"].to_numpy()
     crcs = [[zlib.crc32(body[slice(*span)]) for span in _spans(parsed, group)] for group in range(len(groups))]
-    tail = high[::GROUP_ROWS].astype("<u8").tobytes() + np.array(crcs, "<u4").tobytes() + bytes(footer)
+    tail = high[::group_rows].astype("<u8").tobytes() + np.array(crcs, "<u4").tobytes() + bytes(footer)
     ends = f"{int(high[0]):016x}-{int(high[-1]):016x}"
     name = f"sorted-{level}-{ends}-{len(rows)}-{len(tail)}-{hex_digest(tail)}.parquet"
     return f"{folder}/{name}", bytes(body) + tail
@@ -144,6 +149,7 @@ class SortedFile:
         metadata: what else its footer says.
         n_bytes: of the file.
         firsts: ``id_high`` of the first row of each row group.
+        group_rows: rows of each row group but the last, which may have fewer.
 
     Raises CorruptShard, FileNotFoundError, and OSError where the store fails. One read.
     """
@@ -160,6 +166,7 @@ class SortedFile:
         if self._metadata.num_rows != file.rows:
             raise self.corrupt(f"it has {self._metadata.num_rows} rows, where its name has {file.rows}")
         n_groups = self._metadata.num_row_groups
+        self.group_rows: int = self._metadata.row_group(0).num_rows if n_groups else 0
         self.firsts: list[int] = np.frombuffer(tail.data, "<u8", n_groups).tolist()
         numbers: NDArray[np.uint32] = np.frombuffer(tail.data[8 * n_groups : -n_footer], "<u4")
         self._crcs = numbers.reshape(n_groups, self._metadata.num_columns)

@@ -24,12 +24,15 @@ _RECENT_S = 60.0  # the rate is that of the last minute
 AT_WORK = ("starting", "running")
 
 
-def watch(cache: TokenCache, console: Console) -> RunProgress | None:
+def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> RunProgress | None:
     """Show the run that writes to a cache, else its newest one, until that ends; return its last state.
+
+    It is looked at ``every_s`` seconds, by default more often in a folder than in a store.
 
     Returns None where the cache has no run. Raises OSError, CorruptShard, and KeyboardInterrupt at Ctrl-C.
     """
-    run, every_s = None, _STORE_S if cache.store.folder is None else _LOCAL_S
+    run = None
+    every_s = every_s or (_STORE_S if cache.store.folder is None else _LOCAL_S)
     with Live(console=console, auto_refresh=False) as live:
         for run, rate in looks(cache.store, fingerprint(cache.identity), every_s):
             live.update(_shown(run, rate), refresh=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import torch
 
 from gstep import VisualTokens
@@ -101,6 +102,12 @@ def make_cache(
     store = write_header(out, ratio, method, **more)
     write_shard(store, "run", *(encoded(name, tokens, ratio, method) for name, tokens in videos.items()))
     return store
+
+
+def limit_merges(patch: pytest.MonkeyPatch, **limits: int) -> None:
+    """Let merges write small row groups and files, in small steps: GROUP_ROWS, _PART_GROUPS, _FILES_AT_ONCE."""
+    for name, limit in limits.items():
+        patch.setattr(f"pipeline.cache.merging.{name}", limit)
 
 
 def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:

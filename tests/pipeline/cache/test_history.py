@@ -26,7 +26,7 @@ from pipeline.cache.table import table_files
 from pipeline.errors import CorruptShard
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.pipeline.cache.test_merging import Model, Row, commit_rows, draw_rows, live_in
-from tests.pipeline.caches import write_header
+from tests.pipeline.caches import limit_merges, write_header
 from tests.pipeline.flaky import FlakyProxy
 from tests.pipeline.s3 import S3Server
 
@@ -251,8 +251,7 @@ class Recorded(LocalStore):
 @pytest.fixture
 def many_files(monkeypatch):
     """Merges write several files of a few rows."""
-    monkeypatch.setattr("pipeline.cache.merging.GROUP_ROWS", 2)
-    monkeypatch.setattr("pipeline.cache.merging._PART_GROUPS", 2)
+    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=2)
 
 
 def test_every_step_of_an_interleaving_shows_the_model_s_rows(tmp_path, many_files):

@@ -27,7 +27,16 @@ from pipeline.cache.table import small_name, table_files
 from pipeline.errors import VideoFault
 from pipeline.inspect.failed import failed_videos
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, read_live, write_header, write_shard
+from tests.pipeline.caches import (
+    encoded,
+    encoded_failure,
+    limit_merges,
+    random_tokens,
+    read_live,
+    write_header,
+    write_shard,
+)
+from tests.pipeline.damage import Dying
 
 NOW = timedelta(0)
 ORDER = ("removed", "ok", "failed")
@@ -77,25 +86,6 @@ def assert_all_agree(store: LocalStore, model: Model) -> None:
     assert len(ledger) == len(wanted)
 
 
-class Dying(LocalStore):
-    """The process is killed at a write or removal, counted down."""
-
-    left: float = float("inf")
-
-    def put(self, name, data) -> None:
-        self._count()
-        super().put(name, data)
-
-    def delete(self, name) -> None:
-        self._count()
-        super().delete(name)
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-
-
 def draw_rows(draw: random.Random, run: str) -> list[Row]:
     return [
         {"video_id": f"v{number}", "run_id": run, "attempts": draw.randint(1, 3),
@@ -109,8 +99,7 @@ def draw_rows(draw: random.Random, run: str) -> list[Row]:
 def test_commits_merges_and_kills_in_any_order_converge(tmp_path_factory, seed):
     """Three runs that commit late and twice, mergers that are killed anywhere, readers that look meanwhile."""
     with pytest.MonkeyPatch.context() as patch:  # merges write several files
-        patch.setattr("pipeline.cache.merging.GROUP_ROWS", 2)
-        patch.setattr("pipeline.cache.merging._PART_GROUPS", 2)
+        limit_merges(patch, GROUP_ROWS=2, _PART_GROUPS=2)
         converge(random.Random(seed), tmp_path_factory.mktemp("c"))
 
 
@@ -189,7 +178,20 @@ def test_a_million_sets_converge_in_whatever_order_their_files_are_merged(videos
     assert len(wanted) == videos and len(rows) == 5 * videos
 
 
-def test_two_mergers_at_once_change_no_live_row(tmp_path, monkeypatch):
+class Interrupted(LocalStore):
+    """Before its first write another process merges everything, twice."""
+
+    interrupted = False
+
+    def put(self, name, data) -> None:
+        if not self.interrupted:
+            self.interrupted = True
+            for _ in range(2):
+                merge(LocalStore(self.root), None, everything=True, keep=NOW)
+        super().put(name, data)
+
+
+def test_two_mergers_at_once_change_no_live_row(tmp_path):
     """Each has listed the files before the other puts or deletes any."""
     store, model = write_header(tmp_path), Model()
     draw = random.Random(3)
@@ -197,20 +199,9 @@ def test_two_mergers_at_once_change_no_live_row(tmp_path, monkeypatch):
         rows = draw_rows(draw, f"r{number}")
         commit_rows(store, f"r{number}", rows)
         model.rows += rows
-    put = LocalStore.put
-    inner: list[int] = []
-
-    def interrupted(self, name, data):
-        if not inner:
-            inner.append(1)
-            merge(LocalStore(tmp_path), None, everything=True, keep=NOW)
-            merge(LocalStore(tmp_path), None, everything=True, keep=NOW)
-        put(self, name, data)
-
-    monkeypatch.setattr(LocalStore, "put", interrupted)
-    merge(store, None, everything=True, keep=NOW)
-    monkeypatch.undo()
-    assert inner
+    other = Interrupted(tmp_path)
+    merge(other, None, everything=True, keep=NOW)
+    assert other.interrupted
     assert_all_agree(store, model)
 
 
@@ -232,8 +223,7 @@ def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):
 @pytest.mark.parametrize("puts", [1, 2, 3])
 def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeypatch, puts):
     """What it read must not be deleted on the word of the files that it did write."""
-    monkeypatch.setattr("pipeline.cache.merging.GROUP_ROWS", 2)
-    monkeypatch.setattr("pipeline.cache.merging._PART_GROUPS", 1)
+    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1)
     store, dying = write_header(tmp_path), Dying(tmp_path)
     for number in range(4):
         rows = [{"video_id": f"v{number}-{i}", "status": "failed", "attempts": 1} for i in range(3)]
@@ -281,10 +271,7 @@ def test_a_run_merges_once_many_small_files_wait(tmp_path):
 
 def test_few_levels_hold_many_commits(tmp_path, monkeypatch):
     """As 2,880 commits of a day, but smaller: files stay few, and a row is written a few times."""
-    monkeypatch.setattr("pipeline.cache.merging.GROUP_ROWS", 16)
-    monkeypatch.setattr("pipeline.cache.merging._PART_GROUPS", 8)
-    for place in ("table", "live_rows", "live_videos"):
-        monkeypatch.setattr(f"pipeline.cache.{place}.GROUP_ROWS", 16)
+    limit_merges(monkeypatch, GROUP_ROWS=16, _PART_GROUPS=8)
     store, most, written = write_header(tmp_path), 0, 0
     for number in range(200):
         commit_rows(
@@ -300,9 +287,7 @@ def test_few_levels_hold_many_commits(tmp_path, monkeypatch):
 
 def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, monkeypatch):
     """Ranges of keys begin at rows, so that no merged file is missing for want of any."""
-    monkeypatch.setattr("pipeline.cache.merging.GROUP_ROWS", 2)
-    monkeypatch.setattr("pipeline.cache.merging._PART_GROUPS", 1)
-    monkeypatch.setattr("pipeline.cache.merging._FILES_AT_ONCE", 5)  # in three steps
+    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1, _FILES_AT_ONCE=5)  # in three steps
     store = write_header(tmp_path)
     for number in range(12):
         rows = [{"video_id": f"v{i}", "status": "failed", "attempts": number} for i in range(3)]

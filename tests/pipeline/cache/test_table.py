@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 
 from pipeline import CorruptShard, TokenCache
-from pipeline.cache import table as tables
 from pipeline.cache.live_rows import VIDEOS, keyed, read_file
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.table import SortedFile, file_named, in_key_order, sorted_file, table_files
@@ -26,22 +25,14 @@ def rows_of(count: int) -> pa.Table:
     return in_key_order(keyed(records))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_groups():
-    """Row groups of 64, so that a file has several."""
-    with pytest.MonkeyPatch.context() as patch:
-        for place in ("pipeline.cache.table", "pipeline.cache.live_rows", "pipeline.cache.live_videos"):
-            patch.setattr(f"{place}.GROUP_ROWS", 64)
-        yield
-
-
 @pytest.fixture
 def store(tmp_path) -> LocalStore:
     return write_header(tmp_path)
 
 
-def put_sorted(store: LocalStore, rows: pa.Table, level: int = 2) -> str:
-    name, data = sorted_file(VIDEOS, level, rows, {}, None)
+def put_sorted(store: LocalStore, rows: pa.Table, group_rows: int = 64) -> str:
+    """Put a file of several row groups."""
+    name, data = sorted_file(VIDEOS, 2, rows, {}, None, group_rows)
     store.put(name, data)
     return name
 
@@ -153,29 +144,32 @@ def test_every_byte_of_a_sorted_file(store, read):
     assert 0.9 * changed_bytes < raised <= len(whole)
 
 
-def test_few_requests_find_a_video(store, monkeypatch):
+class Counting(LocalStore):
+    """Counts the slices that are read."""
+
+    n_reads = 0
+
+    def read_slice(self, name, start, end=None):
+        self.n_reads += 1
+        return super().read_slice(name, start, end)
+
+
+def test_few_requests_find_a_video(store):
     """One listing opens the table; then its end and one row group of the file are read."""
-    rows = rows_of(N)
-    put_sorted(store, rows)
-    cache = TokenCache(store.root)
-    reads = []
-    read_slice = LocalStore.read_slice
-    monkeypatch.setattr(LocalStore, "read_slice", lambda *asked: [reads.append(asked[1:]), read_slice(*asked)][1])
-    cache.metadata("folder/v7")
-    assert len(reads) == 2
-    cache.metadata("folder/v7")
-    assert len(reads) == 2
+    put_sorted(store, rows_of(N))
+    counting = Counting(store.root)
+    cache = TokenCache(store.root, store=counting)
+    for _ in range(2):
+        cache.metadata("folder/v7")
+        assert counting.n_reads == 2
 
 
 def test_keys_that_share_a_half_are_told_apart(store, monkeypatch):
     """Ids whose keys begin alike, at the end of a row group and the beginning of the next."""
-    monkeypatch.setattr(tables, "GROUP_ROWS", 2)
-    monkeypatch.setattr("pipeline.cache.live_videos.GROUP_ROWS", 2)
-    monkeypatch.setattr("pipeline.cache.live_rows.GROUP_ROWS", 2)
-    halves = lambda texts: np.array([[7, i] for i in range(len(texts))], np.uint64)  # noqa: E731
-    monkeypatch.setattr("pipeline.cache.live_rows.keys_of", halves)
-    monkeypatch.setattr("pipeline.cache.live_videos.keys_of", halves)
+    monkeypatch.setattr("pipeline.cache.live_videos.keys_of", lambda texts: np.array([[7, 0]], np.uint64))
     rows = rows_of(5)
-    put_sorted(store, rows)
+    for name, values in (("id_high", [7] * 5), ("id_low", range(5))):
+        rows = rows.set_column(rows.schema.get_field_index(name), rows.field(name), pa.array(values, pa.uint64()))
+    put_sorted(store, rows, group_rows=2)
     cache = TokenCache(store.root)
     assert [cache.metadata(f"folder/v{i}")["attempts"] for i in range(5)] == [1, 2, 3, 1, 2]

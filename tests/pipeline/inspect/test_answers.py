@@ -7,9 +7,8 @@ from rich.console import Console
 
 from pipeline.errors import NotAnswers, UsageError
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
-from pipeline.inspect import answers_page as page
 from pipeline.inspect.answers import SHOWN, Answers, answers_report, question_report
-from pipeline.inspect.answers_page import answers_page, choices_of, write_answers_page
+from pipeline.inspect.answers_page import MOST, answers_page, choices_of, write_answers_page
 from pipeline.inspect.failed import failed_lines, failed_questions
 from pipeline.storage.stores import LocalStore
 
@@ -135,14 +134,14 @@ def test_no_text_breaks_out_of_its_place(tmp_path):
     assert "default-src 'none'" in html and "http" not in html.replace("http-equiv", "")
 
 
-def test_the_page_has_failed_questions_first_and_says_what_it_leaves_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "MOST", 2)
-    store = stored(tmp_path, row("a"), row("b"), failed("z"))
+def test_the_page_has_failed_questions_first_and_says_what_it_leaves_out(tmp_path):
+    ids = [f"q{number:04}" for number in range(MOST)]
+    store = stored(tmp_path, *map(row, ids), failed("z"))
     line = write_answers_page(Answers.open(store), tmp_path / "p.html")
-    assert "2 of 3 answers, failed ones first" in line
+    assert f"{MOST} of {MOST + 1} answers, failed ones first" in line
     html = (tmp_path / "p.html").read_text()
-    assert [text for text in Page(html).texts if text in {"a", "b", "z"}] == ["z", "a"]
-    assert "2 of 3, failed ones first" in html and 'id="failed"' in html
+    assert [text for text in Page(html).texts if text in {*ids, "z"}] == ["z", *ids[:-1]]
+    assert "1000 of 1,001, failed ones first" in html and 'id="failed"' in html
 
 
 def test_a_page_without_failures_has_nothing_to_choose(tmp_path):

@@ -6,6 +6,7 @@ from rich.console import Console
 from pipeline.errors import RatioNotCached, UnknownVideo
 from pipeline.inspect.facts import flat
 from pipeline.inspect.report import cache_report, count, frames_of, source_facts, source_frames, video_report
+from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.pages import FRAMES, VIDEO, build
 
 
@@ -24,9 +25,10 @@ def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
     assert VIDEO in row and [cell.strip() for cell in row.split("│")][1:4] == [str(FRAMES), "1568", "392"]
 
 
-def test_a_cache_of_many_videos_names_the_first(decoded, tmp_path, monkeypatch):
+def test_a_cache_of_many_videos_names_the_first(decoded, tmp_path):
     cache = build(tmp_path / "c", decoded)
-    monkeypatch.setattr(type(cache), "video_ids", property(lambda self: [VIDEO] * 23))
+    write_shard(cache.store, "more", *(encoded(f"v{i}", random_tokens(i), 0.25, "gstep") for i in range(22)))
+    cache.refresh()
     assert "... and 3 more" in shown(cache_report(cache, count(cache)))
 
 

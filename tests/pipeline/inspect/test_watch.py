@@ -41,13 +41,11 @@ def run_file(store) -> RunFile:
     return RunFile(store, {"run_id": "r1", "host": "h", "pid": 7, "videos": 4})
 
 
-def test_it_shows_what_comes_and_ends_with_the_run(store, monkeypatch):
-    monkeypatch.setattr(watching, "_LOCAL_S", 0.05)
-    monkeypatch.setattr(watching, "_STORE_S", 0.05)
+def test_it_shows_what_comes_and_ends_with_the_run(store):
     shown, cache = io.StringIO(), TokenCache(str(store), store=store)
     console = Console(file=shown, force_terminal=True, width=100)
     states = []
-    watcher = threading.Thread(target=lambda: states.append(watch(cache, console)))
+    watcher = threading.Thread(target=lambda: states.append(watch(cache, console, 0.05)))
     with Claim(store, "r1", print, heartbeat_s=0.05) as claim:
         watcher.start()
         wait_until(lambda: "r1 on " in shown.getvalue() and "is starting" in shown.getvalue(), shown.getvalue)

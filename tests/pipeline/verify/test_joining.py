@@ -8,10 +8,9 @@ import torch
 from pipeline import TokenCache
 from pipeline.errors import CorruptShard, VideoFault
 from pipeline.execution.claim import CacheLocked, Claim
-from pipeline.storage.stores import LocalStore
 from pipeline.verify.joining import join_tokens
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
-from tests.pipeline.damage import flip, say_what_was_committed, shards
+from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
 from tests.pipeline.verifying import SHAPE, kinds, verified
 
 NOW, LATER = timedelta(0), timedelta(hours=1)
@@ -91,34 +90,18 @@ def test_a_run_that_writes_is_not_disturbed(store):
         join_tokens(store, quiet, NOW)
 
 
-class StoppedError(Exception):
-    """What stands for a kill."""
-
-
-def test_the_same_command_ends_what_was_stopped_anywhere(store, monkeypatch):
+def test_the_same_command_ends_what_was_stopped_anywhere(store):
     """It stops before each change of the store once; the tokens are the same after each stop."""
-    before, left = tokens(store), 0
-    for name in ("put", "delete"):
-        real = getattr(LocalStore, name)
-
-        def stopping(self, name, *args, _real=real):
-            nonlocal left
-            left -= 1
-            if left < 0 and not name.endswith(".running"):
-                raise StoppedError
-            return _real(self, name, *args)
-
-        monkeypatch.setattr(LocalStore, name, stopping)
+    before = tokens(store)
     for allowed in range(100):
-        left = allowed
+        stopped = Dying(store.root, spared=r".*\.running")
+        stopped.left = allowed
         try:
-            join_tokens(store, quiet, NOW, size_of(store, 3))
-        except StoppedError:
-            left = 1000
+            join_tokens(stopped, quiet, NOW, size_of(store, 3))
+        except KeyboardInterrupt:
             assert_same(store, before)
         else:
             break
-    left = 1000
     assert allowed > 5
     join_tokens(store, quiet, NOW, size_of(store, 3))
     join_tokens(store, quiet, NOW, size_of(store, 3))

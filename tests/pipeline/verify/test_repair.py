@@ -1,9 +1,11 @@
 """A repair: what is damaged is marked, what is sound stays bit for bit, and nothing is lost, wherever it is ended."""
 
+import errno
 import shutil
 from datetime import timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -17,14 +19,12 @@ from pipeline.errors import RunFailed, UsageError, VideoFault
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import remaining
+from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore, ObjectStore
-from pipeline.verify import verify as rooms
 from pipeline.verify.removal import remove_videos
 from pipeline.verify.repair import KEPT_IN
-from pipeline.verify.report import Kind, Problem
-from pipeline.verify.tokens import CheckedShard
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
-from tests.pipeline.damage import flip, rewrite_row, say_what_was_committed, shards
+from tests.pipeline.damage import Dying, flip, rewrite_row, say_what_was_committed, shards
 from tests.pipeline.verifying import SHAPE, kinds, verified
 
 IDS = "abcdef"
@@ -235,20 +235,27 @@ def test_files_of_other_settings_are_left_out_and_set_aside(store, whole, tmp_pa
     assert store.exists(tokens) and tokens in verified(store, clean=True, keep=NOW).removed
 
 
-def test_damage_that_another_look_does_not_find_is_let_be(store, whole, monkeypatch):
+class BadCable(LocalStore):
+    """A token shard is damaged when it is read for the first time."""
+
+    def __init__(self, root: Path, name: str, damaged: bytes) -> None:
+        super().__init__(root)
+        self._damaged = {name: damaged}
+
+    def open(self, name):
+        data = self._damaged.pop(name, None)
+        return super().open(name) if data is None else LocalFile(pa.BufferReader(data))
+
+
+def test_damage_that_another_look_does_not_find_is_let_be(store, whole):
     name = f"tokens/{token_shard(store, 'a').name}"
-    check, looks = rooms.check_token_shard, []
-
-    def flaky(store, shard, rows, header):
-        looks.append(shard)
-        problem = Problem(Kind.DAMAGED, "a bit of a cable", shard, "a")
-        return (
-            CheckedShard([problem]) if shard == name and looks.count(name) == 1 else check(store, shard, rows, header)
-        )
-
-    monkeypatch.setattr(rooms, "check_token_shard", flaky)
-    report = verified(store, repair=True, keep=NOW)
+    sound = store.read(name)
+    damage_tokens(store, "a")
+    cable = BadCable(store.root, name, store.read(name))
+    store.put(name, sound)
+    report = verified(cable, repair=True, keep=NOW)
     assert kinds(report) == [] and any("sound when it was read again" in note for note in report.notes)
+    assert [(problem.kind, problem.video_id) for problem in report.found] == [("damaged", "a")]
     assert (report.repaired.marked, report.repaired.moved, report.repaired.replaced) == ([], 0, [])
     assert_same_without(store.root, whole, set())
 
@@ -260,25 +267,6 @@ def test_a_removed_video_stays_so(store):
     assert TokenCache(store.root).metadata("a")["status"] == "removed"
 
 
-class Dying(LocalStore):
-    """It fails at a write or removal, counted down."""
-
-    left = 10**9
-
-    def put(self, name, data) -> None:
-        self._count(name)
-        super().put(name, data)
-
-    def delete(self, name) -> None:
-        self._count(name)
-        super().delete(name)
-
-    def _count(self, name: str) -> None:
-        Dying.left -= 1
-        if Dying.left < 0:
-            raise OSError(5, "the machine went down", name)
-
-
 def damage_all(store) -> None:
     commit = commit_of(store, "d")
     damage_tokens(store, "b")
@@ -288,9 +276,10 @@ def damage_all(store) -> None:
 def test_a_repair_that_is_ended_anywhere_is_ended_by_the_next(whole, tmp_path):
     ended = 0
     for steps in range(40):
-        store = Dying(shutil.copytree(whole, tmp_path / str(steps)))
+        folder = shutil.copytree(whole, tmp_path / str(steps))
+        store = Dying(folder, OSError(errno.EIO, "the machine went down", "a file"))
         damage_all(store)
-        Dying.left = steps
+        store.left = steps
         try:
             verified(store, repair=True, keep=NOW)
         except (OSError, UsageError):  # which it is where no note of the repair could be written
@@ -298,7 +287,7 @@ def test_a_repair_that_is_ended_anywhere_is_ended_by_the_next(whole, tmp_path):
         else:
             break
         finally:
-            Dying.left = 10**9
+            store.left = 10**9
         report = verified(store, repair=True, keep=NOW)
         assert kinds(report) == [], steps
         assert TokenCache(store.root).failed == {"b": "io", "d": "io"}
