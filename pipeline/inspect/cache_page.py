@@ -63,7 +63,7 @@ def write_cache_page(cache: TokenCache, file: Path, objects: Objects | None = No
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: the folder cannot be made: {error.strerror}") from error
-    counted, videos = count(cache), _ok_rows(cache)
+    counted, videos = count(cache), columns_shown(cache)
     drawn = _drawn(cache, videos, _LOOKED_AT)
     tiles = _tiles(cache, drawn[:_SHEET], folder, objects or Objects.from_environment())
     html = _render(cache, counted, videos, drawn, tiles)
@@ -74,7 +74,7 @@ def write_cache_page(cache: TokenCache, file: Path, objects: Objects | None = No
     )
 
 
-def _ok_rows(cache: TokenCache) -> pa.Table:
+def columns_shown(cache: TokenCache) -> pa.Table:
     """Return the columns that the page shows of every video that has tokens."""
     names = (*_COLUMNS, *(f"{stage}_s" for stage in STAGES))
     return ok_rows(LiveVideos.open(cache.store, fingerprint(cache.identity)).live(names))

@@ -57,7 +57,7 @@ class LiveCheck:
         """Load the model; ``objects`` reads sources on S3, and ``model`` is where it is now, if it was moved."""
         store = cache.store
         self._cache, self._objects = cache, objects
-        config = _config(cache, _newest_run(cache), model)
+        config = config_of_run(cache, _newest_run(cache), model)
         if ":" in config.pruner:
             raise UsageError(
                 f"--live: this cache was pruned by {config.pruner}, a method from outside gstep; what a cache says "
@@ -81,7 +81,7 @@ class LiveCheck:
                 report.live.append(result)
                 if result.state == "failed":
                     report.problems.append(Problem(Kind.LIVE_FAILED, result.note, row["token_shard"], video_id))
-                elif why := _suspicion(result):
+                elif why := suspicion(result):
                     report.problems.append(Problem(Kind.LIVE, why, row["token_shard"], video_id))
 
     def _compare(self, row: VideoRow, decoder: VideoDecoder) -> LiveResult:
@@ -92,18 +92,18 @@ class LiveCheck:
         except VideoFault as fault:
             if fault.fault_class == "io":
                 return LiveResult(video_id, "source-gone", fault.message)
-            return LiveResult(video_id, "failed", fault.message, versions=_versions(row, run, {}))
+            return LiveResult(video_id, "failed", fault.message, versions=versions_of(row, run, {}))
         assert again.kept is not None  # encode_one raises where a video fails
         stored = self._cache.get(video_id, order="selection", evidence=tuple(self._cache.evidence))
         result = compare(stored, _coded(again.kept, self._cache.codec))
         if again.record["frame_indices"] != row["frame_indices"]:
             result = replace(result, note="other frames were sampled")
-        return replace(result, versions=_versions(row, run, again.record))
+        return replace(result, versions=versions_of(row, run, again.record))
 
     def _encoded(self, row: VideoRow, decoder: VideoDecoder) -> PrunedVideo:
         """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone."""
         with same_source(row, self._objects, fetch_again(row, self._objects)) as source:
-            record, frames = decoder.decode_one(_todo(row), source)
+            record, frames = decoder.decode_one(todo_of(row), source)
         if frames is None:
             raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")
         if record["source_hash"] != row["source_hash"]:
@@ -152,7 +152,7 @@ def _rows(*parts: Tensor) -> list[Tensor]:
     return [part.view(len(part), -1) for part in parts]
 
 
-def _suspicion(result: LiveResult) -> str:
+def suspicion(result: LiveResult) -> str:
     """Return why a difference cannot come from rounding, "" where it may or where there is none."""
     if result.state != "different":
         return ""
@@ -163,7 +163,7 @@ def _suspicion(result: LiveResult) -> str:
     return "" if result.versions else f"encoded again by the same versions, it is not the same: {numbers}"
 
 
-def _versions(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
+def versions_of(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
     """Return the versions and devices that differ from those at encoding time, as name -> (then, now)."""
     then = dict(run.get("versions", {}))
     now = {name: package_version(name) for name in then}
@@ -176,7 +176,7 @@ def _versions(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, t
     return {name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]}
 
 
-def _config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
+def config_of_run(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
     """Return options with those of the run that decide tokens; device and workers are this machine's own.
 
     Raises UsageError.
@@ -196,7 +196,7 @@ def _newest_run(cache: TokenCache) -> RunRecord:
     return run
 
 
-def _todo(row: VideoRow) -> TodoRow:
+def todo_of(row: VideoRow) -> TodoRow:
     """Convert a row of the videos table to a row for the decoder."""
     where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
     return todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])

@@ -6,7 +6,7 @@ import base64
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,13 @@ def tiny_cache(
     shape: tuple[int, int, int] = SHAPE,
     failed: tuple[str, ...] = (),
     model_extra: dict[str, Any] | None = None,
+    draw: Callable[[int, tuple[int, int, int]], torch.Tensor] = random_tokens,
     **header: Any,
 ) -> Store:
-    """Write a cache of random tokens that says it is of ``source`` (the tiny model); ``header`` overrides its keys."""
+    """Write a cache of drawn tokens that says it is of ``source`` (the tiny model).
+
+    ``draw`` makes a video's tokens of its number and the shape; ``header`` overrides keys of the header.
+    """
     source = source or ModelSource.resolve("tiny")
     store = LocalStore(out)
     store.make()
@@ -83,7 +87,7 @@ def tiny_cache(
     store.put(HEADER, json.dumps(full).encode())
     extra = {"tower_hash": tower_hash(source)}
     extra |= {} if model_extra is None else {"model_extra": json.dumps(model_extra)}
-    rows = [encoded(name, random_tokens(i, shape), ratio, method, **extra) for i, name in enumerate(ids)]
+    rows = [encoded(name, draw(i, shape), ratio, method, **extra) for i, name in enumerate(ids)]
     rows += [encoded_failure(name, VideoFault("corrupt", "damaged")) for name in failed]
     write_shard(store, "run", *rows)
     return store

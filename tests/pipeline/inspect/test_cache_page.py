@@ -10,8 +10,7 @@ from markupsafe import escape
 from jobs import inspect
 from pipeline import TokenCache
 from pipeline.errors import UsageError
-from pipeline.inspect import cache_page
-from pipeline.inspect.cache_page import kept_by_place, kept_over_time, stages_of, write_cache_page
+from pipeline.inspect.cache_page import columns_shown, kept_by_place, kept_over_time, stages_of, write_cache_page
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, say_what_was_committed, shards
@@ -36,7 +35,7 @@ def test_kept_shares_are_those_of_plain_loops(many):
             part = int((t + 0.5) / row["n_frames"] * 20)
             kept[part] += count
             whole[part] += row["tokens_per_frame"]
-    shares = kept_over_time(cache_page._ok_rows(many))
+    shares = kept_over_time(columns_shown(many))
     assert len(shares) == 20
     assert all(shares[part] == pytest.approx(kept[part] / whole[part]) for part in whole)
     videos = [many.get(video_id) for video_id in many.video_ids]
@@ -57,7 +56,7 @@ def test_a_page_leads_to_pages_of_videos_with_pictures(decoded, tmp_path, capsys
     assert [link for link in links if not link.startswith("data:image/jpeg;base64,")] == ["page-videos/00.html"]
     assert len(links) == 2 and escape(VIDEO) in (tmp_path / "page-videos/00.html").read_text()
     assert html.count('<rect x="') == SIDE * SIDE
-    stages = {stage.name: stage for stage in stages_of(cache_page._ok_rows(TokenCache(tmp_path / "c")))}
+    stages = {stage.name: stage for stage in stages_of(columns_shown(TokenCache(tmp_path / "c")))}
     assert stages["decode"].total_s == stages["decode"].longest_s > 0 and FRAMES
 
 

@@ -70,22 +70,25 @@ def test_what_goes_beyond_the_floor_has_an_interval_over_videos():
     assert alone["high"] == pytest.approx(0.1125, abs=0.02)
 
 
+def signs(seed: int, shape: tuple[int, int, int] = (4, 49, 64)) -> torch.Tensor:
+    """Draw tokens of -1 and 1, which int8 stores without a loss."""
+    return random_tokens(seed, shape).sign()
+
+
 @pytest.fixture
 def whole(tmp_path):
     tiny_cache(tmp_path / "whole", ("a", "b", "c", "d"), ratio=0.25, hidden_size=64)
     return tmp_path / "whole"
 
 
-def test_a_gate_that_passes_is_in_the_header_and_one_that_refuses_writes_nothing(whole, tmp_path, capsys, monkeypatch):
+def test_a_gate_that_passes_is_in_the_header_and_one_that_refuses_writes_nothing(whole, tmp_path, capsys):
     """The tiny model's weights are random, which is enough: its answers follow from the tokens all the same."""
-    argv = [str(whole), "--token-codec", "int8", "--out", str(tmp_path / "out"), "--gate"]
-    monkeypatch.setattr(gate, "MOST_CHANGED", 0.05)  # below what 32 answers can show
-    assert recode.main(argv) == 1
+    argv = ["--token-codec", "int8", "--out", str(tmp_path / "out"), "--json", "--gate"]
+    assert recode.main([str(whole), *argv]) == 1
     said = capsys.readouterr().err
     assert "the gate refuses int8" in said and not (tmp_path / "out").exists()
-    monkeypatch.setattr(gate, "MOST_CHANGED", 1.0)
-    monkeypatch.setattr(gate, "MOST_KL", 10.0)
-    assert recode.main([*argv[:-1], "--json", "--gate"]) == 0
+    tiny_cache(tmp_path / "signs", ("a", "b", "c", "d"), hidden_size=64, draw=signs)
+    assert recode.main([str(tmp_path / "signs"), *argv]) == 0
     told = capsys.readouterr()
     assert "int8 passes (32 answers" in told.err
     record = read_header(LocalStore(tmp_path / "out"))["gate"]
@@ -109,8 +112,8 @@ def test_a_cache_without_a_gate_says_so_whenever_it_is_opened(whole, tmp_path):
         TokenCache(tmp_path / "out")
 
 
-def test_a_sample_is_kept_until_a_gate_has_passed(tmp_path, monkeypatch):
-    store = tiny_cache(tmp_path / "c", ("a", "b", "c", "d"), hidden_size=64)
+def test_a_sample_is_kept_until_a_gate_has_passed(tmp_path):
+    store = tiny_cache(tmp_path / "c", ("a", "b", "c", "d"), hidden_size=64, draw=signs)
     ids = TokenCache(tmp_path / "c").video_ids
     header = coded_header(read_header(store), "int8")
     coded = LocalStore(tmp_path / "coded")
@@ -118,7 +121,7 @@ def test_a_sample_is_kept_until_a_gate_has_passed(tmp_path, monkeypatch):
     coded.put(HEADER, header_bytes(header))
     with pytest.raises(UsageError, match="has no sample"):
         gate_cache(coded, "", None, NO_OBJECTS, quiet)
-    videos = [encoded(name, random_tokens(i, (4, 49, 64)), 0.25, "gstep") for i, name in enumerate(ids)]
+    videos = [encoded(name, signs(i), 0.25, "gstep") for i, name in enumerate(ids)]
     write_shard(coded, "run", *videos)
     limit = sample_limit(pa.chunked_array([pa.array(ids)]), 3)
     sample = sample_store(coded)
@@ -130,11 +133,10 @@ def test_a_sample_is_kept_until_a_gate_has_passed(tmp_path, monkeypatch):
     assert len(held.video_ids) == 3 and len(list((tmp_path / "coded" / SAMPLE / "tokens").iterdir())) == 1
     whole = TokenCache(tmp_path / "c")
     assert all(torch.equal(held.get(name).tokens, whole.get(name).tokens) for name in held)
-    monkeypatch.setattr(gate, "MOST_CHANGED", 0.05)
-    assert not gate_cache(coded, "", None, NO_OBJECTS, quiet)["passed"] and sample.exists(HEADER)
+    few = gate_cache(coded, "", None, NO_OBJECTS, quiet)
+    assert (few["passed"], few["answers"], few["changed"]["mean"]) == (False, 24, 0.0) and sample.exists(HEADER)
     assert not read_header(coded)["gate"]["passed"]
-    monkeypatch.setattr(gate, "MOST_CHANGED", 1.0)
-    monkeypatch.setattr(gate, "MOST_KL", 10.0)
+    keep_sample(videos, 2**64, coded, "more")
     assert gate_cache(coded, "", None, NO_OBJECTS, quiet)["passed"] and not sample.exists(HEADER)
     assert read_header(coded)["gate"]["passed"] and not list((tmp_path / "coded" / SAMPLE).rglob("*.parquet"))
 

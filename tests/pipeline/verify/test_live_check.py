@@ -11,7 +11,7 @@ from pipeline import TokenCache
 from pipeline.cache.writer import KeptTokens
 from pipeline.errors import UsageError
 from pipeline.storage.s3 import Objects
-from pipeline.verify.live_check import LiveCheck, _config, _suspicion, _todo, _versions, compare
+from pipeline.verify.live_check import LiveCheck, compare, config_of_run, suspicion, todo_of, versions_of
 from pipeline.verify.report import LiveResult
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 
@@ -33,7 +33,7 @@ def again(tokens: torch.Tensor = TOKENS, ratio: float = 0.25, method: str = "gst
 def test_the_same_is_the_same_to_the_bit(stored):
     result = compare(stored, again())
     assert (result.state, result.same_indices) == ("same", 1.0)
-    assert (result.max_difference, result.relative_difference) == (0.0, 0.0) and _suspicion(result) == ""
+    assert (result.max_difference, result.relative_difference) == (0.0, 0.0) and suspicion(result) == ""
 
 
 def test_a_single_bit_is_a_difference_that_other_versions_may_explain(stored):
@@ -42,21 +42,21 @@ def test_a_single_bit_is_a_difference_that_other_versions_may_explain(stored):
     bits[3, 5] ^= 1
     result = compare(stored, dataclasses.replace(kept, tokens=bits))
     assert (result.state, result.same_indices) == ("different", 1.0) and 0 < result.relative_difference < 0.01
-    assert "by the same versions, it is not the same" in _suspicion(result)
-    assert _suspicion(dataclasses.replace(result, versions={"torch": ("1", "2")})) == ""
+    assert "by the same versions, it is not the same" in suspicion(result)
+    assert suspicion(dataclasses.replace(result, versions={"torch": ("1", "2")})) == ""
 
 
 def test_other_tokens_are_beyond_rounding_whatever_the_versions(stored):
     kept = again()
     result = compare(stored, dataclasses.replace(kept, tokens=kept.tokens ^ -(2**15)))  # every sign
     assert result.relative_difference == pytest.approx(2.0)
-    assert "beyond rounding" in _suspicion(dataclasses.replace(result, versions={"torch": ("1", "2")}))
+    assert "beyond rounding" in suspicion(dataclasses.replace(result, versions={"torch": ("1", "2")}))
 
 
 def test_positions_are_compared_by_what_both_have(stored):
     fewer = compare(stored, again(ratio=0.10))
     assert (fewer.state, fewer.max_difference) == ("different", 0.0)  # a prefix: the tokens that both have agree
-    assert fewer.same_indices == 10 / 25 and "beyond rounding" in _suspicion(fewer)
+    assert fewer.same_indices == 10 / 25 and "beyond rounding" in suspicion(fewer)
 
 
 def test_nothing_in_common_and_another_size_are_told(stored):
@@ -64,25 +64,25 @@ def test_nothing_in_common_and_another_size_are_told(stored):
     others = sorted(set(range(100)) - set(stored.index.tolist()))
     moved = dataclasses.replace(kept, index=np.array(others[: len(kept.index)], np.int32))
     result = compare(stored, moved)
-    assert (result.same_indices, result.max_difference) == (0.0, None) and "beyond rounding" in _suspicion(result)
+    assert (result.same_indices, result.max_difference) == (0.0, None) and "beyond rounding" in suspicion(result)
     wide = compare(stored, again(random_tokens(0, (4, 25, 32))))
     assert (wide.state, wide.note, wide.same_indices) == ("different", "tokens of another size", 0.0)
-    assert "beyond rounding" in _suspicion(wide)
+    assert "beyond rounding" in suspicion(wide)
 
 
 @pytest.mark.parametrize("state", ["same", "source-gone", "failed"])
 def test_what_is_not_different_is_not_suspicious(state):
-    assert _suspicion(LiveResult("v", state)) == ""
+    assert suspicion(LiveResult("v", state)) == ""
 
 
 def test_a_row_becomes_the_video_that_a_run_would_do(stored):
-    row = _todo(stored.metadata)
+    row = todo_of(stored.metadata)
     assert (row["video_id"], row["uri"], row["policy"], row["attempts"]) == ("v", "/videos/v", None, 1)
 
 
 def test_versions_that_differ_are_named_then_and_now(stored):
     run = {"versions": {"torch": "0.1", "no-such-package": None}}
-    found = _versions({**stored.metadata, "backend": "decord"}, run, {"backend": "pyav"})
+    found = versions_of({**stored.metadata, "backend": "decord"}, run, {"backend": "pyav"})
     assert found["torch"] == ("0.1", version("torch"))
     assert found["backend"] == ("decord", "pyav") and "no-such-package" not in found
 
@@ -90,7 +90,7 @@ def test_versions_that_differ_are_named_then_and_now(stored):
 def test_options_of_a_run_that_are_none_here_are_left_out(tmp_path, stored):
     cache = TokenCache(tmp_path)
     run = {"config": {"pruner": "uniform", "decoder": "not_here:Mine", "device": "cuda", "of_later": 1}}
-    config = _config(cache, run, "tiny")
+    config = config_of_run(cache, run, "tiny")
     assert (config.pruner, config.decoder, config.device, config.model) == ("uniform", "auto", "auto", "tiny")
     assert config.out == str(tmp_path)
 
