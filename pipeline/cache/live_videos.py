@@ -233,24 +233,21 @@ class LiveShards:
     Attributes:
         names: [n], sorted: in the order in which runs wrote them.
         counts: [n] videos of each.
-        files: the files of the table by their numbers.
-        places: [videos,2] number of the file and row in it, in the order of the token shards and within these.
+        places: ``shard`` and ``row`` of each video, in the order of the token shards and within these.
     """
 
     names: pa.Array
     counts: NDArray[np.int64]
-    files: tuple[str, ...]
-    places: NDArray[np.int32]
+    places: pa.Table
 
     @classmethod
     def of(cls, rows: pa.Table) -> LiveShards:
         """Group rows by token shard; they have token_shard, first_row_group, shard and row."""
         named = pc.fill_null(rows["token_shard"], "")
         rows = in_shard_order(rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", named))
-        names, shards = _encoded(rows["token_shard"])
-        files, numbers = _encoded(rows["shard"])
-        places = np.stack([numbers, rows["row"].to_numpy()], axis=1).astype(np.int32)
-        return cls(names, np.bincount(shards, minlength=len(names)), tuple(files.to_pylist()), places)
+        shards = rows.group_by("token_shard", use_threads=False).aggregate([([], "count_all")])
+        places = pa.table({"shard": rows["shard"].dictionary_encode(), "row": rows["row"]})  # names of files are few
+        return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), places)
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -261,15 +258,8 @@ class LiveShards:
 
     def rows(self, number: int) -> list[tuple[str, int]]:
         """List the place (file, row) of each video of a token shard, in its order."""
-        end = int(self.counts[: number + 1].sum())
-        part = self.places[end - int(self.counts[number]) : end]
-        return [(self.files[file], row) for file, row in part.tolist()]
-
-
-def _encoded(column: pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int32]]:
-    """Return the different texts in the order in which they come, and each row's number among them."""
-    found = pa.concat_arrays([pa.array([], column.type), *column.chunks]).dictionary_encode()
-    return found.dictionary, found.indices.to_numpy()
+        part = self.places.slice(int(self.counts[:number].sum()), int(self.counts[number]))
+        return list(zip(part["shard"].to_pylist(), part["row"].to_pylist(), strict=True))
 
 
 def widths_of(live: pa.Table) -> set[int]:

@@ -37,12 +37,9 @@ from pipeline.storage.stores import Store
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")
 _SHARD_VIDEOS = 1024
-_PLACED = frozenset(  # columns that say where and how the source stores a video
-    (
-        *("run_id", "token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "content_name"),
-        *("token_codec", "token_block", *KEY_COLUMNS),
-    )
-)
+# Columns that say where and how the source stores a video.
+_PLACED = frozenset({"run_id", "token_shard", "first_row_group", "row_counts", "footer_hash", "checksum"})
+_PLACED |= {"content_name", "token_codec", "token_block", *KEY_COLUMNS}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Final
 
 import pyarrow as pa
@@ -133,10 +133,11 @@ def _difference(
     only_second = second.join(first, "id", join_type="left anti")["id"]
     both = first.join(second, "id", join_type="inner", left_suffix="_1", right_suffix="_2")
     by_column = {name: _unequal(both, name) for name in (*_STATUS, *content, *row)}
-    other_status = _any(by_column, _STATUS, len(both))
-    other_content = pc.and_not(_any(by_column, content, len(both)), other_status)
-    before = pc.or_(other_status, other_content)
-    other_row = pc.and_not(_any(by_column, row, len(both)), before)
+    any_status, any_content, any_row = (
+        reduce(pc.or_, [by_column[name] for name in names]) for names in (_STATUS, content, row)
+    )
+    before = pc.or_(any_status, any_content)
+    other_content, other_row = pc.and_not(any_content, any_status), pc.and_not(any_row, before)
     counts = {name: pc.sum(pc.and_(by_column[name], other_row)).as_py() or 0 for name in row}
     n_equal = len(both) - (pc.sum(pc.or_(before, other_row)).as_py() or 0)
     return Difference(
@@ -145,7 +146,7 @@ def _difference(
         n_equal=n_equal,
         only_first=Differing.of(only_first),
         only_second=Differing.of(only_second),
-        status=Differing.of(both["id"].filter(other_status)),
+        status=Differing.of(both["id"].filter(any_status)),
         content=Differing.of(both["id"].filter(other_content)),
         rows=Differing.of(both["id"].filter(other_row)),
         columns={name: count for name, count in counts.items() if count},
@@ -155,17 +156,7 @@ def _difference(
 def _unequal(both: pa.Table, name: str) -> pa.ChunkedArray:
     """Return of each row whether its two values differ; null equals null alone."""
     one, other = both[f"{name}_1"], both[f"{name}_2"]
-    either = pc.or_(pc.is_null(one), pc.is_null(other))
-    one_only = pc.xor(pc.is_null(one), pc.is_null(other))
-    return pc.if_else(either, one_only, pc.fill_null(pc.not_equal(one, other), False))
-
-
-def _any(by_column: dict[str, pa.ChunkedArray], names: Sequence[str], n: int) -> pa.ChunkedArray:
-    """Return of each of ``n`` rows whether any of these columns differs."""
-    found = pa.chunked_array([pa.repeat(False, n)])
-    for name in names:
-        found = pc.or_(found, by_column[name])
-    return found
+    return pc.coalesce(pc.not_equal(one, other), pc.xor(pc.is_null(one), pc.is_null(other)))
 
 
 def render(difference: Difference) -> RenderableType:
