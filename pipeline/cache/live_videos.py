@@ -106,8 +106,9 @@ class LiveVideos:
             high = int(keys_of(pa.array([video_id]))[0, 0])
         except UnicodeEncodeError:  # half of a surrogate pair is not valid text, so no id has one
             return None
-        row = self._place.get(video_id)
-        found = [] if row is None else [self._small(row)]
+        found = []
+        if (at := self._place.get(video_id)) is not None:
+            found.append(_place_of(self.small, at, self.small["shard"][at].as_py(), self.small["row"][at].as_py()))
         files = [file for file in self.sorted if file.holds(high)]
         look = partial(self._in_sorted, video_id, high)
         if len(files) > 1 and self._store.folder is None:  # so that the delays do not add up
@@ -144,10 +145,6 @@ class LiveVideos:
                     return _place_of(group, row, file.name, number * opened.group_rows + row)
         return None
 
-    def _small(self, row: int) -> Place:
-        """Return the Place of row number ``row`` of ``small``."""
-        return _place_of(self.small, row, self.small["shard"][row].as_py(), self.small["row"][row].as_py())
-
     def live(self, columns: Sequence[str]) -> pa.Table:
         """Read ``columns`` of every live row with ``shard`` and ``row``, by video_id. All files are read."""
         wanted = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
@@ -177,11 +174,7 @@ class LiveVideos:
             wanted = pa.array(sorted(set(video_ids)), pa.string())
             return table.filter(pc.is_in(table["video_id"], value_set=wanted)).select([*columns, "shard", "row"])
         places = [place for video_id in sorted(set(video_ids)) if (place := self.find(video_id)) is not None]
-        rows = [self.rows(place.shard, place.row) for place in places]
-        found = [
-            {**{name: row[name] for name in columns}, "shard": p.shard, "row": p.row}  # type: ignore[literal-required]
-            for p, row in zip(places, rows, strict=True)
-        ]
+        found = [{**self.rows(place.shard, place.row), "shard": place.shard, "row": place.row} for place in places]
         return pa.Table.from_pylist(found, schema=no_rows(columns).schema)
 
     def ok(self) -> list[str]:

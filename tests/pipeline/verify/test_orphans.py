@@ -52,10 +52,9 @@ COMMITS = {
 }
 
 
-@pytest.mark.parametrize("damage", ["a commit deleted"])
-def test_damage_is_found_and_named(store, damage):
+def test_a_commit_deleted_is_found_and_named(store):
     say_what_was_committed(store)
-    check_damage(store, COMMITS[damage], {"lost"}, {None})
+    check_damage(store, COMMITS["a commit deleted"], {"lost"}, {None})
 
 
 class Growing(LocalStore):
