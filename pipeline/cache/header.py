@@ -111,11 +111,6 @@ class CacheHeader(TypedDict):
     gate: NotRequired[GateRecord]
 
 
-def version_number(version: int | str) -> int:
-    """Return the number of a schema version, which may have a codec's name behind it: 3 of ``3+int4``."""
-    return int(str(version).partition("+")[0])
-
-
 def deepstack_levels(header: CacheHeader) -> int:
     """Return how many vectors of the token's width are stored with every token, for the first layers of Qwen3-VL."""
     return int(header.get("deepstack_levels", 0))  # headers written before there were levels lack the key

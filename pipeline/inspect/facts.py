@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TypeVar
 
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +12,8 @@ from rich.text import Text
 from pipeline.cache.header import CacheIdentity
 from pipeline.errors import Fault
 from pipeline.execution.outcome import Outcome
+
+K = TypeVar("K")
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
@@ -32,12 +34,10 @@ def identity_facts(identity: CacheIdentity) -> list[tuple[str, str]]:
     ]
 
 
-def fault_rows(counts: Outcome, faults: Mapping[Any, Fault]) -> list[tuple[str, int, tuple[str, str], str]]:
+def fault_rows(counts: Outcome, faults: Mapping[K, Fault]) -> list[tuple[str, int, tuple[str, str], str]]:
     """Return (class, count, (id, message) of an example, remedy) of each class of failures, as pages list them."""
-    return [
-        (name, count, counts.examples[name], faults[name].remedy if name in faults else "")
-        for name, count in counts.failures.items()
-    ]
+    remedies = {str(name): fault.remedy for name, fault in faults.items()}
+    return [(name, count, counts.examples[name], remedies.get(name, "")) for name, count in counts.failures.items()]
 
 
 def flat(values: Mapping[str, object]) -> str:

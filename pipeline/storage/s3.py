@@ -252,7 +252,7 @@ class Objects:
             text = text.replace(value, "***")
         return _ADDRESS.sub("***", text)
 
-    def _request(self, operation: str, uri: str, **more: Any) -> Any:
+    def _request(self, operation: str, uri: str, **more: object) -> Any:
         """Return the answer to one request of boto3's about an object. Raises OSError that names the URI."""
         bucket, key = _split(uri)
         with self._errors(uri):

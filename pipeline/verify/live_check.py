@@ -57,7 +57,10 @@ class LiveCheck:
         """Load the model; ``objects`` reads sources on S3, and ``model`` is where it is now, if it was moved."""
         store = cache.store
         self._cache, self._objects = cache, objects
-        config = config_of_run(cache, _newest_run(cache), model)
+        run = newest_record(store)
+        if run is None:
+            raise UsageError(f"{store}/{RUNS}: no record of a run says which model the tokens are from")
+        config = config_of_run(cache, run, model)  # all runs of a cache made tokens with the same settings
         if ":" in config.pruner:
             raise UsageError(
                 f"--live: this cache was pruned by {config.pruner}, a method from outside gstep; what a cache says "
@@ -186,14 +189,6 @@ def config_of_run(cache: TokenCache, run: RunRecord, model: str | None) -> Prune
     mine = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto"), "compile": False}
     chosen = {**options, **mine, **({"model": model} if model else {})}
     return PruneConfig(**checked_options(PruneConfig, chosen, f"{cache.store}/{RUNS}/{run.get('run_id')}.json: "))
-
-
-def _newest_run(cache: TokenCache) -> RunRecord:
-    """Read the newest run's record; all runs of a cache made tokens with the same settings."""
-    run = newest_record(cache.store)
-    if run is None:
-        raise UsageError(f"{cache.store}/{RUNS}: no record of a run says which model the tokens are from")
-    return run
 
 
 def todo_of(row: VideoRow) -> TodoRow:

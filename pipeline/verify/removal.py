@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.codecs.sample import sample_store
-from pipeline.cache.live_rows import RULE_COLUMNS, VideoRows, live_rows, ok_rows, read_file, with_place
-from pipeline.cache.live_rows import VIDEOS as TABLE
+from pipeline.cache.live_rows import RULE_COLUMNS, VIDEOS, VideoRows, live_rows, ok_rows, read_file, with_place
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import HEADER, check_version, made_with
 from pipeline.cache.table import table_files
@@ -34,9 +33,8 @@ from pipeline.storage.stores import Store
 from pipeline.verify.repair import move_videos
 
 _COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra")
-_HELD = (
-    "token_shards"  # key in a removed row's model_extra: the shards that held the video, for a later run of the removal
-)
+# Key in a removed row's model_extra: the shards that held the video, for a later run of the removal.
+_HELD = "token_shards"
 _VERSIONS = ("gstep-cache", "pyarrow")
 
 
@@ -106,7 +104,7 @@ class _Removal:
 
     def _read(self) -> pa.Table:
         """Read _COLUMNS of all rows, superseded ones too, with each row's file and place."""
-        files = table_files(self._store, TABLE)
+        files = table_files(self._store, VIDEOS)
         tables = [with_place(read_file(self._store, file, _COLUMNS), file.name) for file in files]
         return pa.concat_tables(tables)
 

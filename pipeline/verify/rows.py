@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from gstep.types import budget_for
-from pipeline.cache.header import CacheHeader, fingerprint, version_number
+from pipeline.cache.header import CacheHeader, fingerprint
 from pipeline.cache.live_rows import INDEX_COLUMNS, completed, with_place
 from pipeline.cache.method import declared_method
-from pipeline.cache.schema import KEY_COLUMNS, RESERVED, VIDEO_SCHEMA, tier_row_counts
+from pipeline.cache.schema import CURRENT_VERSIONS, KEY_COLUMNS, RESERVED, VIDEO_SCHEMA, tier_row_counts
 from pipeline.cache.table import SortedFile, TableFile, file_named, made_with_of, read_small
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.rows import JSON_COLUMNS, VideoRow
@@ -24,7 +24,6 @@ from pipeline.verify.report import Kind, Problem
 
 Place = tuple[str, int]  # a file of the videos table and a row in it
 JUDGED_COLUMNS = (*INDEX_COLUMNS, "run_id", "token_shard")  # columns of every row that stay in memory
-_KEYS_SINCE = 3  # the version whose rows have KEY_COLUMNS
 _NEEDED = (
     *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
     *("n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
@@ -68,7 +67,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
         return CheckedCommit(None, [Problem(Kind.COMMIT, f"{store}/{name}: {error}", name)])
     except OSError as error:
         return CheckedCommit(None, [Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name)])
-    if wrong := sorted(_wrong_columns(table.schema, version_number(header["schema_version"]))):
+    if wrong := sorted(_wrong_columns(table.schema, header["schema_version"])):
         what = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
         return CheckedCommit(None, [Problem(Kind.SCHEMA, what, name)], n_bytes)
     if made_with not in (None, fingerprint(header["identity"])):
@@ -100,9 +99,9 @@ def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
     return table, made_with_of(table.schema.metadata), len(data)
 
 
-def _wrong_columns(schema: pa.Schema, version: int) -> Iterator[str]:
+def _wrong_columns(schema: pa.Schema, version: int | str) -> Iterator[str]:
     """Yield the columns that are missing or of another type than caches of this version have."""
-    since = {*KEY_COLUMNS, *RESERVED} if version < _KEYS_SINCE else set[str]()
+    since = set() if version in CURRENT_VERSIONS else {*KEY_COLUMNS, *RESERVED}
     for name in (name for name in VIDEO_SCHEMA.names if name not in since):
         if name not in schema.names or not schema.field(name).type.equals(VIDEO_SCHEMA.field(name).type):
             yield name
