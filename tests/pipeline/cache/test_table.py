@@ -11,7 +11,7 @@ from pipeline.cache.live_rows import VIDEOS, keyed, read_file
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.table import SortedFile, file_named, in_key_order, sorted_file, table_files
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import write_header
+from tests.pipeline.caches import read_live, write_header
 
 N = 300
 
@@ -76,9 +76,11 @@ def test_columns_and_row_groups_are_read_as_they_were_written(store):
 def test_each_video_is_found_and_no_other(store):
     rows = rows_of(N)
     put_sorted(store, rows)
-    cache = TokenCache(store.root)
+    cache, live = TokenCache(store.root), read_live(store, ("video_id",)).to_pylist()
+    places = {row["video_id"]: row["row"] for row in live}
     for row in random.Random(0).sample(rows.to_pylist(), 40):
         assert cache.metadata(row["video_id"])["attempts"] == row["attempts"]
+        assert cache.place_of(row["video_id"]).row == places[row["video_id"]]
         assert row["video_id"] not in cache
     assert len(cache.failed) == N and cache.video_ids == []
     with pytest.raises(KeyError, match=f"\\({N} videos are\\)"):
