@@ -83,13 +83,13 @@ def test_every_bit_of_a_token_shard(tmp_path, evidence, codec):
     (name,), (commit,) = store.names("tokens", ".parquet"), store.names("videos", ".parquet")
     row, header = VideoRows(store)(commit, 0), read_header(store)
     flipped = Flipped(tmp_path, name)
-    live = read_live(store)
-    asked = tuple(TokenCache(tmp_path).evidence)
+    sound, live = TokenCache(tmp_path), read_live(store)
+    rows, asked = [sound.metadata("v")], tuple(sound.evidence)
 
     def read(order: TokenOrder = "selection") -> bytes | None:
         cache = TokenCache(tmp_path, store=flipped, live=live)
         try:
-            return everything(cache.get("v", order=order, evidence=asked))
+            return everything(*cache.get_rows(rows, None, order, asked))
         except CorruptShard:
             return None
 
