@@ -7,27 +7,25 @@ the other, beside whatever kernel the model itself runs. Shapes: H heads, S patc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils.hooks import RemovableHandle
 
 
-@contextmanager
-def observing(module: nn.Module, see: Callable[[Tensor, dict[str, Any]], None]) -> Iterator[None]:
-    """Call ``see`` with the hidden states and keyword arguments of every call of ``module`` inside the context."""
+def observing(module: nn.Module, see: Callable[[Tensor, dict[str, Any]], None]) -> RemovableHandle:
+    """Call ``see`` with the hidden states and keyword arguments of every call of ``module``.
+
+    The handle that comes back is a context, which ends that.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         see(args[0] if args else kwargs["hidden_states"], kwargs)
 
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def split_heads(hidden_SC: Tensor, weight: Tensor, bias: Tensor | None, n_heads: int) -> Tensor:

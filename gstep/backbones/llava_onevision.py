@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from gstep.backbones.base import Backbone, ModelExtra, SampledVideo
 from gstep.backbones.family import ModelFamily, StaticParts, TowerWork
 from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.backbones.runtime import Runtime
-from gstep.backbones.siglip.evidence import AttentionObserver, PatchObserver, ProbeObserver
+from gstep.backbones.siglip.evidence import FrameObserver, last_layer_evidence, patch_evidence, probe_evidence
 from gstep.backbones.siglip.head import PoolingHead
 from gstep.backbones.weights import empty_model, load_weights, rebuild_position_ids
 from gstep.checkpoints.pooling_head import PoolingHeadSource
@@ -169,13 +170,14 @@ class LlavaOnevisionBackbone(Backbone):
         states = range(len(tower.encoder.layers) + 1)
         return [*tower.encoder.layers][: states[self.model.config.vision_feature_layer]]
 
-    def _observer(self, source: str) -> AttentionObserver | ProbeObserver | PatchObserver:
+    def _observer(self, source: str) -> FrameObserver:
         """Make the observer that computes the evidence of one source (gstep.evidence) while the tower runs."""
         if source == LAST_LAYER:
-            return AttentionObserver(self.layers[-1].self_attn)
+            layer: Any = self.layers[-1].self_attn
+            return FrameObserver(layer, partial(last_layer_evidence, layer))
         assert source in HEAD_SOURCES and self.pooling_head is not None
-        kind = ProbeObserver if source == POOLING_HEAD else PatchObserver
-        return kind(self.model.multi_modal_projector, self.pooling_head)
+        evidence_of = probe_evidence if source == POOLING_HEAD else patch_evidence
+        return FrameObserver(self.model.multi_modal_projector, partial(evidence_of, self.pooling_head))
 
     def _pooled(self, values_TSE: Tensor) -> Tensor:
         """Pool values of all 27 x 27 patches, [T,S] or [T,S,E], to the grid of tokens as the stock model does."""

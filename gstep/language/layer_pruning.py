@@ -79,11 +79,11 @@ class PruneInside:
         # The layer before K shows what the last token attends to; from K on every layer gets shortened rows.
         with ExitStack() as hooks:
             before = layers[first_short - 1].self_attn
-            hooks.enter_context(_removed(before.register_forward_pre_hook(self._note_query, with_kwargs=True)))
-            hooks.enter_context(_removed(before.register_forward_hook(self._choose, with_kwargs=True)))
+            hooks.enter_context(before.register_forward_pre_hook(self._note_query, with_kwargs=True))
+            hooks.enter_context(before.register_forward_hook(self._choose, with_kwargs=True))
             for place, layer in enumerate(layers[first_short:]):
                 hook = self._shorten if place == 0 else self._keep_short
-                hooks.enter_context(_removed(layer.register_forward_pre_hook(hook, with_kwargs=True)))
+                hooks.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
             yield self
 
     @contextmanager
@@ -249,12 +249,3 @@ def visual_places(input_ids: Tensor, video_token: int, kept: Sequence[int], newl
         prunable[places[start : start + count]] = True
         start += count + newline
     return prunable
-
-
-@contextmanager
-def _removed(handle: Any) -> Iterator[None]:
-    """Remove a hook when the context ends."""
-    try:
-        yield
-    finally:
-        handle.remove()

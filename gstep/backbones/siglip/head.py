@@ -58,11 +58,8 @@ class PoolingHead(nn.Module):
         def keep(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
             seen.append(output[1].squeeze(1))  # the stock head drops it
 
-        handle = self.head.attention.register_forward_hook(keep)
-        try:
+        with self.head.attention.register_forward_hook(keep):
             feature_TC: Tensor = self.head(self.post_layernorm(features_TSC.float()))
-        finally:
-            handle.remove()
         return feature_TC, seen[0]
 
     def of_single_patches(self, features_TSC: Tensor) -> Tensor:
