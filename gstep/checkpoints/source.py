@@ -113,7 +113,7 @@ class ModelSource:
         return self.files.need(filename, self.name)
 
     def stock_config(self) -> PretrainedConfig:
-        """Parse config.json into transformers' configuration of the family, with its defaults."""
+        """Parse config.json into transformers' configuration of the family, old layouts too, with its defaults."""
         from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
         return CONFIG_MAPPING[self.model_type].from_dict(copy.deepcopy(self.config))

@@ -106,8 +106,9 @@ def encoder_outputs(visuals: Sequence[Visual], device: str | torch.device, dtype
     from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: PLC0415 - seconds to import
 
     tokens = [visual.tokens.to(device, dtype) for visual in visuals]
-    if visuals[0].newline is not None:  # LLaVA-OneVision takes one row [1, sum K, D], newlines included
-        lines = [torch.cat([t, _newline(v).to(t)[None]]) for t, v in zip(tokens, visuals, strict=True)]
+    newlines = [visual.newline for visual in visuals if visual.newline is not None]
+    if newlines:  # LLaVA-OneVision takes one row [1, sum K, D], newlines included
+        lines = [part for t, newline in zip(tokens, newlines, strict=True) for part in (t, newline.to(t)[None])]
         return {"video": BaseModelOutputWithPooling(pooler_output=torch.cat(lines)[None])}
     levels = [
         tuple(visual.deepstack[level].to(device, dtype) for visual in visuals)
@@ -120,9 +121,3 @@ def encoder_outputs(visuals: Sequence[Visual], device: str | torch.device, dtype
     )
 
     return {"video": BaseModelOutputWithDeepstackFeatures(pooler_output=tuple(tokens), deepstack_features=levels)}
-
-
-def _newline(visual: Visual) -> Tensor:
-    """Return the video's newline row, which must be there."""
-    assert visual.newline is not None
-    return visual.newline

@@ -18,7 +18,7 @@ from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
 from gstep.language.layer_pruning import CACHE, PruneInside, visual_places
 from gstep.language.prompt import text_ids, tokenizer_of
 from gstep.language.types import Answer, Decoding, Prompt, Score
-from gstep.language.weights import load_llm
+from gstep.language.weights import ends_of, load_llm
 from gstep.pruners.base import Pruner
 
 # Tokens of a prompt's keys and values, copied for each of its choices, that are held at once.
@@ -272,18 +272,13 @@ class LanguageModel:
 
     def _pad_id(self) -> int:
         """Return the id to pad generated rows with: the model's, the tokenizer's, or a token that ends answers."""
-        ends = self._ends()
-        known = (self.model.generation_config.pad_token_id, self.tokenizer.pad_token_id, *sorted(ends), 0)
+        generation = self.model.generation_config
+        known = (generation.pad_token_id, self.tokenizer.pad_token_id, *ends_of(generation), 0)
         return next(int(i) for i in known if i is not None)
-
-    def _ends(self) -> set[int]:
-        """Return the ids of the tokens that end an answer."""
-        ids = self.model.generation_config.eos_token_id
-        return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
 
     def _answer(self, row: list[int], decoding: Decoding, prefill_s: float, decode_s: float) -> Answer:
         """Make the Answer of one row: cut it at its limit and at the first end token, and decode the text."""
-        ends = self._ends()
+        ends = ends_of(self.model.generation_config)
         ids = row[: decoding.max_new_tokens]
         stop = next((i for i, token in enumerate(ids) if token in ends), None)
         ids = ids if stop is None else ids[:stop]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 import torch
@@ -68,8 +69,7 @@ class PromptBuilder(ABC):
         policy = PromptPolicy(positions or cls.default_positions, rule, hashed, frame_times)
         if not cls.writes_times:  # what changes no prompt must not tell answers apart
             policy = replace(policy, frame_times="true")
-        config = parsed_config(source)
-        tokenizer = tokenizer_of(source)
+        config, tokenizer = source.stock_config(), tokenizer_of(source)
         if tokenizer.convert_ids_to_tokens(config.video_token_id) not in tokenizer.get_added_vocab():
             raise ModelError(
                 f"{source.name!r}: config.json says that token {config.video_token_id} stands for a video, but it is "
@@ -120,7 +120,7 @@ class PromptBuilder(ABC):
         rendered = self._render(messages, len(visuals))
         parts = self._with_markers(rendered.split(self._video_token), visuals)
         segments = list(self._segments(parts, visuals))
-        starts = _running(segment.extent for segment in segments)
+        starts = accumulate((segment.extent for segment in segments), initial=0)
         places = _places(segments)
         return Prompt(
             input_ids=torch.cat([segment.ids for segment in segments]),
@@ -198,15 +198,6 @@ class PromptBuilder(ABC):
         return {**part, "text": text} if text else part
 
 
-def parsed_config(source: ModelSource) -> Any:
-    """Parse config.json as transformers does, old layouts too."""
-    import copy  # noqa: PLC0415
-
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds; only where prompts or models are built
-
-    return CONFIG_MAPPING[source.model_type].from_dict(copy.deepcopy(source.config))
-
-
 def chat_template(source: ModelSource) -> str:
     """Return the template that the stock processor would load: a file of its own before the tokenizer's settings.
 
@@ -223,7 +214,7 @@ def chat_template(source: ModelSource) -> str:
 
 def tokenizer_of(source: ModelSource) -> Any:
     """Load the checkpoint's tokenizer. Raises ModelError where there is none that can be loaded."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - as above
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; only where prompts or models are built
 
     name, revision = source.pretrained()
     try:
@@ -245,16 +236,9 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """Return (first token, end) of each video's placeholders in the prompt, texts between its frames included."""
     places: dict[int, tuple[int, int]] = {}
-    for segment, start in zip(segments, _running(len(segment.ids) for segment in segments), strict=False):
+    starts = accumulate((len(segment.ids) for segment in segments), initial=0)
+    for segment, start in zip(segments, starts, strict=False):
         if segment.video is not None:
             first, _ = places.get(segment.video, (start, start))
             places[segment.video] = first, start + len(segment.ids)
     return [places[video] for video in sorted(places)]
-
-
-def _running(extents: Iterable[int]) -> Iterator[int]:
-    """Yield the position at which each segment starts: the sum of the extents before it."""
-    total = 0
-    for extent in extents:
-        yield total
-        total += extent

@@ -5,10 +5,13 @@ Shapes: K kept tokens of one video, D hidden size, L prompt tokens; T, N and the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 
 POSITIONS = ("contiguous", "original")
@@ -48,6 +51,28 @@ class Visual:
     frame_indices: Sequence[int] = ()
     fps: float | None = None
     rows: str = ""
+
+    @cached_property
+    def placeholder_rows(self) -> Tensor:
+        """[P,D*(1+levels)], what stands for the placeholders in a prompt: deepstack levels side by side, newline last.
+
+        Kept, as all questions on a video share them.
+        """
+        rows = torch.cat([self.tokens, *self.deepstack], dim=1) if self.deepstack else self.tokens
+        return rows if self.newline is None else torch.cat([rows, self.newline[None].to(rows)])
+
+    @cached_property
+    def placeholder_hash(self) -> str:
+        """A hash of ``placeholder_rows``, their dtype and their shape."""
+        rows = self.placeholder_rows
+        return hash_of(f"{rows.dtype} {tuple(rows.shape)} ", rows)
+
+
+def hash_of(text: str, tensor: Tensor) -> str:
+    """Compute the SHA-256 of a text and a tensor's bytes."""
+    digest = hashlib.sha256(text.encode())
+    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class ChatPart(TypedDict, total=False):

@@ -11,7 +11,6 @@ from torch import nn
 from gstep.backbones import ModelSource, Runtime
 from gstep.backbones.weights import check_loaded, load_weights
 from gstep.errors import ModelError
-from gstep.language.prompt import parsed_config
 
 # Where each family keeps its vision part, below ``model``. The newline row of LLaVA-OneVision comes with the cache.
 _VISION = ("vision_tower", "multi_modal_projector", "image_newline", "visual")
@@ -30,7 +29,7 @@ def load_llm(source: ModelSource, runtime: Runtime) -> Any:
 
     Raises ModelError where weights are missing or have another shape, or transformers is too old.
     """
-    config = parsed_config(source)
+    config = source.stock_config()
     model = without_vision(config, runtime)
     check_entry(model)
     load_weights(model, source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
@@ -110,3 +109,9 @@ def generation_config(source: ModelSource, config: Any) -> Any:
         if ours.eos_token_id is None:  # an answer without an end would run to its last token
             ours.eos_token_id = ends
     return ours
+
+
+def ends_of(generation: Any) -> list[int]:
+    """Return the ids of the tokens that end an answer by a GenerationConfig."""
+    ends = generation.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else sorted(ends)

@@ -28,7 +28,11 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
         raise ValueError("vLLM counts the positions of this model itself: --positions original needs transformers")
     # LLaVA-OneVision has no positions to say: vLLM itself puts rows of this kind where their placeholders are.
     modality = "prompt_embeds" if one_axis else "video"
-    fields = [_fields(embedding=item.rows) if one_axis else _with_positions(item) for item in items]
+    # Positions are one tensor, for two take each process of vLLM that a question passes twice the time.
+    fields = [
+        _fields(embedding=item.rows) if one_axis else _fields(embeds=item.rows, positions=item.positions.contiguous())
+        for item in items
+    ]
     return mm_input(
         prompt.input_ids.tolist(),
         MultiModalKwargsItems({modality: fields} if items else {}),
@@ -44,14 +48,6 @@ def _place(item: VideoItem) -> PlaceholderRange:
         length=len(item.takes_row),
         is_embed=None if bool(item.takes_row.all()) else item.takes_row,
     )
-
-
-def _with_positions(item: VideoItem) -> MultiModalKwargsItem:
-    """Return the video's positions as one vLLM item, with its rows where the engine does not read them.
-
-    One tensor, for two take each process of vLLM that a question passes twice the time.
-    """
-    return _fields(embeds=item.rows, positions=item.positions.contiguous())
 
 
 def _fields(**data: torch.Tensor | None) -> MultiModalKwargsItem:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gstep.language.types import Prompt, Visual
+from gstep.language.types import Prompt, Visual, hash_of
 
 SEPARATOR = "#"
 
@@ -52,44 +50,14 @@ def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
 
 def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoItem:
     """Make the item of the video whose span is tokens [first, end) of the prompt."""
-    rows, digest = (None, "") if visual.rows else _rows_and_digest(visual)
+    rows, digest = (None, "") if visual.rows else (visual.placeholder_rows, visual.placeholder_hash)
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(visual.index) + (visual.newline is not None)
     # Text goes on by one: the start follows the token before.
     start = int(prompt.positions[0, first - 1]) + 1 if first else 0
     positions = (prompt.positions[:, first : end + 1] - start).to(torch.int32)
-    name = _digest(f"{digest} ", positions)
+    name = hash_of(f"{digest} ", positions)
     return VideoItem(first, takes_row, rows, positions, visual.rows + SEPARATOR + name if visual.rows else name)
-
-
-def rows_of(visual: Visual) -> Tensor:
-    """Return the rows [P,D*(1+levels)] that stand for the placeholders of a video."""
-    return _rows_and_digest(visual)[0]
-
-
-# What is made of a Visual lives as long as that does: questions on a video share its rows, and the hash of them.
-_made: dict[int, tuple[weakref.ref[Visual], Tensor, str]] = {}
-
-
-def _rows_and_digest(visual: Visual) -> tuple[Tensor, str]:
-    """Return the rows that stand for a video's placeholders and their hash, remembered while the Visual lives."""
-    key = id(visual)
-    held = _made.get(key)
-    if held is not None and held[0]() is visual:
-        return held[1], held[2]
-    rows = torch.cat([visual.tokens, *visual.deepstack], dim=1) if visual.deepstack else visual.tokens
-    if visual.newline is not None:
-        rows = torch.cat([rows, visual.newline[None].to(rows)])
-    digest = _digest(f"{rows.dtype} {tuple(rows.shape)} ", rows)
-    _made[key] = weakref.ref(visual, lambda _: _made.pop(key, None)), rows, digest
-    return rows, digest
-
-
-def _digest(said: str, tensor: Tensor) -> str:
-    """Return the SHA-256 of a text and a tensor's bytes."""
-    digest = hashlib.sha256(said.encode())
-    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def prompt_positions(videos: Iterable[tuple[int, Tensor]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:

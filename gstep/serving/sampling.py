@@ -6,6 +6,7 @@ from typing import Any
 
 from gstep.errors import ModelError
 from gstep.language.types import Decoding
+from gstep.language.weights import ends_of
 
 # Settings of generation_config.json that change what a model says, and that vLLM does not have: what each is when off.
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
@@ -24,12 +25,6 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1.0),
     "watermarking_config": (None,),
 }
-
-
-def ends_of(generation: Any) -> list[int]:
-    """Return the ids of the tokens that end an answer by a GenerationConfig."""
-    ends = generation.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else sorted(ends)
 
 
 def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:

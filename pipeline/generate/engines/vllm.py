@@ -18,7 +18,7 @@ from torch import Tensor
 from gstep.backbones import ModelSource, Runtime
 from gstep.language import Answer, Decoding, Prompt, PromptBuilder, Score
 from gstep.language.embeddings import InputEmbeddings
-from gstep.language.prompt import parsed_config, text_ids, tokenizer_of
+from gstep.language.prompt import text_ids, tokenizer_of
 from gstep.language.weights import generation_config
 from gstep.pruners.base import Pruner
 from gstep.serving.options import OWN, engine_options, prepare_process
@@ -47,7 +47,7 @@ class VllmEngine:
     """The engine that answers by vLLM's ``LLMEngine`` in this process, so that both end together."""
 
     def __init__(self, engine: Any, source: ModelSource, runtime: Runtime, setup: EngineSetup) -> None:
-        config = parsed_config(source)
+        config = source.stock_config()
         self._engine = engine
         self._runtime = runtime
         self._setup = setup

@@ -2,12 +2,12 @@
 
 import dataclasses
 import gc
+import weakref
 
 import pytest
 import torch
 
-from gstep.serving import items
-from gstep.serving.items import prompt_positions, rows_of, video_items
+from gstep.serving.items import prompt_positions, video_items
 from tests.gstep.language.prompts import builder, text_of, video
 from tests.gstep.llms import FAMILIES
 
@@ -76,8 +76,8 @@ def test_other_positions_of_the_same_tokens_have_another_name():
 
 def test_rows_hold_the_levels_and_the_newline():
     llava, qwen = video("tiny", index=[0, 2]), video("tiny-qwen3-vl", index=[0, 2])
-    assert torch.equal(rows_of(llava), torch.cat([llava.tokens, llava.newline[None].to(llava.tokens)]))
-    assert torch.equal(rows_of(qwen), torch.cat([qwen.tokens, *qwen.deepstack], dim=1))
+    assert torch.equal(llava.placeholder_rows, torch.cat([llava.tokens, llava.newline[None].to(llava.tokens)]))
+    assert torch.equal(qwen.placeholder_rows, torch.cat([qwen.tokens, *qwen.deepstack], dim=1))
 
 
 def test_a_prompt_without_a_video_has_text_positions():
@@ -91,8 +91,8 @@ def test_questions_on_a_video_share_its_rows_and_those_go_with_it():
     first, again = (items_of("tiny-qwen3-vl", builder("tiny-qwen3-vl").build(text, [one]))[0] for text in ("a", "b"))
     assert first.rows is again.rows
     plain = video("tiny-qwen2-5-vl", index=[1, 4])
-    assert rows_of(plain) is plain.tokens
-    before = len(items._made)
+    assert plain.placeholder_rows is plain.tokens
+    held = weakref.ref(plain)
     del plain
     gc.collect()
-    assert len(items._made) == before - 1
+    assert held() is None
