@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -86,16 +87,13 @@ def _check_value(name: str, value: Any, accepted: list[Any], called: str) -> Any
 
 def _converted(kind: Any, value: Any) -> tuple[bool, Any]:
     """Return whether ``value`` is of the type, and the value converted to it."""
-    is_bool = isinstance(value, bool)
     if get_origin(kind) is Literal:
         same = [choice for choice in get_args(kind) if type(choice) is type(value) and choice == value]
         return bool(same), value
-    if kind is int:
-        fits = isinstance(value, Integral) and not is_bool
-        return fits, int(value) if fits else value
-    if kind is float:
-        fits = isinstance(value, Real) and not is_bool and math.isfinite(value)
-        return fits, float(value) if fits else value
+    if kind in (int, float):
+        fits = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        fits = fits and (kind is int or math.isfinite(value))
+        return fits, kind(value) if fits else value
     return (isinstance(value, kind), value) if kind in _WORDS else (True, value)
 
 
@@ -105,28 +103,23 @@ def _read_value(name: str, text: str, accepted: list[Any], called: str) -> Any:
     for choice in choices:
         if text == str(choice) or (isinstance(choice, bool) and text == str(choice).lower()):
             return choice
-    for kind in (_NONE, bool, int, float, str):  # the narrowest first: anything is text
-        if kind in accepted:
-            read, value = _parsed(kind, text)
-            if read:
-                return value
+    for value in _readings(text):
+        if type(value) in accepted and _converted(type(value), value)[0]:
+            return value
     unreadable = not (choices or set(accepted) & _WORDS.keys())
     why = " and cannot be given as text" if unreadable else ""
     raise ValueError(f"method {called!r}: {name} must be {_describe_types(accepted)}{why}; got {text!r}")
 
 
-def _parsed(kind: Any, text: str) -> tuple[bool, Any]:
-    """Return whether ``text`` is a value of the type, and that value."""
-    if kind is str:
-        return True, text
-    if kind in (_NONE, bool):
-        said = {"none": None} if kind is _NONE else {"true": True, "false": False}
-        return text.lower() in said, said.get(text.lower())
-    try:
-        value = kind(text)
-    except ValueError:
-        return False, None
-    return math.isfinite(value), value
+def _readings(text: str) -> Iterator[Any]:
+    """Yield the values that ``text`` may stand for, those of the narrowest type first: anything is text."""
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        yield words[text.lower()]
+    for kind in (int, float):
+        with suppress(ValueError):
+            yield kind(text)
+    yield text
 
 
 def _describe_types(accepted: list[Any]) -> str:

@@ -40,20 +40,16 @@ _OUT_OF_REACH = 3.0  # larger than any cosine
 
 @dataclass
 class Counts:
-    """The counted work of one selection, for benchmarks.
+    """The counted work of one selection, which shows that most is spared.
 
     Attributes:
-        rounds: blocks of candidates.
         products: pairs of tokens multiplied in all D dimensions.
         bounds: pairs multiplied in the subspace.
-        residual: the mean share of a token's squared length outside of the subspace; None without a bound.
         gave_up: whether the bound was found useless and left.
     """
 
-    rounds: int = 0
     products: int = 0
     bounds: int = 0
-    residual: float | None = None
     gave_up: bool = False
 
 
@@ -161,7 +157,6 @@ class _Search:
         self.by_bound = known.coordinates is not None
         self.tried = self.left = 0  # candidates that went through the bound, and those that it left
         self._bounds = np.empty(0, np.float32)
-        counts.residual = known.residual
 
     def begin(self, first: Places) -> None:
         """Select the first token and measure all others' distance to it."""
@@ -176,7 +171,6 @@ class _Search:
 
     def round(self) -> None:
         """Select the next tokens, as many as are certain."""
-        self.counts.rounds += 1
         places, rival = self._best_candidates()
         rows = _RoundRows(self.known.rows, places)
         self._refresh(rows, places, rival)
