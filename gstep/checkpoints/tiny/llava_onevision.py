@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, decoder, siglip
 from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
@@ -39,9 +36,7 @@ def _weights(config: Mapping[str, Any]) -> Weights:
     vision, text = config["vision_config"]["hidden_size"], config["text_config"]["hidden_size"]
     draw.linear("multi_modal_projector.linear_1", text, vision)
     draw.linear("multi_modal_projector.linear_2", text, text)
-    # GELU gives every hidden unit the same positive mean: rows that sum to zero keep it out of all tokens.
-    half = draw.uniform((text, text // 2), 1 / math.sqrt(text))
-    draw.weights["multi_modal_projector.linear_2.weight"] = np.concatenate([half, -half], axis=1)
+    draw.weights["multi_modal_projector.linear_2.weight"] = draw.balanced(text, text)
     draw.weights["image_newline"] = draw.uniform((text,), 0.7)
     decoder(draw, config["text_config"], model="language_model.model", head="language_model.lm_head")
     return draw.weights

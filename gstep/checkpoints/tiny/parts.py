@@ -46,6 +46,24 @@ class Draw:
         unit = self._rng.random(shape, dtype=np.float32) * np.float32(2) - np.float32(1)
         return unit * np.float32(std * math.sqrt(3))
 
+    def patch_embedding(self, *shape: int) -> Array:
+        """Draw [width, 3, ..., side, side], which makes a vector of the pixels of a patch."""
+        *front, side, _ = shape
+        spread = math.sqrt(math.prod(shape[1:]))
+        # Texture louder than brightness: neighbouring pixels agree, so patches would else differ in brightness alone.
+        upper = self.uniform((*front, side // 2, side), 5 / spread)
+        kernel: Array = np.concatenate([upper, -upper], axis=-2)
+        return kernel + self.uniform((*shape[:2], *[1] * (len(shape) - 2)), 1 / spread / side)
+
+    def balanced(self, n_out: int, n_in: int) -> Array:
+        """Draw the matrix of a layer behind GELU, whose rows sum to zero.
+
+        GELU gives every hidden unit the same positive mean, which is thereby kept out of all tokens.
+        """
+        half = self.uniform((n_out, n_in // 2), 1 / math.sqrt(n_in))
+        matrix: Array = np.concatenate([half, -half], axis=1)
+        return matrix
+
     def linear(self, name: str, n_out: int, n_in: int, *, gain: float = 1.0, bias: bool = True) -> None:
         """Draw a linear layer whose outputs have about ``gain`` times the spread of its inputs."""
         self.weights[f"{name}.weight"] = self.uniform((n_out, n_in), gain / math.sqrt(n_in))
@@ -62,10 +80,7 @@ class Draw:
 def siglip(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
     """Draw the weights of a SigLIP vision tower below ``prefix``."""
     width, patch = config["hidden_size"], config["patch_size"]
-    # Texture louder than brightness: neighbouring pixels agree, so patches would else differ in brightness alone.
-    upper = draw.uniform((width, 3, patch // 2, patch), 5 / math.sqrt(3 * patch * patch))
-    brightness = draw.uniform((width, 3, 1, 1), 1 / math.sqrt(3 * patch * patch) / patch)
-    draw.weights[f"{prefix}.embeddings.patch_embedding.weight"] = np.concatenate([upper, -upper], axis=2) + brightness
+    draw.weights[f"{prefix}.embeddings.patch_embedding.weight"] = draw.patch_embedding(width, 3, patch, patch)
     draw.weights[f"{prefix}.embeddings.patch_embedding.bias"] = draw.uniform((width,), 0.05)
     positions = (config["image_size"] // patch) ** 2
     draw.weights[f"{prefix}.embeddings.position_embedding.weight"] = draw.uniform((positions, width), 0.5)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from gstep.checkpoints.tiny.parts import Array, Draw
+from gstep.checkpoints.tiny.parts import Draw
 from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
 
 SPECIAL = (
@@ -82,16 +81,6 @@ GENERATION: Mapping[str, Any] = {
 }
 
 
-def patch_embedding(draw: Draw, config: Mapping[str, Any]) -> Array:
-    """Draw [width, 3, 2, patch, patch] with texture louder than brightness, as in ``parts.siglip``."""
-    width, patch, times = config["hidden_size"], config["patch_size"], config["temporal_patch_size"]
-    fan_in = 3 * times * patch * patch
-    upper = draw.uniform((width, 3, times, patch // 2, patch), 5 / math.sqrt(fan_in))
-    brightness = draw.uniform((width, 3, 1, 1, 1), 1 / math.sqrt(fan_in) / patch)
-    kernel: Array = np.concatenate([upper, -upper], axis=3) + brightness
-    return kernel
-
-
 def attention(draw: Draw, prefix: str, width: int) -> None:
     """Draw fused q, k, v and the projection behind them, so loud that attention picks, as in ``parts.siglip``."""
     for part, gain in {"q": 2.0, "k": 2.0, "v": 0.7}.items():
@@ -106,7 +95,5 @@ def attention(draw: Draw, prefix: str, width: int) -> None:
 def merger(draw: Draw, first: str, second: str, n_in: int, n_out: int) -> None:
     """Draw the two layers that make one token of 2 x 2 patches."""
     draw.linear(first, n_in, n_in)
-    # GELU gives every hidden unit the same positive mean: rows that sum to zero keep it out of all tokens.
-    half = draw.uniform((n_out, n_in // 2), 1 / math.sqrt(n_in))
-    draw.weights[f"{second}.weight"] = np.concatenate([half, -half], axis=1)
+    draw.weights[f"{second}.weight"] = draw.balanced(n_out, n_in)
     draw.weights[f"{second}.bias"] = draw.uniform((n_out,), 0.05)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, decoder
-from gstep.checkpoints.tiny.qwen import GENERATION, TEXT, TOKEN_IDS, attention, merger, patch_embedding, tokenizer
+from gstep.checkpoints.tiny.qwen import GENERATION, TEXT, TOKEN_IDS, attention, merger, tokenizer
 
 
 def _weights(config: Mapping[str, Any]) -> Weights:
@@ -14,7 +14,8 @@ def _weights(config: Mapping[str, Any]) -> Weights:
     draw = Draw()
     vision = config["vision_config"]
     width, inner = vision["hidden_size"], vision["intermediate_size"]
-    draw.weights["visual.patch_embed.proj.weight"] = patch_embedding(draw, vision)
+    patch = vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"]
+    draw.weights["visual.patch_embed.proj.weight"] = draw.patch_embedding(width, 3, *patch)
     for block in (f"visual.blocks.{i}" for i in range(vision["depth"])):
         draw.norm(f"{block}.norm1", width, bias=False)
         draw.norm(f"{block}.norm2", width, bias=False)

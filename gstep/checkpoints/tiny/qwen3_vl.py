@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, decoder
-from gstep.checkpoints.tiny.qwen import GENERATION, TEXT, TOKEN_IDS, attention, merger, patch_embedding, tokenizer
+from gstep.checkpoints.tiny.qwen import GENERATION, TEXT, TOKEN_IDS, attention, merger, tokenizer
 
 
 def _weights(config: Mapping[str, Any]) -> Weights:
@@ -14,7 +14,8 @@ def _weights(config: Mapping[str, Any]) -> Weights:
     draw = Draw()
     vision, visual = config["vision_config"], "model.visual"
     width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    draw.weights[f"{visual}.patch_embed.proj.weight"] = patch_embedding(draw, vision)
+    patch = vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"]
+    draw.weights[f"{visual}.patch_embed.proj.weight"] = draw.patch_embedding(width, 3, *patch)
     draw.weights[f"{visual}.patch_embed.proj.bias"] = draw.uniform((width,), 0.05)
     draw.weights[f"{visual}.pos_embed.weight"] = draw.uniform((vision["num_position_embeddings"], width), 0.5)
     for block in (f"{visual}.blocks.{i}" for i in range(vision["depth"])):
