@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from gstep.errors import ModelError
 from gstep.types import VisualTokens
 
 if TYPE_CHECKING:
+    from gstep.backbones.family import ModelFamily
     from gstep.backbones.siglip.head import PoolingHead
 
 
@@ -79,22 +80,15 @@ class SampledVideo:
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-class Family(Protocol):
-    """The part of a family (:class:`gstep.backbones.family.ModelFamily`) that a loaded model uses."""
-
-    def check_evidence(self, evidence: Mapping[str, str]) -> None:
-        """Raise ModelError where the model cannot give all the evidence, label -> source."""
-
-
 class Backbone(ABC):
     """The vision part of a video LLM on one device, in eval mode; :meth:`ModelFamily.load` makes it."""
 
     pooling_head: PoolingHead | None = None
 
     def __init__(
-        self, family: Family, model: Any, preprocessor: Preprocessor, runtime: Runtime, frame_batch: int
+        self, family: ModelFamily, model: Any, preprocessor: Preprocessor, runtime: Runtime, frame_batch: int
     ) -> None:
-        self.family: Family = family
+        self.family = family
         self.model = model
         self.preprocessor = preprocessor
         self.device = runtime.device

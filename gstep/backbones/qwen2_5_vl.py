@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gstep.backbones.base import ModelExtra, SampledVideo
-from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor, PerFramePreprocessor, with_pixel_bounds
+from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor, PerFramePreprocessor
 from gstep.backbones.qwen_vl import QwenVL
 
 if TYPE_CHECKING:
@@ -84,4 +84,12 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
 
     @classmethod
     def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        return with_pixel_bounds(settings)
+        """Return ``settings`` with ``size`` made of min_pixels and max_pixels where a file gives them, as old files do.
+
+        They win over ``size``, as in Qwen2VLVideoProcessor.__init__.
+        """
+        size = settings["size"]
+        for old, new in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if settings.get(old) is not None and isinstance(size, Mapping):
+                size = {**{name: value for name, value in size.items() if name != old}, new: settings[old]}
+        return {**settings, "size": size}

@@ -56,13 +56,6 @@ class CheckpointFiles:
         path = self.folder() / filename
         return path if path.is_file() else None
 
-    def need(self, filename: str, name: str) -> Path:
-        """Return the local path of a file, as ``find``. Raise ModelError, of model ``name``, if it is missing."""
-        path = self.find(filename)
-        if path is None:
-            raise ModelError(f"{name!r} has no file {filename}: download the whole checkpoint")
-        return path
-
     def has(self, filename: str) -> bool:
         """Return whether the checkpoint has a file; nothing is downloaded."""
         if self.revision is not None:

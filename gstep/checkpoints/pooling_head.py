@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.checkpoints.quantization import refuse_quantized
-from gstep.checkpoints.tensors import find_weight_files, read_tensors
+from gstep.checkpoints.tensors import TensorSource, find_weight_files, read_tensors
 from gstep.errors import ModelError
 
 NAMES = frozenset(
@@ -40,23 +40,17 @@ TINY = "tiny"
 
 
 @dataclass(frozen=True)
-class PoolingHeadSource:
-    """The description of a pooling head that was found. Pickles; means the same weights on every node.
+class PoolingHeadSource(TensorSource):
+    """The description of a pooling head that was found.
+
+    Its identity is "siglip-head:<hash>" of the head's tensors and of what config.json says of it, so that it is the
+    same from every kind of checkpoint.
 
     Attributes:
-        name: the argument as given.
-        identity: "siglip-head:<hash>" of the head's tensors and of what config.json says of it, so that it is the same
-            from every kind of checkpoint.
-        files: where the checkpoint's files are.
-        weight_files: the names of the safetensors files.
         width: channels that go in, and come out.
         config: the vision part of config.json.
     """
 
-    name: str
-    identity: str
-    files: CheckpointFiles
-    weight_files: tuple[str, ...]
     width: int
     config: dict[str, Any] = field(repr=False, hash=False)
 
@@ -89,10 +83,6 @@ class PoolingHeadSource:
                 f"{width}: name the SigLIP checkpoint that the tower was made of"
             )
         return replace(found, identity=head_identity(tensors, vision))
-
-    def file(self, filename: str) -> Path:
-        """Return the local path of a file, downloaded or built on this node if need be."""
-        return self.files.need(filename, self.name)
 
 
 def read_head(source: PoolingHeadSource) -> dict[str, Tensor]:

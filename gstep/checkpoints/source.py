@@ -13,7 +13,7 @@ from gstep.checkpoints.files import CheckpointFiles
 from gstep.checkpoints.identity import folder_identity
 from gstep.checkpoints.pooling_head import PoolingHeadSource
 from gstep.checkpoints.quantization import SERVED, refuse_quantized
-from gstep.checkpoints.tensors import find_weight_files
+from gstep.checkpoints.tensors import TensorSource, find_weight_files
 from gstep.errors import ModelError
 from gstep.families import FAMILIES
 
@@ -31,26 +31,19 @@ _QWEN = (
 
 
 @dataclass(frozen=True)
-class ModelSource:
-    """The description of a model that was found, without its weights. Pickles; the same model on every node.
+class ModelSource(TensorSource):
+    """The description of a model that was found, without its weights.
+
+    Its identity is "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>", "tiny:<version>-<hash>" or "random:<hash>".
 
     Attributes:
-        name: the argument as given.
         model_type: a name in ``gstep.families``.
-        identity: says which weights these are: "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>",
-            "tiny:<version>-<hash>" or "random:<hash>".
-        files: where its files are; ``files.revision`` is the commit sha of a Hugging Face id.
-        weight_files: the names of the safetensors files; none where the weights are random.
         config: config.json.
         preprocessor: the settings that the stock video processor would load (without its class defaults).
         pooling_head: that of another checkpoint, for evidence that the model itself cannot give.
     """
 
-    name: str
     model_type: str
-    identity: str
-    files: CheckpointFiles
-    weight_files: tuple[str, ...]
     config: dict[str, Any] = field(repr=False, hash=False)
     preprocessor: dict[str, Any] = field(repr=False, hash=False)
     pooling_head: PoolingHeadSource | None = None
@@ -68,18 +61,10 @@ class ModelSource:
         """
         name = str(model)
         files = CheckpointFiles.locate(name, revision)
-        config = _config(name, files, SERVED if quantized else ())
-        model_type = _known_type(name, config)
+        model_type, config = _known_config(name, files, SERVED if quantized else ())
         weight_files = find_weight_files(name, files)
-        return cls(
-            name=name,
-            model_type=model_type,
-            identity=_identity(files, weight_files, config),
-            files=files,
-            weight_files=weight_files,
-            config=config,
-            preprocessor=_preprocessor_settings(name, files),
-        )
+        identity = _identity(files, weight_files, config)
+        return cls(name, identity, files, weight_files, model_type, config, _preprocessor_settings(name, files))
 
     @classmethod
     def random(cls, model: str | Path, folder: Path, revision: str | None = None) -> ModelSource:
@@ -92,16 +77,14 @@ class ModelSource:
         """
         name = str(model)
         found = CheckpointFiles.locate(name, revision)
-        config = _config(name, found)
-        model_type = _known_type(name, config)
-        files = random_weights.complete(found, config, folder)
-        settings = _preprocessor_settings(name, files)
-        return cls(name, model_type, random_weights.identity(config), files, (), config, settings)
+        model_type, config = _known_config(name, found)
+        files, identity = random_weights.complete(found, config, folder), random_weights.identity(config)
+        return cls(name, identity, files, (), model_type, config, _preprocessor_settings(name, files))
 
     def file(self, filename: str) -> Path:
-        """Return the local path of a file of the checkpoint, downloaded or built on this node if need be.
+        """Return the local path of a file, as any source does.
 
-        Raises ModelError where there is no such file.
+        Raises ModelError too where this node has another model of that name than the driver.
         """
         if self.files.kind in {"shipped", "tiny"}:
             mine = _identity(self.files, self.weight_files, self.config)
@@ -110,7 +93,7 @@ class ModelSource:
                     f"this node has {mine}, the driver {self.identity}: "
                     "install the same version of this package and of numpy on every node"
                 )
-        return self.files.need(filename, self.name)
+        return super().file(filename)
 
     def stock_config(self) -> PretrainedConfig:
         """Parse config.json into transformers' configuration of the family, old layouts too, with its defaults."""
@@ -125,20 +108,19 @@ class ModelSource:
         return str(self.file("config.json").parent), None
 
 
-def _config(name: str, files: CheckpointFiles, served: Collection[str] = ()) -> dict[str, Any]:
-    """Read config.json. Raise ModelError if it is missing or describes a model quantized by a method not ``served``."""
+def _known_config(name: str, files: CheckpointFiles, served: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Read config.json, and return the model type that it names with it.
+
+    Raises ModelError where it is missing, describes a model quantized by a method not ``served``, or names a type that
+    no family here has.
+    """
     config = files.read_json("config.json")
     if config is None:
         raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
     refuse_quantized(name, config, served)
-    return config
-
-
-def _known_type(name: str, config: dict[str, Any]) -> str:
-    """Return the config's model type. Raise ModelError, naming the known ones, if no family here has it."""
     model_type = str(config.get("model_type"))
     if model_type in FAMILIES:
-        return model_type
+        return model_type, config
     remote = " Code that comes with a checkpoint (auto_map) is never run." if "auto_map" in config else ""
     use = _QWEN if model_type.startswith("qwen") else _LLAVA
     raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(FAMILIES)}. {use}{remote}")

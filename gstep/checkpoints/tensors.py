@@ -6,8 +6,8 @@ Nothing here unpickles, or runs code that comes with a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,19 +20,31 @@ from gstep.errors import ModelError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class TensorSource(Protocol):
-    """The part of ModelSource or PoolingHeadSource that reading tensors needs: the safetensors files."""
+@dataclass(frozen=True)
+class TensorSource:
+    """A checkpoint whose safetensors files were found. Pickles; means the same weights on every node.
 
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        name: the argument as given.
+        identity: says which weights these are.
+        files: where its files are; ``files.revision`` is the commit sha of a Hugging Face id.
+        weight_files: the names of the safetensors files; none where the weights are random.
+    """
 
-    @property
-    def files(self) -> CheckpointFiles: ...
+    name: str
+    identity: str
+    files: CheckpointFiles
+    weight_files: tuple[str, ...]
 
-    @property
-    def weight_files(self) -> tuple[str, ...]: ...
+    def file(self, filename: str) -> Path:
+        """Return the local path of a file of the checkpoint, downloaded or built on this node if need be.
 
-    def file(self, filename: str) -> Path: ...
+        Raises ModelError where there is no such file.
+        """
+        path = self.files.find(filename)
+        if path is None:
+            raise ModelError(f"{self.name!r} has no file {filename}: download the whole checkpoint")
+        return path
 
 
 def read_tensors(

@@ -185,18 +185,6 @@ def fit(
     return rows, columns
 
 
-def with_pixel_bounds(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with ``size`` made of min_pixels and max_pixels where a file gives them, as old files do.
-
-    They win over ``size``, as in Qwen2VLVideoProcessor.__init__.
-    """
-    merged, size = dict(settings), settings["size"]
-    for old, new in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-        if merged.get(old) is not None and isinstance(size, Mapping):
-            size = {**{name: value for name, value in size.items() if name != old}, new: merged[old]}
-    return {**merged, "size": size}
-
-
 def _count(settings: Mapping[str, Any], name: str) -> int:
     """Return the setting ``name`` if it is a positive integer, else raise ModelError."""
     value = settings[name]

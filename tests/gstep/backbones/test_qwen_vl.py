@@ -170,7 +170,7 @@ def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
     config, hidden, millions = SIZES[size]
     family = config["model_type"]
     source = ModelSource(
-        size, family, "none", CheckpointFiles("folder", "/none"), (), config, preprocessor=PREPROCESSOR[family]
+        size, "none", CheckpointFiles("folder", "/none"), (), family, config, preprocessor=PREPROCESSOR[family]
     )
     levels = 3 if family == "qwen3_vl" else 0
     static = family_of(source).static()

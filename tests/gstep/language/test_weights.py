@@ -130,7 +130,7 @@ LANGUAGE_PARTS = {
 @pytest.mark.parametrize("size", LLMS)
 def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
     config = LLMS[size]
-    source = ModelSource(size, config["model_type"], "none", CheckpointFiles("folder", "/none"), (), config, {})
+    source = ModelSource(size, "none", CheckpointFiles("folder", "/none"), (), config["model_type"], config, {})
     model = without_vision(source.stock_config(), choose_runtime("cpu", "bfloat16", "sdpa"))
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     millions = round(sum(p.numel() for p in model.parameters()) / 1e6)
