@@ -256,8 +256,6 @@ def fuse(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor
     """Multiply temporal [T] and spatial density [T,N] into rho [T,N], Eq. (8).
 
     ``fusion`` may leave one of the two factors out.
-
-    (8): rho = temporal * spatial, [T] x [T,N] -> [T,N]; ``fusion`` may leave one factor out.
     """
     if fusion == "spatial":
         return spatial_TN

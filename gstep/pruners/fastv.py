@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_integer
-from gstep.pruners.vectors import largest
+from gstep.selection.reference import largest
 from gstep.types import VisualTokens
 
 

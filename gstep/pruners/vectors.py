@@ -1,4 +1,4 @@
-"""Tools of the methods that compare tokens: directions, stable choices, averages of groups."""
+"""Tools of the methods that compare tokens: directions, and averages of groups."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ def unit(rows: Tensor) -> Tensor:
     rows = working_copy(rows)
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(rows.dtype)
     return rows / torch.where(norm > 0, norm, 1.0)
-
-
-def largest(scores: Tensor, count: int) -> Tensor:
-    """Find the places of the largest scores along the last axis, [..., count] int64, ties by ascending place."""
-    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def assigned_mean(nearest_X: Tensor, rows_XD: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gstep.density import ZERO_DISTANCE, level_copy
 from gstep.selection.products import Places, pair_products
-from gstep.selection.reference import densest_first, density_weight, starting_token
+from gstep.selection.reference import density_weight, largest, starting_token
 from gstep.selection.subspace import MARGIN
 from gstep.selection.survey import Floats, Picks, Rows, Survey, survey
 
@@ -79,7 +79,7 @@ def lazy_density_guided_fps(
         counts: gets what the selection took.
     """
     if alpha == 0 and start == "density":
-        return densest_first(density_M, budget)
+        return largest(density_M, budget)
     first_1 = starting_token(start, level_copy(tokens_MD) if start == "isolated" else tokens_MD, density_M)
     known = survey(Rows.of(tokens_MD), dims)
     search = _Search(known, density_M, budget, alpha, beta, candidates, counts or Counts())

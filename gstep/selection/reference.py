@@ -34,24 +34,32 @@ _KEYS = (1e-290, 1e290)  # range in which a key neither under- nor overflows
 NO_DISTANCE = 4.0  # larger than any cosine distance
 
 
-def densest_first(density_M: Tensor, budget: int) -> Tensor:
-    """Find the ``budget`` densest tokens, [B] int64 in descending order, ties by ascending index."""
-    return torch.sort(density_M, descending=True, stable=True).indices[:budget]
+def largest(scores: Tensor, count: int) -> Tensor:
+    """Find the places of the largest scores along the last axis, [..., count] int64 in descending order.
+
+    Ties go by ascending place.
+    """
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def rounded_sqrt(values: Tensor) -> Tensor:
-    """Compute square roots, correctly rounded on every processor.
+def inverse(norm: Tensor) -> Tensor:
+    """Compute 1 / norm, and 0 for a norm of 0, so that a zero token has cosine 0 with any other."""
+    return norm.reciprocal().masked_fill(norm == 0, 0.0)
+
+
+def inverse_roots(square: Tensor) -> Tensor:
+    """Compute 1 / sqrt in float64, by a root that is correctly rounded on every processor; 0 for 0.
 
     On a CPU Tensor.sqrt is a vector routine of MKL, which by the CPU's kind is a bit off for one number in 80 to 150.
     """
-    return torch.from_numpy(np.sqrt(values.numpy())) if values.is_cpu else values.sqrt()
+    square = square.double()
+    return inverse(torch.from_numpy(np.sqrt(square.numpy())) if square.is_cpu else square.sqrt())
 
 
 def inverse_norms(tokens_MD: Tensor) -> Tensor:
-    """Compute 1 / L2 norm of each row, [M] float64; 0 for a zero row, whose cosine with any token is thereby 0."""
+    """Compute 1 / L2 norm of each row, [M] float64; 0 for a zero row."""
     norms = [torch.linalg.vector_norm(tokens_MD[rows], dim=-1, dtype=torch.float64) for rows in row_slices(tokens_MD)]
-    norm_M = torch.cat(norms)
-    return norm_M.reciprocal().masked_fill(norm_M == 0, 0.0)
+    return inverse(torch.cat(norms))
 
 
 def distance_to(picked_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
@@ -121,7 +129,7 @@ def density_guided_fps(
     They serve only where keys cannot (see ``density_weight``): alpha below about 0.02, or an extreme beta.
     """
     if alpha == 0 and start == "density":
-        return densest_first(density_M, budget)
+        return largest(density_M, budget)
     n_tokens = len(tokens_MD)
     tokens_MD = level_copy(tokens_MD)
     picked_1 = starting_token(start, tokens_MD, density_M)

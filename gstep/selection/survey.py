@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gstep.density import row_factors, scaled_rows, work_dtype, working_scale
 from gstep.selection.products import Places
-from gstep.selection.reference import rounded_sqrt
+from gstep.selection.reference import inverse_roots
 from gstep.selection.subspace import Subspace
 
 Floats = NDArray[np.float64]
@@ -105,7 +105,7 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
     for part, tokens in rows.chunks():
         squared_M[part] = tokens.square().sum(dim=1)
         if subspace is not None and coordinates is not None:
-            coordinates[part] = subspace.coordinates(tokens, _inverse(squared_M[part]).float())
+            coordinates[part] = subspace.coordinates(tokens, inverse_roots(squared_M[part]).float())
     if rows.factor is None and squared_M.min() < _FAINT and (factor := row_factors(rows.tokens)) is not None:
         return survey(replace(rows, factor=factor), dims)
     # Copies agree in their length and in their first and last channel; other tokens hardly ever do. Comparing three
@@ -114,7 +114,7 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
     traits = torch.cat([squared_M[:, None].double(), ends], dim=1).numpy()
     return Survey(
         rows=rows,
-        inverse=_inverse(squared_M).numpy(),
+        inverse=inverse_roots(squared_M).numpy(),
         coordinates=coordinates,
         has_copies=len(np.unique(traits, axis=0)) < n_tokens,
         residual=residual,
@@ -127,13 +127,7 @@ def _subspace(rows: Rows, dims: int) -> Subspace:
     size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])
     sample = torch.randperm(len(rows.tokens), generator=seeded, device="cpu")[:size]
     tokens_SD = rows.take(sample.numpy()).float()
-    return Subspace.of(tokens_SD * _inverse(tokens_SD.square().sum(dim=1)).float()[:, None], dims)
-
-
-def _inverse(squared: Tensor) -> Tensor:
-    """Compute 1 / sqrt in float64, by the correctly rounded root; 0 for 0."""
-    norm = rounded_sqrt(squared.double())
-    return norm.reciprocal().masked_fill(norm == 0, 0.0)
+    return Subspace.of(tokens_SD * inverse_roots(tokens_SD.square().sum(dim=1)).float()[:, None], dims)
 
 
 class Picks:

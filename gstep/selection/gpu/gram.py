@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from gstep.density import ZERO_DISTANCE, level_copy, row_factors, work_dtype
 from gstep.selection.gpu import kernels
-from gstep.selection.reference import NO_DISTANCE, density_weight, rounded_sqrt, starting_token
+from gstep.selection.reference import NO_DISTANCE, density_weight, inverse_roots, starting_token
 
 _ROW_MULTIPLE = 16  # matrix rows are a multiple of this long, to be read 16 bytes at a time
 _GROUP = 8  # rows of tiles that are walked together
@@ -126,7 +126,7 @@ def _inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
     grid = (triton.cdiv(n_tokens, tuning.block),)
     kernels.squares_kernel[grid](tokens_MD, square_M, n_tokens, **tile_options(hidden, tuning))
-    return rounded_sqrt(square_M).reciprocal().masked_fill(square_M == 0, 0.0)
+    return inverse_roots(square_M)
 
 
 def gram_width(n_tokens: int) -> int:

@@ -1,10 +1,10 @@
-"""Directions, stable choices and averages of groups, by hand."""
+"""Directions and averages of groups, by hand."""
 
 from __future__ import annotations
 
 import torch
 
-from gstep.pruners.vectors import assigned_mean, largest, unit
+from gstep.pruners.vectors import assigned_mean, unit
 
 
 def test_unit_of_any_magnitude_and_of_zero() -> None:
@@ -12,11 +12,6 @@ def test_unit_of_any_magnitude_and_of_zero() -> None:
     assert torch.allclose(unit(rows), torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.6, 0.8]]))
     halves = unit(torch.tensor([[[60000.0, 60000.0]]]).half())  # whose squares are beyond 16 bits
     assert halves.dtype == torch.float32 and torch.allclose(halves, torch.full((1, 1, 2), 0.5**0.5))
-
-
-def test_largest_first_and_ties_by_place() -> None:
-    scores = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
-    assert largest(scores, 3).tolist() == [[1, 2, 3], [0, 1, 2]]
 
 
 def test_the_mean_of_each_group_and_of_none() -> None:

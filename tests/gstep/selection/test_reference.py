@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gstep.selection.reference import STARTS, densest_first, density_guided_fps, most_isolated
+from gstep.selection.reference import STARTS, density_guided_fps, largest, most_isolated
 from tests.gstep.oracle import all_distances, exact_tokens, oracle, oracle_start
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -56,11 +56,15 @@ def test_every_budget_is_a_prefix_of_the_largest(alpha: float) -> None:
         assert density_guided_fps(tokens, rho, budget, alpha=alpha).tolist() == longest[:budget]
 
 
+def test_largest_first_and_ties_by_place() -> None:
+    scores = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    assert largest(scores, 3).tolist() == [[1, 2, 3], [0, 1, 2]]
+
+
 def test_alpha_0_is_the_densest_with_ties_by_index() -> None:
     rho = torch.tensor([0.5, 1.0, 0.5, 1.0, 0.0], dtype=torch.float64)
     tokens = torch.eye(5)
     assert density_guided_fps(tokens, rho, 5, alpha=0.0).tolist() == [1, 3, 0, 2, 4]
-    assert densest_first(rho, 3).tolist() == [1, 3, 0]
     # The logarithms of the first two are equal.
     close = torch.tensor([1e9, np.nextafter(1e9, 2e9), 2e9], dtype=torch.float64)
     assert density_guided_fps(tokens[:3], close, 3, alpha=0.0).tolist() == [2, 1, 0]
