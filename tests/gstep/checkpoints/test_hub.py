@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import getproxies
 
 import pytest
 import torch
@@ -15,21 +16,18 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints import hub
 from gstep.errors import ModelError
+from tests.gstep.checkpoints.conftest import COMMIT
 from tests.gstep.reading import newline_of
 from tests.paths import ROOT
 
 REPO = "some-owner/tiny-llava"
 
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
 @pytest.fixture
-def offline_hub(tmp_path, monkeypatch):
+def offline_hub(hub_cache, monkeypatch):
     """An empty Hugging Face cache, and no network."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
+    return hub_cache
 
 
 def put_in_hub_cache(cache: Path, folder: Path, *, without: str = "nothing") -> None:
@@ -54,10 +52,11 @@ def test_a_hub_id_resolves_offline_to_its_commit(offline_hub, folder):
     assert torch.equal(newline_of(REPO), newline_of("tiny"))
 
 
-def test_a_hub_whose_name_is_unknown_here_is_not_tried_again_and_again(offline_hub, folder, monkeypatch, caplog):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+def test_a_hub_whose_name_is_unknown_here_is_not_tried_again_and_again(hub_cache, folder, monkeypatch, caplog):
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
-    monkeypatch.setattr(hub, "getproxies", dict)
+    for name in getproxies():
+        for variable in (f"{name}_proxy", f"{name.upper()}_PROXY"):
+            monkeypatch.delenv(variable, raising=False)
     hub._is_named.cache_clear()
     try:
         with pytest.raises(
@@ -65,7 +64,7 @@ def test_a_hub_whose_name_is_unknown_here_is_not_tried_again_and_again(offline_h
         ):
             ModelSource.resolve(REPO)
         assert "Retrying" not in caplog.text
-        put_in_hub_cache(offline_hub, folder)
+        put_in_hub_cache(hub_cache, folder)
         assert ModelSource.resolve(REPO).identity == f"hub:{REPO}@{COMMIT}"
     finally:
         hub._is_named.cache_clear()
@@ -108,34 +107,13 @@ def test_a_hub_id_with_pickles_only(offline_hub, folder):
         ModelSource.resolve(REPO)
 
 
-class FakeHub:
-    """Stands in for hf_hub_download: serves a folder as a repository, and records what was downloaded."""
-
-    def __init__(self, folder: Path, snapshot: Path) -> None:
-        self.folder, self.snapshot = folder, snapshot
-        self.downloaded: list[str] = []
-
-    def __call__(
-        self, repo: str, filename: str, *, revision: str | None, dry_run: bool, local_files_only: bool
-    ) -> object:
-        if not (self.folder / filename).is_file():
-            raise hub.EntryNotFoundError(filename)
-        if dry_run:
-            return object()
-        self.downloaded.append(filename)
-        return str(shutil.copy(self.folder / filename, self.snapshot / filename))
-
-
-def test_json_first_then_only_the_shards_with_wanted_tensors(sharded, tmp_path, monkeypatch):
-    snapshot = tmp_path / COMMIT
-    snapshot.mkdir()
-    fake = FakeHub(sharded, snapshot)
-    monkeypatch.setattr(hub, "hf_hub_download", fake)
+def test_json_first_then_only_the_shards_with_wanted_tensors(sharded, fake_hub):
+    fake_hub.folder = sharded
     source = ModelSource.resolve(REPO)
     assert source.identity == f"hub:{REPO}@{COMMIT}"
-    assert all(filename.endswith(".json") for filename in fake.downloaded)
+    assert all(filename.endswith(".json") for filename in fake_hub.downloaded)
     family_of(source).static()
-    assert {f for f in fake.downloaded if not f.endswith(".json")} == {"model-00001-of-00002.safetensors"}
+    assert {f for f in fake_hub.downloaded if not f.endswith(".json")} == {"model-00001-of-00002.safetensors"}
 
 
 def http_error(kind: type[Exception]) -> Exception:
@@ -145,29 +123,14 @@ def http_error(kind: type[Exception]) -> Exception:
 
 
 @pytest.mark.parametrize("error", [LocalEntryNotFoundError("no network"), http_error(RepositoryNotFoundError)])
-def test_a_hub_that_cannot_be_reached(error, monkeypatch, tmp_path):
-    def fail(*args: object, **kwargs: object) -> None:
-        raise error
-
-    monkeypatch.setattr(hub, "hf_hub_download", fail)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+def test_a_hub_that_cannot_be_reached(error, fake_hub):
+    fake_hub.errors = {"config.json": error}
     with pytest.raises(ModelError, match=r"check the name, the network and, for a gated model, HF_TOKEN"):
         ModelSource.resolve(REPO)
 
 
-def test_settings_lost_to_a_failing_network_are_no_absent_settings(folder, tmp_path, monkeypatch):
-    snapshot = tmp_path / COMMIT
-    snapshot.mkdir()
-    fake = FakeHub(folder, snapshot)
-
-    def flaky(repo: str, filename: str, **kwargs: object) -> object:
-        if filename == "video_preprocessor_config.json":
-            raise LocalEntryNotFoundError("the network went away")
-        return fake(repo, filename, **kwargs)
-
-    monkeypatch.setattr(hub, "hf_hub_download", flaky)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+def test_settings_lost_to_a_failing_network_are_no_absent_settings(folder, fake_hub):
+    fake_hub.folder = folder
+    fake_hub.errors = {"video_preprocessor_config.json": LocalEntryNotFoundError("the network went away")}
     with pytest.raises(ModelError, match=r"video_preprocessor_config\.json"):
         ModelSource.resolve(REPO)

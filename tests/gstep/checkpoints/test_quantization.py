@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource, Runtime, family_of, read_tensors
-from gstep.checkpoints import hub, tiny
+from gstep.checkpoints import tiny
 from gstep.checkpoints.quantization import refuse_quantized
 from gstep.errors import ModelError
 from gstep.language import load_language_model
@@ -80,19 +80,12 @@ def test_a_quantized_tensor_is_refused_before_it_is_read(qwen, monkeypatch):
     assert not read
 
 
-def test_a_hub_id_is_refused_before_its_weights_are_downloaded(qwen, monkeypatch):
+def test_a_hub_id_is_refused_before_its_weights_are_downloaded(qwen, fake_hub):
     add_config(qwen, None)
-    downloaded = []
-
-    def find_file(repo, revision, filename):
-        downloaded.append(filename)
-        return qwen / filename
-
-    monkeypatch.setattr(hub, "commit_of", lambda repo, revision: "0" * 40)
-    monkeypatch.setattr(hub, "find_file", find_file)
+    fake_hub.folder = qwen
     with pytest.raises(ModelError, match=rf"'Qwen/Qwen3-VL-8B-Instruct-FP8' is quantized.*{USE}"):
         ModelSource.resolve("Qwen/Qwen3-VL-8B-Instruct-FP8")
-    assert downloaded == ["config.json"]
+    assert set(fake_hub.downloaded) == {"config.json"}
 
 
 def test_a_siglip_checkpoint_is_refused_too(tmp_path):

@@ -6,13 +6,14 @@ import pickle
 import pytest
 
 from gstep.backbones import ModelSource
-from gstep.checkpoints import tensors
 from gstep.errors import ModelError
+from tests.gstep.reading import count_reading
 
 
 def test_a_folder_resolves_without_reading_weights(folder, monkeypatch):
-    monkeypatch.setattr(tensors, "safe_open", None)
+    read = count_reading(monkeypatch)
     source = ModelSource.resolve(folder)
+    assert not read
     assert (source.model_type, source.files.kind, source.files.revision) == ("llava_onevision", "folder", None)
     assert source.config["vision_config"]["image_size"] == 384
     assert source.preprocessor["video_processor_type"] == "LlavaOnevisionVideoProcessor"
