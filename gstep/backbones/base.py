@@ -92,6 +92,7 @@ class Backbone(ABC):
         self.model = model
         self.preprocessor = preprocessor
         self.device = runtime.device
+        self.on_cpu = torch.device(runtime.device).type == "cpu"
         self.dtype = runtime.dtype
         self.frame_batch = frame_batch
 
@@ -129,11 +130,6 @@ class Backbone(ABC):
         patches = -(-n_frames // self.preprocessor.frames_per_patch)
         length = self.chunk_length(height, width, self.frame_batch)
         return Fraction(patches * self.preprocessor.frames_per_patch, length)
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the model runs on the CPU."""
-        return torch.device(self.device).type == "cpu"
 
     @torch.no_grad()
     def encode(self, frames: Tensor | NDArray[np.uint8], evidence: Mapping[str, str] = _NOTHING) -> VisualTokens:

@@ -17,7 +17,9 @@ MASK_ELEMENTS = 2**26
 PADDED_TOKENS = 2**16
 
 
-def batches_by_cost(lengths: Sequence[int], queries: Sequence[int], most: int) -> list[list[int]]:
+def batches_by_cost(
+    lengths: Sequence[int], queries: Sequence[int], most: int, mask_elements: int = MASK_ELEMENTS
+) -> list[list[int]]:
     """Group rows of like length into batches of at most ``most`` rows, longest first; return each batch's row numbers.
 
     A batch is full where one more row would cost too much; only the last batch may have room for others. A row that
@@ -26,22 +28,24 @@ def batches_by_cost(lengths: Sequence[int], queries: Sequence[int], most: int) -
     Args:
         lengths: tokens of each row.
         queries: how many of these go through the model at once; keys and values of the others are there by then.
+        mask_elements: the most that the attention mask of a batch may have.
     """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         longer = [*batches[-1], row] if batches else []
-        if 0 < len(longer) <= most and _affordable([lengths[i] for i in longer], [queries[i] for i in longer]):
+        rows = [lengths[i] for i in longer], [queries[i] for i in longer]
+        if 0 < len(longer) <= most and _affordable(*rows, mask_elements):
             batches[-1] = longer
         else:
             batches.append([row])
     return [sorted(batch) for batch in batches]
 
 
-def _affordable(lengths: Sequence[int], queries: Sequence[int]) -> bool:
+def _affordable(lengths: Sequence[int], queries: Sequence[int], mask_elements: int) -> bool:
     """Return whether rows of these lengths fit in one batch: padded tokens and attention mask below their limits."""
     tokens = len(lengths) * max(lengths)
     unmasked = len({*lengths}) == 1 and lengths == queries  # all rows are causal, and none is padded
-    return tokens <= PADDED_TOKENS and (unmasked or tokens * max(queries) <= MASK_ELEMENTS)
+    return tokens <= PADDED_TOKENS and (unmasked or tokens * max(queries) <= mask_elements)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 from gstep.backbones import ModelSource, Runtime
-from gstep.language.batch import Batch, batches_by_cost, encoder_outputs
+from gstep.language.batch import MASK_ELEMENTS, Batch, batches_by_cost, encoder_outputs
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
 from gstep.language.layer_pruning import CACHE, PruneInside, visual_places
 from gstep.language.prompt import text_ids, tokenizer_of
@@ -21,12 +21,17 @@ from gstep.language.types import Answer, Decoding, Prompt, Score
 from gstep.language.weights import ends_of, load_llm
 from gstep.pruners.base import Pruner
 
-# Tokens of a prompt's keys and values, copied for each of its choices, that are held at once.
-COPIED_TOKENS = 2**16
-
 
 class LanguageModel:
-    """The LLM of one checkpoint on one device; it holds no weight of the vision part."""
+    """The LLM of one checkpoint on one device; it holds no weight of the vision part.
+
+    Attributes:
+        mask_elements: the most that the attention mask of a batch may have.
+        copied_tokens: how many tokens of a prompt's keys and values, copied for each of its choices, are held at once.
+    """
+
+    mask_elements = MASK_ELEMENTS
+    copied_tokens = 2**16
 
     def __init__(self, model: Any, tokenizer: Any, device: str) -> None:
         self.model = model
@@ -167,7 +172,7 @@ class LanguageModel:
         """Score the continuations of one prompt, whose keys and values are row ``row`` of ``cache``."""
         logprobs = [float(first[ids[0]]) for ids in continuations]
         longer = [i for i, ids in enumerate(continuations) if len(ids) > 1]
-        at_once = max(1, COPIED_TOKENS // prompt.input_ids.shape[1])
+        at_once = max(1, self.copied_tokens // prompt.input_ids.shape[1])
         for part in (longer[start : start + at_once] for start in range(0, len(longer), at_once)):
             with inside.of([row] * len(part)) if inside else nullcontext():
                 rest = self._later_logprobs(prompt, cache, row, [continuations[i] for i in part])
@@ -217,7 +222,8 @@ class LanguageModel:
                 shared.append(i)
             group.append(place)
         whole = [len(prompt) for prompt in prompts]
-        at_once = len(batches_by_cost(whole, whole, len(whole))) == 1 or not all(p.prefix_length for p in prompts)
+        batches = batches_by_cost(whole, whole, len(whole), self.mask_elements)
+        at_once = len(batches) == 1 or not all(p.prefix_length for p in prompts)
         if len(shared) == len(prompts) and at_once:
             return Batch.of(prompts), None
         firsts = [prompts[i] for i in shared]
@@ -230,7 +236,7 @@ class LanguageModel:
     def _prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
         """Compute the key-value cache of each prompt up to the end of its videos, in batches that fit into memory."""
         lengths = [prompt.prefix_length for prompt in prompts]
-        parts = batches_by_cost(lengths, lengths, len(lengths))
+        parts = batches_by_cost(lengths, lengths, len(lengths), self.mask_elements)
         caches = []
         for part in parts:
             firsts = [prompts[i] for i in part]

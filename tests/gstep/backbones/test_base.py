@@ -51,22 +51,16 @@ class SmallMemory:
         return self._encode(frames, evidence)
 
 
-@pytest.fixture
-def crowded(monkeypatch):
-    """A backbone that takes itself to be on a GPU with room for so many frames."""
-
-    def make(model: str, room: int):
-        backbone = family_of(ModelSource.resolve(model)).load(FLOAT32, frame_batch=8)
-        monkeypatch.setattr(type(backbone), "on_cpu", property(lambda self: room == 0))
-        memory = SmallMemory(backbone, room or 99)
-        monkeypatch.setattr(backbone, "encode_chunk", memory)
-        return backbone, memory
-
-    return make
+def crowded(model: str, room: int):
+    """Load a backbone that takes itself to be on a GPU with room for so many frames, or on a CPU for none."""
+    backbone = family_of(ModelSource.resolve(model)).load(FLOAT32, frame_batch=8)
+    backbone.on_cpu = room == 0
+    backbone.encode_chunk = memory = SmallMemory(backbone, room or 99)
+    return backbone, memory
 
 
 @pytest.mark.parametrize(("model", "alone"), list(zip(STOCK, (1, 2, 2), strict=True)))
-def test_a_cpu_takes_one_frame_or_temporal_patch_at_a_time_and_a_gpu_a_batch(crowded, model, alone):
+def test_a_cpu_takes_one_frame_or_temporal_patch_at_a_time_and_a_gpu_a_batch(model, alone):
     frames = frames_for(ModelSource.resolve(model), 12)
     for room, sizes in ((0, [alone] * (12 // alone)), (99, [8, 4])):
         backbone, memory = crowded(model, room)
@@ -75,7 +69,7 @@ def test_a_cpu_takes_one_frame_or_temporal_patch_at_a_time_and_a_gpu_a_batch(cro
 
 
 @pytest.mark.parametrize("model", STOCK)
-def test_a_full_gpu_gets_smaller_chunks_of_this_video_alone(crowded, model):
+def test_a_full_gpu_gets_smaller_chunks_of_this_video_alone(model):
     frames = frames_for(ModelSource.resolve(model), 6)
     expected = crowded(model, 99)[0].encode(frames)
     backbone, memory = crowded(model, 3)
@@ -123,14 +117,14 @@ def test_older_processors_give_the_same_bits_too(processor):
 
 
 @pytest.mark.parametrize("model", STOCK)
-def test_one_pass_of_several_videos_gives_each_its_own_tokens_and_evidence(model, monkeypatch):
+def test_one_pass_of_several_videos_gives_each_its_own_tokens_and_evidence(model):
     """As on a GPU, where rounding may differ by the size of the pass."""
     backbone, videos = family_of(ModelSource.resolve(model)).load(FLOAT32, frame_batch=64), short_videos(model)
     asked = asked_of(model) | {label(name, source): source for name, source in asked_of(model).items()}
     alone = [backbone.encode(frames, asked) for frames in videos]
     passes = []
     backbone.model.register_forward_pre_hook(lambda module, args: passes.append(module))
-    monkeypatch.setattr(type(backbone), "on_cpu", False)
+    backbone.on_cpu = False
     together = backbone.encode_together(videos, asked)
     assert len(passes) <= 1  # LLaVA-OneVision's is not called by its forward
     for expected, found in zip(alone, together, strict=True):

@@ -8,66 +8,65 @@ import sys
 
 import pytest
 import torch
+import transformers
 
 import gstep.backbones
-from gstep.backbones import Runtime, choose_runtime, runtime
+from gstep.backbones import Runtime, choose_runtime
 from gstep.errors import ModelError
 from tests.paths import ROOT
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def machine(monkeypatch):
+    """A function that makes this a machine with CUDA and FlashAttention, or without."""
+
+    def become(*, cuda, flash=False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: flash)
+
+    return become
 
 
-@pytest.fixture
-def no_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture
-def flash(monkeypatch):
-    monkeypatch.setattr(runtime, "_flash_installed", lambda: True)
-
-
-@pytest.fixture
-def no_flash(monkeypatch):
-    monkeypatch.setattr(runtime, "_flash_installed", lambda: False)
-
-
-def test_auto_on_the_cpu(no_cuda):
+def test_auto_on_the_cpu(machine):
+    machine(cuda=False)
     assert choose_runtime() == Runtime("cpu", torch.float32, "sdpa")
 
 
-def test_auto_on_cuda(cuda, no_flash):
+def test_auto_on_cuda(machine):
+    machine(cuda=True)
     assert choose_runtime() == Runtime("cuda", torch.bfloat16, "sdpa")
 
 
-def test_auto_takes_flash_attention_where_it_can_run(cuda, flash):
+def test_auto_takes_flash_attention_where_it_can_run(machine):
+    machine(cuda=True, flash=True)
     assert choose_runtime().attn_implementation == "flash_attention_2"
     assert choose_runtime("cuda:1", "float16").attn_implementation == "flash_attention_2"
     assert choose_runtime(dtype="float32").attn_implementation == "sdpa"
     assert choose_runtime("cpu").attn_implementation == "sdpa"
 
 
-def test_cuda_without_cuda_is_refused(no_cuda):
+def test_cuda_without_cuda_is_refused(machine):
+    machine(cuda=False)
     with pytest.raises(ModelError, match="no CUDA device"):
         choose_runtime("cuda")
 
 
-def test_flash_attention_without_its_package_is_refused(cuda, no_flash):
+def test_flash_attention_without_its_package_is_refused(machine):
+    machine(cuda=True)
     with pytest.raises(ModelError, match=r"pip install .*flash-attn"):
         choose_runtime("cuda", attn="flash_attention_2")
 
 
-def test_flash_attention_on_the_cpu_or_in_float32_is_refused(cuda, flash):
+def test_flash_attention_on_the_cpu_or_in_float32_is_refused(machine):
+    machine(cuda=True, flash=True)
     for device, dtype in [("cpu", "bfloat16"), ("cuda", "float32")]:
         with pytest.raises(ModelError, match="cuda in bfloat16"):
             choose_runtime(device, dtype, "flash_attention_2")
 
 
 @pytest.mark.parametrize("wrong", [{"device": "tpu"}, {"dtype": "int8"}, {"attn": "magic"}])
-def test_unknown_names_are_refused(wrong, no_cuda):
+def test_unknown_names_are_refused(wrong, machine):
+    machine(cuda=False)
     with pytest.raises(ModelError, match="known: auto"):
         choose_runtime(**wrong)
 

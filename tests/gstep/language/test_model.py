@@ -2,14 +2,14 @@
 
 import dataclasses
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import ModelSource, choose_runtime
-from gstep.language import Decoding, load_language_model, model, prompt_builder
-from gstep.language import batch as batch_module
+from gstep.language import Decoding, LanguageModel, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
 from tests.gstep.llms import (
     FLOAT32,
@@ -122,48 +122,48 @@ def test_a_ragged_batch_gives_what_single_runs_give(name, prompts, share_prefix)
         torch.testing.assert_close(logits, llm(name).logits([prompt])[0], atol=2e-5, rtol=0)
 
 
-def test_questions_on_one_video_go_through_it_once(name, prompts, monkeypatch):
+@contextmanager
+def shapes_seen(name):
+    """Tell the rows and tokens of all that goes through the model inside this context."""
     seen = []
-    forward = llm(name).model.forward
 
-    def counted(*args, input_ids, **keywords):
-        seen.append(input_ids.numel())
-        return forward(*args, input_ids=input_ids, **keywords)
+    def see(module, args, keywords):
+        seen.append(tuple(keywords["input_ids"].shape))
 
-    monkeypatch.setattr(llm(name).model, "forward", counted)
-    one = [Decoding(max_new_tokens=1)] * 2
-    llm(name).generate(prompts[:2], one)
-    shared, prefix = sum(seen), prompts[0].prefix_length
+    with llm(name).model.register_forward_pre_hook(see, with_kwargs=True):
+        yield seen
+
+
+def limited(name, **limits):
+    """Return the model with other limits of what it does at once."""
+    whole = llm(name)
+    copy = LanguageModel(whole.model, whole.tokenizer, whole.device)
+    vars(copy).update(limits)
+    return copy
+
+
+def test_questions_on_one_video_go_through_it_once(name, prompts):
+    one, prefix = [Decoding(max_new_tokens=1)] * 2, prompts[0].prefix_length
     tails = max(len(prompt) - prefix for prompt in prompts[:2])
-    assert shared == prefix + 2 * tails
-    seen.clear()
-    llm(name).generate(prompts[:2], one, share_prefix=False)
-    assert sum(seen) == 2 * (prefix + tails)
+    for share_prefix, tokens in ((True, prefix + 2 * tails), (False, 2 * (prefix + tails))):
+        with shapes_seen(name) as seen:
+            llm(name).generate(prompts[:2], one, share_prefix=share_prefix)
+        assert sum(rows * length for rows, length in seen) == tokens
 
 
-def test_several_long_videos_go_through_the_model_in_parts(name, prompts, monkeypatch):
+def test_several_long_videos_go_through_the_model_in_parts(name, prompts):
     """A mask over all of them would grow with the square of the longest."""
     decodings = [Decoding(max_new_tokens=n) for n in (12, 3, 12, 7)]
     expected = llm(name).generate(prompts, decodings)
-    seen = []
-    forward = llm(name).model.forward
-
-    def shaped(*args, input_ids, **keywords):
-        seen.append(tuple(input_ids.shape))
-        return forward(*args, input_ids=input_ids, **keywords)
-
-    monkeypatch.setattr(llm(name).model, "forward", shaped)
-    monkeypatch.setattr(batch_module, "MASK_ELEMENTS", max(map(len, prompts)) ** 2)
+    small = limited(name, mask_elements=max(map(len, prompts)) ** 2)
     for some in (prompts, prompts[1:]):  # the first two share their video, the others share nothing
-        seen.clear()
-        answers = llm(name).generate(some, decodings[-len(some) :])
+        with shapes_seen(name) as seen:
+            answers = small.generate(some, decodings[-len(some) :])
         assert ids_of(answers) == ids_of(expected)[-len(some) :]
         videos = [shape for shape in seen if shape[0] < len(some)]
         assert sum(rows for rows, _ in videos) == 3 and len(videos) >= 2
     choices = [["A", "B"], ["a white car", "yes"], ["no"], ["the first", "the second"]]
-    parts = llm(name).score(prompts, choices)
-    monkeypatch.undo()
-    whole = llm(name).score(prompts, choices)
+    parts, whole = small.score(prompts, choices), llm(name).score(prompts, choices)
     for mine, theirs in zip(parts, whole, strict=True):
         assert [s.logprob for s in mine] == pytest.approx([s.logprob for s in theirs], abs=1e-4)
 
@@ -205,21 +205,13 @@ def test_continuations_are_scored_as_the_whole_text_would_be(name, prompts, shar
             assert score.logprob == pytest.approx(float(expected), abs=1e-4)
 
 
-def test_long_prompts_are_not_copied_for_all_choices_at_once(name, prompts, monkeypatch):
+def test_long_prompts_are_not_copied_for_all_choices_at_once(name, prompts):
     choices = [["a white car", "A", "two people who talk", "neither of them", "a tree"]]
     expected = [score.logprob for score in llm(name).score(prompts[:1], choices)[0]]
-    seen = []
-    forward = llm(name).model.forward
-
-    def counted(*args, input_ids, **keywords):
-        seen.append(len(input_ids))
-        return forward(*args, input_ids=input_ids, **keywords)
-
-    monkeypatch.setattr(llm(name).model, "forward", counted)
-    monkeypatch.setattr(model, "COPIED_TOKENS", 3 * len(prompts[0]))
-    scores = llm(name).score(prompts[:1], choices)[0]
+    with shapes_seen(name) as seen:
+        scores = limited(name, copied_tokens=3 * len(prompts[0])).score(prompts[:1], choices)[0]
     assert [score.logprob for score in scores] == pytest.approx(expected, abs=1e-4)
-    assert seen == [1, 3, 1]  # the prompt, then the four choices of several tokens
+    assert [rows for rows, _ in seen] == [1, 3, 1]  # the prompt, then the four choices of several tokens
 
 
 def test_an_empty_continuation_is_refused(name, prompts):

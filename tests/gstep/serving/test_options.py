@@ -1,6 +1,8 @@
 """What vLLM is told of a model: no vision tower, and room for the largest video."""
 
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,18 +32,27 @@ def test_a_step_takes_the_largest_video():
     assert engine_options(source, runtime, 75_000)["max_num_batched_tokens"] == 75_000
 
 
-def test_what_a_user_set_in_the_environment_stays(monkeypatch):
+@pytest.fixture
+def registered(monkeypatch):
+    """The classes that are registered with vLLM, which need not be installed."""
+    found = {}
+    registry = SimpleNamespace(get_supported_archs=found.keys, register_model=found.__setitem__)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
+    return found
+
+
+def test_what_a_user_set_in_the_environment_stays(monkeypatch, registered):
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
-    monkeypatch.setattr(serving, "register", lambda: None)
     prepare_process("cpu", 1)
+    assert registered.keys() == set(ARCHITECTURES.values())
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "40"
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1" and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
+@pytest.mark.usefixtures("registered")
 def test_processes_that_would_not_know_the_classes_are_refused(monkeypatch):
-    monkeypatch.setattr(serving, "register", lambda: None)
     monkeypatch.setattr(serving, "entry_points", lambda group: ())
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.setenv(name, "1")
