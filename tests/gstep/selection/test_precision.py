@@ -11,7 +11,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import gstep
-from gstep.selection import dispatch
 from gstep.selection.precision import full_precision
 from tests.gstep.selection.videos import video
 
@@ -110,10 +109,9 @@ class Bfloat16Products(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("form", ["plain", "lazy"])
-def test_medium_selects_the_same_where_it_means_bfloat16(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_SMALL", 2**60 if form == "plain" else 0)
-    tokens = video("scenes", 10, 50, 256).float() * 1.01
+@pytest.mark.parametrize("hidden", [256, 2048])  # the wide one is sampled lazily
+def test_medium_selects_the_same_where_it_means_bfloat16(hidden: int) -> None:
+    tokens = video("scenes", 10, 50, hidden).float() * 1.01
     expected = gstep.prune(tokens)
     torch.set_float32_matmul_precision("medium")
     with Bfloat16Products():

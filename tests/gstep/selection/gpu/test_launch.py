@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -29,9 +30,14 @@ def videos(count: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
 
 
 @pytest.fixture
-def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_reported", [])
-    monkeypatch.setattr(launch, "_broken", [])
+def fresh_process() -> Iterator[None]:
+    known = (launch._reported, launch._broken)
+    before = [*map(list, known)]
+    for failures in known:
+        failures.clear()
+    yield
+    for failures, held in zip(known, before, strict=True):
+        failures[:] = held
 
 
 @pytest.mark.usefixtures("fresh_process")
