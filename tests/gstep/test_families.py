@@ -11,11 +11,6 @@ from gstep.families import FAMILIES
 from gstep.language import BUILDERS, PromptBuilder, prompt_builder
 
 
-@pytest.fixture(autouse=True)
-def user_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "user-cache"))
-
-
 def test_both_halves_know_the_same_families():
     assert list(BACKBONES) == list(BUILDERS) == list(FAMILIES)
 

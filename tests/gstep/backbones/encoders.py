@@ -1,6 +1,8 @@
-"""What tests of the encoders share: the tiny models, the evidence of each, and frames for them."""
+"""What tests of the encoders share: the tiny models, their evidence, frames and settings, and the stock features."""
 
 from __future__ import annotations
+
+import json
 
 import numpy as np
 import torch
@@ -35,3 +37,39 @@ def frames_for(source, n_frames=5, shape=(18, 26), seed=0):
     frames = blocks.repeat(16, axis=1).repeat(16, axis=2)
     preprocessor = family_of(source).preprocessor()
     return preprocessor.resize(frames, preprocessor.target_size(*frames.shape[:3]))
+
+
+def stock_features(source, frames, dtype):
+    """Return [T*N,D] tokens and levels and [.,D] last_hidden_state of the whole model by from_pretrained, in one go."""
+    folder, _ = source.pretrained()
+    stock = STOCK[source.name].from_pretrained(folder, dtype=dtype)
+    return features_of(stock, family_of(source).preprocessor(), frames, dtype)
+
+
+def features_of(stock, preprocessor, frames, dtype):
+    patches = preprocessor.patches(frames, "cpu", dtype)
+    grid = torch.tensor([preprocessor.grid_thw(*frames.shape[:3])])
+    with torch.no_grad():
+        output = stock.model.get_video_features(patches, grid, return_dict=True)
+    levels = getattr(output, "deepstack_features", None) or []
+    return [output.pooler_output[0], *(level[0] for level in levels)], output.last_hidden_state
+
+
+def stock_features_by_patch(source, frames, dtype):
+    """Return [T*N,D] tokens and levels of the whole model that is given one temporal patch after the other."""
+    folder, _ = source.pretrained()
+    stock = STOCK[source.name].from_pretrained(folder, dtype=dtype)
+    preprocessor = family_of(source).preprocessor()
+    parts = [features_of(stock, preprocessor, pair, dtype)[0] for pair in frames.split(2)]
+    return [torch.cat(levels) for levels in zip(*parts, strict=True)]
+
+
+def change_json(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def settings_file(folder):
+    own = folder / "video_preprocessor_config.json"
+    return own if own.exists() else folder / "preprocessor_config.json"

@@ -1,39 +1,21 @@
 """The vision part alone gives exactly what the stock model gives, from every layout of keys on disk."""
 
 import json
-import shutil
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaOnevisionForConditionalGeneration
 
-from gstep.backbones import BACKBONES, ModelSource, Runtime, SampledVideo, family_of
-from gstep.checkpoints import tiny
+from gstep.backbones import BACKBONES, ModelSource, SampledVideo, family_of
 from gstep.errors import ModelError
+from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, frames_for
 from tests.gstep.reading import count_reading
 
-FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
-BFLOAT16 = Runtime("cpu", torch.bfloat16, "sdpa")
-
 
 @pytest.fixture
-def source():
-    return ModelSource.resolve("tiny")
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return Path(shutil.copytree(tiny.build("tiny"), tmp_path / "model"))
-
-
-@pytest.fixture(scope="module")
-def frames():
-    """[7,384,384,3] uint8: noise that is coarse enough for patches to differ in brightness too."""
-    blocks = np.random.default_rng(0).integers(0, 256, (7, 24, 24, 3), dtype=np.uint8)
-    return torch.from_numpy(blocks.repeat(16, axis=1).repeat(16, axis=2))
+def frames(source):
+    return frames_for(source, 7, (24, 24))
 
 
 def stock_features(source, frames, dtype, at_once=None):

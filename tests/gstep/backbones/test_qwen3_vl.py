@@ -1,19 +1,15 @@
 """Qwen3-VL's own: settings files that other classes would read, and the time of every patch."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 
 from gstep.backbones import ModelSource, SampledVideo, family_of
-from gstep.checkpoints import tiny
 from gstep.errors import ModelError
-from tests.gstep.backbones.qwens import FLOAT32, change_json
+from tests.gstep.backbones.encoders import FLOAT32, change_json
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return Path(shutil.copytree(tiny.build("tiny-qwen3-vl"), tmp_path / "model"))
+def name():
+    return "tiny-qwen3-vl"
 
 
 def test_qwen3_without_its_video_settings_goes_by_what_the_stock_classes_do(folder):

@@ -1,9 +1,7 @@
 """The vision part alone gives exactly what the stock model gives, deepstack levels included, whatever its batch."""
 
 import json
-import shutil
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource, Runtime, family_of
 from gstep.backbones.weights import empty_model
-from gstep.checkpoints import tiny
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
-from tests.gstep.backbones.qwens import (
+from tests.gstep.backbones.encoders import (
     BFLOAT16,
     FLOAT32,
+    QWEN,
     STOCK,
     change_json,
     frames_for,
@@ -30,25 +28,15 @@ from tests.gstep.reading import count_reading
 LEVELS = {"tiny-qwen2-5-vl": 0, "tiny-qwen3-vl": 3}
 
 
-@pytest.fixture(params=STOCK)
+@pytest.fixture(params=QWEN)
 def name(request):
     return request.param
-
-
-@pytest.fixture
-def source(name):
-    return ModelSource.resolve(name)
-
-
-@pytest.fixture
-def folder(name, tmp_path):
-    return Path(shutil.copytree(tiny.build(name), tmp_path / "model"))
 
 
 @pytest.mark.parametrize("runtime", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_tokens_and_levels_equal_the_stock_model_exactly_in_chunks_of_any_size(source, runtime):
     """Of the stock model given one temporal patch at a time: all matrix products then have the shapes of ours."""
-    frames = frames_for(source)
+    frames = frames_for(source, 7, (12, 17))
     expected = stock_features_by_patch(source, frames, runtime.dtype)
     for frame_batch in (32, 5, 1):
         backbone = family_of(source).load(runtime, frame_batch=frame_batch)
@@ -66,7 +54,7 @@ def test_tokens_and_levels_equal_the_stock_model_exactly_in_chunks_of_any_size(s
 
 def test_tokens_of_the_stock_model_in_one_go_differ_by_rounding_alone(source):
     """Some CPUs sum products of other shapes in another order. Neither result is then the better one."""
-    frames = frames_for(source)
+    frames = frames_for(source, 7, (12, 17))
     at_once, in_bfloat16 = (stock_features(source, frames, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
     exact, coarse = (family_of(source).load(runtime).encode(frames) for runtime in (FLOAT32, BFLOAT16))
     for stock, ours in zip(at_once, (exact.tokens, *exact.deepstack), strict=True):
@@ -88,7 +76,7 @@ def test_memory_is_bounded_by_patches_whatever_the_size_of_frames(source):
 
 
 def test_the_attention_asked_for_is_the_towers(source):
-    frames = frames_for(source, 2)
+    frames = frames_for(source, 2, (12, 17))
     backbones = [family_of(source).load(Runtime("cpu", torch.float32, attn)) for attn in ("sdpa", "eager")]
     assert [backbone.model.config._attn_implementation for backbone in backbones] == ["sdpa", "eager"]
     assert torch.allclose(*(backbone.encode(frames).tokens for backbone in backbones), atol=1e-4)
@@ -119,7 +107,7 @@ def test_both_layouts_of_keys_give_the_same_tokens(source, folder, add):
         f"{add}{key.removeprefix('model.')}" if "visual." in key else key: tensor for key, tensor in tensors.items()
     }
     save_file(renamed, folder / "model.safetensors")
-    frames = frames_for(source, 2)
+    frames = frames_for(source, 2, (12, 17))
     tokens = family_of(ModelSource.resolve(folder)).load(FLOAT32).encode(frames).tokens
     assert torch.equal(tokens, family_of(source).load(FLOAT32).encode(frames).tokens)
 
@@ -130,7 +118,7 @@ def test_what_save_pretrained_writes_in_shards_loads(source, folder):
     stock.save_pretrained(folder, max_shard_size="300KB")
     other = ModelSource.resolve(folder)
     assert len(other.weight_files) > 1
-    frames = frames_for(source, 3)
+    frames = frames_for(source, 3, (12, 17))
     visual, expected = (family_of(s).load(FLOAT32).encode(frames) for s in (other, source))
     assert torch.equal(visual.tokens, expected.tokens)
     assert all(map(torch.equal, visual.deepstack, expected.deepstack))
@@ -190,7 +178,7 @@ def test_a_config_without_text_config_and_one_with_it_give_the_same(source, fold
     """As transformers saves Qwen2.5-VL today; the hub's file is flat."""
     STOCK[source.name].from_pretrained(folder).config.save_pretrained(folder)
     assert "text_config" in json.loads((folder / "config.json").read_text())
-    frames = frames_for(source, 2)
+    frames = frames_for(source, 2, (12, 17))
     tokens = family_of(ModelSource.resolve(folder)).load(FLOAT32).encode(frames).tokens
     assert torch.equal(tokens, family_of(source).load(FLOAT32).encode(frames).tokens)
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +10,8 @@ from torch import nn
 
 from gstep.backbones import ModelSource, family_of
 from gstep.backbones.weights import check_loaded, rebuild_position_ids
-from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from tests.gstep.backbones.encoders import FLOAT32, QWEN, STOCK
-
-
-@pytest.fixture
-def folder(name, tmp_path):
-    return Path(shutil.copytree(tiny.build(name), tmp_path / "model"))
 
 
 def load(folder):

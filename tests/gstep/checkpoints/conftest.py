@@ -8,20 +8,10 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from gstep.checkpoints import hub, tiny
+from gstep.checkpoints import hub
 from tests.gstep.reading import INDEX
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.fixture(autouse=True)
-def user_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "user-cache"))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return Path(shutil.copytree(tiny.build("tiny"), tmp_path / "model"))
 
 
 @pytest.fixture

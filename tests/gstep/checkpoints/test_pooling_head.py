@@ -2,30 +2,18 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import SiglipVisionConfig
 
-from gstep.backbones import ModelSource, Runtime, family_of
+from gstep.backbones import family_of
 from gstep.checkpoints import tiny
 from gstep.checkpoints.pooling_head import DEFAULTS
 from gstep.errors import ModelError
+from tests.gstep.backbones.encoders import FLOAT32
 from tests.gstep.reading import count_reading
-
-FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
-
-
-@pytest.fixture
-def source():
-    return ModelSource.resolve("tiny")
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
 
 
 def rename_whole_model(tensors):
@@ -37,34 +25,34 @@ def rename_without_vision_model(tensors):
 
 
 @pytest.mark.parametrize("rename", [rename_whole_model, rename_without_vision_model])
-def test_every_layout_gives_the_same_head_and_identity(source, folder, rename):
-    save_file(rename(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+def test_every_layout_gives_the_same_head_and_identity(source, siglip, rename):
+    save_file(rename(load_file(siglip / "model.safetensors")), siglip / "model.safetensors")
     assert (
-        family_of(source).with_pooling_head(folder).pooling_head.identity
+        family_of(source).with_pooling_head(siglip).pooling_head.identity
         == family_of(source).with_pooling_head("tiny").pooling_head.identity
     )
 
 
-def test_a_head_of_another_training_has_another_identity(source, folder):
-    tensors = load_file(folder / "model.safetensors")
+def test_a_head_of_another_training_has_another_identity(source, siglip):
+    tensors = load_file(siglip / "model.safetensors")
     tensors["vision_model.head.mlp.fc2.bias"][-1] += 1e-3
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, siglip / "model.safetensors")
     assert (
-        family_of(source).with_pooling_head(folder).pooling_head.identity
+        family_of(source).with_pooling_head(siglip).pooling_head.identity
         != family_of(source).with_pooling_head("tiny").pooling_head.identity
     )
 
 
-def test_what_no_tensor_shows_is_part_of_the_identity(source, folder):
+def test_what_no_tensor_shows_is_part_of_the_identity(source, siglip):
     """Other numbers of heads give the same shapes and another attention; a default may be said or left out."""
     stock = SiglipVisionConfig()
     assert {name: getattr(stock, name) for name in DEFAULTS} == DEFAULTS
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((siglip / "config.json").read_text())
 
     def identity(**settings):
         vision = {k: v for k, v in (config["vision_config"] | settings).items() if v is not None}
-        (folder / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
-        return family_of(source).with_pooling_head(folder).pooling_head.identity
+        (siglip / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
+        return family_of(source).with_pooling_head(siglip).pooling_head.identity
 
     usual = identity()
     assert identity(layer_norm_eps=1e-6) == identity(layer_norm_eps=None) == usual
@@ -72,29 +60,29 @@ def test_what_no_tensor_shows_is_part_of_the_identity(source, folder):
     assert len({usual, identity(num_attention_heads=2 * heads), identity(layer_norm_eps=1e-3)}) == 3
 
 
-def test_only_the_head_is_read_and_only_where_it_is_asked_for(source, folder, monkeypatch):
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "vision_model.encoder.big": torch.zeros(9, 9)}, folder / "model.safetensors")
+def test_only_the_head_is_read_and_only_where_it_is_asked_for(source, siglip, monkeypatch):
+    tensors = load_file(siglip / "model.safetensors")
+    save_file({**tensors, "vision_model.encoder.big": torch.zeros(9, 9)}, siglip / "model.safetensors")
     read = count_reading(monkeypatch)
-    resolved = family_of(source).with_pooling_head(folder)
+    resolved = family_of(source).with_pooling_head(siglip)
     assert set(read) == {name for name in tensors if name.startswith("vision_model.")}
     assert family_of(resolved).load(FLOAT32).pooling_head is not None
     assert family_of(source).load(FLOAT32).pooling_head is None
 
 
-def test_checkpoints_without_a_head_that_fits_are_refused(source, folder):
+def test_checkpoints_without_a_head_that_fits_are_refused(source, siglip):
     def refused(match):
         with pytest.raises(ModelError, match=match):
-            family_of(source).with_pooling_head(folder)
+            family_of(source).with_pooling_head(siglip)
 
-    tensors = load_file(folder / "model.safetensors")
-    save_file({k: v for k, v in tensors.items() if "probe" not in k}, folder / "model.safetensors")
+    tensors = load_file(siglip / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "probe" not in k}, siglip / "model.safetensors")
     refused(r"has no head\.probe: name a SigLIP checkpoint with its pooling head")
-    save_file({**tensors, "vision_model.head.probe": torch.zeros(1, 1, 96)}, folder / "model.safetensors")
+    save_file({**tensors, "vision_model.head.probe": torch.zeros(1, 1, 96)}, siglip / "model.safetensors")
     refused("96 channels wide, the vision tower 64: name the SigLIP checkpoint")
-    (folder / "config.json").write_text(json.dumps({"model_type": "clip"}))
+    (siglip / "config.json").write_text(json.dumps({"model_type": "clip"}))
     refused("no SigLIP checkpoint .*'clip'.*google/siglip-so400m-patch14-384")
-    shutil.rmtree(folder)
+    shutil.rmtree(siglip)
     refused("is no folder on this machine")
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gstep.backbones import ModelSource, Runtime, family_of, read_tensors
+from gstep.backbones import ModelSource, family_of, read_tensors
 from gstep.checkpoints import tiny
 from gstep.checkpoints.quantization import refuse_quantized
 from gstep.errors import ModelError
 from gstep.language import load_language_model
+from tests.gstep.backbones.encoders import FLOAT32
 from tests.gstep.reading import count_reading
 
-FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 USE = "Use the unquantized checkpoint that it was made from"
 

@@ -1,12 +1,8 @@
 """What tests of the language models share: each family, a video in its tokens, and prompts of several lengths."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 
 from gstep.backbones import ModelSource
-from gstep.checkpoints import tiny
 from tests.gstep.llms import FAMILIES, encode, ragged
 
 
@@ -28,8 +24,3 @@ def source(name):
 @pytest.fixture(scope="module")
 def prompts(name, source, video):
     return ragged(source, video, encode(name, "carphone_pristine.mp4", n_frames=2, grid=(4, 10)))
-
-
-@pytest.fixture
-def folder(name, tmp_path):
-    return Path(shutil.copytree(tiny.build(name), tmp_path / "model"))

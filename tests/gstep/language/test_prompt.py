@@ -3,14 +3,11 @@
 import dataclasses
 import json
 import pickle
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
 from gstep.backbones import ModelSource
-from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from gstep.language import prompt_builder
 from tests.gstep.language.prompts import QWEN, builder, text_of, video
@@ -126,8 +123,8 @@ def test_builders_pickle(name):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return Path(shutil.copytree(tiny.build("tiny"), tmp_path / "model"))
+def name():
+    return "tiny"
 
 
 def test_the_chat_template_is_found_where_checkpoints_keep_it(folder):

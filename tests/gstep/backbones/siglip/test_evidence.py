@@ -2,14 +2,13 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import interpolate
 from transformers import LlavaOnevisionForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
-from gstep.backbones import ModelSource, Runtime, family_of
+from gstep.backbones import Runtime, family_of
 from gstep.checkpoints import tiny
 from gstep.evidence import LAST_LAYER, POOLING_HEAD, SINGLE_PATCHES
 from tests.gstep.backbones.encoders import AT_LAST, FLOAT32, frames_for
@@ -18,14 +17,8 @@ ASKED = {"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}
 
 
 @pytest.fixture
-def source():
-    return ModelSource.resolve("tiny")
-
-
-@pytest.fixture(scope="module")
-def frames():
-    blocks = np.random.default_rng(0).integers(0, 256, (3, 24, 24, 3), dtype=np.uint8)
-    return torch.from_numpy(blocks.repeat(16, axis=1).repeat(16, axis=2))
+def frames(source):
+    return frames_for(source, 3, (24, 24))
 
 
 @torch.no_grad()
@@ -52,8 +45,7 @@ def stock_last_layer(source, frames):
 
 
 @pytest.mark.parametrize("frame_batch", [32, 3, 1])
-def test_last_layer_of_llava_onevision_equals_eager_attention_weights(frame_batch):
-    source = ModelSource.resolve("tiny")
+def test_last_layer_of_llava_onevision_equals_eager_attention_weights(source, frame_batch):
     frames = frames_for(source)
     attention_TN, key_TNE = stock_last_layer(source, frames)
     evidence = family_of(source).load(FLOAT32, frame_batch=frame_batch).encode(frames, AT_LAST).evidence

@@ -1,39 +1,25 @@
 """SigLIP's pooling head beside LLaVA-OneVision: the stock head's own numbers, and heads that do not fit."""
 
 import json
-import shutil
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 from transformers import LlavaOnevisionForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
-from gstep.backbones import ModelSource, Runtime, family_of
+from gstep.backbones import family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from gstep.evidence import POOLING_HEAD
+from tests.gstep.backbones.encoders import FLOAT32, frames_for
 
-FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
 ASKED = {"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}
 
 
 @pytest.fixture
-def source():
-    return ModelSource.resolve("tiny")
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
-
-
-@pytest.fixture(scope="module")
-def frames():
-    blocks = np.random.default_rng(0).integers(0, 256, (5, 24, 24, 3), dtype=np.uint8)
-    return torch.from_numpy(blocks.repeat(16, axis=1).repeat(16, axis=2))
+def frames(source):
+    return frames_for(source, 5, (24, 24))
 
 
 @torch.no_grad()
@@ -76,17 +62,17 @@ def test_feature_and_attention_equal_the_stock_head(source, frames, frame_batch)
     assert torch.equal(visual.tokens, family_of(source).load(FLOAT32, frame_batch=frame_batch).encode(frames).tokens)
 
 
-def test_another_head_on_another_node_is_refused(source, folder):
-    resolved = family_of(source).with_pooling_head(folder)
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "vision_model.head.probe": torch.zeros(1, 1, 64)}, folder / "model.safetensors")
+def test_another_head_on_another_node_is_refused(source, siglip):
+    resolved = family_of(source).with_pooling_head(siglip)
+    tensors = load_file(siglip / "model.safetensors")
+    save_file({**tensors, "vision_model.head.probe": torch.zeros(1, 1, 64)}, siglip / "model.safetensors")
     with pytest.raises(ModelError, match="another pooling head on this node"):
         family_of(resolved).load(FLOAT32)
 
 
-def test_a_config_that_does_not_fit_the_head_is_refused(source, folder):
-    config = json.loads((folder / "config.json").read_text())
+def test_a_config_that_does_not_fit_the_head_is_refused(source, siglip):
+    config = json.loads((siglip / "config.json").read_text())
     config["vision_config"]["intermediate_size"] = 100
-    (folder / "config.json").write_text(json.dumps(config))
+    (siglip / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"config\.json does not fit the pooling head"):
-        family_of(family_of(source).with_pooling_head(folder)).load(FLOAT32)
+        family_of(family_of(source).with_pooling_head(siglip)).load(FLOAT32)

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,37 +14,13 @@ from transformers import (
     SiglipModel,
 )
 
-from gstep.backbones import ModelSource, Runtime, TextTower, family_of
+from gstep.backbones import ModelSource, TextTower, family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from tests.gstep.reading import count_reading
 
-FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
 TEXTS = ["What is ridden?", "WHO,  is: riding...", "A woman's red bike"]
 WORDS = ["</s>", "<unk>", "▁what", "▁is", "▁who", "▁a", "▁red", "▁bike", "▁ridden", "▁riding", "▁wom", "an", "s", "▁"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def user_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "user-cache"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def source():
-    return ModelSource.resolve("tiny")
-
-
-@pytest.fixture(scope="module")
-def frames():
-    blocks = np.random.default_rng(0).integers(0, 256, (3, 24, 24, 3), dtype=np.uint8)
-    return torch.from_numpy(blocks.repeat(16, axis=1).repeat(16, axis=2))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
 
 
 @pytest.fixture(scope="module")
@@ -143,57 +118,57 @@ def test_only_the_text_tower_is_read(source, published, monkeypatch):
     assert {tensor.dtype for tensor in loaded.model.parameters()} == {torch.float32}
 
 
-def test_the_identity_covers_weights_config_and_tokenizer(source, folder):
-    usual = family_of(source).text_tower(folder).identity
+def test_the_identity_covers_weights_config_and_tokenizer(source, siglip):
+    usual = family_of(source).text_tower(siglip).identity
     assert usual == family_of(source).text_tower("tiny").identity
     seen = {usual}
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(siglip / "model.safetensors")
     head = {name: value for name, value in tensors.items() if name.startswith("vision_model.")}
     save_file(
-        {**tensors, "vision_model.head.probe": tensors["vision_model.head.probe"] + 1}, folder / "model.safetensors"
+        {**tensors, "vision_model.head.probe": tensors["vision_model.head.probe"] + 1}, siglip / "model.safetensors"
     )
-    assert family_of(source).text_tower(folder).identity == usual  # the head has an identity of its own
+    assert family_of(source).text_tower(siglip).identity == usual  # the head has an identity of its own
     changed = {**tensors, "text_model.head.bias": tensors["text_model.head.bias"] + 1e-3}
-    save_file(changed, folder / "model.safetensors")
-    seen.add(family_of(source).text_tower(folder).identity)
-    change_config(folder, layer_norm_eps=1e-3)
-    seen.add(family_of(source).text_tower(folder).identity)
-    text = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(text.replace('"Lowercase"', '"NFKC"'))
-    seen.add(family_of(source).text_tower(folder).identity)
+    save_file(changed, siglip / "model.safetensors")
+    seen.add(family_of(source).text_tower(siglip).identity)
+    change_config(siglip, layer_norm_eps=1e-3)
+    seen.add(family_of(source).text_tower(siglip).identity)
+    text = (siglip / "tokenizer.json").read_text()
+    (siglip / "tokenizer.json").write_text(text.replace('"Lowercase"', '"NFKC"'))
+    seen.add(family_of(source).text_tower(siglip).identity)
     assert len(seen) == 4
-    save_file(head, folder / "model.safetensors")
+    save_file(head, siglip / "model.safetensors")
     with pytest.raises(ModelError, match="no tensor of a text tower: name the whole SigLIP checkpoint"):
-        family_of(source).text_tower(folder)
+        family_of(source).text_tower(siglip)
 
 
-def test_another_tower_on_another_node_is_refused(source, folder):
-    resolved = family_of(source).text_tower(folder)
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "text_model.head.bias": tensors["text_model.head.bias"] + 1}, folder / "model.safetensors")
+def test_another_tower_on_another_node_is_refused(source, siglip):
+    resolved = family_of(source).text_tower(siglip)
+    tensors = load_file(siglip / "model.safetensors")
+    save_file({**tensors, "text_model.head.bias": tensors["text_model.head.bias"] + 1}, siglip / "model.safetensors")
     with pytest.raises(ModelError, match="another text tower on this node"):
         TextTower.load(resolved, "cpu")
 
 
-def test_checkpoints_without_a_tower_that_fits_are_refused(source, folder):
+def test_checkpoints_without_a_tower_that_fits_are_refused(source, siglip):
     def refused(match):
         with pytest.raises(ModelError, match=match):
-            TextTower.load(family_of(source).text_tower(folder), "cpu")
+            TextTower.load(family_of(source).text_tower(siglip), "cpu")
 
-    change_config(folder, intermediate_size=100)
+    change_config(siglip, intermediate_size=100)
     refused(r"config\.json does not fit the weights")
-    change_config(folder, projection_size=32)
+    change_config(siglip, projection_size=32)
     refused("its text tower gives 32 values, its pooling head 64")
-    config = json.loads((folder / "config.json").read_text())
-    write_json(folder / "config.json", {"model_type": "siglip", "vision_config": config["vision_config"]})
+    config = json.loads((siglip / "config.json").read_text())
+    write_json(siglip / "config.json", {"model_type": "siglip", "vision_config": config["vision_config"]})
     refused("vision half of a SigLIP checkpoint")
-    write_json(folder / "config.json", {**config, "text_config": {**config["text_config"], "projection_size": 64}})
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    write_json(folder / "tokenizer_config.json", {**settings, "pad_token": None})
+    write_json(siglip / "config.json", {**config, "text_config": {**config["text_config"], "projection_size": 64}})
+    settings = json.loads((siglip / "tokenizer_config.json").read_text())
+    write_json(siglip / "tokenizer_config.json", {**settings, "pad_token": None})
     refused("names no eos_token or no pad_token")
-    (folder / "tokenizer.json").write_text("{}")
+    (siglip / "tokenizer.json").write_text("{}")
     refused("no tokenizer that can be loaded")
-    (folder / "tokenizer.json").unlink()
+    (siglip / "tokenizer.json").unlink()
     refused(r"has no file spiece\.model")
     with pytest.raises(ModelError, match="for LLaVA-OneVision"):
         family_of(ModelSource.resolve("tiny-qwen3-vl")).text_tower("tiny")

