@@ -101,9 +101,9 @@ class Backbone(ABC):
     def hidden_size(self) -> int:
         """D, the width of a visual token."""
 
-    @abstractmethod
     def newline(self) -> Tensor | None:
         """Return the row [D] that follows a video's tokens, on the device in the compute dtype, or None without one."""
+        return None
 
     @abstractmethod
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:

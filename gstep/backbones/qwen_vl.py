@@ -168,9 +168,6 @@ class QwenBackbone(Backbone):
         """D, the width of a visual token."""
         return int(self.model.config.out_hidden_size)
 
-    def newline(self) -> None:
-        """Return None: no row follows a video's tokens."""
-
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
         """Return how many frames to encode at once: whole temporal patches, at least one, as far as patches fit."""
         frames, H, W = self.preprocessor.frames_per_patch, *self.preprocessor.grid_thw(1, height, width)[1:]
@@ -217,10 +214,8 @@ class QwenBackbone(Backbone):
 
         The grid of patches is video_grid_thw as the stock processors give it.
         """
-        grid, merge = (
-            self.preprocessor.grid_thw(video.n_frames, video.height, video.width),
-            self.preprocessor.merge_size,
-        )
+        grid = self.preprocessor.grid_thw(video.n_frames, video.height, video.width)
+        merge = self.preprocessor.merge_size
         return {
             "grid": [grid[1] // merge, grid[2] // merge],
             "video_grid_thw": list(grid),

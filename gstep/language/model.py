@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -147,10 +147,8 @@ class LanguageModel:
         Raises ValueError for a continuation without a token.
         """
         ids = [[text_ids(self.tokenizer, text) for text in texts] for texts in continuations]
-        with ExitStack() as stack:
-            active = None
-            if inside is not None:
-                active = stack.enter_context(self._prune_inside(prompts, *inside).hooked(self.model))
+        pruning = self._prune_inside(prompts, *inside).hooked(self.model) if inside else nullcontext()
+        with pruning as active:
             batch, cache = self._batch_with_cache(prompts) if share_prefix and not active else (Batch.of(prompts), None)
             new = prompts if cache is None else ()
             output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
