@@ -1,12 +1,14 @@
-"""Watch which tensors of a checkpoint are read, and read the newline of one."""
+"""Watch which tensors of a checkpoint are read, read the newline of one, and change the files of one."""
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints import tensors
@@ -41,6 +43,22 @@ def count_reading(patch: pytest.MonkeyPatch) -> dict[str, int]:
 
     patch.setattr(tensors, "safe_open", counting)
     return read
+
+
+@contextmanager
+def changed_json(path):
+    """Read the object in a JSON file, to be changed in this context, and write it again."""
+    content = json.loads(path.read_text())
+    yield content
+    path.write_text(json.dumps(content))
+
+
+@contextmanager
+def changed_tensors(folder):
+    """Read the tensors of a checkpoint of one file by name, to be changed in this context, and write them again."""
+    tensors = load_file(folder / "model.safetensors")
+    yield tensors
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def newline_of(model: str | Path) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import torch
 from transformers import (
@@ -62,12 +60,6 @@ def stock_features_by_patch(source, frames, dtype):
     preprocessor = family_of(source).preprocessor()
     parts = [features_of(stock, preprocessor, pair, dtype)[0] for pair in frames.split(2)]
     return [torch.cat(levels) for levels in zip(*parts, strict=True)]
-
-
-def change_json(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 def settings_file(folder):

@@ -12,6 +12,7 @@ from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.errors import ModelError
 from gstep.evidence import label
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, STOCK, asked_of, frames_for
+from tests.gstep.reading import count_reading
 from tests.paths import ROOT
 
 
@@ -36,6 +37,19 @@ def test_no_frames_are_refused(model):
     source = ModelSource.resolve(model)
     with pytest.raises(ValueError, match="at least one frame"):
         family_of(source).load(FLOAT32).encode(frames_for(source)[:0])
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_nothing_of_the_language_model_is_read_or_built(source, monkeypatch):
+    read = count_reading(monkeypatch)
+    backbone = family_of(source).load(FLOAT32)
+    vision = ("vision_tower.", "multi_modal_projector.", "image_newline", "visual.")
+    assert read and all(key.removeprefix("model.").startswith(vision) for key in read)
+    assert sum(read.values()) == 4 * sum(parameter.numel() for parameter in backbone.model.parameters())
+    assert not hasattr(backbone.model, "language_model")
+    tensors = [*backbone.model.parameters(), *backbone.model.buffers()]
+    assert not any(tensor.is_meta or tensor.requires_grad for tensor in tensors)
+    assert not backbone.model.training
 
 
 class SmallMemory:

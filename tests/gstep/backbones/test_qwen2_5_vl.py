@@ -6,7 +6,8 @@ from transformers.vision_utils import get_vision_window_index
 
 from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.errors import ModelError
-from tests.gstep.backbones.encoders import FLOAT32, change_json, frames_for, stock_features
+from tests.gstep.backbones.encoders import FLOAT32, frames_for, stock_features
+from tests.gstep.reading import changed_json
 
 
 @pytest.fixture
@@ -49,16 +50,15 @@ def test_windows_put_tokens_in_another_order_than_space():
     ],
 )
 def test_every_spelling_of_the_pixel_bounds_of_qwen2_5(folder, settings, bounds):
-    change_json(folder / "preprocessor_config.json", lambda content: content.update(settings))
+    with changed_json(folder / "preprocessor_config.json") as content:
+        content.update(settings)
     preprocessor = family_of(ModelSource.resolve(folder)).preprocessor()
     assert (preprocessor.min_pixels, preprocessor.max_pixels) == bounds
 
 
 def test_an_image_processor_of_another_family_is_refused(folder):
-    change_json(
-        folder / "preprocessor_config.json",
-        lambda content: content.update(image_processor_type="LlavaOnevisionImageProcessor"),
-    )
+    with changed_json(folder / "preprocessor_config.json") as content:
+        content["image_processor_type"] = "LlavaOnevisionImageProcessor"
     with pytest.raises(ModelError, match="LlavaOnevisionImageProcessor"):
         family_of(ModelSource.resolve(folder)).preprocessor()
 

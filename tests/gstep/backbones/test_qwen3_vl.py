@@ -4,7 +4,8 @@ import pytest
 
 from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.errors import ModelError
-from tests.gstep.backbones.encoders import FLOAT32, change_json
+from tests.gstep.backbones.encoders import FLOAT32
+from tests.gstep.reading import changed_json
 
 
 @pytest.fixture
@@ -14,15 +15,14 @@ def name():
 
 def test_qwen3_without_its_video_settings_goes_by_what_the_stock_classes_do(folder):
     path = folder / "video_preprocessor_config.json"
-    change_json(path, lambda content: content.update(max_pixels=5))
+    with changed_json(path) as content:
+        content["max_pixels"] = 5
     with pytest.raises(ModelError, match=r"max_pixels is not implemented: the stock .* ignores it"):
         family_of(ModelSource.resolve(folder)).preprocessor()
     path.unlink()
     assert family_of(ModelSource.resolve(folder)).preprocessor().min_pixels == 65536  # of the image file
-    change_json(
-        folder / "preprocessor_config.json",
-        lambda content: content.update(image_processor_type="Qwen2VLImageProcessor"),
-    )
+    with changed_json(folder / "preprocessor_config.json") as content:
+        content["image_processor_type"] = "Qwen2VLImageProcessor"
     with pytest.raises(ModelError, match=r"copy video_preprocessor_config\.json"):
         family_of(ModelSource.resolve(folder)).preprocessor()
 

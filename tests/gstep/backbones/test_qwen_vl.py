@@ -5,7 +5,6 @@ from itertools import combinations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource, Runtime, family_of
 from gstep.backbones.weights import empty_model
@@ -16,14 +15,13 @@ from tests.gstep.backbones.encoders import (
     FLOAT32,
     QWEN,
     STOCK,
-    change_json,
     frames_for,
     settings_file,
     stock_features,
     stock_features_by_patch,
 )
 from tests.gstep.qwen_configs import PREPROCESSOR, SIZES
-from tests.gstep.reading import count_reading
+from tests.gstep.reading import changed_json, changed_tensors, count_reading
 
 LEVELS = {"tiny-qwen2-5-vl": 0, "tiny-qwen3-vl": 3}
 
@@ -82,16 +80,6 @@ def test_the_attention_asked_for_is_the_towers(source):
     assert torch.allclose(*(backbone.encode(frames).tokens for backbone in backbones), atol=1e-4)
 
 
-def test_nothing_of_the_language_model_is_read_or_built(source, monkeypatch):
-    read = count_reading(monkeypatch)
-    backbone = family_of(source).load(FLOAT32)
-    assert read and all(key.removeprefix("model.").startswith("visual.") for key in read)
-    assert sum(read.values()) == 4 * sum(parameter.numel() for parameter in backbone.model.parameters())
-    tensors = [*backbone.model.parameters(), *backbone.model.buffers()]
-    assert not any(tensor.is_meta or tensor.requires_grad for tensor in tensors)
-    assert not backbone.model.training
-
-
 def test_static_parts_and_preprocessing_read_no_weights(source, monkeypatch):
     read = count_reading(monkeypatch)
     family_of(source).static()
@@ -102,11 +90,9 @@ def test_static_parts_and_preprocessing_read_no_weights(source, monkeypatch):
 
 @pytest.mark.parametrize("add", ["", "model."])
 def test_both_layouts_of_keys_give_the_same_tokens(source, folder, add):
-    tensors = load_file(folder / "model.safetensors")
-    renamed = {
-        f"{add}{key.removeprefix('model.')}" if "visual." in key else key: tensor for key, tensor in tensors.items()
-    }
-    save_file(renamed, folder / "model.safetensors")
+    with changed_tensors(folder) as tensors:
+        for key in [key for key in tensors if "visual." in key]:
+            tensors[f"{add}{key.removeprefix('model.')}"] = tensors.pop(key)
     frames = frames_for(source, 2, (12, 17))
     tokens = family_of(ModelSource.resolve(folder)).load(FLOAT32).encode(frames).tokens
     assert torch.equal(tokens, family_of(source).load(FLOAT32).encode(frames).tokens)
@@ -134,7 +120,8 @@ def test_what_save_pretrained_writes_in_shards_loads(source, folder):
     ],
 )
 def test_preprocessor_settings_that_do_not_fit_are_refused(folder, settings, named):
-    change_json(settings_file(folder), lambda content: content.update(settings))
+    with changed_json(settings_file(folder)) as content:
+        content.update(settings)
     with pytest.raises(ModelError, match=named):
         family_of(ModelSource.resolve(folder)).preprocessor()
 

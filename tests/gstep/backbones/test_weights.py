@@ -1,17 +1,16 @@
 """Weights from disk into modules without memory: what is missing or of another shape is named."""
 
-import json
 import re
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gstep.backbones import ModelSource, family_of
 from gstep.backbones.weights import check_loaded, rebuild_position_ids
 from gstep.errors import ModelError
 from tests.gstep.backbones.encoders import FLOAT32, QWEN, STOCK
+from tests.gstep.reading import changed_json, changed_tensors
 
 
 def load(folder):
@@ -20,38 +19,35 @@ def load(folder):
 
 @pytest.mark.parametrize("name", STOCK)
 def test_missing_weights_are_named(name, folder):
-    tensors = load_file(folder / "model.safetensors")
     end = "multi_modal_projector.linear_1.bias" if name == "tiny" else "visual.blocks.1.attn.qkv.bias"
-    (gone,) = [key for key in tensors if key.endswith(end)]
-    del tensors[gone]
-    save_file(tensors, folder / "model.safetensors")
+    with changed_tensors(folder) as tensors:
+        (gone,) = [key for key in tensors if key.endswith(end)]
+        del tensors[gone]
     with pytest.raises(ModelError, match=f"has no {re.escape(end)}"):
         load(folder)
 
 
 @pytest.mark.parametrize("name", ["tiny"])
 def test_many_missing_weights_are_not_all_named(folder):
-    tensors = load_file(folder / "model.safetensors")
-    save_file({key: t for key, t in tensors.items() if "vision_tower" not in key}, folder / "model.safetensors")
+    with changed_tensors(folder) as tensors:
+        for key in [key for key in tensors if "vision_tower" in key]:
+            del tensors[key]
     with pytest.raises(ModelError, match=r"vision_tower\.\S+ and \d+ more"):
         load(folder)
 
 
 @pytest.mark.parametrize("name", ["tiny"])
 def test_weights_of_another_shape_are_named(folder):
-    tensors = load_file(folder / "model.safetensors")
-    tensors["image_newline"] = torch.zeros(32)
-    save_file(tensors, folder / "model.safetensors")
+    with changed_tensors(folder) as tensors:
+        tensors["image_newline"] = torch.zeros(32)
     with pytest.raises(ModelError, match=r"image_newline \[32\] instead of \[64\]"):
         load(folder)
 
 
 @pytest.mark.parametrize("name", QWEN)
 def test_weights_of_another_shape_than_the_config_says_are_named(folder):
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["vision_config"]["out_hidden_size"] = 32
-    path.write_text(json.dumps(config))
+    with changed_json(folder / "config.json") as config:
+        config["vision_config"]["out_hidden_size"] = 32
     with pytest.raises(ModelError, match=r"does not fit the weights: visual\.\S+ \[64, 256\] instead of \[32, 256\]"):
         load(folder)
 

@@ -13,7 +13,7 @@ from gstep.checkpoints import tiny
 from gstep.checkpoints.pooling_head import DEFAULTS
 from gstep.errors import ModelError
 from tests.gstep.backbones.encoders import FLOAT32
-from tests.gstep.reading import count_reading
+from tests.gstep.reading import changed_tensors, count_reading
 
 
 def rename_whole_model(tensors):
@@ -34,9 +34,8 @@ def test_every_layout_gives_the_same_head_and_identity(source, siglip, rename):
 
 
 def test_a_head_of_another_training_has_another_identity(source, siglip):
-    tensors = load_file(siglip / "model.safetensors")
-    tensors["vision_model.head.mlp.fc2.bias"][-1] += 1e-3
-    save_file(tensors, siglip / "model.safetensors")
+    with changed_tensors(siglip) as tensors:
+        tensors["vision_model.head.mlp.fc2.bias"][-1] += 1e-3
     assert (
         family_of(source).with_pooling_head(siglip).pooling_head.identity
         != family_of(source).with_pooling_head("tiny").pooling_head.identity
@@ -61,11 +60,12 @@ def test_what_no_tensor_shows_is_part_of_the_identity(source, siglip):
 
 
 def test_only_the_head_is_read_and_only_where_it_is_asked_for(source, siglip, monkeypatch):
-    tensors = load_file(siglip / "model.safetensors")
-    save_file({**tensors, "vision_model.encoder.big": torch.zeros(9, 9)}, siglip / "model.safetensors")
+    with changed_tensors(siglip) as tensors:
+        wanted = {name for name in tensors if name.startswith("vision_model.")}
+        tensors["vision_model.encoder.big"] = torch.zeros(9, 9)
     read = count_reading(monkeypatch)
     resolved = family_of(source).with_pooling_head(siglip)
-    assert set(read) == {name for name in tensors if name.startswith("vision_model.")}
+    assert set(read) == wanted
     assert family_of(resolved).load(FLOAT32).pooling_head is not None
     assert family_of(source).load(FLOAT32).pooling_head is None
 
@@ -75,10 +75,11 @@ def test_checkpoints_without_a_head_that_fits_are_refused(source, siglip):
         with pytest.raises(ModelError, match=match):
             family_of(source).with_pooling_head(siglip)
 
-    tensors = load_file(siglip / "model.safetensors")
-    save_file({k: v for k, v in tensors.items() if "probe" not in k}, siglip / "model.safetensors")
+    with changed_tensors(siglip) as tensors:
+        del tensors["vision_model.head.probe"]
     refused(r"has no head\.probe: name a SigLIP checkpoint with its pooling head")
-    save_file({**tensors, "vision_model.head.probe": torch.zeros(1, 1, 96)}, siglip / "model.safetensors")
+    with changed_tensors(siglip) as tensors:
+        tensors["vision_model.head.probe"] = torch.zeros(1, 1, 96)
     refused("96 channels wide, the vision tower 64: name the SigLIP checkpoint")
     (siglip / "config.json").write_text(json.dumps({"model_type": "clip"}))
     refused("no SigLIP checkpoint .*'clip'.*google/siglip-so400m-patch14-384")

@@ -1,12 +1,10 @@
 """Quantized checkpoints are refused with what to use instead, before a weight is read where config.json says it."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource, family_of, read_tensors
 from gstep.checkpoints import tiny
@@ -14,7 +12,7 @@ from gstep.checkpoints.quantization import refuse_quantized
 from gstep.errors import ModelError
 from gstep.language import load_language_model
 from tests.gstep.backbones.encoders import FLOAT32
-from tests.gstep.reading import count_reading
+from tests.gstep.reading import changed_json, changed_tensors, count_reading
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 USE = "Use the unquantized checkpoint that it was made from"
@@ -26,19 +24,17 @@ def qwen(tmp_path):
 
 
 def add_config(folder: Path, part: str | None) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (config[part] if part else config)["quantization_config"] = FP8
-    (folder / "config.json").write_text(json.dumps(config))
+    with changed_json(folder / "config.json") as config:
+        (config[part] if part else config)["quantization_config"] = FP8
 
 
 def store(folder: Path, dtype: torch.dtype, ending: str) -> None:
     """As the hub's FP8 and int8 checkpoints: matrices in 8 bits, and beside each its scale, under a name of its own."""
-    tensors = load_file(folder / "model.safetensors")
-    for key in [key for key in tensors if key.endswith(ending) and tensors[key].ndim == 2]:
-        scale = tensors[key].abs().max() / 100
-        tensors[key] = (tensors[key] / scale).to(dtype)
-        tensors[f"{key}_scale_inv"] = scale[None]
-    save_file(tensors, folder / "model.safetensors")
+    with changed_tensors(folder) as tensors:
+        for key in [key for key in tensors if key.endswith(ending) and tensors[key].ndim == 2]:
+            scale = tensors[key].abs().max() / 100
+            tensors[key] = (tensors[key] / scale).to(dtype)
+            tensors[f"{key}_scale_inv"] = scale[None]
 
 
 @pytest.mark.parametrize("part", [None, "text_config", "vision_config"])
@@ -88,12 +84,11 @@ def test_a_hub_id_is_refused_before_its_weights_are_downloaded(qwen, fake_hub):
     assert set(fake_hub.downloaded) == {"config.json"}
 
 
-def test_a_siglip_checkpoint_is_refused_too(tmp_path):
-    folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
+def test_a_siglip_checkpoint_is_refused_too(siglip):
     family = family_of(ModelSource.resolve("tiny"))
-    store(folder, torch.int8, "head.mlp.fc1.weight")
+    store(siglip, torch.int8, "head.mlp.fc1.weight")
     with pytest.raises(ModelError, match=r"head\.mlp\.fc1\.weight is stored as I8"):
-        family.with_pooling_head(folder)
-    add_config(folder, "vision_config")
+        family.with_pooling_head(siglip)
+    add_config(siglip, "vision_config")
     with pytest.raises(ModelError, match=r"vision_config\.quantization_config"):
-        family.with_pooling_head(folder)
+        family.with_pooling_head(siglip)

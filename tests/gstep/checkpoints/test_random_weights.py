@@ -13,6 +13,7 @@ from gstep.checkpoints.random_weights import random_tensors, without_weights
 from gstep.errors import ModelError
 from gstep.families import FAMILIES
 from gstep.language import load_language_model, prompt_builder
+from tests.gstep.reading import changed_json
 
 NAMES = {config.config["model_type"]: name for name, config in tiny.TINY.items()}
 
@@ -54,12 +55,9 @@ def test_a_checkpoint_keeps_its_own_tokenizer_and_settings(tmp_path):
 
 
 def test_a_tokenizer_is_made_around_the_ids_of_the_config(bare, tmp_path):
-    config = json.loads((bare / "config.json").read_text())
-    text = config.get("text_config", config)
-    text["vocab_size"] = 5000
-    key = "video_token_index" if "video_token_index" in config else "video_token_id"
-    config[key] = 4321
-    (bare / "config.json").write_text(json.dumps(config))
+    with changed_json(bare / "config.json") as config:
+        config.get("text_config", config)["vocab_size"] = 5000
+        config["video_token_index" if "video_token_index" in config else "video_token_id"] = 4321
     tokenizer = prompt_builder(random(bare, tmp_path)).tokenizer
     assert len(tokenizer) == 5000 and tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(4321)) == 4321
     spoken = "Grüße, ok?"
@@ -68,9 +66,8 @@ def test_a_tokenizer_is_made_around_the_ids_of_the_config(bare, tmp_path):
 
 
 def test_a_vocabulary_without_room_for_all_bytes_is_refused(bare, tmp_path):
-    config = json.loads((bare / "config.json").read_text())
-    config.get("text_config", config)["vocab_size"] = 100
-    (bare / "config.json").write_text(json.dumps(config))
+    with changed_json(bare / "config.json") as config:
+        config.get("text_config", config)["vocab_size"] = 100
     with pytest.raises(ModelError, match=r"copy tokenizer\.json"):
         random(bare, tmp_path)
 

@@ -22,6 +22,7 @@ from tests.gstep.llms import (
     stock,
     stock_inputs,
 )
+from tests.gstep.reading import changed_json
 
 
 def stock_greedy(name, inputs, n=GREEDY.max_new_tokens, **more):
@@ -248,8 +249,8 @@ def test_half_precision_is_the_stock_models(name, source, video, prompts):
 
 
 def test_a_repetition_penalty_of_the_checkpoint_holds_and_sees_no_padding(name, folder, prompts):
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.7}))
+    with changed_json(folder / "generation_config.json") as settings:
+        settings["repetition_penalty"] = 1.7
     loaded = load_language_model(ModelSource.resolve(folder), FLOAT32)
     together = loaded.generate(prompts, [GREEDY] * 4)
     assert ids_of(together) == [loaded.generate([p], [GREEDY])[0].token_ids for p in prompts]
@@ -257,9 +258,9 @@ def test_a_repetition_penalty_of_the_checkpoint_holds_and_sees_no_padding(name, 
 
 
 def test_how_the_checkpoint_would_draw_does_not_matter(name, folder, prompts):
-    path = folder / "generation_config.json"
     drawing = {"do_sample": True, "temperature": 1e-6, "top_k": 1, "top_p": 0.001, "num_return_sequences": 2}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **drawing}))
+    with changed_json(folder / "generation_config.json") as settings:
+        settings.update(drawing)
     loaded = load_language_model(ModelSource.resolve(folder), FLOAT32)
     assert ids_of(loaded.generate(prompts, [GREEDY] * 4)) == ids_of(llm(name).generate(prompts, [GREEDY] * 4))
     # Transformers warns of what greedy decoding ignores, in every process.
@@ -270,9 +271,8 @@ def test_how_the_checkpoint_would_draw_does_not_matter(name, folder, prompts):
 def test_the_end_of_an_answer_is_looked_up_in_the_config_where_it_is_not_set(name, folder):
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"pad_token_id": 0}))
-    config = json.loads((folder / "config.json").read_text())
-    config.get("text_config", config)["eos_token_id"] = 77
-    (folder / "config.json").write_text(json.dumps(config))
+    with changed_json(folder / "config.json") as config:
+        config.get("text_config", config)["eos_token_id"] = 77
     for _ in ("a file that does not say", "no file"):
         assert load_language_model(ModelSource.resolve(folder), FLOAT32).model.generation_config.eos_token_id == 77
         path.unlink(missing_ok=True)

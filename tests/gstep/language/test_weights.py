@@ -1,10 +1,8 @@
 """The language part of a checkpoint, in every layout, and never the vision part."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints.files import CheckpointFiles
@@ -13,7 +11,7 @@ from gstep.language import load_language_model, prompt_builder
 from gstep.language.weights import without_vision
 from tests.gstep.llms import FLOAT32, QUESTION, llm, stock
 from tests.gstep.qwen_configs import SIZES
-from tests.gstep.reading import count_reading
+from tests.gstep.reading import changed_json, changed_tensors, count_reading
 
 
 def test_nothing_of_the_vision_part_is_read_or_held(name, source, monkeypatch):
@@ -50,18 +48,17 @@ def test_keys_as_they_are_in_memory_load(name, folder, video, source):
 
 
 def test_a_tied_head_is_the_embedding(name, folder, video):
-    tensors = load_file(folder / "model.safetensors")
-    head = next(key for key in tensors if key.endswith("lm_head.weight"))
-    embedding = next(key for key in tensors if key.endswith("embed_tokens.weight"))
-    tensors[head] = tensors[embedding].clone()
-    save_file(tensors, folder / "model.safetensors")
+    with changed_tensors(folder) as tensors:
+        head = next(key for key in tensors if key.endswith("lm_head.weight"))
+        embedding = next(key for key in tensors if key.endswith("embed_tokens.weight"))
+        tensors[head] = tensors[embedding].clone()
     expected = prompt_logits(ModelSource.resolve(folder), name, video)
-    del tensors[head]
-    save_file(tensors, folder / "model.safetensors")
+    with changed_tensors(folder) as tensors:
+        del tensors[head]
     with pytest.raises(ModelError, match=r"has no lm_head\.weight"):
         load_language_model(ModelSource.resolve(folder), FLOAT32)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with changed_json(folder / "config.json") as config:
+        config["tie_word_embeddings"] = True
     tied = ModelSource.resolve(folder)
     loaded = load_language_model(tied, FLOAT32)
     assert loaded.model.lm_head.weight is loaded.model.get_input_embeddings().weight
@@ -69,11 +66,9 @@ def test_a_tied_head_is_the_embedding(name, folder, video):
 
 
 def test_missing_weights_are_named(name, folder):
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {k: t for k, t in tensors.items() if not k.endswith("layers.1.mlp.up_proj.weight")},
-        folder / "model.safetensors",
-    )
+    with changed_tensors(folder) as tensors:
+        for key in [key for key in tensors if key.endswith("layers.1.mlp.up_proj.weight")]:
+            del tensors[key]
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight"):
         load_language_model(ModelSource.resolve(folder), FLOAT32)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 from transformers import LlavaOnevisionForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
@@ -13,6 +13,7 @@ from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from gstep.evidence import POOLING_HEAD
 from tests.gstep.backbones.encoders import FLOAT32, frames_for
+from tests.gstep.reading import changed_json, changed_tensors
 
 ASKED = {"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}
 
@@ -64,15 +65,14 @@ def test_feature_and_attention_equal_the_stock_head(source, frames, frame_batch)
 
 def test_another_head_on_another_node_is_refused(source, siglip):
     resolved = family_of(source).with_pooling_head(siglip)
-    tensors = load_file(siglip / "model.safetensors")
-    save_file({**tensors, "vision_model.head.probe": torch.zeros(1, 1, 64)}, siglip / "model.safetensors")
+    with changed_tensors(siglip) as tensors:
+        tensors["vision_model.head.probe"] = torch.zeros(1, 1, 64)
     with pytest.raises(ModelError, match="another pooling head on this node"):
         family_of(resolved).load(FLOAT32)
 
 
 def test_a_config_that_does_not_fit_the_head_is_refused(source, siglip):
-    config = json.loads((siglip / "config.json").read_text())
-    config["vision_config"]["intermediate_size"] = 100
-    (siglip / "config.json").write_text(json.dumps(config))
+    with changed_json(siglip / "config.json") as config:
+        config["vision_config"]["intermediate_size"] = 100
     with pytest.raises(ModelError, match=r"config\.json does not fit the pooling head"):
         family_of(family_of(source).with_pooling_head(siglip)).load(FLOAT32)

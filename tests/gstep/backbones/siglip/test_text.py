@@ -1,7 +1,6 @@
 """SigLIP's image-text space beside LLaVA-OneVision: patches through the head, questions through the text tower."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from transformers import (
 from gstep.backbones import ModelSource, TextTower, family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
-from tests.gstep.reading import count_reading
+from tests.gstep.reading import changed_json, changed_tensors, count_reading
 
 TEXTS = ["What is ridden?", "WHO,  is: riding...", "A woman's red bike"]
 WORDS = ["</s>", "<unk>", "▁what", "▁is", "▁who", "▁a", "▁red", "▁bike", "▁ridden", "▁riding", "▁wom", "an", "s", "▁"]
@@ -67,8 +66,8 @@ def write_json(path: Path, content) -> None:
 
 
 def change_config(folder: Path, **text) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    write_json(folder / "config.json", {**config, "text_config": {**config["text_config"], **text}})
+    with changed_json(folder / "config.json") as config:
+        config["text_config"].update(text)
 
 
 @torch.no_grad()
@@ -122,14 +121,11 @@ def test_the_identity_covers_weights_config_and_tokenizer(source, siglip):
     usual = family_of(source).text_tower(siglip).identity
     assert usual == family_of(source).text_tower("tiny").identity
     seen = {usual}
-    tensors = load_file(siglip / "model.safetensors")
-    head = {name: value for name, value in tensors.items() if name.startswith("vision_model.")}
-    save_file(
-        {**tensors, "vision_model.head.probe": tensors["vision_model.head.probe"] + 1}, siglip / "model.safetensors"
-    )
+    with changed_tensors(siglip) as tensors:
+        tensors["vision_model.head.probe"] += 1
     assert family_of(source).text_tower(siglip).identity == usual  # the head has an identity of its own
-    changed = {**tensors, "text_model.head.bias": tensors["text_model.head.bias"] + 1e-3}
-    save_file(changed, siglip / "model.safetensors")
+    with changed_tensors(siglip) as tensors:
+        tensors["text_model.head.bias"] += 1e-3
     seen.add(family_of(source).text_tower(siglip).identity)
     change_config(siglip, layer_norm_eps=1e-3)
     seen.add(family_of(source).text_tower(siglip).identity)
@@ -137,15 +133,17 @@ def test_the_identity_covers_weights_config_and_tokenizer(source, siglip):
     (siglip / "tokenizer.json").write_text(text.replace('"Lowercase"', '"NFKC"'))
     seen.add(family_of(source).text_tower(siglip).identity)
     assert len(seen) == 4
-    save_file(head, siglip / "model.safetensors")
+    with changed_tensors(siglip) as tensors:
+        for name in [name for name in tensors if name.startswith("text_model.")]:
+            del tensors[name]
     with pytest.raises(ModelError, match="no tensor of a text tower: name the whole SigLIP checkpoint"):
         family_of(source).text_tower(siglip)
 
 
 def test_another_tower_on_another_node_is_refused(source, siglip):
     resolved = family_of(source).text_tower(siglip)
-    tensors = load_file(siglip / "model.safetensors")
-    save_file({**tensors, "text_model.head.bias": tensors["text_model.head.bias"] + 1}, siglip / "model.safetensors")
+    with changed_tensors(siglip) as tensors:
+        tensors["text_model.head.bias"] += 1
     with pytest.raises(ModelError, match="another text tower on this node"):
         TextTower.load(resolved, "cpu")
 
@@ -163,8 +161,8 @@ def test_checkpoints_without_a_tower_that_fits_are_refused(source, siglip):
     write_json(siglip / "config.json", {"model_type": "siglip", "vision_config": config["vision_config"]})
     refused("vision half of a SigLIP checkpoint")
     write_json(siglip / "config.json", {**config, "text_config": {**config["text_config"], "projection_size": 64}})
-    settings = json.loads((siglip / "tokenizer_config.json").read_text())
-    write_json(siglip / "tokenizer_config.json", {**settings, "pad_token": None})
+    with changed_json(siglip / "tokenizer_config.json") as settings:
+        settings["pad_token"] = None
     refused("names no eos_token or no pad_token")
     (siglip / "tokenizer.json").write_text("{}")
     refused("no tokenizer that can be loaded")
@@ -174,9 +172,8 @@ def test_checkpoints_without_a_tower_that_fits_are_refused(source, siglip):
         family_of(ModelSource.resolve("tiny-qwen3-vl")).text_tower("tiny")
 
 
-def test_tokens_of_several_layers_are_refused(tmp_path):
-    copy = Path(shutil.copytree(tiny.build("tiny"), tmp_path / "several"))
-    config = json.loads((copy / "config.json").read_text())
-    write_json(copy / "config.json", {**config, "vision_feature_layer": [-2, -1]})
+def test_tokens_of_several_layers_are_refused(folder):
+    with changed_json(folder / "config.json") as config:
+        config["vision_feature_layer"] = [-2, -1]
     with pytest.raises(ModelError, match=r"vision_feature_layer in config.json is \[-2, -1\]; only a single layer"):
-        family_of(ModelSource.resolve(copy)).preprocessor()
+        family_of(ModelSource.resolve(folder)).preprocessor()
