@@ -12,8 +12,8 @@ from gstep.selection.gpu.launch import select_on_gpu
 from gstep.selection.lazy import lazy_density_guided_fps
 from gstep.selection.reference import density_guided_fps
 
-# Multiplications below which the plain form ends before the lazy one has looked at its tokens.
-_SMALL = 2**26
+#: Multiplications below which the plain form ends before the lazy one has looked at its tokens.
+SMALL = 2**26
 
 
 def fast_density_guided_fps(
@@ -31,7 +31,7 @@ def fast_density_guided_fps(
     """
     if tokens_MD.is_cuda:
         form = select_on_gpu
-    elif tokens_MD.is_cpu and tokens_MD.numel() * budget > _SMALL:
+    elif tokens_MD.is_cpu and tokens_MD.numel() * budget > SMALL:
         form = lazy_density_guided_fps
     else:
         form = density_guided_fps

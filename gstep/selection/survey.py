@@ -79,14 +79,12 @@ class Survey(NamedTuple):
         coordinates: [M,k+1], see Subspace; None where a bound would not pay.
         has_copies: whether some tokens are the same, bit for bit. In rare cases true although none are; never false
             although some are.
-        residual: of the subspace that was tried, even if it was then rejected; None where none was.
     """
 
     rows: Rows
     inverse: Floats
     coordinates: Tensor | None
     has_copies: bool
-    residual: float | None
 
 
 def survey(rows: Rows, dims: int | None = None) -> Survey:
@@ -97,7 +95,6 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
         # A bound costs k / D of a product, so it saves little with k near D; of few tokens all would be the sample.
         dims = dims if hidden >= 8 * dims and n_tokens > _SAMPLE[0] else 0
     subspace = _subspace(rows, dims) if dims else None
-    residual = None if subspace is None else subspace.residual
     if subspace is not None and subspace.residual > _NO_SUBSPACE:
         subspace = None
     squared_M = torch.empty(n_tokens, dtype=rows.dtype, device="cpu")
@@ -117,7 +114,6 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
         inverse=inverse_roots(squared_M).numpy(),
         coordinates=coordinates,
         has_copies=len(np.unique(traits, axis=0)) < n_tokens,
-        residual=residual,
     )
 
 

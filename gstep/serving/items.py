@@ -34,11 +34,6 @@ class VideoItem:
     positions: Tensor
     name: str
 
-    @property
-    def end(self) -> int:
-        """The token after the span."""
-        return self.first + len(self.takes_row)
-
 
 def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
     """Return the videos of a prompt, in their order."""

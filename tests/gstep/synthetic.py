@@ -1,12 +1,14 @@
-"""Made-up videos, and made-up evidence for any method from the names that it asks for."""
+"""Made-up videos, made-up evidence for any method from the names that it asks for, and what some machines lack."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import gstep
@@ -14,6 +16,8 @@ from gstep.evidence import EVIDENCE_SHAPES
 from gstep.pruners.base import Pruner
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 FREE_AXES = {"Dv": 6, "Dk": 5, "De": 7, "Q": 2}
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from gstep.density import (
     BOUNDARIES,
@@ -28,13 +27,12 @@ from gstep.density import (
     temporal_density,
     working_copy,
 )
+from tests.gstep.oracle import Array
+from tests.gstep.synthetic import FLOATS, needs_cuda
 
-Array = NDArray[np.float64]
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NUMPY_PADDING = {"replicate": "edge", "zero": "constant", "reflect": "reflect", "symmetric": "symmetric"} | {
     "circular": "wrap"
 }
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def video(*shape: int, seed: int = 0, offset: float = 0.5) -> torch.Tensor:
@@ -65,15 +63,6 @@ def test_frame_mean_is_equation_2(dtype: torch.dtype) -> None:
     mean = frame_mean(tokens)
     assert mean.dtype == torch.float64
     np.testing.assert_allclose(mean, tokens.double().numpy().mean(axis=1), rtol=0, atol=1e-14)
-
-
-def test_frame_mean_and_spatial_density_of_a_video_larger_than_one_block() -> None:
-    tokens = video(5, 300, 1024).float()
-    mean = tokens.double().numpy().mean(axis=1)
-    np.testing.assert_allclose(frame_mean(tokens), mean, rtol=0, atol=1e-13)
-    deviation = np.linalg.norm(tokens.double().numpy() - mean[:, None], axis=2)
-    expected = deviation / deviation.max(axis=1, keepdims=True)
-    np.testing.assert_allclose(spatial_density(tokens, frame_mean(tokens)), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

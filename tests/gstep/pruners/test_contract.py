@@ -12,7 +12,7 @@ import torch
 
 import gstep
 from gstep.methods import OF_A_QUESTION, OF_A_VIDEO
-from tests.gstep.synthetic import FLOATS, assert_same, edge_videos, evidence_for, prune, video
+from tests.gstep.synthetic import FLOATS, assert_same, edge_videos, evidence_for, needs_cuda, prune, video
 
 METHODS = list(gstep.PRUNERS)
 NESTED = [name for name in METHODS if gstep.PRUNERS[name].nested]
@@ -127,7 +127,7 @@ def test_gradients_strides_and_autocast_do_not_matter(method: str, params: dict[
         assert_same(prune(tokens.clone(), method=method, **params), expected)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("method", "params"), CASES)
 def test_contract_on_cuda(method: str, params: dict[str, Any], dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gstep
+from tests.gstep.synthetic import needs_cuda
 from tests.paths import GOLDEN
 
 DATA = dict(np.load(GOLDEN / "methods.npz"))
@@ -88,7 +89,7 @@ def test_16_bits_select_what_the_same_values_in_float32_do(case: dict[str, Any],
     assert torch.equal(pruned.tokens, expected.tokens.to(dtype))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_selection_on_cuda(dtype: torch.dtype) -> None:
     found = {}

@@ -12,6 +12,7 @@ import torch
 import gstep
 from gstep.density import BOUNDARIES, centred_change, frame_mean, spatial_density, temporal_density
 from gstep.selection.reference import density_guided_fps
+from tests.gstep.synthetic import needs_cuda
 from tests.paths import GOLDEN
 
 DATA = dict(np.load(GOLDEN / "gstep.npz"))
@@ -81,7 +82,7 @@ def test_bfloat16_selects_what_the_same_values_in_float64_do(case: dict[str, Any
     assert picks(prune_case(case, tokens)) == picks(prune_case(case, tokens.double()))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_selection_on_cuda(dtype: torch.dtype) -> None:
     wrong = []

@@ -171,8 +171,7 @@ def test_few_products_where_tokens_are_alike_and_no_bound_where_they_are_not() -
     counts = Counts()
     tokens = video("random", n_frames=32, per_frame=98, hidden=2048)
     lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), 300, counts=counts)
-    residual = survey(Rows.of(tokens.flatten(0, 1))).residual
-    assert residual is not None and residual > 0.95
+    assert survey(Rows.of(tokens.flatten(0, 1))).coordinates is None  # random directions: a bound would tell nothing
     assert counts.bounds == 0 < counts.products
     tokens = video("random", n_frames=32, per_frame=98, hidden=512)
     lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), 600, counts=(given_up := Counts()), dims=32)

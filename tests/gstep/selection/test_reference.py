@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from gstep.selection.reference import STARTS, density_guided_fps, largest, most_isolated
 from tests.gstep.oracle import all_distances, exact_tokens, oracle, oracle_start
-
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+from tests.gstep.synthetic import FLOATS, needs_cuda
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

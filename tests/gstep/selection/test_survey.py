@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import normalize
 
+from gstep.selection.subspace import Subspace
 from gstep.selection.survey import Picks, Rows, survey
 from tests.gstep.selection.videos import video
 
@@ -39,13 +41,15 @@ def test_copies_are_found_wherever_they_are() -> None:
 
 
 def test_a_subspace_is_kept_only_where_it_tells_something() -> None:
-    told, nothing = (survey(Rows.of(video(kind).flatten(0, 1)), 32) for kind in ("low rank", "random"))
-    assert told.coordinates is not None and told.coordinates.shape == (12 * 49, 33)
-    assert told.residual is not None and told.residual < 0.5
-    few = survey(Rows.of(torch.randn(600, 4096, generator=torch.Generator().manual_seed(0))), 16)
-    assert few.coordinates is None and few.residual is not None and few.residual > 0.95
-    assert nothing.residual is not None and nothing.residual > told.residual
-    assert survey(Rows.of(video("low rank").flatten(0, 1)[:384])).residual is None  # too few tokens for a sample
+    alike = video("low rank").flatten(0, 1).float()
+    unlike = torch.randn(600, 4096, generator=torch.Generator().manual_seed(0))
+    told, nothing = (Subspace.of(normalize(tokens), 32).residual for tokens in (alike, unlike))
+    assert told < 0.5 and nothing > 0.95
+    coordinates = survey(Rows.of(alike), 32).coordinates
+    assert coordinates is not None and coordinates.shape == (12 * 49, 33)
+    assert survey(Rows.of(unlike), 32).coordinates is None
+    assert survey(Rows.of(alike)).coordinates is not None
+    assert survey(Rows.of(alike[:384])).coordinates is None  # too few tokens for a sample
 
 
 def test_picks_know_what_the_survey_knows_of_them() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import warnings
@@ -16,9 +15,6 @@ from gstep.selection.gpu import launch
 from gstep.selection.gpu.launch import select_on_gpu
 from gstep.selection.reference import density_guided_fps
 from tests.paths import ROOT
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def videos(count: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
