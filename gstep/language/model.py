@@ -120,16 +120,11 @@ class LanguageModel:
         ``prompts`` are those whose videos ``past`` does not hold, so that their tokens have to go in.
         """
         length = batch.input_ids.shape[1]
-        visuals = [visual for prompt in prompts for visual in prompt.visuals]
         output: Tensor = self.model.generate(
-            input_ids=batch.input_ids.to(self.device),
-            attention_mask=batch.mask.to(self.device),
-            position_ids=batch.position_ids().to(self.device),
+            **self._inputs(batch, prompts, past),
             generation_config=self._config(decodings),
             logits_processor=LogitsProcessorList([SeededSampling(decodings), clock]),
             stopping_criteria=StoppingCriteriaList([RowLimits(decodings, length)]),
-            **{CACHE: past},
-            **({} if not visuals else {"mm_encoder_outputs": encoder_outputs(visuals, self.device, self.model.dtype)}),
         )
         return output[:, length:]
 
@@ -251,16 +246,21 @@ class LanguageModel:
     ) -> Any:
         """Run the model over the part of ``batch`` that ``past`` does not hold."""
         done = 0 if past is None else past.get_seq_length()
-        visuals = [visual for prompt in prompts for visual in prompt.visuals]
-        if visuals:
-            keywords["mm_encoder_outputs"] = encoder_outputs(visuals, self.device, self.model.dtype)
-        return self.model(
-            input_ids=batch.input_ids[:, done:].to(self.device),
-            attention_mask=batch.mask.to(self.device),
-            position_ids=batch.position_ids()[..., done:].to(self.device),
-            **{CACHE: past},
-            **keywords,
-        )
+        return self.model(**self._inputs(batch, prompts, past, done), **keywords)
+
+    def _inputs(
+        self, batch: Batch, prompts: Sequence[Prompt], past: DynamicCache | None, done: int = 0
+    ) -> dict[str, Any]:
+        """Return ``batch`` from token ``done`` on, and the videos of ``prompts``, as transformers takes them."""
+        inputs = {
+            "input_ids": batch.input_ids[:, done:].to(self.device),
+            "attention_mask": batch.mask.to(self.device),
+            "position_ids": batch.position_ids()[..., done:].to(self.device),
+            CACHE: past,
+        }
+        if visuals := [visual for prompt in prompts for visual in prompt.visuals]:
+            inputs["mm_encoder_outputs"] = encoder_outputs(visuals, self.device, self.model.dtype)
+        return inputs
 
     def _config(self, decodings: Sequence[Decoding]) -> Any:
         """Return generation settings that are greedy for all rows; SeededSampling adds the noise of sampled rows."""
