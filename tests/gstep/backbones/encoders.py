@@ -11,6 +11,7 @@ from transformers import (
 )
 
 from gstep.backbones import Runtime, family_of
+from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES
 
 FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
@@ -37,29 +38,25 @@ def frames_for(source, n_frames=5, shape=(18, 26), seed=0):
     return preprocessor.resize(frames, preprocessor.target_size(*frames.shape[:3]))
 
 
-def stock_features(source, frames, dtype):
-    """Return [T*N,D] tokens and levels and [.,D] last_hidden_state of the whole model by from_pretrained, in one go."""
-    folder, _ = source.pretrained()
-    stock = STOCK[source.name].from_pretrained(folder, dtype=dtype)
-    return features_of(stock, family_of(source).preprocessor(), frames, dtype)
+def stock_features(source, frames, dtype, at_once=None):
+    """Return [T*N,D] tokens and levels of the whole model by from_pretrained, given ``at_once`` frames at a time."""
+    stock = STOCK[source.name].from_pretrained(source.pretrained()[0], dtype=dtype)
+    preprocessor = family_of(source).preprocessor()
+    with torch.no_grad():
+        parts = [features_of(stock, preprocessor, part, dtype) for part in frames.split(at_once or len(frames))]
+    return [torch.cat(levels) for levels in zip(*parts, strict=True)]
 
 
 def features_of(stock, preprocessor, frames, dtype):
+    if isinstance(preprocessor, FixedSizePreprocessor):
+        pixels = preprocessor.normalise(frames, "cpu", dtype)
+        rows = stock.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
+        return [rows[: 196 * len(frames)]]  # some versions put the newline behind them
     patches = preprocessor.patches(frames, "cpu", dtype)
     grid = torch.tensor([preprocessor.grid_thw(*frames.shape[:3])])
-    with torch.no_grad():
-        output = stock.model.get_video_features(patches, grid, return_dict=True)
+    output = stock.model.get_video_features(patches, grid, return_dict=True)
     levels = getattr(output, "deepstack_features", None) or []
-    return [output.pooler_output[0], *(level[0] for level in levels)], output.last_hidden_state
-
-
-def stock_features_by_patch(source, frames, dtype):
-    """Return [T*N,D] tokens and levels of the whole model that is given one temporal patch after the other."""
-    folder, _ = source.pretrained()
-    stock = STOCK[source.name].from_pretrained(folder, dtype=dtype)
-    preprocessor = family_of(source).preprocessor()
-    parts = [features_of(stock, preprocessor, pair, dtype)[0] for pair in frames.split(2)]
-    return [torch.cat(levels) for levels in zip(*parts, strict=True)]
+    return [output.pooler_output[0], *(level[0] for level in levels)]
 
 
 def settings_file(folder):

@@ -1,9 +1,10 @@
-"""What every encoder does: a video by itself, in chunks, or with others; what a sampled video says of its times."""
+"""What every encoder does: the stock model's tokens, of a video by itself, in chunks, or with others; and its times."""
 
 import os
 import subprocess
 import sys
 from fractions import Fraction
+from itertools import combinations
 
 import pytest
 import torch
@@ -11,9 +12,42 @@ import torch
 from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.errors import ModelError
 from gstep.evidence import label
-from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, STOCK, asked_of, frames_for
+from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, STOCK, asked_of, frames_for, stock_features
 from tests.gstep.reading import count_reading
 from tests.paths import ROOT
+
+
+@pytest.mark.parametrize("runtime", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", STOCK)
+def test_tokens_and_levels_equal_the_stock_model_exactly_in_chunks_of_any_size(source, runtime):
+    """Of the stock model given one frame (temporal patch) at a time: all products then have the shapes of ours."""
+    frames, static = frames_for(source, 7), family_of(source).static()
+    alone = family_of(source).preprocessor().frames_per_patch
+    expected = stock_features(source, frames, runtime.dtype, at_once=alone)
+    for frame_batch in (32, 5, 1):
+        backbone = family_of(source).load(runtime, frame_batch=frame_batch)
+        visual = backbone.encode(frames)
+        assert len(visual.tokens) == -(-7 // alone) and visual.tokens.dtype == runtime.dtype
+        for ours, stock in zip((visual.tokens, *visual.deepstack), expected, strict=True):
+            assert ours.shape == visual.tokens.shape and torch.equal(ours.flatten(0, 1), stock)
+    assert backbone.hidden_size == static.hidden_size == 64
+    assert len(visual.deepstack) == static.deepstack_levels == (3 if source.name == "tiny-qwen3-vl" else 0)
+    assert (backbone.newline() is None) == (static.newline is None) == (source.name != "tiny")
+    assert not any(torch.equal(a, b) for a, b in combinations((visual.tokens, *visual.deepstack), 2))
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_tokens_of_the_stock_model_in_one_go_differ_by_rounding_alone(source):
+    """Some CPUs sum products of other shapes in another order. Neither result is then the better one."""
+    frames = frames_for(source, 7)
+    at_once, in_bfloat16 = (stock_features(source, frames, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, coarse = (family_of(source).load(runtime).encode(frames) for runtime in (FLOAT32, BFLOAT16))
+    for stock, ours in zip(at_once, (exact.tokens, *exact.deepstack), strict=True):
+        assert (ours.flatten(0, 1) - stock).abs().max() < 1e-5 * stock.abs().max()
+    for stock, theirs, ours in zip(at_once, in_bfloat16, (coarse.tokens, *coarse.deepstack), strict=True):
+        noise = (theirs - stock).abs()
+        assert (ours.flatten(0, 1) - stock).abs().max() < 2 * noise.max()
+        assert (ours.flatten(0, 1) - theirs).abs().mean() < 2 * noise.mean()
 
 
 @pytest.mark.parametrize("model", STOCK)

@@ -26,9 +26,11 @@ def test_windows_put_tokens_in_another_order_than_space():
     """On these frames the trap exists: merging last_hidden_state gives the same tokens at other places."""
     source = ModelSource.resolve("tiny-qwen2-5-vl")
     frames = frames_for(source, 2, (12, 17))
-    (tokens_MD,), hidden = stock_features(source, frames, torch.float32)
+    (tokens_MD,) = stock_features(source, frames, torch.float32)
     backbone = family_of(source).load(FLOAT32)
-    in_windows = backbone.model.merger(hidden)
+    patches = backbone.preprocessor.patches(frames, "cpu", torch.float32)
+    grid = torch.tensor([backbone.preprocessor.grid_thw(*frames.shape[:3])])
+    in_windows = backbone.model.merger(backbone.model(patches, grid_thw=grid, return_dict=True).last_hidden_state)
     assert not torch.equal(in_windows, tokens_MD)
     torch.testing.assert_close(in_windows.sort(0).values, tokens_MD.sort(0).values, atol=1e-5, rtol=0)
     assert torch.equal(backbone.encode(frames).tokens.flatten(0, 1), tokens_MD)
