@@ -52,7 +52,7 @@ def has_file(repo: str, commit: str, filename: str) -> bool:
 def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = False) -> Any:
     """Call hf_hub_download, and return None where the file is missing. Raises ModelError for everything else."""
     try:
-        offline = not _is_named()
+        offline = not _is_named(constants.ENDPOINT)
         return hf_hub_download(repo, filename, revision=revision, dry_run=dry_run, local_files_only=offline)
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE or _known_absent(repo, revision, filename):
@@ -68,9 +68,9 @@ def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = Fa
 
 
 @cache
-def _is_named() -> bool:
+def _is_named(endpoint: str) -> bool:
     """Return whether the Hub's host has an address here; without one the client would try for half a minute a file."""
-    host = urlsplit(constants.ENDPOINT).hostname
+    host = urlsplit(endpoint).hostname
     if host is None or getproxies():
         return True
     try:

@@ -14,7 +14,6 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 from gstep.backbones import ModelSource, family_of
-from gstep.checkpoints import hub
 from gstep.errors import ModelError
 from tests.gstep.checkpoints.conftest import COMMIT
 from tests.gstep.reading import newline_of
@@ -57,17 +56,11 @@ def test_a_hub_whose_name_is_unknown_here_is_not_tried_again_and_again(hub_cache
     for name in getproxies():
         for variable in (f"{name}_proxy", f"{name.upper()}_PROXY"):
             monkeypatch.delenv(variable, raising=False)
-    hub._is_named.cache_clear()
-    try:
-        with pytest.raises(
-            ModelError, match="could neither be fetched from the Hugging Face Hub nor found in its cache"
-        ):
-            ModelSource.resolve(REPO)
-        assert "Retrying" not in caplog.text
-        put_in_hub_cache(hub_cache, folder)
-        assert ModelSource.resolve(REPO).identity == f"hub:{REPO}@{COMMIT}"
-    finally:
-        hub._is_named.cache_clear()
+    with pytest.raises(ModelError, match="could neither be fetched from the Hugging Face Hub nor found in its cache"):
+        ModelSource.resolve(REPO)
+    assert "Retrying" not in caplog.text
+    put_in_hub_cache(hub_cache, folder)
+    assert ModelSource.resolve(REPO).identity == f"hub:{REPO}@{COMMIT}"
 
 
 def test_a_hub_cache_needs_no_shard_of_the_language_model(offline_hub, sharded):
