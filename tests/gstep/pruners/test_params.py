@@ -74,6 +74,7 @@ class Typed(Pruner):
     level: Literal[1, 2, "all"] = 1
     maybe: float | None = None
     either: int | str = 0
+    number: int | float = 0
     shape: tuple[int, ...] = ()
 
     def select(self, visual: gstep.VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
@@ -103,6 +104,8 @@ TYPED = f"{__name__}:Typed"
         ("maybe", "2", 2.0),
         ("either", "2", 2),
         ("either", "2.5", "2.5"),
+        ("number", "2", 2),
+        ("number", "2.5", 2.5),
     ],
 )
 def test_text_is_read_by_the_type_of_the_field(name: str, text: str, value: Any) -> None:
@@ -144,7 +147,18 @@ def test_values_are_checked_for_names_and_for_objects(name: str, value: Any) -> 
 def test_values_become_those_of_the_fields_types() -> None:
     made = gstep.make_pruner(TYPED, count=np.int64(3), share=1, maybe=np.float32(2), either="x", shape=(1, 2))
     assert made == Typed(count=3, share=1.0, maybe=2.0, either="x", shape=(1, 2))
-    assert [type(value) for value in made.params().values()] == [int, float, bool, str, str, int, float, str, tuple]
+    assert [type(value) for value in made.params().values()] == [
+        int,
+        float,
+        bool,
+        str,
+        str,
+        int,
+        float,
+        str,
+        int,
+        tuple,
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
