@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
@@ -226,8 +227,9 @@ def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, ref
         said = as_called(str(error))
         Console.print(console, f"error: {said}", style="red", markup=False, highlight=False, soft_wrap=True)
         return Done(2, error_record(error, said))
-    code, record = done if isinstance(done, Done) else (done, {})
-    return Done(code, {"exit_code": code, **record})
+    if not isinstance(done, Done):
+        done = Done(done, {})
+    return Done(done.exit_code, {"exit_code": done.exit_code, **done.record})
 
 
 @contextmanager
@@ -236,6 +238,21 @@ def loading(console: Console) -> Iterator[None]:
     say = partial(console.print, highlight=False, style="dim")
     with importing_much(), nullcontext() if console.is_terminal else saying(say, "loading Ray, torch and transformers"):
         yield
+
+
+def seldom(say: Callable[[str], object], every_s: float, last: float = -math.inf) -> Callable[[str], None]:
+    """Return a printer of progress that drops lines which come less than ``every_s`` seconds after the one before.
+
+    ``last`` is when that one was printed, by ``time.monotonic``.
+    """
+
+    def said(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= every_s:
+            last = time.monotonic()
+            say(line)
+
+    return said
 
 
 def count(text: str) -> int:

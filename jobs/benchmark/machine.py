@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import platform
 
-import torch
-
 
 def machine(device: str) -> dict[str, str | int]:
     """Return the processor, threads and torch version, JSON-able."""
+    import torch  # noqa: PLC0415 - loads only after the flags are checked
+
     on_cuda = device.startswith("cuda")
     return {
         "processor": torch.cuda.get_device_name(device) if on_cuda else _cpu_name(),
@@ -17,10 +17,10 @@ def machine(device: str) -> dict[str, str | int]:
     }
 
 
-def machine_line(device: str) -> str:
+def machine_line(device: str = "cpu") -> str:
     """Describe the machine in a line: "AMD EPYC, 1 thread, torch 2.13.0"; a GPU has no threads to name."""
     where = machine(device)
-    parts = [str(where["processor"]), f"torch {torch.__version__.partition('+')[0]}"]
+    parts = [str(where["processor"]), f"torch {str(where['torch']).partition('+')[0]}"]
     if not device.startswith("cuda"):
         parts.insert(1, "1 thread" if where["threads"] == 1 else f"{where['threads']} threads")
     return ", ".join(parts)

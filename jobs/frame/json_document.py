@@ -7,10 +7,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rich.console import RenderableType
 
 from pipeline.rows import JsonObject
 
@@ -19,10 +22,11 @@ HELP = "print one JSON document on stdout, for an error too, and everything else
 
 
 class Done(NamedTuple):
-    """The result of a command: its exit code, and what else its JSON document holds."""
+    """The result of a command: its exit code, what else its JSON document holds, and what a benchmark prints."""
 
     exit_code: int
     record: Mapping[str, object]
+    printed: Sequence[RenderableType] = ()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +80,9 @@ def stdout_as_stderr() -> Iterator[None]:
 
 
 def _strict(value: Any) -> Any:
-    """Convert a value to what JSON knows: texts, finite numbers, lists and objects."""
+    """Convert a value to what JSON knows: texts, finite numbers, lists and objects, which dataclasses become."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, Mapping):
         return {str(key): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

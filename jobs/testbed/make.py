@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from jobs.command import count, file_in_folder
-from jobs.testbed.progress import video_progress
+from jobs.command import count, file_in_folder, seldom
 from pipeline.evaluate.shapes.hardness import HARDNESS
 from pipeline.evaluate.shapes.seeds import SPLIT_NAMES
 
 HELP = "write videos, questions with answers, and where the videos show them"
 _DURATIONS = ("short", "medium", "long")
+_EVERY_S = 10.0  # seconds between two lines of progress
 _PICTURED = 6  # videos in the overview picture
 
 
@@ -59,7 +61,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         hardness=tuple(arguments.hardness),
         keyframe_seconds=arguments.keyframe_seconds,
     )
-    asked = write_benchmark(arguments.folder, recipe, video_progress(console, arguments.videos))
+    say = seldom(partial(console.print, highlight=False), _EVERY_S, last=time.monotonic())
+    asked = write_benchmark(arguments.folder, recipe, lambda done: say(f"{done} of {arguments.videos} videos"))
     if arguments.picture is not None:
         paths = sorted((arguments.folder / "data").iterdir())[:_PICTURED]
         write_picture(arguments.picture, [read_mp4(path) for path in paths])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -16,6 +16,7 @@ import gstep
 from gstep.backbones import choose_runtime
 from gstep.language import Decoding, LanguageModel, Visual, load_language_model, prompt_builder
 from gstep.language.prompt import text_ids
+from jobs.benchmark.shown import figure_table, say
 from pipeline.cache.codecs import CODECS, TokenCodec
 from pipeline.cache.header import Excess
 from pipeline.cache.reader import TokenCache
@@ -59,9 +60,7 @@ class _Question:
     right: int
 
 
-def measure(
-    cache: TokenCache, questions: str, methods: Sequence[str], ratios: Sequence[float], say: Callable[[str], object]
-) -> list[Cell]:
+def measure(cache: TokenCache, questions: str, methods: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
     """Ask every question under every method, ratio and codec. Raises UsageError where none can be asked."""
     source = model_source(cache)
     model, builder = load_language_model(source, choose_runtime("auto", "auto", "auto")), prompt_builder(source)
@@ -131,12 +130,11 @@ def _right(model: LanguageModel, logprobs: Tensor, asked: Sequence[_Question]) -
 
 def answer_table(cells: Sequence[Cell], title: str) -> Table:
     """Lay the cells out for the terminal."""
-    table = Table(title=title, title_justify="left")
-    for name in ("method", "kept", "codec", "MB a video", "right", "less than bfloat16, points", "KL"):
-        table.add_column(name, justify="left" if name in ("method", "codec") else "right")
+    rows = []
     for cell in cells:
         low, high = 100 * cell.loss["low"], 100 * cell.loss["high"]
         loss = f"{100 * cell.loss['mean']:.1f} [{low:.1f}, {high:.1f}]"
-        row = (cell.method, f"{cell.ratio:.0%}", cell.codec, f"{cell.mb:.2f}", f"{cell.right:.1%}", loss)
-        table.add_row(*row, f"{cell.kl:.4f}")
-    return table
+        about = (cell.method, f"{cell.ratio:.0%}", cell.codec, f"{cell.mb:.2f}", f"{cell.right:.1%}")
+        rows.append((*about, loss, f"{cell.kl:.4f}"))
+    columns = ("method", "kept", "codec", "MB a video", "right", "less than bfloat16, points", "KL")
+    return figure_table(title, columns, rows)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
 
-from rich.console import Console
-
-from jobs.command import add_json_or_file, count, file_in_folder, share, wide_console
+from jobs.benchmark.machine import machine, machine_line
+from jobs.command import add_json_or_file, count, file_in_folder, share
 from jobs.frame.json_document import Done
 from pipeline.errors import UsageError
-from pipeline.rows import JsonObject
 
 HELP = "bytes, seconds and answers of int8 and int4 tokens"
 
@@ -33,32 +29,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Measure and show; return the exit code and the figures."""
+    """Measure and show."""
     if (arguments.whole is None) != (arguments.questions is None):
         raise UsageError("--whole and --questions go together")
     if arguments.plot is not None and (arguments.whole is None or find_spec("matplotlib") is None):
         raise UsageError("--plot draws what --whole and --questions measure, and needs matplotlib")
     from jobs.benchmark.codecs.cost import cost_table, costs  # noqa: PLC0415 - torch and Arrow load after the flags
-    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
 
     found = list(costs(arguments.tokens, arguments.hidden, arguments.repeats))
-    title = f"{arguments.tokens} tokens of {arguments.hidden} numbers, {machine_line('cpu')}"
-    wide_console().print(cost_table(found, title))
-    cells = [] if arguments.whole is None else _answers(arguments)
-    return Done(0, {"costs": list(map(asdict, found)), "answers": cells, "machine": machine("cpu")})
-
-
-def _answers(arguments: argparse.Namespace) -> list[JsonObject]:
+    title = f"{arguments.tokens} tokens of {arguments.hidden} numbers, {machine_line()}"
+    table = cost_table(found, title)
+    if arguments.whole is None:
+        return Done(0, {"costs": found, "answers": [], "machine": machine("cpu")}, [table])
     from jobs.benchmark.codecs.answers import answer_table, measure  # noqa: PLC0415 - as above
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415
 
-    say = partial(Console(stderr=True).print, style="dim", highlight=False)
-    cache = TokenCache(arguments.whole)
-    cells = measure(cache, arguments.questions, arguments.method, arguments.retention_ratio, say)
-    title = f"questions of {arguments.questions}"
-    wide_console().print(answer_table(cells, title))
+    cells = measure(TokenCache(arguments.whole), arguments.questions, arguments.method, arguments.retention_ratio)
     if arguments.plot is not None:
         from jobs.benchmark.codecs.plot import write_plot  # noqa: PLC0415 - needs the extra benchmark
 
         write_plot(cells, "Right answers from tokens: how many, and in how many bits", arguments.plot)
-    return list(map(asdict, cells))
+    answers = answer_table(cells, f"questions of {arguments.questions}")
+    return Done(0, {"costs": found, "answers": cells, "machine": machine("cpu")}, [table, answers])

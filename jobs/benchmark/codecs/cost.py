@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from statistics import median
-from typing import TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +12,11 @@ from numpy.typing import NDArray
 from rich.table import Table
 from torch import Tensor
 
+from jobs.benchmark.shown import figure_table
+from jobs.benchmark.timing import median_seconds, seconds_of
 from jobs.benchmark.tokens import structured_tokens
 from pipeline.cache.codecs import CODECS, TokenCodec
 
-T = TypeVar("T")
 OUTLIERS, OUTLIER_SCALE = 8, 50.0
 PLAIN = TokenCodec("int4 without kept channels", 4, 32)
 
@@ -57,9 +55,9 @@ def costs(tokens: int, hidden: int, repeats: int) -> Iterator[Cost]:
     for shuffled in (False, True):
         yield _compressed(bits, shuffled, repeats)
     for codec in (*CODECS.values(), PLAIN):
-        columns, encode_s = _timed(lambda c=codec: c.encode("token", bits), repeats)  # type: ignore[misc]
+        encode_s, columns = median_seconds(lambda c=codec: c.encode("token", bits), repeats)  # type: ignore[misc]
         stored = {name: torch.from_numpy(part).view(torch.bfloat16) for name, part in columns.items()}
-        found, decode_s = _timed(lambda c=codec, s=stored: c.decode("token", hidden, s.__getitem__), repeats)  # type: ignore[misc]
+        decode_s, found = median_seconds(lambda c=codec, s=stored: c.decode("token", hidden, s.__getitem__), repeats)  # type: ignore[misc]
         with_outliers = codec.restored(large_bits)
         yield Cost(
             codec.name,
@@ -77,16 +75,6 @@ def _error(expected: Tensor, found: Tensor) -> float:
     return float((expected.float() - found.float()).norm() / expected.float().norm())
 
 
-def _timed(work: Callable[[], T], repeats: int) -> tuple[T, float]:
-    """Return what ``work`` gives, and its median seconds."""
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        done = work()
-        seconds.append(time.perf_counter() - started)
-    return done, median(seconds)
-
-
 def _compressed(bits: NDArray[np.int16], shuffled: bool, repeats: int) -> Cost:
     """Measure zstd on bfloat16, on its bytes as they are or by their planes."""
     codec, shape = pa.Codec("zstd", compression_level=1), (*bits.shape, 2)
@@ -99,8 +87,8 @@ def _compressed(bits: NDArray[np.int16], shuffled: bool, repeats: int) -> Cost:
         flat = np.frombuffer(codec.decompress(packed, bits.nbytes), np.uint8)
         return np.ascontiguousarray(flat.reshape(2, -1).T).reshape(shape) if shuffled else flat
 
-    packed, encode_s = _timed(encode, repeats)
-    _, decode_s = _timed(decode, repeats)
+    encode_s, packed = median_seconds(encode, repeats)
+    decode_s, _ = median_seconds(decode, repeats)
     name = "bfloat16, byte planes, zstd 1" if shuffled else "bfloat16, zstd 1"
     return Cost(name, packed.size / len(bits), 1e3 * encode_s, 1e3 * decode_s)
 
@@ -120,9 +108,7 @@ def _rotated(made: Tensor, large: Tensor, rest: Tensor) -> Cost:
         rotated = turned(values).to(torch.bfloat16).view(torch.int16).numpy()
         return turned(PLAIN.restored(rotated))
 
-    started = time.perf_counter()
-    found = restored(made)
-    seconds = time.perf_counter() - started  # there and back
+    seconds, found = seconds_of(lambda: restored(made))  # there and back
     cosine = float(torch.cosine_similarity(made.float(), found).mean())
     name = f"int4 after Hadamard blocks of {block}"
     rest_error = _error(large[:, rest], restored(large)[:, rest])
@@ -131,10 +117,8 @@ def _rotated(made: Tensor, large: Tensor, rest: Tensor) -> Cost:
 
 def cost_table(found: list[Cost], title: str) -> Table:
     """Lay the costs out for the terminal."""
-    table = Table(title=title, title_justify="left")
-    for name in asdict(found[0]):
-        table.add_column(name.replace("_", " "), justify="left" if name == "name" else "right")
+    rows = []
     for cost in found:
         shown = (f"{cost.token_bytes:,.0f}", f"{cost.encode_ms:.1f}", f"{cost.decode_ms:.1f}", f"{cost.error:.4f}")
-        table.add_row(cost.name, *shown, f"{cost.cosine:.5f}", f"{cost.rest_error:.4f}")
-    return table
+        rows.append((cost.name, *shown, f"{cost.cosine:.5f}", f"{cost.rest_error:.4f}"))
+    return figure_table(title, [field.name.replace("_", " ") for field in fields(Cost)], rows)

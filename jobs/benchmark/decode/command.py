@@ -8,10 +8,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
-from jobs.command import add_json_or_file, count, wide_console
+from jobs.benchmark.machine import machine, machine_line
+from jobs.benchmark.shown import figure_table, say
+from jobs.command import add_json_or_file, count
 from jobs.frame.json_document import Done
 from pipeline.errors import UsageError
 
@@ -46,19 +47,14 @@ def _positive(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Time the decoding of each clip and print a table; return the exit code and figures. Raises UsageError.
-
-    An unknown clip name is a UsageError.
-    """
+    """Time the decoding of each clip. Raises UsageError for an unknown clip name."""
     import torch  # noqa: PLC0415 - loads after the flags
 
     from jobs.benchmark.decode.clips import CLIPS, LONG_CLIPS, make_clips  # noqa: PLC0415
     from jobs.benchmark.decode.loop import videos_per_second  # noqa: PLC0415
     from jobs.benchmark.decode.measure import measure  # noqa: PLC0415
-    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
     from pipeline.video.sampling import Sampling  # noqa: PLC0415
 
-    console = Console(stderr=True)
     clips = [*CLIPS, *LONG_CLIPS] if arguments.long else [*CLIPS]
     names = [name for name in clips if any(part in name for part in arguments.clips or [""])]
     if not names:
@@ -67,29 +63,26 @@ def run(arguments: argparse.Namespace) -> Done:
     torch.set_num_threads(1)
     found = []
     with TemporaryDirectory() as temporary:
-        console.print("making the clips", style="dim")
+        say("making the clips")
         for name, path in make_clips(arguments.folder or Path(temporary), names).items():
-            console.print(f"decoding {name}", style="dim", highlight=False)
+            say(f"decoding {name}")
             one = measure(name, path, sampling, arguments.repeats, arguments.snap)
             if arguments.loop:
                 one.per_second = videos_per_second(path, one.chosen, arguments.loop, arguments.workers)
             found.append(one)
     frames = f"{arguments.fps:g} frames a second" if arguments.fps else f"{arguments.frames} frames"
-    title = f"CPU seconds for {frames} of a clip at 384 x 384, best of {arguments.repeats}, {machine_line('cpu')}"
-    wide_console().print(as_table(found, title))
+    title = f"CPU seconds for {frames} of a clip at 384 x 384, best of {arguments.repeats}, {machine_line()}"
     record = [
         {"clip": one.clip, "bytes": one.n_bytes, "cpu_s": one.ways, "videos_per_s": one.per_second} for one in found
     ]
-    return Done(0, {"machine": machine("cpu"), "clips": record})
+    return Done(0, {"machine": machine("cpu"), "clips": record}, [as_table(found, title)])
 
 
 def as_table(found: Sequence[Times], title: str) -> Table:
     """Lay out a row a decoding way and a column a clip; the last rows are our ways over the floor."""
     from jobs.benchmark.decode.measure import CHILD, FLOOR, HERE  # noqa: PLC0415
 
-    table = Table("", title=title)
-    for one in found:
-        table.add_column(one.clip, justify="right")
+    table = figure_table(title, ["", *(one.clip for one in found)], [])
     ways = [FLOOR, *(way for way in found[0].ways if way != FLOOR)]
     for way in ways:
         table.add_row(way, *(_shown(one.ways.get(way)) for one in found))

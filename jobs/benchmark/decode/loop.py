@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from jobs.benchmark.decode.measure import by_decord, by_torchcodec
+from jobs.benchmark.timing import seconds_of
 from pipeline.cache.reader import TokenCache
 
 JOB, LIBRARIES = "the job", {"decord": by_decord, "torchcodec": by_torchcodec}
@@ -47,7 +48,8 @@ def videos_per_second(path: Path, chosen: list[int], counts: Sequence[int], work
     found: dict[str, float | None] = {}
     for way, run in ways.items():
         try:
-            found[way] = (many - few) / (_seconds(run, many) - _seconds(run, few))
+            of_many, of_few = (seconds_of(partial(run, count))[0] for count in (many, few))
+            found[way] = (many - few) / (of_many - of_few)
         except Exception:  # noqa: BLE001 - a library that is not here, or cannot read this clip, has no figure
             found[way] = None
     return found
@@ -74,10 +76,3 @@ def _loop(path: Path, chosen: list[int], library: str, workers: int, encode_s: l
         until = time.thread_time() + burn_s
         while time.thread_time() < until:
             pass
-
-
-def _seconds(run: Callable[[int], object], count: int) -> float:
-    """Return the wall seconds of ``run(count)``."""
-    started = time.perf_counter()
-    run(count)
-    return time.perf_counter() - started

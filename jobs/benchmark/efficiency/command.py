@@ -6,19 +6,16 @@ The same questions are asked of a cache of the videos' tokens, too.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from jobs.command import add_json_or_file, count, file_in_folder, share, wide_console
+from jobs.benchmark.machine import machine, machine_line
+from jobs.benchmark.shown import say
+from jobs.command import add_json_or_file, count, file_in_folder, seldom, share
 from jobs.frame.json_document import Done
 from pipeline.options import ATTN, DEVICES, DTYPES
-from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
     from jobs.benchmark.efficiency.setup import Job
@@ -64,36 +61,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Run the benchmark, print and write the figures, and return them with the exit code."""
+    """Run the benchmark, and write the paper's table where asked."""
     from jobs.benchmark.efficiency.latex import table3  # noqa: PLC0415 - torch loads after the flags
     from jobs.benchmark.efficiency.report import as_record, summarise, tables  # noqa: PLC0415
     from jobs.benchmark.efficiency.setup import prepare  # noqa: PLC0415
     from jobs.benchmark.efficiency.times import Bench  # noqa: PLC0415
-    from jobs.benchmark.machine import machine  # noqa: PLC0415
 
     with TemporaryDirectory() as folder:
         flags = {name: value for name, value in vars(arguments).items() if name not in ("run", "json", "latex")}
         job = prepare(Path(folder), methods=flags.pop("method"), ratios=flags.pop("retention_ratio"), **flags)
-        with closing(Bench(job, Path(folder), _progress(Console(stderr=True)))) as bench:
+        with closing(Bench(job, Path(folder), seldom(say, _EVERY_S))) as bench:
             found = bench.run()
     rows = [summarise(one) for one in found]
-    title, memory = _title(job, arguments, rows[0].visual_tokens), _memory(job)
-    for table in tables(rows, title, memory):
-        wide_console().print(table)
-    more: JsonObject = {
-        "machine": machine(job.runtime.device),
-        "runtime": job.runtime.describe(),
-        "random_weights": job.random,
-    }
+    title, memory = _title(job, arguments, rows[0].figures["visual_tokens"].median), _memory(job)
     if arguments.latex is not None:
         arguments.latex.write_text(table3(found, title, memory), encoding="utf-8")
-    return Done(0, as_record(rows, found, title=title, memory=memory, **more, arguments=flags))
+    runtime = {"machine": machine(job.runtime.device), "runtime": job.runtime.describe(), "random_weights": job.random}
+    record = {"title": title, "memory": memory, **runtime, "arguments": flags, **as_record(rows, found)}
+    return Done(0, record, tables(rows, title, memory))
 
 
 def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str:
     """Describe model, machine and workload in one line for the tables' title."""
-    from jobs.benchmark.machine import machine_line  # noqa: PLC0415
-
     runtime = job.runtime
     model = f"{job.request.source.name}{' with random weights' if job.random else ''}"
     where = f"{machine_line(runtime.device)}, {runtime.dtype_name}, attention {runtime.attn_implementation}"
@@ -104,15 +93,3 @@ def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str
 def _memory(job: Job) -> str:
     """Return the column title for peak memory: which memory the figure counts on this device."""
     return "GPU GiB" if job.runtime.device != "cpu" else "weights + growth of RSS GiB"
-
-
-def _progress(console: Console) -> Callable[[str], None]:
-    """Return a printer of progress lines that drops lines that follow too soon."""
-    last = [float("-inf")]
-
-    def say(line: str) -> None:
-        if time.monotonic() - last[0] >= _EVERY_S:
-            console.print(line, style="dim", highlight=False)
-            last[0] = time.monotonic()
-
-    return say

@@ -155,14 +155,10 @@ class Answers:
         n_visual = len(visual.index)
         layer, dropped = arm.dropped_inside(n_visual)
         return Sample(
-            mode="",
-            video_id="",
             question=number,
-            repeat=0,
             visual_tokens=n_visual - dropped,
             prompt_tokens=len(prompt),
             kv_bytes=self._job.kv.n_bytes(len(prompt), layer=layer, kept=len(prompt) - dropped),
-            prune_s=0.0,
             prompt_s=prompt_s,
             llm_s=llm_s,
             prefill_s=answer.prefill_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import NamedTuple
@@ -11,8 +11,9 @@ from typing import NamedTuple
 from rich.table import Table
 
 from jobs.benchmark.efficiency.samples import Built, Found, Sample
+from jobs.benchmark.shown import figure_table
 from pipeline.evaluate.statistics.render import method_title
-from pipeline.rows import Json, JsonObject
+from pipeline.rows import JsonObject
 
 MIB, GIB = 2**20, 2**30
 
@@ -27,45 +28,38 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One method at one ratio; seconds a question (``build_s`` a video), tokens a second, bytes.
+    """One method at one ratio.
 
     Attributes:
-        visual_tokens, prompt_tokens, kv_bytes, bytes_read: medians.
-        llm_with_tower_s: encoding, pruning and the whole ``generate``, as the paper counts; ``llm_s`` is that without
-            the vision tower and without pruning before the prompt.
-        online_s: from the video to the answer, the paper's E2E; ``cached_s`` from the cache to the answer.
-        build_s: decoding, encoding, pruning and writing a video into the cache.
-        decode_rate: None where an answer has one token.
+        figures: by the names in _ONLINE, _CACHED and _BUILT; one that no sample has is missing.
         break_even: see :func:`break_even`.
         same_answers: whether every answer was the same tokens from both.
     """
 
     method: str
     retention_ratio: float
-    visual_tokens: float
-    prompt_tokens: float
-    kv_bytes: float
-    video_decode_s: Spread
-    encode_s: Spread
-    prune_s: Spread
-    prompt_s: Spread
-    prefill_s: Spread
-    prefill_rate: Spread
-    token_decode_s: Spread
-    decode_rate: Spread | None
-    llm_s: Spread
-    llm_with_tower_s: Spread
-    online_s: Spread
-    read_s: Spread
-    cached_llm_s: Spread
-    cached_s: Spread
-    write_s: Spread
-    build_s: Spread
-    bytes_read: float
+    figures: dict[str, Spread]
     online_peak_bytes: float | None
     cached_peak_bytes: float | None
     break_even: int | None
     same_answers: bool
+
+
+#: Names of figures -> what a sample from the video has: seconds a question, tokens a second, tokens, bytes. The LLM's
+#: seconds with the tower are encoding, pruning and the whole ``generate``, as the paper counts; ``llm_s`` is that
+#: without the vision tower and without pruning before the prompt. ``online_s`` is the paper's E2E, from the video to
+#: the answer.
+_ONLINE = {
+    **{name: name for name in ("video_decode_s", "encode_s", "prune_s", "prompt_s", "prefill_s", "token_decode_s")},
+    **{name: name for name in ("llm_s", "llm_with_tower_s", "prefill_rate", "decode_rate")},
+    **{name: name for name in ("visual_tokens", "prompt_tokens", "kv_bytes")},
+    "online_s": "total_s",
+}
+#: Likewise of a sample from the cache.
+_CACHED = {"read_s": "read_s", "bytes_read": "bytes_read", "cached_llm_s": "llm_s", "cached_s": "total_s"}
+#: Likewise of a video that is put into a cache: decoding, encoding, pruning and writing together, and writing alone.
+_BUILT = {"build_s": "total_s", "write_s": "write_s"}
+_MEDIANS = {"visual_tokens", "prompt_tokens", "kv_bytes", "bytes_read"}  # whose range the record leaves out
 
 
 def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
@@ -85,49 +79,21 @@ def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
 
 
 def summarise(found: Found) -> Row:
-    """Compute an arm's table row: medians and spreads of its measurements."""
-    online, cached, built = found.online, found.cached, found.built
-
-    def of(value: Callable[[Sample], float], samples: Sequence[Sample] = online) -> Spread:
-        return spread(value(sample) for sample in samples)
-
-    online_s, cached_s = of(lambda s: s.total_s), of(lambda s: s.total_s, cached)
-    build_s = spread(one.total_s for one in built)
-    rates = [sample.decode_rate for sample in online if sample.decode_rate is not None]
+    """Compute an arm's table row: medians and ranges of its measurements."""
+    figures = {}
+    for names, measured in ((_ONLINE, found.online), (_CACHED, found.cached), (_BUILT, found.built)):
+        for name, field in names.items():
+            if values := [value for one in measured if (value := getattr(one, field)) is not None]:
+                figures[name] = Spread(median(values), min(values), max(values))
     return Row(
         method=found.arm.method,
         retention_ratio=found.arm.retention_ratio,
-        visual_tokens=of(lambda s: s.visual_tokens).median,
-        prompt_tokens=of(lambda s: s.prompt_tokens).median,
-        kv_bytes=of(lambda s: s.kv_bytes).median,
-        video_decode_s=of(lambda s: s.video_decode_s),
-        encode_s=of(lambda s: s.encode_s),
-        prune_s=of(lambda s: s.prune_s),
-        prompt_s=of(lambda s: s.prompt_s),
-        prefill_s=of(lambda s: s.prefill_s),
-        prefill_rate=of(lambda s: s.prefill_rate),
-        token_decode_s=of(lambda s: s.token_decode_s),
-        decode_rate=spread(rates) if rates else None,
-        llm_s=of(lambda s: s.llm_s),
-        llm_with_tower_s=of(lambda s: s.llm_with_tower_s),
-        online_s=online_s,
-        read_s=of(lambda s: s.read_s, cached),
-        cached_llm_s=of(lambda s: s.llm_s, cached),
-        cached_s=cached_s,
-        write_s=spread(one.write_s for one in built),
-        build_s=build_s,
-        bytes_read=of(lambda s: s.bytes_read, cached).median,
+        figures=figures,
         online_peak_bytes=found.online_peak,
         cached_peak_bytes=found.cached_peak,
-        break_even=break_even(build_s.median, cached_s.median, online_s.median),
-        same_answers=_answers(online) == _answers(cached),
+        break_even=break_even(*(figures[name].median for name in ("build_s", "cached_s", "online_s"))),
+        same_answers=_answers(found.online) == _answers(found.cached),
     )
-
-
-def spread(values: Iterable[float]) -> Spread:
-    """Return the median, smallest and largest of the values."""
-    listed = list(values)
-    return Spread(median(listed), min(listed), max(listed))
 
 
 def _answers(samples: Sequence[Sample]) -> dict[tuple[str, int, int], tuple[int, ...]]:
@@ -138,60 +104,71 @@ def _answers(samples: Sequence[Sample]) -> dict[tuple[str, int, int], tuple[int,
 def tables(rows: Sequence[Row], title: str, memory: str) -> list[Table]:
     """Lay out three tables: the paper's columns, their parts, and online beside cached; ``memory`` titles the peak."""
     full = rows[0]
-    paper = _table(
-        f"{title}\nonline, seconds a question: median (lowest to highest); in % the change to full retention",
-        *("visual tokens", "E2E s", "LLM s with tower", "LLM s without tower", memory, "KV MiB"),
-    )
-    parts = _table(
-        "parts of it, medians; tokens/s of the prompt, and of the answer after its first token",
-        *("read video s", "encode s", "prune s", "prompt s"),
-        *("prefill s", "prefill tokens/s", "decode s", "decode tokens/s"),
-    )
-    modes = _table(
-        "from the video (online) and from a cache of its tokens (no vision tower in memory): seconds a question, "
-        "seconds to cache a video,\nand from how many questions about a video on caching takes less time",
-        *("online s", "cached s", "of it read s", "of it LLM s", "read MB", memory),
-        *("build s", "of it write s", "break-even", "same answers"),
-    )
-    for row in rows:
-        name = (method_title(row.method) if row is not full else "Original", f"{row.retention_ratio:.0%}")
-        paper.add_row(*name, *_paper_cells(row, full))
-        parts.add_row(
-            *name,
-            *(_seconds(part.median) for part in (row.video_decode_s, row.encode_s, row.prune_s, row.prompt_s)),
-            *(_seconds(row.prefill_s.median), f"{row.prefill_rate.median:.0f}"),
-            *(_seconds(row.token_decode_s.median), f"{row.decode_rate.median:.1f}" if row.decode_rate else ""),
-        )
-        modes.add_row(*name, *_mode_cells(row))
-    return [paper, parts, modes]
+    names = [
+        (method_title(row.method) if row is not full else "Original", f"{row.retention_ratio:.0%}") for row in rows
+    ]
+
+    def table(of: str, columns: Sequence[str], cells: Callable[[Row], Iterator[str]]) -> Table:
+        lines = [(*name, *cells(row)) for name, row in zip(names, rows, strict=True)]
+        return figure_table(of, ("method", "kept", *columns), lines)
+
+    return [
+        table(
+            f"{title}\nonline, seconds a question: median (lowest to highest); in % the change to full retention",
+            ("visual tokens", "E2E s", "LLM s with tower", "LLM s without tower", memory, "KV MiB"),
+            lambda row: _paper_cells(row, full),
+        ),
+        table(
+            "parts of it, medians; tokens/s of the prompt, and of the answer after its first token",
+            (
+                *("read video s", "encode s", "prune s", "prompt s"),
+                *("prefill s", "prefill tokens/s", "decode s", "decode tokens/s"),
+            ),
+            _part_cells,
+        ),
+        table(
+            "from the video (online) and from a cache of its tokens (no vision tower in memory): seconds a question, "
+            "seconds to cache a video,\nand from how many questions about a video on caching takes less time",
+            (
+                *("online s", "cached s", "of it read s", "of it LLM s", "read MB", memory),
+                *("build s", "of it write s", "break-even", "same answers"),
+            ),
+            _mode_cells,
+        ),
+    ]
 
 
 def _paper_cells(row: Row, full: Row) -> Iterator[str]:
     """Yield the paper's columns of a row, with the changes to full retention."""
-    yield f"{row.visual_tokens:.0f}"
-    yield f"{_wide(row.online_s)}{_change(row.online_s.median, full.online_s.median)}"
-    yield f"{_wide(row.llm_with_tower_s)}{_change(row.llm_with_tower_s.median, full.llm_with_tower_s.median)}"
-    yield f"{_wide(row.llm_s)}{_change(row.llm_s.median, full.llm_s.median)}"
+    kv, full_kv = (one.figures["kv_bytes"].median for one in (row, full))
+    yield f"{row.figures['visual_tokens'].median:.0f}"
+    for name in ("online_s", "llm_with_tower_s", "llm_s"):
+        yield f"{_wide(row.figures[name])}{_change(row.figures[name].median, full.figures[name].median)}"
     yield f"{_gib(row.online_peak_bytes)}{_change(row.online_peak_bytes, full.online_peak_bytes)}"
-    yield f"{row.kv_bytes / MIB:.1f}{_change(row.kv_bytes, full.kv_bytes)}"
+    yield f"{kv / MIB:.1f}{_change(kv, full_kv)}"
+
+
+def _part_cells(row: Row) -> Iterator[str]:
+    """Yield the seconds of each part, and the rates of tokens."""
+    yield from _medians(row, "video_decode_s", "encode_s", "prune_s", "prompt_s", "prefill_s")
+    yield f"{row.figures['prefill_rate'].median:.0f}"
+    yield from _medians(row, "token_decode_s")
+    yield f"{row.figures['decode_rate'].median:.1f}" if "decode_rate" in row.figures else ""
 
 
 def _mode_cells(row: Row) -> Iterator[str]:
     """Yield the columns of online beside cached."""
-    yield from (_wide(row.online_s), _wide(row.cached_s))
-    yield from (_seconds(row.read_s.median), _seconds(row.cached_llm_s.median))
-    yield from (f"{row.bytes_read / 1e6:.2f}", _gib(row.cached_peak_bytes))
-    yield from (_seconds(row.build_s.median), _seconds(row.write_s.median))
+    yield from (_wide(row.figures["online_s"]), _wide(row.figures["cached_s"]))
+    yield from _medians(row, "read_s", "cached_llm_s")
+    yield from (f"{row.figures['bytes_read'].median / 1e6:.2f}", _gib(row.cached_peak_bytes))
+    yield from _medians(row, "build_s", "write_s")
     yield "never" if row.break_even is None else str(row.break_even)
     yield "yes" if row.same_answers else "NO"
 
 
-def _table(title: str, *columns: str) -> Table:
-    """Make an empty table with the columns method, kept and ``columns``."""
-    table = Table(title=title, title_justify="left")
-    for name in ("method", "kept", *columns):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    return table
+def _medians(row: Row, *names: str) -> Iterator[str]:
+    """Yield medians in seconds."""
+    return (_seconds(row.figures[name].median) for name in names)
 
 
 def _wide(value: Spread) -> str:
@@ -214,19 +191,21 @@ def _change(value: float | None, full: float | None) -> str:
     return "" if value is None or not full or value == full else f" {value / full - 1:+.1%}"
 
 
-def as_record(rows: Sequence[Row], found: Sequence[Found], **more: Json) -> JsonObject:
-    """Return the JSON-able document of the benchmark: the machine, the rows and every sample, in seconds and bytes."""
+def as_record(rows: Sequence[Row], found: Sequence[Found]) -> JsonObject:
+    """Return the JSON-able rows and every sample, in seconds and bytes."""
 
     def listed(one: Found, measured: Sequence[Sample] | Sequence[Built]) -> list[JsonObject]:
         arm: JsonObject = {"method": one.arm.method, "retention_ratio": one.arm.retention_ratio}
         return [{**arm, **asdict(item), "total_s": item.total_s} for item in measured]
 
+    def line(row: Row) -> JsonObject:
+        about = {name: value for name, value in vars(row).items() if name != "figures"}
+        figures = {name: one.median if name in _MEDIANS else one._asdict() for name, one in row.figures.items()}
+        return {**about, "decode_rate": None, **figures}
+
     samples = [item for one in found for item in listed(one, [*one.online, *one.cached])]
-    built = [item for one in found for item in listed(one, one.built)]
-    lines = [{name: _named(value) for name, value in vars(row).items()} for row in rows]
-    return {**more, "rows": lines, "samples": samples, "built": built}
-
-
-def _named(value: Json | Spread) -> Json:
-    """Convert a Spread to a dict by field name; return other values as they are."""
-    return value._asdict() if isinstance(value, Spread) else value
+    return {
+        "rows": list(map(line, rows)),
+        "samples": samples,
+        "built": [item for one in found for item in listed(one, one.built)],
+    }

@@ -29,17 +29,17 @@ class Sample:
         answer: token ids.
     """
 
-    mode: str
-    video_id: str
+    mode: str = ""
+    video_id: str = ""
     question: int
-    repeat: int
+    repeat: int = 0
     visual_tokens: int
     prompt_tokens: int
     kv_bytes: int
     video_decode_s: float = 0.0
     encode_s: float = 0.0
     read_s: float = 0.0
-    prune_s: float
+    prune_s: float = 0.0
     prompt_s: float
     llm_s: float
     prefill_s: float

@@ -15,7 +15,7 @@ from gstep.evidence import HEAD_SOURCES
 from gstep.language import PromptBuilder, prompt_builder
 from pipeline.errors import UsageError
 from pipeline.execution.request import refusing
-from pipeline.generate.late_pruning import LateAsked, LatePruning, asked_grid, late_pruning
+from pipeline.generate.late_pruning import LatePruning, asked_grid, late_pruning
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import PruneRequest, needed_by, resolve
@@ -64,6 +64,11 @@ class Arm:
     def evidence(self) -> frozenset[str]:
         """The evidence that the encoder gives besides tokens, by label."""
         return frozenset() if self.late is None else frozenset(column for _, column in self.late.evidence)
+
+    @property
+    def held(self) -> list[str]:
+        """The evidence that the arm's cache holds besides tokens."""
+        return [] if self.stored else sorted(self.evidence)
 
     @property
     def stored(self) -> bool:
@@ -131,8 +136,8 @@ def prepare(
         random = random_weights or without_weights(model)
         source = _random(model, folder / "model") if random else ModelSource.resolve(model)
         asked = [one for one in asked_grid(methods, ratios, siglip) if one.method != FULL]
-        _check_siglip(siglip, asked, source)
         pairs = {pair for one in asked for pair in needed_by(one.method, source.model_type, one.params)}
+        _check_siglip(siglip, {where for _, where in pairs})
         config = PruneConfig(
             videos=[videos],
             out=str(folder),
@@ -145,9 +150,9 @@ def prepare(
             attn=attn,
         )
         request = resolve(config, read_manifest(videos), LocalStore(folder), Objects.from_environment(), source)
-        builder = prompt_builder(request.source)
-        held = request.identity(runtime.dtype_name)
-        arms = [_arm(one, late_pruning(one, held, request.source, builder)) for one in asked]
+        builder, held = prompt_builder(request.source), request.identity(runtime.dtype_name)
+        late = [late_pruning(one, held, request.source, builder) for one in asked]
+        arms = [Arm(one.method_label, one.retention_ratio, how) for one, how in zip(asked, late, strict=True)]
     return Job(request, runtime, builder, (Arm(FULL, 1.0), *arms), questions, max_new_tokens, repeats, random)
 
 
@@ -157,13 +162,7 @@ def _random(model: str, folder: Path) -> ModelSource:
     return ModelSource.random(model, folder)
 
 
-def _arm(asked: LateAsked, late: LatePruning) -> Arm:
-    """Make the arm of a method and ratio given on the command line."""
-    return Arm(asked.method_label, asked.retention_ratio, late)
-
-
-def _check_siglip(siglip: str | None, asked: Sequence[LateAsked], source: ModelSource) -> None:
+def _check_siglip(siglip: str | None, sources: set[str]) -> None:
     """Raise UsageError if a SigLIP checkpoint was given that no method takes evidence from."""
-    needed = {where for one in asked for _, where in needed_by(one.method, source.model_type, one.params)}
-    if siglip is not None and not needed & HEAD_SOURCES:
+    if siglip is not None and not sources & HEAD_SOURCES:
         raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")

@@ -137,7 +137,7 @@ class Bench:
         }
 
         def write() -> None:
-            kept = kept_tokens(pruned, encoded.tokens, () if arm.stored else sorted(arm.evidence))
+            kept = kept_tokens(pruned, encoded.tokens, arm.held)
             rows = write_token_shard([PrunedVideo(record, kept)], store=self._store(arm), run_id="efficiency")
             self._n_commits += 1
             commit(self._store(arm), "efficiency", self._n_commits, rows)
@@ -168,17 +168,14 @@ class Bench:
 
     def _read(self, arm: Arm, video_id: str) -> Visual:
         """Read a video's tokens from the arm's cache as a prompt takes them."""
-        cache = self._caches[arm.label]
-        evidence = () if arm.stored else sorted(arm.evidence)
-        return cache.get(video_id, evidence=evidence).visual
+        return self._caches[arm.label].get(video_id, evidence=arm.held).visual
 
     def _bytes_read(self, arm: Arm, video_id: str) -> int:
         """Return the stored bytes of the rows and columns read for a video, by the token shard's footer."""
         cache = self._caches[arm.label]
-        evidence = () if arm.stored else sorted(arm.evidence)
         row = cache.metadata(video_id)
         shard = TokenShard(cache.store, row["token_shard"], row["footer_hash"])
-        wanted = cache.wanted(row, cache.reading(None, "index", evidence, False))
+        wanted = cache.wanted(row, cache.reading(None, "index", arm.held, False))
         return sum(end - start for start, end in shard.spans(wanted))
 
     def _online_peaks(self, found: Sequence[Found], weights: int) -> None:
@@ -212,8 +209,8 @@ class Bench:
     def _header(self, arm: Arm) -> bytes:
         """Return the cache header for an arm: of its kept tokens, or of all tokens with evidence if it prunes later."""
         request, static = self._job.request, self._videos.static(self._job.builder.deepstack_levels)
-        held = {name: where for name, where in request.evidence.items() if name in arm.evidence}
-        request = replace(request, evidence={} if arm.stored else held)
+        held = {name: where for name, where in request.evidence.items() if name in arm.held}
+        request = replace(request, evidence=held)
         if arm.stored and arm.late is not None:
             request = replace(request, pruner=arm.late.pruner, retention_ratio=arm.late.retention_ratio)
         return header_bytes(request.header(self._job.runtime.dtype_name, static))

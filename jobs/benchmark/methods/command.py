@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
 from gstep.methods import METHODS
+from jobs.benchmark.machine import machine, machine_line
+from jobs.benchmark.shown import say
 from jobs.benchmark.sizes import add_sizes
 from jobs.command import share
 from jobs.frame.json_document import Done
@@ -26,23 +26,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Measure and show; returns the exit code and the figures."""
+    """Measure and show."""
     from gstep.backbones import choose_runtime  # noqa: PLC0415 - torch loads only after the flags are checked
-    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
-    from jobs.benchmark.methods.times import as_record, as_table, measure  # noqa: PLC0415
+    from jobs.benchmark.methods.times import as_table, measure  # noqa: PLC0415
 
     try:
         choose_runtime(arguments.device)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    console = Console(stderr=True)
     times = []
     sizes = (arguments.frames, arguments.tokens_per_frame, arguments.hidden)
     for item in measure(*sizes, arguments.retention_ratio, arguments.repeats, arguments.device, arguments.method):
-        console.print(f"{item.n_tokens} tokens, {item.method}: {item.seconds:.3f} s", style="dim", highlight=False)
+        say(f"{item.n_tokens} tokens, {item.method}: {item.seconds:.3f} s")
         times.append(item)
     where = machine_line(arguments.device)
     title = f"seconds a video, D = {arguments.hidden}, r = {arguments.retention_ratio}, on {where}"
-    Console().print(as_table(times, title))
-    more = {"machine": machine(arguments.device), "hidden": arguments.hidden}
-    return Done(0, as_record(times, **more, retention_ratio=arguments.retention_ratio))
+    about = {"machine": machine(arguments.device), "hidden": arguments.hidden}
+    return Done(0, {**about, "retention_ratio": arguments.retention_ratio, "times": times}, [as_table(times, title)])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from rich.table import Table
@@ -14,8 +12,9 @@ from torch import Tensor
 from gstep import PRUNERS, VisualTokens, make_pruner
 from gstep.evidence import EVIDENCE_SHAPES
 from gstep.pruners.base import Pruner
+from jobs.benchmark.shown import figure_table
+from jobs.benchmark.timing import medians_in_turn
 from jobs.benchmark.tokens import structured_tokens
-from pipeline.rows import Json, JsonObject
 
 # Widths of evidence whose size the tokens do not decide: those of SigLIP so400m.
 WIDTHS = {"Dv": 1152, "Dk": 72, "De": 1152, "Q": 1}
@@ -52,19 +51,10 @@ def measure(
     names = [name for name in PRUNERS if name != "none" and (methods is None or name in ("gstep", *methods))]
     for count in frames:
         tokens = structured_tokens(count, tokens_per_frame, hidden).to(device)
-        pruners = {name: make_pruner(name) for name in names}
-        runs = {name: _run(pruner, tokens, retention_ratio) for name, pruner in pruners.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        kept: dict[str, int] = {}
-        for _ in range(repeats):
-            for name, run in runs.items():
-                started = time.perf_counter()
-                kept[name] = run()
-                seconds[name].append(time.perf_counter() - started)
-        base = statistics.median(seconds["gstep"])
-        for name, values in seconds.items():
-            median = statistics.median(values)
-            yield MethodTime(name, count * tokens_per_frame, kept[name], median, median / base)
+        runs = {name: _run(make_pruner(name), tokens, retention_ratio) for name in names}
+        found = medians_in_turn(runs, repeats)
+        for name, (seconds, n_kept) in found.items():
+            yield MethodTime(name, count * tokens_per_frame, n_kept, seconds, seconds / found["gstep"][0])
 
 
 def _run(pruner: Pruner, tokens: Tensor, retention_ratio: float) -> Callable[[], int]:
@@ -93,15 +83,8 @@ def _evidence(pruner: Pruner, tokens: Tensor) -> dict[str, Tensor]:
 
 def as_table(times: Sequence[MethodTime], title: str) -> Table:
     """Lay out a row per method and length."""
-    table = Table(title=title, title_justify="left", show_edge=False)
-    for name in ("tokens", "method", "kept", "seconds", "to gstep"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for item in times:
-        row = (str(item.n_tokens), item.method, str(item.n_kept), f"{item.seconds:.3f}", f"{item.ratio:.2f}")
-        table.add_row(*row)
-    return table
-
-
-def as_record(times: Sequence[MethodTime], **more: Json) -> JsonObject:
-    """Return the times as the JSON document of ``--json``."""
-    return {**more, "times": [asdict(item) for item in times]}
+    rows = [
+        (str(item.n_tokens), item.method, str(item.n_kept), f"{item.seconds:.3f}", f"{item.ratio:.2f}")
+        for item in times
+    ]
+    return figure_table(title, ("tokens", "method", "kept", "seconds", "to gstep"), rows)

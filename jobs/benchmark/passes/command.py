@@ -6,14 +6,13 @@ A job on a GPU does the second with --encode-batch-frames. On a CPU it encodes f
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from jobs.command import add_json_or_file, count, wide_console
+from jobs.benchmark.machine import machine, machine_line
+from jobs.benchmark.shown import figure_table
+from jobs.benchmark.timing import medians_in_turn
+from jobs.command import add_json_or_file, count
 from jobs.frame.json_document import Done
 
 if TYPE_CHECKING:
@@ -37,11 +36,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Measure and show; returns the exit code and the figures."""
+    """Measure and show."""
     import torch  # noqa: PLC0415 - loads only after the flags are checked
 
     from gstep.backbones import ModelSource, choose_runtime, family_of  # noqa: PLC0415
-    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
 
     family, runtime = family_of(ModelSource.resolve(arguments.model)), choose_runtime(arguments.device, arguments.dtype)
     most = max(arguments.videos)
@@ -50,16 +48,10 @@ def run(arguments: argparse.Namespace) -> Done:
     frames = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     videos = [*frames.to(runtime.device)]
     cells = [measure(backbone, videos[:n], arguments.repeats) for n in arguments.videos]
-    table = Table(
-        *cells[0],
-        show_edge=False,
-        title=f"{arguments.model}, {arguments.frames} frames, {machine_line(runtime.device)}",
-    )
-    for cell in cells:
-        table.add_row(*(f"{value:.4g}" for value in cell.values()))
-    wide_console().print(table)
+    title = f"{arguments.model}, {arguments.frames} frames, {machine_line(runtime.device)}"
+    table = figure_table(title, [*cells[0]], [[f"{value:.4g}" for value in cell.values()] for cell in cells])
     about = {"model": arguments.model, "frames": arguments.frames, "machine": machine(runtime.device)}
-    return Done(0, {**about, "cells": cells})
+    return Done(0, {**about, "cells": cells}, [table])
 
 
 def measure(backbone: Backbone, videos: Sequence[Tensor], repeats: int) -> dict[str, float]:
@@ -70,19 +62,13 @@ def measure(backbone: Backbone, videos: Sequence[Tensor], repeats: int) -> dict[
     with torch.no_grad():
         together = [visual.tokens for visual in backbone.encode_pass(videos, {})]
         pairs = [(a == b).all(dim=-1).float().mean() for a, b in zip(alone, together, strict=True)]
+        ways: dict[str, Callable[[], list[VisualTokens]]] = {
+            "alone, ms a video": lambda: [backbone.encode(frames) for frames in videos],
+            "in one pass, ms a video": lambda: backbone.encode_pass(videos, {}),
+        }
+        found = medians_in_turn(ways, repeats, lambda encoded: encoded[-1].tokens[-1, -1, -1].item())
         return {
             "videos a pass": len(videos),
-            "alone, ms a video": _ms(lambda: [backbone.encode(frames) for frames in videos], repeats) / len(videos),
-            "in one pass, ms a video": _ms(lambda: backbone.encode_pass(videos, {}), repeats) / len(videos),
+            **{way: 1e3 * seconds / len(videos) for way, (seconds, _) in found.items()},
             "tokens of the same bits": float(torch.stack(pairs).mean()),
         }
-
-
-def _ms(work: Callable[[], list[VisualTokens]], repeats: int) -> float:
-    """Return the median milliseconds of encoding; reading a number of the last tokens waits for a GPU."""
-    taken = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()[-1].tokens[-1, -1, -1].item()
-        taken.append(time.perf_counter() - started)
-    return 1e3 * median(taken)

@@ -14,8 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import product
 
-from rich.console import Console
-
+from jobs.benchmark.machine import machine, machine_line
 from jobs.benchmark.pipeline.work import (
     COLUMN,
     DECODE,
@@ -29,12 +28,12 @@ from jobs.benchmark.pipeline.work import (
     TARS,
     Work,
 )
+from jobs.benchmark.shown import say
 from jobs.benchmark.sizes import add_folder
-from jobs.command import add_json_or_file, count, file_in_folder, wide_console
+from jobs.command import add_json_or_file, count, file_in_folder
 from jobs.frame.json_document import Done
 from pipeline.errors import UsageError
 
-_IDLE = "in _Fetcher.next"  # the function in which the driver waits for videos
 HELP = "the whole job beside a plain DataLoader loop"
 
 
@@ -79,62 +78,58 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Measure and show; returns the exit code and the figures."""
+    """Measure and show."""
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
-    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.pipeline.report import as_table  # noqa: PLC0415
-
     if arguments.driver is not None:
-        return _driver(arguments)
-    if arguments.forms is not None:
-        return _forms(arguments)
-    if arguments.simulate is not None:
-        return _simulated(arguments)
-    cells = _measure(arguments)
-    title = f"Encoders that sleep, on {os.cpu_count()} CPUs, {machine_line('cpu')}"
-    wide_console().print(as_table(cells, title))
-    if arguments.plot is not None:
-        from jobs.benchmark.pipeline.plot import write_plot  # noqa: PLC0415 - needs the extra benchmark
-
-        write_plot(cells, title, arguments.plot)
-    return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "cells": cells})
+        done = _driver(arguments)
+    elif arguments.forms is not None:
+        done = _forms(arguments)
+    elif arguments.simulate is not None:
+        done = _simulated(arguments)
+    else:
+        done = _measured(arguments)
+    return done._replace(record={"machine": machine("cpu"), "cpus": os.cpu_count(), **done.record})
 
 
-def _measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Measure every combination of frames, encoder seconds and nodes; return one dict of figures for each."""
+def _measured(arguments: argparse.Namespace) -> Done:
+    """Measure every combination of frames, encoder seconds and nodes."""
     from jobs.benchmark.pipeline.measure import compare, measure  # noqa: PLC0415 - NumPy loads after the flags
-    from jobs.benchmark.pipeline.report import cell  # noqa: PLC0415
+    from jobs.benchmark.pipeline.report import as_table, cell  # noqa: PLC0415
 
-    console, cells = Console(stderr=True), []
+    cells: list[dict[str, float]] = []
     for frames, encode_ms in product(arguments.frames, arguments.encode_ms):
         first = None
         for nodes in sorted(arguments.nodes) or [0]:
             work = Work(JOB, frames, encode_ms / 1e3, nodes or arguments.workers, nodes or 1, nodes)
             works = [replace(work, kind=kind) for kind in ((LOOP, JOB) if nodes else (LOOP, JOB, SINGLE, DECODE))]
             measured = partial(measure, seconds=arguments.seconds)
-            found = compare(works, arguments.folder, measured, arguments.repeats, console.print)
+            found = compare(works, arguments.folder, measured, arguments.repeats)
             cells.append(cell(work, found, first))
             first = first or cells[-1]
-    return cells
+    title = f"Encoders that sleep, on {os.cpu_count()} CPUs, {machine_line()}"
+    if arguments.plot is not None:
+        from jobs.benchmark.pipeline.plot import write_plot  # noqa: PLC0415 - needs the extra benchmark
+
+        write_plot(cells, title, arguments.plot)
+    return Done(0, {"cells": cells}, [as_table(cells, title)])
 
 
 def _driver(arguments: argparse.Namespace) -> Done:
-    """Show what the driver takes for a video, and how many videos come out here, where all processes share the CPUs."""
-    from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.pipeline.measure import measure_driver  # noqa: PLC0415
+    """Measure what the driver takes for a video, and how many videos come out here, where processes share the CPUs."""
+    from jobs.benchmark.pipeline.measure import of_a_video_more  # noqa: PLC0415 - NumPy loads after the flags
 
     few, many = _few_and_many(arguments.driver, "--driver")
     encoders = arguments.encoders
     work = Work(DRIVER, min(arguments.frames), 0.0, arguments.workers, encoders, nodes=int(encoders > 1))
-    found = measure_driver(replace(work, folder=str(arguments.folder or "")), few, many)
+    found = of_a_video_more(replace(work, folder=str(arguments.folder or "")), few, many)
     driver_ms = 1e3 * found["CPU main process"]
-    wide_console().print(
+    line = (
         f"{encoders} encoders, a video more from {few} to {many}: {1 / found['seconds']:.0f} videos/s with all "
         f"processes on {os.cpu_count()} CPUs; {driver_ms:.2f} CPU ms of the driver, so {1e3 / driver_ms:.0f} videos/s "
         f"of one core; {found['peak MB']:.0f} MB of all processes at most"
     )
-    return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "encoders": encoders, "a_video": dict(found)})
+    return Done(0, {"encoders": encoders, "a_video": found}, [line])
 
 
 def _few_and_many(numbers: Sequence[int], flag: str) -> tuple[int, int]:
@@ -146,30 +141,27 @@ def _few_and_many(numbers: Sequence[int], flag: str) -> tuple[int, int]:
 
 
 def _forms(arguments: argparse.Namespace) -> Done:
-    """Show what a video more takes the job, and its store, where the same videos lie in several forms."""
-    from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.pipeline.measure import compare, run_child, slope  # noqa: PLC0415
+    """Measure what a video more takes the job, and its store, where the same videos lie in several forms."""
+    from jobs.benchmark.pipeline.measure import compare, run_child, slope  # noqa: PLC0415 - NumPy loads after the flags
     from jobs.benchmark.pipeline.report import form_line  # noqa: PLC0415
 
     few, many = _few_and_many(arguments.forms, "--forms")
     work = Work(JOB, min(arguments.frames), min(arguments.encode_ms) / 1e3, arguments.workers)
     works = [replace(work, form=form) for form in (FOLDER, TAR, TARS, COLUMN)]
     works += [replace(work, form=form, on_s3=True) for form in (FOLDER, TARS) if arguments.s3]
-    say, runs = Console(stderr=True).print, []
+    runs = []
     for videos in (few, many):  # medians first: starting takes longer than some hundred videos
         sized = [replace(one, videos=videos) for one in works]
-        runs.append(compare(sized, arguments.folder, run_child, arguments.repeats, say))
+        runs.append(compare(sized, arguments.folder, run_child, arguments.repeats))
     found = {one.name: slope(runs[0][one.name], runs[1][one.name], many - few) for one in works}
-    for name, figures in found.items():
-        wide_console().print(f"{name}: {form_line(figures, found[FOLDER])}", highlight=False)
-    forms = {name: dict(figures) for name, figures in found.items()}
-    return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "a_video": forms})
+    lines = [f"{name}: {form_line(figures, found[FOLDER])}" for name, figures in found.items()]
+    return Done(0, {"a_video": found}, lines)
 
 
 def _simulated(arguments: argparse.Namespace) -> Done:
-    """Show what the driver reaches with each number of simulated encoders, and where its time goes."""
-    from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.pipeline.measure import run_child  # noqa: PLC0415
+    """Measure what the driver reaches with each number of simulated encoders, and where its time goes."""
+    from jobs.benchmark.pipeline.measure import run_child  # noqa: PLC0415 - NumPy loads after the flags
+    from jobs.benchmark.pipeline.report import simulation_line  # noqa: PLC0415
 
     frames, encode_s, found = max(arguments.frames), max(arguments.encode_ms) / 1e3, []
     for encoders in arguments.simulate:
@@ -177,16 +169,5 @@ def _simulated(arguments: argparse.Namespace) -> Done:
         videos = round(arguments.seconds * encoders / encode_s)
         one = run_child(replace(work, videos=videos, request_s=arguments.request_ms / 1e3))
         found.append({"encoders": encoders, **one})
-        idle = one.get(_IDLE, 0.0)
-        shares = ((share, name) for name, share in one.items() if name.startswith("in ") and name != _IDLE)
-        spent = sorted(shares, reverse=True)
-        wide_console().print(
-            f"{encoders} encoders: {one['reached']:.0f} videos/s of {one['offered']:.0f} offered; "
-            f"{one['driver CPU ms']:.2f} CPU ms of the driver a video; a tick that commits {1e3 * one['tick']:.0f} ms, "
-            f"1 in 100 {1e3 * one['slow tick']:.0f} ms; the driver {one['driver MB']:.0f} MB; "
-            f"{one['reports read']:.0f} of {one['reports sent']:.0f} reports/s read, each "
-            f"{1e3 * one['CPU heartbeat actor'] / (one['reports read'] * one['seconds']):.2f} CPU ms; "
-            f"it waits for videos {100 * idle:.0f} % of the time, most of the rest is "
-            + ", ".join(f"{name} {100 * share:.0f} %" for share, name in spent[:3])
-        )
-    return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "simulated": found})
+        say(f"{encoders} encoders: done")
+    return Done(0, {"simulated": found}, list(map(simulation_line, found)))

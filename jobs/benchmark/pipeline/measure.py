@@ -19,6 +19,7 @@ import numpy as np
 from jobs.benchmark.pipeline.forms import corpus
 from jobs.benchmark.pipeline.processes import ProcessTree
 from jobs.benchmark.pipeline.work import SIDE, Work
+from jobs.benchmark.shown import say
 from pipeline.errors import RunFailed
 
 #: Of one child process, or of each video by which two differ: "seconds", "peak MB", "store MB", "store objects" (what
@@ -34,7 +35,6 @@ def compare(
     folder: Path | None,
     measured: Callable[[Work], Figures],
     repeats: int,
-    say: Callable[[str], None],
 ) -> dict[str, Figures]:
     """Measure works of several names in turns, with files below ``folder``; return each name's median figures."""
     found: dict[str, list[Figures]] = {work.name: [] for work in works}
@@ -49,11 +49,11 @@ def measure(work: Work, seconds: float) -> Figures:
     """Measure a work at two numbers of videos, ``seconds`` of encoding apart; return figures per extra video."""
     more = max(_FEW, round(seconds * work.encoders / max(work.work_s, _LEAST_S)))
     few = max(_FEW * work.encoders, more // 4)
-    return slope(run_child(replace(work, videos=few)), run_child(replace(work, videos=few + more)), more)
+    return of_a_video_more(work, few, few + more)
 
 
-def measure_driver(work: Work, few: int, many: int) -> Figures:
-    """Measure the job with idle stages over few and many videos; return figures per extra video. Raises RunFailed."""
+def of_a_video_more(work: Work, few: int, many: int) -> Figures:
+    """Measure a work over few and over many videos; return figures per extra video. Raises RunFailed."""
     return slope(run_child(replace(work, videos=few)), run_child(replace(work, videos=many)), many - few)
 
 

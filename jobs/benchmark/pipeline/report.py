@@ -10,6 +10,7 @@ from jobs.benchmark.pipeline.measure import Figures
 from jobs.benchmark.pipeline.work import DECODE, FRAME_BYTES, JOB, LOOP, Work
 
 _CPU = "CPU "
+_IDLE = "in _Fetcher.next"  # the function in which the driver waits for videos
 OF_JOB = f"{JOB}, CPU ms: "  # a kind of process
 
 
@@ -49,6 +50,22 @@ def form_line(found: Figures, folder: Figures) -> str:
     shown += f", {1e3 * core_s(found):.1f} core ms ({core_s(found) / core_s(folder):.2f})"
     told = ("GETs", "HEADs", "LISTs", "sent MB", "fetched MB") if "GETs" in found else ()
     return ", ".join([shown, *(f"{found[kind]:.3f} {kind}" for kind in told if kind in found)])
+
+
+def simulation_line(one: Figures) -> str:
+    """Return what the driver reaches with so many simulated encoders, and where its time goes, in one line."""
+    spent = sorted(
+        ((share, name) for name, share in one.items() if name.startswith("in ") and name != _IDLE), reverse=True
+    )
+    return (
+        f"{one['encoders']} encoders: {one['reached']:.0f} videos/s of {one['offered']:.0f} offered; "
+        f"{one['driver CPU ms']:.2f} CPU ms of the driver a video; a tick that commits {1e3 * one['tick']:.0f} ms, "
+        f"1 in 100 {1e3 * one['slow tick']:.0f} ms; the driver {one['driver MB']:.0f} MB; "
+        f"{one['reports read']:.0f} of {one['reports sent']:.0f} reports/s read, each "
+        f"{1e3 * one['CPU heartbeat actor'] / (one['reports read'] * one['seconds']):.2f} CPU ms; "
+        f"it waits for videos {100 * one.get(_IDLE, 0.0):.0f} % of the time, most of the rest is "
+        + ", ".join(f"{name} {100 * share:.0f} %" for share, name in spent[:3])
+    )
 
 
 def as_table(cells: Sequence[Figures], title: str) -> Table:

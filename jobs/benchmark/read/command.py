@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
-
-from jobs.command import add_json_or_file, count, wide_console
+from jobs.benchmark.machine import machine, machine_line
+from jobs.command import add_json_or_file, count
+from jobs.frame.flags import from_flags
 from jobs.frame.json_document import Done
 
 HELP = "reading tokens out of a cache, beside plain pyarrow"
@@ -31,17 +29,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Measure and show; returns the exit code and the figures."""
-    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch and Arrow load after the flags
-    from jobs.benchmark.read.cache import ReadJob  # noqa: PLC0415
-    from jobs.benchmark.read.times import as_record, as_table, measure  # noqa: PLC0415
+    """Measure and show."""
+    from jobs.benchmark.read.cache import ReadJob  # noqa: PLC0415 - torch and Arrow load after the flags
+    from jobs.benchmark.read.times import as_table, measure  # noqa: PLC0415
 
-    say = partial(Console(stderr=True).print, style="dim", highlight=False)
-    sizes = {field.name: getattr(arguments, field.name) for field in fields(ReadJob)}
-    job = ReadJob(**sizes)
+    job = from_flags(ReadJob, arguments)
     with TemporaryDirectory(dir=arguments.folder) as folder:
-        found = measure(job, Path(folder), say, s3=arguments.s3)
+        found = measure(job, Path(folder), s3=arguments.s3)
     video_mb = 2e-6 * job.tokens * job.hidden
-    title = f"Reading {job.videos} videos of {video_mb:.1f} MB of tokens each, in memory already, {machine_line('cpu')}"
-    wide_console().print(as_table(found, title))
-    return Done(0, as_record(found, job, machine=machine("cpu")))
+    title = f"Reading {job.videos} videos of {video_mb:.1f} MB of tokens each, in memory already, {machine_line()}"
+    ways = [{name: value for name, value in vars(way).items() if name != "read"} for way in found]
+    return Done(0, {"machine": machine("cpu"), "job": job, "ways": ways}, [as_table(found, title)])

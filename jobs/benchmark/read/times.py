@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,13 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 from jobs.benchmark.read.cache import BUCKET, TIER, Counted, ReadJob, make_cache, s3_server
+from jobs.benchmark.shown import figure_table, say
 from pipeline import TokenCache, TokenDataset, pack
 from pipeline.cache.token_shard import Rows, TokenShard
-from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import LocalStore, ObjectStore, Store
 
 BATCH = 8
 COLUMNS = ("rank", "index", "frame", "token", "merged", "density")
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -62,11 +61,8 @@ class TimedReader:
         return self.n_bytes / max(statistics.median(self.cpu_seconds), 1e-9) / 1e9
 
 
-def measure(job: ReadJob, folder: Path, say: Say, *, s3: bool = False) -> list[TimedReader]:
-    """Make the cache below ``folder`` (and on S3), read it in every way, and return the ways with their times.
-
-    ``say`` gets a line before each step.
-    """
+def measure(job: ReadJob, folder: Path, *, s3: bool = False) -> list[TimedReader]:
+    """Make the cache below ``folder`` (and on S3), read it in every way, and return the ways with their times."""
     say(f"making a cache of {job.videos} videos")
     local = LocalStore(folder / "cache")
     make_cache(local, job)
@@ -208,23 +204,13 @@ def _one_thread() -> Iterator[None]:
 
 def as_table(found: Sequence[TimedReader], title: str) -> Table:
     """Render the figures as a table; each way's share is relative to the way it is compared with."""
-    table = Table(title=title, title_justify="left", show_edge=False, caption_justify="left")
-    for name in ("", "GB/s", "of plain", "GB a CPU second", "of plain", "GET"):
-        table.add_column(name, justify="right" if name else "left")
-    by_name = {way.name: way for way in found}
+    by_name, rows = {way.name: way for way in found}, []
     for way in found:
-        plain = by_name.get(way.beside)
-        wall, cpu = shares(way, plain)
-        shown = [
-            f"{way.rate():.2f}",
-            wall,
-            f"{way.cpu_rate():.2f}",
-            cpu,
-            "" if way.requests is None else str(way.requests),
-        ]
-        table.add_row(way.name, *shown)
-    table.caption = "of plain: pyarrow with checksums and memory maps, for the same row groups and columns; on S3 boto3"
-    return table
+        wall, cpu = shares(way, by_name.get(way.beside))
+        requests = "" if way.requests is None else str(way.requests)
+        rows.append((way.name, f"{way.rate():.2f}", wall, f"{way.cpu_rate():.2f}", cpu, requests))
+    note = "of plain: pyarrow with checksums and memory maps, for the same row groups and columns; on S3 boto3"
+    return figure_table(title, ("", "GB/s", "of plain", "GB a CPU second", "of plain", "GET"), rows, note)
 
 
 def shares(way: TimedReader, plain: TimedReader | None) -> tuple[str, str]:
@@ -237,9 +223,3 @@ def shares(way: TimedReader, plain: TimedReader | None) -> tuple[str, str]:
         statistics.median(size * theirs / max(ours, 1e-9) for theirs, ours in zip(*pair, strict=True)) for pair in pairs
     )
     return f"{wall:.0%}", f"{cpu:.0%}"
-
-
-def as_record(found: Sequence[TimedReader], job: ReadJob, **more: Json) -> JsonObject:
-    """Return the figures as JSON-able dicts."""
-    ways = [{name: value for name, value in vars(way).items() if name != "read"} for way in found]
-    return {**more, "job": asdict(job), "ways": ways}

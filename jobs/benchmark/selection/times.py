@@ -5,10 +5,8 @@ Shapes: T frames, N tokens a frame, M = T*N tokens, D hidden size, B budget.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from rich.table import Table
@@ -18,8 +16,9 @@ from torch.nn.functional import normalize
 from gstep import VisualTokens, budget_for, make_pruner
 from gstep.density import ZERO_DISTANCE, spatio_temporal_density
 from gstep.selection.dispatch import fast_density_guided_fps
+from jobs.benchmark.shown import figure_table
+from jobs.benchmark.timing import medians_in_turn
 from jobs.benchmark.tokens import INPUTS
-from pipeline.rows import Json, JsonObject
 
 ALPHA, BETA = 0.5, 1e-6  # those of gstep.prune
 PREFIX = 200  # steps of the loop that are timed where all of them would take too long; all cost the same
@@ -88,18 +87,12 @@ def _measured(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Sele
         "gstep": lambda: whole["gstep"].prune(VisualTokens(tokens_TND), ratio).index,
         "vidcom2": lambda: whole["vidcom2"].prune(VisualTokens(tokens_TND), ratio).index,
     }
-    seconds: dict[str, list[float]] = {form: [] for form in forms}
-    kept: dict[str, Tensor] = {}
     loop(unit_DM, density_M, 1)  # what libraries take on their first use is no form's
     whole["gstep"].prune(VisualTokens(tokens_TND), ratio)
-    for _ in range(repeats):
-        for form, select in forms.items():
-            begun = time.perf_counter()
-            kept[form] = select().cpu()  # waits for a GPU
-            seconds[form].append(time.perf_counter() - begun)
-    medians = {name: statistics.median(runs) for name, runs in seconds.items()}
+    found = medians_in_turn(forms, repeats, Tensor.cpu)
+    medians = {name: seconds for name, (seconds, _) in found.items()}
     medians["loop"] *= max(1, budget - 1) / steps
-    same = torch.isin(kept["selection"][: steps + 1], kept["loop"]).float().mean().item()
+    same = torch.isin(found["selection"][1][: steps + 1], found["loop"][1]).float().mean().item()
     return SelectionTimes(name, n_tokens, ratio, budget, loop_steps=steps, same=same, **medians)
 
 
@@ -125,21 +118,14 @@ def loop(unit_DM: Tensor, density_M: Tensor, steps: int) -> Tensor:
 
 def as_table(times: Sequence[SelectionTimes], title: str) -> Table:
     """Lay out a row an input, size and ratio."""
-    table = Table(title=title, title_justify="left", caption_justify="left", show_edge=False)
     titles = ("tokens of", "M", "kept", "loop", "selection", "times faster", "whole gstep", "vidcom2", "same")
-    for name in titles:
-        table.add_column(name, justify="left" if name == titles[0] else "right", no_wrap=True)
+    rows = []
     for item in times:
         guessed = "~" if item.loop_steps < item.n_kept - 1 else ""
         seconds = (f"{value:.3g}" for value in (item.selection, item.loop / item.selection, item.gstep, item.vidcom2))
-        row = (item.input, f"{item.n_tokens:,}", f"{item.ratio:.0%}", f"{guessed}{item.loop:.3g}", *seconds)
-        table.add_row(*row, f"{item.same:.2%}")
+        about = (item.input, f"{item.n_tokens:,}", f"{item.ratio:.0%}", f"{guessed}{item.loop:.3g}")
+        rows.append((*about, *seconds, f"{item.same:.2%}"))
     inputs = dict.fromkeys(item.input for item in times)
     notes = [f"{name}: {INPUTS[name].note}" for name in inputs]
-    table.caption = "\n".join([*notes, f"~: from the first {PREFIX} steps, which all cost the same"])
-    return table
-
-
-def as_record(times: Sequence[SelectionTimes], **more: Json) -> JsonObject:
-    """Return the times as the JSON document of ``--json``."""
-    return {**more, "times": [asdict(item) for item in times]}
+    notes.append(f"~: from the first {PREFIX} steps, which all cost the same")
+    return figure_table(title, titles, rows, "\n".join(notes))

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
-
-from jobs.command import add_json_or_file, count, file_in_folder, share, wide_console
+from jobs.benchmark.machine import machine, machine_line
+from jobs.benchmark.shown import figure_table, say
+from jobs.command import add_json_or_file, count, file_in_folder, share
 from jobs.frame.json_document import Done
 from pipeline.errors import UsageError
 
@@ -79,42 +79,30 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Measure and show; returns the exit code and the figures."""
+    """Measure and show."""
     if arguments.plot is not None and (arguments.crowd or find_spec("matplotlib") is None):
         raise UsageError("--plot draws the ways of answering and --rates, not --crowd, and needs matplotlib")
-    from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.serving.times import check, device, make_cache  # noqa: PLC0415
+    from jobs.benchmark.serving.times import check, device, make_cache  # noqa: PLC0415 - torch loads after the flags
 
     if arguments.workers is not None:
         from jobs.benchmark.serving import workers  # noqa: PLC0415
 
         shared = workers.measure_workers(arguments.workers, arguments.repeats)
-        wide_console().print(workers.as_table(shared))
-        return Done(0, {**workers.as_record(shared), "machine": machine(device())})
+        return Done(0, {"workers": shared, "machine": machine(device())}, [workers.as_table(shared)])
     check(arguments.modes)
-    console = Console(stderr=True)
+    measured = _ways if arguments.rates is None and arguments.crowd is None else _server
     with TemporaryDirectory() as folder:
         cache = arguments.cache
         if cache is None:
-            console.print("making a cache of the sample clips", style="dim")
+            say("making a cache of the sample clips")
             cache = make_cache(Path(folder) / "cache", arguments.model, arguments.num_frames)
-        if arguments.rates is not None:
-            from jobs.benchmark.serving import open_loop  # noqa: PLC0415
-
-            arrived = open_loop.measure_open(cache, arguments.rates, arguments.questions)
-            wide_console().print(open_loop.as_table(arrived))
-            if arguments.plot is not None:
-                from jobs.benchmark.serving.plot import write_rates  # noqa: PLC0415 - needs the extra benchmark
-
-                write_rates(arrived, arguments.plot)
-            return Done(0, {**open_loop.as_record(arrived), "machine": machine(device())})
-        return _ways(cache, arguments, console) if arguments.crowd is None else _crowd(cache, arguments)
+        done = measured(cache, arguments)
+    return done._replace(record={**done.record, "machine": machine(device())})
 
 
-def _ways(cache: str, arguments: argparse.Namespace, console: Console) -> Done:
-    """Measure the ways of answering, show and draw them."""
-    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - as above
-    from jobs.benchmark.serving.times import as_record, as_table, device, measure  # noqa: PLC0415
+def _ways(cache: str, arguments: argparse.Namespace) -> Done:
+    """Measure the ways of answering, and draw them."""
+    from jobs.benchmark.serving.times import as_table, device, measure  # noqa: PLC0415 - as above
     from jobs.benchmark.serving.ways import Job  # noqa: PLC0415
 
     job = Job(
@@ -128,28 +116,33 @@ def _ways(cache: str, arguments: argparse.Namespace, console: Console) -> Done:
     )
     found = []
     for mode in arguments.modes:
-        console.print(f"{mode}: a process of its own", style="dim")
+        say(f"{mode}: a process of its own")
         found += measure(mode, job)
     title = f"{arguments.model} on {machine_line(device())}"
-    wide_console().print(as_table(found, title))
     if arguments.plot is not None:
         from jobs.benchmark.serving.plot import write_plot  # noqa: PLC0415 - needs the extra benchmark
 
         write_plot(found, title, arguments.plot)
-    return Done(0, as_record(found, job, machine=machine(device())))
+    return Done(0, {"job": job, "measured": found}, [as_table(found, title)])
 
 
-def _crowd(cache: str, arguments: argparse.Namespace) -> Done:
-    """Show how long requests of a crowd wait without and beside a client of large texts."""
-    from rich.table import Table  # noqa: PLC0415
+def _server(cache: str, arguments: argparse.Namespace) -> Done:
+    """Measure how long requests to a server take: those that arrive at given rates, or a crowd's."""
+    if arguments.rates is not None:
+        from jobs.benchmark.serving import open_loop  # noqa: PLC0415
 
-    from jobs.benchmark.serving.crowd import as_record, measure_crowd  # noqa: PLC0415
+        arrived = open_loop.measure_open(cache, arguments.rates, arguments.questions)
+        if arguments.plot is not None:
+            from jobs.benchmark.serving.plot import write_rates  # noqa: PLC0415 - needs the extra benchmark
 
-    table = Table(title=f"{arguments.crowd} requests at once to jobs.serve, {arguments.model}", show_edge=False)
-    for name in ("texts of 5 MB meanwhile", "p50, s", "p99, s"):
-        table.add_column(name, justify="right")
-    found = measure_crowd(cache, arguments.crowd, arguments.repeats)
-    for waited in found:
-        table.add_row(str(waited.n_large), f"{waited.p50_s:.2f}", f"{waited.p99_s:.2f}")
-    wide_console().print(table)
-    return Done(0, as_record(found))
+            write_rates(arrived, arguments.plot)
+        return Done(0, {"open_loop": arrived}, [open_loop.as_table(arrived)])
+    from jobs.benchmark.serving.crowd import measure_crowd  # noqa: PLC0415
+
+    alone, beside = found = measure_crowd(cache, arguments.crowd, arguments.repeats)
+    table = figure_table(
+        f"{arguments.crowd} requests at once to jobs.serve, {arguments.model}",
+        ("texts of 5 MB meanwhile", "p50, s", "p99, s"),
+        [(str(waited.n_large), f"{waited.p50_s:.2f}", f"{waited.p99_s:.2f}") for waited in found],
+    )
+    return Done(0, {"crowd": found, "p99_ratio": beside.p99_s / alone.p99_s}, [table])

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pipeline import TokenCache
@@ -48,11 +48,6 @@ def measure_crowd(cache: str, requests: int, rounds: int) -> list[Waited]:
     """Measure so many requests at once, without and with a client of large texts in turns. Raises RunFailed."""
     with serving(cache) as address:
         return asyncio.run(_measure(address, TokenCache(cache).video_ids, requests, rounds))
-
-
-def as_record(found: list[Waited]) -> JsonObject:
-    """Return the figures as a JSON-able mapping."""
-    return {"crowd": [asdict(waited) for waited in found], "p99_ratio": found[1].p99_s / found[0].p99_s}
 
 
 @contextmanager

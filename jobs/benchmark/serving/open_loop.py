@@ -9,12 +9,13 @@ import re
 import string
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
 from jobs.benchmark.serving.crowd import PATIENCE_S, body, serving
+from jobs.benchmark.shown import figure_table
 from pipeline import TokenCache
 from pipeline.errors import RunFailed
 from pipeline.rows import JsonObject
@@ -201,20 +202,14 @@ def _quantile(ascending: list[float], share: float) -> float:
 
 def as_table(found: list[Arrived]) -> Table:
     """Lay out a row a round."""
-    table = Table(title="requests that arrive by themselves (Poisson), jobs.serve", show_edge=False)
-    for name in ("way", "requests/s", "questions a video", "", "answers/s", "first token p50, s", "p99"):
-        table.add_column(name, justify="left" if name == "way" else "right")
-    for name in ("whole p50, s", "p99"):
-        table.add_column(name, justify="right")
-    table.add_column("parts, s", justify="right")
+    columns = (
+        *("way", "requests/s", "questions a video", "", "answers/s"),
+        *("first token p50, s", "p99", "whole p50, s", "p99", "parts, s"),
+    )
+    rows = []
     for one in found:
         seconds = (one.first_p50_s, one.first_p99_s, one.p50_s, one.p99_s)
         parts = " ".join(f"{part} {took:.3f}" for part, took in one.parts_s.items())
         asked = (one.way, f"{one.rate:g}", str(one.questions), "warm" if one.warm else "cold")
-        table.add_row(*asked, f"{one.answers_per_s:.1f}", *(f"{took:.3f}" for took in seconds), parts)
-    return table
-
-
-def as_record(found: list[Arrived]) -> JsonObject:
-    """Return the figures as a JSON-able mapping."""
-    return {"open_loop": [asdict(one) for one in found]}
+        rows.append((*asked, f"{one.answers_per_s:.1f}", *(f"{took:.3f}" for took in seconds), parts))
+    return figure_table("requests that arrive by themselves (Poisson), jobs.serve", columns, rows)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -23,10 +23,10 @@ from jobs.benchmark.pipeline.processes import ProcessTree
 from jobs.benchmark.serving.cached import CachedWay
 from jobs.benchmark.serving.online import ONLINE, OnlineWay
 from jobs.benchmark.serving.ways import Job, Pass, Way
+from jobs.benchmark.shown import figure_table
 from pipeline.errors import RunFailed
 from pipeline.generate.engines import VLLM
 from pipeline.generate.engines.vllm import check_installed
-from pipeline.rows import JsonObject
 
 _CAUSE = re.compile(r"^.*?\b([A-Z]\w*(?:Error|Exception): .+)$", re.M)  # the last line of a traceback
 
@@ -185,36 +185,19 @@ def _result(about: Measured, cold: Sequence[Pass], warm: Sequence[Pass], peak_mb
 
 def as_table(found: Sequence[Measured], title: str) -> Table:
     """Lay out a row a measurement; ``times`` is the speed-up over vLLM on videos with as many questions a video."""
-    table = Table(title=title, title_justify="left")
-    for name in ("way", "retention", "questions a video", "visual tokens", "requests/s", "warm", "times"):
-        table.add_column(name, justify="left" if name == "way" else "right")
-    for name in ("first token s", "reused", "kB sent", "peak MB"):
-        table.add_column(name, justify="right")
-    online = {one.questions: one.requests_per_s for one in found if one.mode == "online-vllm"}
+    columns = (
+        *("way", "retention", "questions a video", "visual tokens", "requests/s", "warm", "times"),
+        *("first token s", "reused", "kB sent", "peak MB"),
+    )
+    online, rows = {one.questions: one.requests_per_s for one in found if one.mode == "online-vllm"}, []
     for one in found:
         speed, base = one.requests_per_s, online.get(one.questions)
-        table.add_row(
-            one.mode,
-            f"{one.retention_ratio:.0%}",
-            str(one.questions),
-            _shown(one.visual_tokens, ".0f"),
-            _shown(speed, ".2f"),
-            _shown(one.warm_requests_per_s, ".2f"),
-            _shown(speed / base if speed and base else None, ".1f"),
-            _shown(one.first_token_s, ".3f"),
-            _shown(one.reused, ".0%"),
-            _shown(one.sent_kb, ".1f"),
-            _shown(one.peak_mb, ".0f"),
+        figures = (
+            *((one.visual_tokens, ".0f"), (speed, ".2f"), (one.warm_requests_per_s, ".2f")),
+            *((speed / base if speed and base else None, ".1f"), (one.first_token_s, ".3f")),
+            *((one.reused, ".0%"), (one.sent_kb, ".1f"), (one.peak_mb, ".0f")),
         )
-    table.caption = "\n".join(sorted({f"{one.mode}: {one.note}" for one in found if one.note})) or None
-    return table
-
-
-def as_record(found: Sequence[Measured], job: Job, *, machine: dict[str, str | int]) -> JsonObject:
-    """Return the benchmark's JSON document."""
-    return {"machine": machine, "job": asdict(job), "measured": [asdict(one) for one in found]}
-
-
-def _shown(value: float | None, form: str) -> str:
-    """Format a value, "" for None."""
-    return "" if value is None else format(value, form)
+        shown = ("" if value is None else format(value, form) for value, form in figures)
+        rows.append((one.mode, f"{one.retention_ratio:.0%}", str(one.questions), *shown))
+    notes = sorted({f"{one.mode}: {one.note}" for one in found if one.note})
+    return figure_table(title, columns, rows, "\n".join(notes) or None)

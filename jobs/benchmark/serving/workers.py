@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -15,10 +15,10 @@ from rich.table import Table
 from torch import Tensor, distributed
 
 from jobs.benchmark.read.cache import ReadJob, make_cache
+from jobs.benchmark.shown import figure_table
 from pipeline import TokenCache
 from pipeline.errors import RunFailed
 from pipeline.generate.engines.cached_rows import read_packed
-from pipeline.rows import JsonObject
 from pipeline.storage.stores import LocalStore
 
 _MADE = ReadJob(videos=8, tokens=1568, hidden=3584, videos_per_shard=8, repeats=1)  # of 11 MB each
@@ -121,14 +121,7 @@ def _rows(cache: TokenCache, video_id: str, *, reads: bool) -> list[Tensor]:
 
 def as_table(found: list[Shared]) -> Table:
     """Lay out a row a way."""
-    table = Table(title=f"until {found[0].workers} workers hold a video's rows", show_edge=False)
-    for name in ("way", "MB", "ms", "CPU ms of all"):
-        table.add_column(name, justify="left" if name == "way" else "right")
-    for one in found:
-        table.add_row(one.way, f"{one.mb:.1f}", f"{one.ms:.1f}", f"{one.cpu_ms:.1f}")
-    return table
-
-
-def as_record(found: list[Shared]) -> JsonObject:
-    """Return the figures as a JSON-able mapping."""
-    return {"workers": [asdict(one) for one in found]}
+    rows = [(one.way, f"{one.mb:.1f}", f"{one.ms:.1f}", f"{one.cpu_ms:.1f}") for one in found]
+    return figure_table(
+        f"until {found[0].workers} workers hold a video's rows", ("way", "MB", "ms", "CPU ms of all"), rows
+    )

@@ -9,7 +9,9 @@ from typing import TypedDict
 import numpy as np
 from rich.table import Table
 
-from jobs.benchmark.table.times import A_COMMIT, IDENTITY, Say, make_table, seconds_of
+from jobs.benchmark.shown import figure_table, say
+from jobs.benchmark.table.times import A_COMMIT, IDENTITY, make_table
+from jobs.benchmark.timing import seconds_of
 from pipeline.cache.header import fingerprint, header_bytes
 from pipeline.cache.live_rows import TOKENS
 from pipeline.cache.reader import HEADER
@@ -47,8 +49,8 @@ class _OtherDisk(LocalStore):
         return False
 
 
-def measure(videos: int, shard_bytes: int, folder: Path, say: Say) -> SharingTimes:
-    """Make two caches below ``folder``, merge and compare them; ``say`` gets a line before each step."""
+def measure(videos: int, shard_bytes: int, folder: Path) -> SharingTimes:
+    """Make two caches below ``folder``, merge and compare them."""
     first, second = LocalStore(folder / "first"), LocalStore(folder / "second")
     for place, store in enumerate((first, second)):
         say(f"making {store.root.name}: {videos:,} videos")
@@ -88,12 +90,11 @@ def _make(store: LocalStore, first: int, videos: int, shard_bytes: int, seed: in
 
 def as_table(found: SharingTimes, title: str) -> Table:
     """Render the figures as a table."""
-    table = Table(title=title, title_justify="left", show_edge=False)
-    for name in ("", "seconds", "MB copied"):
-        table.add_column(name, justify="right" if name else "left")
     shards = f"{found['shards']:,} token shards, {found['shard_bytes'] / 1e6:,.0f} MB"
-    table.add_row(f"merge, {shards} linked", f"{found['link_s']:.1f}", "0")
-    table.add_row("merge, copied", f"{found['copy_s']:.1f}", f"{found['copied_bytes'] / 1e6:,.0f}")
-    table.add_row("diff of the two", f"{found['diff_s']:.1f}", "")
-    table.add_row("diff of one and the merged one", f"{found['diff_merged_s']:.1f}", "")
-    return table
+    rows = [
+        (f"merge, {shards} linked", f"{found['link_s']:.1f}", "0"),
+        ("merge, copied", f"{found['copy_s']:.1f}", f"{found['copied_bytes'] / 1e6:,.0f}"),
+        ("diff of the two", f"{found['diff_s']:.1f}", ""),
+        ("diff of one and the merged one", f"{found['diff_merged_s']:.1f}", ""),
+    ]
+    return figure_table(title, ("", "seconds", "MB copied"), rows)

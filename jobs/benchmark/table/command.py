@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
-
+from jobs.benchmark.machine import machine, machine_line
 from jobs.benchmark.sizes import add_folder
-from jobs.command import add_json_or_file, count, wide_console
+from jobs.command import add_json_or_file, count
 from jobs.frame.json_document import Done
 
 HELP = "opening a cache of millions of videos, finding one, resuming, merging"
@@ -25,13 +23,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Measure and show; returns the exit code and the figures."""
-    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - Arrow loads after the flags
-    from jobs.benchmark.table.times import as_table, measure  # noqa: PLC0415
+    """Measure and show."""
+    from jobs.benchmark.table.times import as_table, measure  # noqa: PLC0415 - Arrow loads after the flags
 
-    say = partial(Console(stderr=True).print, style="dim", highlight=False)
     with TemporaryDirectory(dir=arguments.folder) as folder:
-        found = measure(arguments.videos, arguments.request_ms / 1e3, Path(folder), say)
-    title = f"The table of {arguments.videos:,} made-up videos, {machine_line('cpu')}"
-    wide_console().print(as_table(found, arguments.request_ms, title))
-    return Done(0, {**found, "machine": machine("cpu")})
+        found = measure(arguments.videos, arguments.request_ms / 1e3, Path(folder))
+    title = f"The table of {arguments.videos:,} made-up videos, {machine_line()}"
+    return Done(0, {**found, "machine": machine("cpu")}, [as_table(found, arguments.request_ms, title)])

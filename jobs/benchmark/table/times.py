@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
 from rich.table import Table
 
 from jobs.benchmark.peak_memory import peak_memory
+from jobs.benchmark.shown import figure_table, say
+from jobs.benchmark.timing import seconds_of
 from pipeline.cache.header import CacheIdentity, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS, keyed
@@ -30,8 +32,6 @@ from pipeline.storage.stores import LocalStore, Store
 FOUND = 50  # videos looked up
 A_COMMIT = 22  # videos of a commit
 _FRAMES = 32
-Say = Callable[[str], None]
-V = TypeVar("V")
 
 
 class TableTimes(TypedDict):
@@ -99,8 +99,8 @@ class Far:
         return map(self.read, names)
 
 
-def measure(videos: int, request_s: float, folder: Path, say: Say) -> TableTimes:
-    """Make the tables below ``folder`` and measure everything; ``say`` gets a line before each step."""
+def measure(videos: int, request_s: float, folder: Path) -> TableTimes:
+    """Make the tables below ``folder`` and measure everything."""
     store = LocalStore(folder)
     store.put(HEADER, header_bytes({"schema_version": SCHEMA_VERSION, "identity": IDENTITY, "newline": None}))
     say(f"making the rows of {videos:,} videos")
@@ -147,13 +147,6 @@ def _page(folder: Path) -> tuple[float, float]:
     page = folder / "page.html"
     seconds, _ = seconds_of(partial(write_cache_page, TokenCache(folder), page))
     return seconds, page.stat().st_size / 1e3
-
-
-def seconds_of(work: Callable[[], V]) -> tuple[float, V]:
-    """Run ``work`` and return its wall seconds and its result."""
-    started = time.perf_counter()
-    done = work()
-    return time.perf_counter() - started, done
 
 
 def _id(number: int) -> str:
@@ -222,19 +215,18 @@ def make_table(
 
 def as_table(found: TableTimes, request_ms: float, title: str) -> Table:
     """Render the figures as a table."""
-    table = Table(title=title, title_justify="left", show_edge=False)
-    for name in ("", "seconds", "requests", "memory, MB"):
-        table.add_column(name, justify="right" if name else "left")
 
-    def row(what: str, seconds: float, requests: int | None = None, memory: float | None = None) -> None:
+    def row(what: str, seconds: float, requests: int | None = None, memory: float | None = None) -> tuple[str, ...]:
         told = ("" if requests is None else str(requests), "" if memory is None else f"{memory:,.0f}")
-        table.add_row(what, f"{seconds:.3g}", *told)
+        return (what, f"{seconds:.3g}", *told)
 
-    row(f"open it: {found['files']} files, {found['n_bytes'] / 1e9:.2f} GB", found["open_s"])
-    row("find a video and read its row", found["find_s"], None, found["find_mb"])
-    row(f"open it, {request_ms:g} ms a request", found["far_open_s"], found["far_open_requests"])
-    row(f"find a video, {request_ms:g} ms a request", found["far_find_s"], found["far_find_requests"])
-    row("what a run that resumes reads", found["resume_s"], None, found["resume_mb"])
-    row(f"write its page, {found['page_kb']:,.0f} kB", found["page_s"])
-    row(f"merge {WAITING} commits", found["merge_s"])
-    return table
+    rows = [
+        row(f"open it: {found['files']} files, {found['n_bytes'] / 1e9:.2f} GB", found["open_s"]),
+        row("find a video and read its row", found["find_s"], None, found["find_mb"]),
+        row(f"open it, {request_ms:g} ms a request", found["far_open_s"], found["far_open_requests"]),
+        row(f"find a video, {request_ms:g} ms a request", found["far_find_s"], found["far_find_requests"]),
+        row("what a run that resumes reads", found["resume_s"], None, found["resume_mb"]),
+        row(f"write its page, {found['page_kb']:,.0f} kB", found["page_s"]),
+        row(f"merge {WAITING} commits", found["merge_s"]),
+    ]
+    return figure_table(title, ("", "seconds", "requests", "memory, MB"), rows)

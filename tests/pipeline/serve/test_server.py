@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from jobs import compact, remove
-from jobs.benchmark.serving.open_loop import as_record, as_table, measure_at
+from jobs.benchmark.serving.open_loop import as_table, measure_at
 from jobs.benchmark.serving.plot import write_rates
 from pipeline import TokenCache
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
@@ -316,7 +316,7 @@ def test_the_benchmark_measures_each_rate_cold_and_warm(cache, address):
         assert one.answers_per_s > 0
         assert one.parts_s.keys() == {"read", "queue", "prefill", "decode"} and one.parts_s["prefill"] > 0
         assert (one.parts_s["read"] > 0) == (one.way == "names" and not one.warm)  # rows of a share are read once
-    assert len(as_table(found).rows) == len(as_record(found)["open_loop"]) == 16
+    assert len(as_table(found).rows) == len(found) == 16
 
 
 def test_the_benchmark_doubles_the_rate_until_the_server_is_saturated(cache, address, tmp_path):
