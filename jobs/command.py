@@ -229,7 +229,8 @@ def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, ref
         return Done(2, error_record(error, said))
     if not isinstance(done, Done):
         done = Done(done, {})
-    return Done(done.exit_code, {"exit_code": done.exit_code, **done.record})
+    whole = done.record if isinstance(done.record, Sequence) else {"exit_code": done.exit_code, **done.record}
+    return Done(done.exit_code, whole)
 
 
 @contextmanager

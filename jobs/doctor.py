@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -14,8 +12,8 @@ from rich.text import Text
 from gstep.lazy import importing_much
 from jobs.command import LogConsole, Parser, exit_code_of, wide_console
 from jobs.frame.flags import add_flags, from_flags
-from jobs.frame.json_document import Done, add_json, print_lines, stdout_as_stderr
-from pipeline.errors import RunFailed, UsageError
+from jobs.frame.json_document import Done, add_json
+from pipeline.errors import RunFailed
 from pipeline.prune.config import PruneConfig
 
 if TYPE_CHECKING:
@@ -43,18 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with importing_much():
             from pipeline.doctor.doctor import examine  # noqa: PLC0415 - --help needs neither torch nor Ray
 
-        config, found = from_flags(PruneConfig, arguments), []
-        with stdout_as_stderr() if arguments.json else nullcontext():
-            for finding in examine(config, lambda line: console.print(line, style="dim")):
-                found.append(finding)
-                console.print(_line(finding))
-        if arguments.json:
-            print_lines([json.dumps([vars(finding) for finding in found], indent=2)])
-        else:
+        found = []
+        for finding in examine(from_flags(PruneConfig, arguments), lambda line: console.print(line, style="dim")):
+            found.append(finding)
+            console.print(_line(finding))
+        if arguments.json is None:
             wide_console().print(_page(found))
-        return Done(1 if any(finding.state == "wrong" for finding in found) else 0, {})
+        return Done(1 if any(finding.state == "wrong" for finding in found) else 0, found)
 
-    return exit_code_of(look, console, failed=(RunFailed,), refused=(UsageError,))
+    return exit_code_of(look, console, failed=(RunFailed,), document=arguments.json)
 
 
 def _line(finding: Finding) -> Text:

@@ -85,8 +85,7 @@ def _recode(config: RecodeConfig, console: Console) -> Done:
         check_place(out, what.header)
         return gate_recoding(what, config.gate, config.model, objects, say)
 
-    done = rewrite_cache(config.cache, place, config, console, planned)
-    return Done(done.exit_code, {"cache": config.cache, **done.record})
+    return rewrite_cache("cache", config.cache, place, config, console, planned)
 
 
 if __name__ == "__main__":

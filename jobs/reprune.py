@@ -77,8 +77,7 @@ def _reprune(config: RepruneConfig, console: Console) -> Done:
 
     assert config.whole is not None and config.out is not None
     of = (config.pruner, config.pruner_params(), config.retention_ratio, config.seed, config.token_codec, config.out)
-    done = rewrite_cache(config.whole, config.out, config, console, lambda source, *_: repruning(source, *of))
-    return Done(done.exit_code, {"whole": config.whole, **done.record})
+    return rewrite_cache("whole", config.whole, config.out, config, console, lambda source, *_: repruning(source, *of))
 
 
 if __name__ == "__main__":

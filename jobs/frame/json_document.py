@@ -22,10 +22,13 @@ HELP = "print one JSON document on stdout, for an error too, and everything else
 
 
 class Done(NamedTuple):
-    """The result of a command: its exit code, what else its JSON document holds, and what a benchmark prints."""
+    """The result of a command: its exit code, what else its JSON document holds, and what a benchmark prints.
+
+    A record that is a list is the whole document.
+    """
 
     exit_code: int
-    record: Mapping[str, object]
+    record: Mapping[str, object] | Sequence[object]
     printed: Sequence[RenderableType] = ()
 
 
@@ -39,7 +42,7 @@ def error_record(error: BaseException, message: str = "") -> JsonObject:
     return {"error": {"class": type(error).__name__, "message": message or str(error)}}
 
 
-def write_document(target: Path | None, record: Mapping[str, object]) -> None:
+def write_document(target: Path | None, record: Mapping[str, object] | Sequence[object]) -> None:
     """Write ``record`` as JSON to stdout (STDOUT), to a file, or (None) nowhere. Raises OSError.
 
     The document is strict JSON in ASCII: a number that is not finite becomes null.

@@ -76,8 +76,11 @@ def saying(console: Console) -> Say:
     return partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
 
-def rewrite_cache(place: str, out: str, config: S3Options, console: Console, planned: Planned) -> Done:
-    """Make the cache ``out`` of another as ``planned``, or continue it; print what was done and return the record."""
+def rewrite_cache(name: str, place: str, out: str, config: S3Options, console: Console, planned: Planned) -> Done:
+    """Make the cache ``out`` of another as ``planned``, or continue it; print what was done and return the record.
+
+    ``name`` is what the command calls the other cache, whose place is ``place``.
+    """
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
     from pipeline.rewrite.rewrite import rewrite  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
@@ -88,4 +91,4 @@ def rewrite_cache(place: str, out: str, config: S3Options, console: Console, pla
     done = rewrite(what, made, say)
     for line in done.lines():
         say(line)
-    return Done(1 if done.failed else 0, {"out": out, "gate": what.header.get("gate"), **asdict(done)})
+    return Done(1 if done.failed else 0, {name: place, "out": out, "gate": what.header.get("gate"), **asdict(done)})

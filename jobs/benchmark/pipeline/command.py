@@ -33,6 +33,7 @@ from jobs.benchmark.sizes import add_folder
 from jobs.command import add_json_or_file, count, file_in_folder
 from jobs.frame.json_document import Done
 from pipeline.errors import UsageError
+from pipeline.rows import JsonObject
 
 HELP = "the whole job beside a plain DataLoader loop"
 
@@ -81,18 +82,15 @@ def run(arguments: argparse.Namespace) -> Done:
     """Measure and show."""
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
+    about = {"machine": machine("cpu"), "cpus": os.cpu_count()}
     if arguments.driver is not None:
-        done = _driver(arguments)
-    elif arguments.forms is not None:
-        done = _forms(arguments)
-    elif arguments.simulate is not None:
-        done = _simulated(arguments)
-    else:
-        done = _measured(arguments)
-    return done._replace(record={"machine": machine("cpu"), "cpus": os.cpu_count(), **done.record})
+        return _driver(arguments, about)
+    if arguments.forms is not None:
+        return _forms(arguments, about)
+    return _measured(arguments, about) if arguments.simulate is None else _simulated(arguments, about)
 
 
-def _measured(arguments: argparse.Namespace) -> Done:
+def _measured(arguments: argparse.Namespace, about: JsonObject) -> Done:
     """Measure every combination of frames, encoder seconds and nodes."""
     from jobs.benchmark.pipeline.measure import compare, measure  # noqa: PLC0415 - NumPy loads after the flags
     from jobs.benchmark.pipeline.report import as_table, cell  # noqa: PLC0415
@@ -112,10 +110,10 @@ def _measured(arguments: argparse.Namespace) -> Done:
         from jobs.benchmark.pipeline.plot import write_plot  # noqa: PLC0415 - needs the extra benchmark
 
         write_plot(cells, title, arguments.plot)
-    return Done(0, {"cells": cells}, [as_table(cells, title)])
+    return Done(0, {**about, "cells": cells}, [as_table(cells, title)])
 
 
-def _driver(arguments: argparse.Namespace) -> Done:
+def _driver(arguments: argparse.Namespace, about: JsonObject) -> Done:
     """Measure what the driver takes for a video, and how many videos come out here, where processes share the CPUs."""
     from jobs.benchmark.pipeline.measure import of_a_video_more  # noqa: PLC0415 - NumPy loads after the flags
 
@@ -129,7 +127,7 @@ def _driver(arguments: argparse.Namespace) -> Done:
         f"processes on {os.cpu_count()} CPUs; {driver_ms:.2f} CPU ms of the driver, so {1e3 / driver_ms:.0f} videos/s "
         f"of one core; {found['peak MB']:.0f} MB of all processes at most"
     )
-    return Done(0, {"encoders": encoders, "a_video": found}, [line])
+    return Done(0, {**about, "encoders": encoders, "a_video": found}, [line])
 
 
 def _few_and_many(numbers: Sequence[int], flag: str) -> tuple[int, int]:
@@ -140,7 +138,7 @@ def _few_and_many(numbers: Sequence[int], flag: str) -> tuple[int, int]:
     return few, many
 
 
-def _forms(arguments: argparse.Namespace) -> Done:
+def _forms(arguments: argparse.Namespace, about: JsonObject) -> Done:
     """Measure what a video more takes the job, and its store, where the same videos lie in several forms."""
     from jobs.benchmark.pipeline.measure import compare, run_child, slope  # noqa: PLC0415 - NumPy loads after the flags
     from jobs.benchmark.pipeline.report import form_line  # noqa: PLC0415
@@ -155,10 +153,10 @@ def _forms(arguments: argparse.Namespace) -> Done:
         runs.append(compare(sized, arguments.folder, run_child, arguments.repeats))
     found = {one.name: slope(runs[0][one.name], runs[1][one.name], many - few) for one in works}
     lines = [f"{name}: {form_line(figures, found[FOLDER])}" for name, figures in found.items()]
-    return Done(0, {"a_video": found}, lines)
+    return Done(0, {**about, "a_video": found}, lines)
 
 
-def _simulated(arguments: argparse.Namespace) -> Done:
+def _simulated(arguments: argparse.Namespace, about: JsonObject) -> Done:
     """Measure what the driver reaches with each number of simulated encoders, and where its time goes."""
     from jobs.benchmark.pipeline.measure import run_child  # noqa: PLC0415 - NumPy loads after the flags
     from jobs.benchmark.pipeline.report import simulation_line  # noqa: PLC0415
@@ -170,4 +168,4 @@ def _simulated(arguments: argparse.Namespace) -> Done:
         one = run_child(replace(work, videos=videos, request_s=arguments.request_ms / 1e3))
         found.append({"encoders": encoders, **one})
         say(f"{encoders} encoders: done")
-    return Done(0, {"simulated": found}, list(map(simulation_line, found)))
+    return Done(0, {**about, "simulated": found}, list(map(simulation_line, found)))

@@ -96,8 +96,7 @@ def run(arguments: argparse.Namespace) -> Done:
         if cache is None:
             say("making a cache of the sample clips")
             cache = make_cache(Path(folder) / "cache", arguments.model, arguments.num_frames)
-        done = measured(cache, arguments)
-    return done._replace(record={**done.record, "machine": machine(device())})
+        return measured(cache, arguments)
 
 
 def _ways(cache: str, arguments: argparse.Namespace) -> Done:
@@ -123,11 +122,14 @@ def _ways(cache: str, arguments: argparse.Namespace) -> Done:
         from jobs.benchmark.serving.plot import write_plot  # noqa: PLC0415 - needs the extra benchmark
 
         write_plot(found, title, arguments.plot)
-    return Done(0, {"job": job, "measured": found}, [as_table(found, title)])
+    return Done(0, {"machine": machine(device()), "job": job, "measured": found}, [as_table(found, title)])
 
 
 def _server(cache: str, arguments: argparse.Namespace) -> Done:
     """Measure how long requests to a server take: those that arrive at given rates, or a crowd's."""
+    from jobs.benchmark.serving.times import device  # noqa: PLC0415 - as above
+
+    about = {"machine": machine(device())}
     if arguments.rates is not None:
         from jobs.benchmark.serving import open_loop  # noqa: PLC0415
 
@@ -136,7 +138,7 @@ def _server(cache: str, arguments: argparse.Namespace) -> Done:
             from jobs.benchmark.serving.plot import write_rates  # noqa: PLC0415 - needs the extra benchmark
 
             write_rates(arrived, arguments.plot)
-        return Done(0, {"open_loop": arrived}, [open_loop.as_table(arrived)])
+        return Done(0, {**about, "open_loop": arrived}, [open_loop.as_table(arrived)])
     from jobs.benchmark.serving.crowd import measure_crowd  # noqa: PLC0415
 
     alone, beside = found = measure_crowd(cache, arguments.crowd, arguments.repeats)
@@ -145,4 +147,4 @@ def _server(cache: str, arguments: argparse.Namespace) -> Done:
         ("texts of 5 MB meanwhile", "p50, s", "p99, s"),
         [(str(waited.n_large), f"{waited.p50_s:.2f}", f"{waited.p99_s:.2f}") for waited in found],
     )
-    return Done(0, {"crowd": found, "p99_ratio": beside.p99_s / alone.p99_s}, [table])
+    return Done(0, {**about, "crowd": found, "p99_ratio": beside.p99_s / alone.p99_s}, [table])

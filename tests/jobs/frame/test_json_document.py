@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jobs import compact, evaluate, generate, inspect, prune, serve, verify
+from jobs import compact, doctor, evaluate, generate, inspect, prune, serve, verify
 from jobs.benchmark import __main__ as benchmark
 from jobs.command import exit_code_of
 from jobs.frame.json_document import STDOUT, Done, print_lines, write_document
@@ -103,7 +103,7 @@ def test_a_reader_that_has_read_enough_is_no_error():
 
 COMMANDS = {
     "prune": prune, "generate": generate, "evaluate": evaluate, "inspect": inspect, "verify": verify,
-    "compact": compact, "serve": serve, "benchmark": benchmark,
+    "compact": compact, "serve": serve, "benchmark": benchmark, "doctor": doctor,
 }  # fmt: skip
 
 
@@ -127,6 +127,7 @@ def test_a_mistyped_flag_is_a_document_on_every_command(name, capsys):
         ("inspect", ["/no/cache"], "NotACache"),
         ("verify", ["/no/cache"], "NotACache"),
         ("compact", ["/no/cache"], "NotACache"),
+        ("doctor", ["--num-frames", "0"], "UsageError"),
     ],
 )
 def test_a_refusal_is_a_document_on_every_command(name, argv, named, capsys):
