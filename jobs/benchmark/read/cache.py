@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from jobs.benchmark.server import served
 from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import KeptTokens, PrunedVideo, commit, write_token_shard
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import UsageError
 from pipeline.rows import VideoRecord
 from pipeline.storage.s3 import Objects, Slice
 from pipeline.storage.stores import Store
@@ -111,29 +108,9 @@ def s3_server() -> Iterator[tuple[Counted, Any]]:
         raise UsageError("--s3 needs moto and boto3: pip install 'moto[server]' boto3")
     import boto3  # noqa: PLC0415 - only with --s3
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     settings = {"aws_access_key_id": "read", "aws_secret_access_key": "read", "region_name": "us-east-1"}
-    settings["endpoint_url"] = f"http://127.0.0.1:{port}"
-    try:
-        _wait(server, port)
+    with served("moto.server", "-H", "127.0.0.1", "-p", ready="/moto-api/", patience_s=_START_S) as address:
+        settings["endpoint_url"] = address
         client = boto3.client("s3", **settings)
         client.create_bucket(Bucket=BUCKET)
         yield Counted(patience=1.0, **settings), client
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _wait(server: subprocess.Popen[bytes], port: int) -> None:
-    """Wait until the server listens on its port. Raises RunFailed if it does not in time."""
-    until = time.monotonic() + _START_S
-    while time.monotonic() < until and server.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise RunFailed(f"moto's server did not start within {_START_S:.0f} s")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from jobs.benchmark.server import served
 from pipeline import TokenCache
 from pipeline.errors import RunFailed
 from pipeline.rows import JsonObject
@@ -50,41 +47,29 @@ def measure_crowd(cache: str, requests: int, rounds: int) -> list[Waited]:
         return asyncio.run(_measure(address, TokenCache(cache).video_ids, requests, rounds))
 
 
-@contextmanager
-def serving(cache: str) -> Iterator[str]:
-    """Start ``jobs.serve``, yield its address when it is ready, and end it. Raises RunFailed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jobs.serve", cache, "--port", str(port)]
-    with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            address = f"http://127.0.0.1:{port}"
-            asyncio.run(_until_ready(address, server))
-            yield address
-        except RunFailed as error:
-            log.seek(0)
-            raise RunFailed(f"{error}: {log.read()[-2000:]}") from error
-        finally:
-            server.terminate()
-            server.wait()
+def serving(cache: str) -> AbstractContextManager[str]:
+    """Serve a cache by ``jobs.serve`` in this context, which has its address. Raises RunFailed."""
+    return served("jobs.serve", cache, "--port", ready="/ready", patience_s=PATIENCE_S)
 
 
-async def _until_ready(address: str, server: subprocess.Popen[bytes]) -> None:
-    """Wait until the server says that it is ready. Raise RunFailed where its process ends or takes too long."""
+@asynccontextmanager
+async def client_of(address: str, key: str = "") -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+    """Yield a client of a server for any number of requests at once, and the name of the server's model."""
     import httpx  # noqa: PLC0415 - comes with vLLM
 
-    deadline = time.monotonic() + PATIENCE_S
-    async with httpx.AsyncClient() as client:
-        while server.poll() is None and time.monotonic() < deadline:
-            try:
-                if (await client.get(f"{address}/ready")).status_code == httpx.codes.OK:
-                    return
-            except httpx.TransportError:
-                pass  # it does not listen yet
-            await asyncio.sleep(0.5)
-    raise RunFailed("jobs.serve did not become ready")
+    limits = httpx.Limits(max_connections=None)
+    # A connection a request: the server may close one that rests in the very moment in which it is used again.
+    headers = {"connection": "close", **({"authorization": f"Bearer {key}"} if key else {})}
+    async with httpx.AsyncClient(base_url=address, limits=limits, headers=headers, timeout=PATIENCE_S) as client:
+        yield client, (await client.get("/v1/models")).json()["data"][0]["id"]
+
+
+async def answered(client: httpx.AsyncClient, request: JsonObject) -> httpx.Response:
+    """Return the whole answer to a chat request. Raises RunFailed where there is none."""
+    answer = await client.post("/v1/chat/completions", json=request)
+    if answer.is_error:
+        raise RunFailed(f"jobs.serve answers {answer.status_code}: {answer.text[:500]}")
+    return answer
 
 
 async def _measure(address: str, videos: list[str], requests: int, rounds: int) -> list[Waited]:
@@ -92,14 +77,8 @@ async def _measure(address: str, videos: list[str], requests: int, rounds: int) 
 
     Of each round the median and the 99th percentile are taken, and of all rounds the medians of these.
     """
-    import httpx  # noqa: PLC0415
-
-    limits, seconds = httpx.Limits(max_connections=requests + 1), {False: list[list[float]](), True: []}
-    n_large = 0
-    # A connection a request: the server may close one that rests in the very moment in which it is used again.
-    once = {"connection": "close"}
-    async with httpx.AsyncClient(base_url=address, limits=limits, headers=once, timeout=PATIENCE_S) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+    seconds, n_large = {False: list[list[float]](), True: []}, 0
+    async with client_of(address) as (client, model):
         await _ask(client, model, videos[0])
         for _ in range(rounds):
             for large, of_rounds in seconds.items():
@@ -131,9 +110,7 @@ def body(model: str, video_id: str | None, text: str) -> JsonObject:
 async def _ask(client: httpx.AsyncClient, model: str, video_id: str) -> float:
     """Ask about a video and return the seconds until the answer. Raises RunFailed where there is none."""
     started = time.monotonic()
-    answer = await client.post("/v1/chat/completions", json=body(model, video_id, "What happens?"))
-    if answer.is_error:
-        raise RunFailed(f"jobs.serve answers {answer.status_code}: {answer.text[:500]}")
+    await answered(client, body(model, video_id, "What happens?"))
     return time.monotonic() - started
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
-from jobs.benchmark.serving.crowd import PATIENCE_S, body, serving
+from jobs.benchmark.serving.crowd import answered, body, client_of, serving
 from jobs.benchmark.shown import figure_table
 from pipeline import TokenCache
 from pipeline.errors import RunFailed
@@ -84,15 +84,11 @@ async def measure_at(
     first_rate: float = FIRST_RATE,
 ) -> list[Arrived]:
     """Measure at a running server of a cache, as ``measure_open``. Raises RunFailed."""
-    import httpx  # noqa: PLC0415 - comes with vLLM
-
-    found, limits = list[Arrived](), httpx.Limits(max_connections=None)
-    # A connection a request: the server may close one that rests in the very moment in which it is used again.
-    headers = {"connection": "close", **({"authorization": f"Bearer {key}"} if key else {})}
-    async with httpx.AsyncClient(base_url=address, limits=limits, timeout=PATIENCE_S, headers=headers) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+    found = list[Arrived]()
+    async with client_of(address, key) as (client, model):
         await _ask(client, body(model, cache.video_ids[0], "Hello?"))
-        few, many = [await _n_tokens(client, body(model, None, " a" * count)) for count in (100, 300)]
+        lengths = [await answered(client, body(model, None, " a" * count)) for count in (100, 300)]
+        few, many = (answer.json()["usage"]["prompt_tokens"] for answer in lengths)
         for way in WAYS:
             asking = _Questions(cache, model, way, (many - few) / 200, draw)
             for number in questions:
@@ -166,14 +162,6 @@ async def _round(
         p99_s=_quantile(whole, 0.99),
         parts_s={part: (after[part] - before[part]) / len(asked) for part in after},
     )
-
-
-async def _n_tokens(client: httpx.AsyncClient, request: JsonObject) -> int:
-    """Return how many tokens the prompt of a request has. Raises RunFailed where there is no answer."""
-    answer = await client.post("/v1/chat/completions", json=request)
-    if answer.is_error:
-        raise RunFailed(f"jobs.serve answers {answer.status_code}: {answer.text[:500]}")
-    return int(answer.json()["usage"]["prompt_tokens"])
 
 
 async def _ask(client: httpx.AsyncClient, request: JsonObject) -> tuple[float, float]:
