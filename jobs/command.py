@@ -9,11 +9,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
@@ -133,6 +133,15 @@ class _Version(argparse.Action):
             except metadata.PackageNotFoundError:
                 print(name, "not installed")
         parser.exit()
+
+
+def add_commands(parser: Parser, commands: Mapping[str, ModuleType]) -> None:
+    """Add commands of a command: modules with a line of help (HELP), ``add_flags`` and ``run``, by their names."""
+    parsers = parser.add_subparsers(required=True, metavar="|".join(commands))
+    for name, command in commands.items():
+        flags = parsers.add_parser(name, help=command.HELP, description=command.__doc__)
+        command.add_flags(flags)
+        flags.set_defaults(run=command.run)
 
 
 def run_command(

@@ -10,6 +10,7 @@ from rich.console import Console
 from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
 from jobs.frame.json_document import Done
 from jobs.frame.planning import show_plan
+from jobs.frame.stores import saying
 from pipeline.evaluate.config import EvaluateConfig
 
 EPILOG = """\
@@ -52,8 +53,7 @@ def _evaluate(config: EvaluateConfig, console: Console) -> Done:
         from pipeline.evaluate.evaluate import evaluate, render_evaluation  # noqa: PLC0415
 
     done = evaluate(config, console)
-    out = wide_console()
-    out.print(render_evaluation(done))
+    wide_console().print(render_evaluation(done))
     return Done(done.exit_code(config), done.as_record())
 
 
@@ -62,12 +62,12 @@ def _lay_out(config: EvaluateConfig, console: Console) -> Done:
     from pipeline.evaluate.paper.files import lay_out  # noqa: PLC0415
     from pipeline.evaluate.paper.render import markdown  # noqa: PLC0415
 
-    laid = lay_out(config)
+    laid, say = lay_out(config), saying(console)
     for line in laid.missing:
-        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+        say(f"note: {line}")
     print(markdown(laid.sheets))
     notes = [*dict.fromkeys(note for sheet in laid.sheets for note in sheet.notes)]
-    console.print(f"{laid.out}: {', '.join(laid.files)}", highlight=False, markup=False, soft_wrap=True)
+    say(f"{laid.out}: {', '.join(laid.files)}")
     return Done(0, {"out": laid.out, "files": laid.files, "missing": laid.missing, "notes": notes})
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
 from jobs.frame.json_document import Done
+from jobs.frame.stores import saying
 from pipeline.generate.config import GenerateConfig
 
 EPILOG = """\
@@ -47,7 +48,7 @@ def _generate(config: GenerateConfig, console: Console) -> Done:
     out.print(render_answers(summary))
     rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'
     code = f'from pipeline import read_answers; print(*{rows}, sep="\\n")'
-    out.print(f"\nread the first: python -c {shlex.quote(code)}", markup=False, highlight=False, soft_wrap=True)
+    saying(out)(f"\nread the first: python -c {shlex.quote(code)}")
     ended = summary.exit_code(config.failure_limit(summary.n_questions))
     return Done(ended, {"out": config.out, **summary.as_record()})
 

@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from jobs.command import Parser, exit_code_of, wide_console
 from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import Done, add_json, print_lines
+from jobs.frame.stores import objects_of, saying
 from pipeline.errors import CorruptShard, NotACache, UnknownVideo
 from pipeline.option_values import share
 from pipeline.options import S3Options
@@ -85,11 +86,9 @@ def _inspect(arguments: argparse.Namespace) -> Done:
     """Open the place as a cache or a folder of answers, and show it. Raises an error where it is neither."""
     from pipeline.cache.reader import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    s3 = from_flags(S3Options, arguments)
-    objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
+    objects = objects_of(from_flags(S3Options, arguments))
     store = store_at(arguments.place, objects)
     if store.exists(HEADER):
         return _cache(store, arguments, objects)
@@ -199,7 +198,7 @@ def _failed(failures: Failures, where: JsonObject, arguments: argparse.Namespace
 
 def _written(line: str, where: JsonObject, page: Path, code: int = 0) -> Done:
     """Print where a page was written, and return its record."""
-    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    saying(Console())(line)
     return Done(code, {**where, "page": str(page)})
 
 

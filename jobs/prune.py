@@ -6,7 +6,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.console import Console
 from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
 from jobs.frame.json_document import Done
 from jobs.frame.planning import show_plan
+from jobs.frame.stores import objects_of, saying
 from pipeline.prune.config import PruneConfig
 
 if TYPE_CHECKING:  # --help waits for no Arrow
@@ -71,7 +71,7 @@ def _prune(config: PruneConfig, console: Console) -> Done:
     summary = PruneRun(config, console).carry_out()
     out.print(render(summary))
     inside = f"python -m jobs.inspect {shlex.quote(config.out)}"
-    out.print(f"\nlook inside: {inside}", markup=False, highlight=False, soft_wrap=True)
+    saying(out)(f"\nlook inside: {inside}")
     limit = config.outside_limit(summary.n_videos)
     if summary.n_outside > limit:
         failed = f"failed: {summary.n_outside} of {summary.n_videos} videos failed by what is no fault of theirs"
@@ -85,12 +85,10 @@ def _prune(config: PruneConfig, console: Console) -> Done:
 def _gate(config: PruneConfig, console: Console) -> GateRecord:
     """Compare answers from the cache's tokens with those from bfloat16 tokens (``--gate``); return the result."""
     from pipeline.rewrite.gate import gate_cache  # noqa: PLC0415 - as above
-    from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    return gate_cache(store_at(config.out, objects), config.gate or "", config.model, objects, say)
+    objects = objects_of(config)
+    return gate_cache(store_at(config.out, objects), config.gate or "", config.model, objects, saying(console))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jobs.command import Parser, add_json_or_file, count, wide_console
 from jobs.frame.json_document import Done
-from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores
+from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores, saying
 
 if TYPE_CHECKING:
     from pipeline.storage.s3 import Objects
@@ -103,7 +103,7 @@ def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -
     out = wide_console()
     out.print(render(report))
     if report.repaired is not None and report.repaired.command:
-        out.print(f"\nencode them again: {report.repaired.command}", markup=False, highlight=False, soft_wrap=True)
+        saying(out)(f"\nencode them again: {report.repaired.command}")
     return Done(report.exit_code, report.as_record())
 
 

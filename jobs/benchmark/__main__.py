@@ -19,7 +19,7 @@ from jobs.benchmark.selection import command as selection
 from jobs.benchmark.serving import command as serving
 from jobs.benchmark.sharing import command as sharing
 from jobs.benchmark.table import command as table
-from jobs.command import Parser, exit_code_of, wide_console
+from jobs.command import Parser, add_commands, exit_code_of, wide_console
 from jobs.frame.json_document import Done
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
@@ -41,11 +41,7 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = Parser("python -m jobs.benchmark", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="|".join(_COMMANDS))
-    for name, command in _COMMANDS.items():
-        flags = commands.add_parser(name, help=command.HELP, description=command.__doc__)
-        command.add_flags(flags)
-        flags.set_defaults(run=command.run)
+    add_commands(parser, _COMMANDS)
     arguments = parser.parse_args(argv)
     # The sample clips are read by the selection's benchmark: where they are missing or damaged, it failed.
     return exit_code_of(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import Parser, exit_code_of
+from jobs.command import Parser, add_commands, exit_code_of
 from jobs.testbed import compare, make
 
 EPILOG = """\
@@ -27,11 +27,7 @@ COMMANDS = {"make": make, "compare": compare}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = Parser("python -m jobs.testbed", description=__doc__, epilog=EPILOG)
-    commands = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
-    for name, command in COMMANDS.items():
-        flags = commands.add_parser(name, help=command.HELP, description=command.__doc__)
-        command.add_flags(flags)
-        flags.set_defaults(run=command.run)
+    add_commands(parser, COMMANDS)
     arguments = parser.parse_args(argv)
     console = Console(stderr=True)
     return exit_code_of(lambda: int(arguments.run(arguments, console)), console, failed=(OSError,))

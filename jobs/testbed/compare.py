@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jobs.command import count, file_in_folder
+from jobs.frame.stores import saying
 from pipeline.errors import UsageError
 
 HELP = "one method against others, in each part of the videos, with Holm's rule over all"
@@ -55,5 +56,5 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     text = markdown(found)
     if arguments.out is not None:
         arguments.out.write_text(text, encoding="utf-8")
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    saying(Console())(text)
     return 0

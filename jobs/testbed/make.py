@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jobs.command import count, file_in_folder, seldom
+from jobs.frame.stores import saying
 from pipeline.evaluate.shapes.hardness import HARDNESS
 from pipeline.evaluate.shapes.seeds import SPLIT_NAMES
 
@@ -66,6 +67,5 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.picture is not None:
         paths = sorted((arguments.folder / "data").iterdir())[:_PICTURED]
         write_picture(arguments.picture, [read_mp4(path) for path in paths])
-    line = f"{arguments.videos} videos and {asked} questions are in {arguments.folder}"
-    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    saying(Console())(f"{arguments.videos} videos and {asked} questions are in {arguments.folder}")
     return 0
