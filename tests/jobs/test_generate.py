@@ -182,6 +182,12 @@ def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(one_ray, ca
     assert len({row["run_id"] for row in again.values()}) == 2
 
 
+def test_a_device_that_the_cluster_lacks_is_refused_before_any_row(cache, first, tmp_path, capsys):
+    assert ask(cache, first[0], tmp_path / "o", "--device", "cuda") == 2
+    assert "--device cuda: the Ray cluster has no GPU" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in (tmp_path / "o").rglob("*")] == ["runs"]
+
+
 def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("pipeline.generate.graph.Answerer", HangingAnswerer)
     assert ask(cache, first[0], tmp_path / "o", "--stall-timeout", "30") == 1

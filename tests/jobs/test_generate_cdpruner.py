@@ -110,11 +110,11 @@ EMBEDDED = (("image_embedding", "image_embedding"),)
 def ask(tower, tmp_path):
     """Answer these prompts about the video of a made-up cache; returns the rows."""
 
-    def run(*prompts):
+    def run(*prompts, pruner=CDPruner):
         store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
         rows = [{"question_id": i, "video_id": ["a", "a"], "prompt": text} for i, text in enumerate(prompts)]
         table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), Way(Decoding(max_new_tokens=2)))
-        actor = Answerer(setup_of(store, prunings={"": LatePruning(CDPruner(), 0.1, tower, EMBEDDED)}))
+        actor = Answerer(setup_of(store, prunings={"": LatePruning(pruner(), 0.1, tower, EMBEDDED)}))
         return list(actor.answer([{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]))
 
     return run
@@ -129,16 +129,16 @@ def test_a_question_without_a_word_is_an_error_row_and_costs_no_other(ask):
 
 
 def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(ask, monkeypatch):
-    def poisoned(*_):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    class Poisoned(CDPruner):
+        def select(self, *_):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def exit_at_once(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(CDPruner, "select", poisoned)
     monkeypatch.setattr(gpu_fault.os, "_exit", exit_at_once)
     with pytest.raises(SystemExit, match="70"):
-        ask("What?")
+        ask("What?", pruner=Poisoned)
 
 
 def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):

@@ -12,15 +12,14 @@ from gstep.checkpoints.shipped import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
 from pipeline.errors import IdentityMismatch
-from pipeline.execution import cluster
 from pipeline.execution.claim import Claim
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import EngineSetup, transformers
+from pipeline.generate.engines import EngineSetup
 from pipeline.generate.model import model_of
 from pipeline.generate.request import engine_of, refuse_others
 from pipeline.storage.stores import LocalStore
-from tests.jobs.jobs import forbid_ray
+from tests.jobs.jobs import forbid_models, forbid_ray
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 
@@ -28,20 +27,16 @@ QUESTION = {"question_id": 1, "video_id": "a", "prompt": "What?"}
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys, tmp_path):
+def ask(capsys, tmp_path):
     """Run the command with Ray and the model forbidden; returns the exit code and what it printed."""
-    forbid_ray(monkeypatch)
-
-    def forbidden(*_):
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr(transformers, "load_language_model", forbidden)
 
     def run(*options, rows=(QUESTION,)) -> tuple[int, str]:
         questions = write_questions(tmp_path / "q.jsonl", list(rows))
-        code = generate.main(
-            [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "o"), *options]
-        )
+        argv = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "o"), *options]
+        with pytest.MonkeyPatch.context() as patch:
+            forbid_ray(patch)
+            forbid_models(patch)
+            code = generate.main(argv)
         output = capsys.readouterr()
         return code, " ".join((output.err + output.out).split())
 
@@ -189,15 +184,6 @@ def test_without_a_video_every_question_has_its_row_and_nothing_starts(ask, tmp_
     before = sorted((tmp_path / "o").rglob("*"))
     assert "2 of 2 questions have their answers already" in ask(rows=rows)[1]
     assert sorted((tmp_path / "o").rglob("*")) == before
-
-
-def test_a_device_that_the_cluster_lacks_is_refused_before_any_row(ask, tmp_path, monkeypatch):
-    tiny_cache(tmp_path / "c")
-    monkeypatch.setattr(cluster, "connect", lambda say: None)
-    monkeypatch.setattr(cluster, "wait_for_gpus", lambda *wanted: {"CPU": 2.0})
-    code, text = ask("--device", "cuda", rows=[QUESTION, {**QUESTION, "question_id": 2, "video_id": "gone"}])
-    assert code == 2 and "--device cuda: the Ray cluster has no GPU" in text
-    assert [path.name for path in (tmp_path / "o").rglob("*")] == ["runs"]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_run_records_it_and_who_reads_the_cache_needs_no_such_module(mine, tmp
     assert prune.main(argv) == 0  # nothing is left to do
     wrong = run_here(prune, [*argv, "--pruner-param", "p=2"])
     assert wrong.returncode == 2 and "pruner.params.p: the cache has 1.0, this run 2.0" in wrong.stdout
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(mine)])
+    sys.path.remove(str(mine))
     sys.modules.pop("mine")
     gone = run_here(prune, argv)
     assert gone.returncode == 2 and "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in gone.stdout

@@ -60,10 +60,11 @@ def test_a_mistyped_command_or_choice_gets_the_likely_one(capsys):
 
 def test_the_current_folder_comes_last_on_the_path_of_the_console_script(monkeypatch, tmp_path, by_name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["/a"])
+    monkeypatch.syspath_prepend("/a")  # and the path as it is now again behind the test
+    before = [*sys.path]
     for _ in range(2):
         import_from_here()
-    assert sys.path == ["/a", str(tmp_path)]
+    assert sys.path == [*before, str(tmp_path)]
 
 
 def completions(line: str, tmp_path: Path) -> list[str]:

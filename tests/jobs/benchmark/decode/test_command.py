@@ -16,12 +16,24 @@ from pipeline.video.probe import probe
 
 @pytest.fixture
 def one_clip(monkeypatch):
-    monkeypatch.setattr(clips, "CLIPS", {"h264-small": clips.Clip("libx264", 192, 128, 2, 12)})
+    monkeypatch.setitem(clips.CLIPS, "h264-small", clips.Clip("libx264", 192, 128, 2, 12))
 
 
 def test_all_ways_of_decoding_are_measured_beside_the_least(one_clip, tmp_path, capsys):
     file = tmp_path / "decode.json"
-    argv = ["decode", "--frames", "4", "--repeats", "1", "--folder", str(tmp_path / "clips"), "--json", str(file)]
+    argv = [
+        "decode",
+        "--clips",
+        "small",
+        "--frames",
+        "4",
+        "--repeats",
+        "1",
+        "--folder",
+        str(tmp_path / "clips"),
+        "--json",
+        str(file),
+    ]
     assert benchmark.main(argv) == 0
     (clip,) = json.loads(file.read_text())["clips"]
     assert clip["clip"] == "h264-small" and clip["bytes"] == 4 * 384 * 384 * 3
@@ -37,7 +49,22 @@ def test_all_ways_of_decoding_are_measured_beside_the_least(one_clip, tmp_path, 
 @pytest.mark.slow
 def test_the_whole_job_is_measured_beside_loops(one_clip, tmp_path, capsys):
     file = tmp_path / "decode.json"
-    argv = ["decode", "--frames", "4", "--repeats", "1", "--loop", "1", "6", "--workers", "1", "--json", str(file)]
+    argv = [
+        "decode",
+        "--clips",
+        "small",
+        "--frames",
+        "4",
+        "--repeats",
+        "1",
+        "--loop",
+        "1",
+        "6",
+        "--workers",
+        "1",
+        "--json",
+        str(file),
+    ]
     assert benchmark.main([*argv, "--folder", str(tmp_path / "clips")]) == 0
     (clip,) = json.loads(file.read_text())["clips"]
     per_second = clip["videos_per_s"]
@@ -47,14 +74,13 @@ def test_the_whole_job_is_measured_beside_loops(one_clip, tmp_path, capsys):
 
 
 def test_packets_of_a_long_clip_are_those_of_a_short_one_repeated(monkeypatch, tmp_path):
-    clip = clips.Clip("libx264", 192, 128, 2, 12)
-    monkeypatch.setattr(clips, "LONG_CLIPS", {"long": clip})
-    monkeypatch.setattr(clips, "_ENCODED", 25)
+    monkeypatch.setitem(clips.LONG_CLIPS, "long", clips.Clip("libx264", 96, 64, 25, 12))
     index = probe(str(clips.make_clips(tmp_path, ["long"])["long"]), "mov")
-    assert len(index.timestamps) == 48 and len(index.keyframes) == 4
+    assert len(index.timestamps) == 600 and len(index.keyframes) >= 50
     assert np.allclose(np.diff(index.timestamps), 1 / clips.FPS)
-    frames = np.concatenate(list(PyavDecoder(index).read(np.arange(48))))
-    assert np.array_equal(frames[:24], frames[24:]) and not np.array_equal(frames[:12], frames[12:24])
+    frames = np.concatenate(list(PyavDecoder(index).read(np.arange(600))))
+    assert np.array_equal(frames[:108], frames[492:])  # 492 frames were encoded
+    assert not np.array_equal(frames[:108], frames[108:216])
 
 
 def test_clips_that_there_are_none_of_are_named(capsys):

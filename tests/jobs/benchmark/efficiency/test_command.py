@@ -15,6 +15,7 @@ from jobs.benchmark.efficiency.report import break_even
 from jobs.benchmark.efficiency.setup import KvShape, prepare
 from pipeline.inputs.manifest import read_manifest
 from tests.gstep.language.prompts import video
+from tests.jobs.jobs import forbid_models
 
 MIB = 2**20
 SMALL = {"siglip": None, "random_weights": False, "videos": "sample", "num_frames": 2, "ratios": [0.25]}
@@ -177,7 +178,7 @@ def test_a_config_alone_is_measured_with_random_weights(name, clip, tmp_path):
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(argv, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jobs.benchmark.efficiency.parts.load_language_model", None)
+    forbid_models(monkeypatch)
     code = benchmark.main(["efficiency", *argv])
     assert code == (1 if "--videos" in argv else 2)
     assert said in capsys.readouterr().err
