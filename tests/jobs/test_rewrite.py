@@ -9,7 +9,7 @@ from jobs import prune, recode, remove, reprune, verify
 from pipeline import TokenCache
 from pipeline.cache.codecs.sample import SAMPLE
 from pipeline.cache.reader import UngatedCache
-from pipeline.rewrite import gate
+from tests.pipeline.asking import write_questions
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
@@ -56,7 +56,7 @@ def test_a_cache_of_all_tokens_becomes_what_runs_make(tmp_path):
         assert verify.main([str(tmp_path / place), "--live", "2"]) == 0
 
 
-def test_a_sample_waits_for_a_gate_and_is_gone_with_removed_videos(tmp_path, capsys, monkeypatch):
+def test_a_sample_waits_for_a_gate_and_is_gone_with_removed_videos(tmp_path, capsys):
     (tmp_path / "v").mkdir()
     for clip in CLIPS:
         shutil.copy(sample(clip), tmp_path / "v")
@@ -68,9 +68,9 @@ def test_a_sample_waits_for_a_gate_and_is_gone_with_removed_videos(tmp_path, cap
     assert torch.equal(TokenCache(out).get(kept).index, TokenCache(out / SAMPLE).get(kept).index)
     with pytest.warns(UngatedCache, match="the gate refused it"):
         TokenCache(out)
-    monkeypatch.setattr(gate, "MOST_CHANGED", 1.0)
-    monkeypatch.setattr(gate, "MOST_KL", 10.0)
-    assert prune.main([*argv, "--gate-sample", "1", "--gate"]) == 0
+    rows = [{"question_id": n, "video_id": kept, "prompt": f"What is at {n}?"} for n in range(80)]
+    questions = write_questions(tmp_path / "q.jsonl", rows)
+    assert prune.main([*argv, "--gate-sample", "1", "--gate", str(questions)]) == 0
     assert TokenCache(out).header["gate"]["passed"] and not list((out / SAMPLE).rglob("*.parquet"))
     (tmp_path / "ids").write_text(kept)
     again = tmp_path / "again"
