@@ -201,10 +201,10 @@ def run(work: Work) -> dict[str, float]:
         )
         request = prepare(config, Console(file=StringIO()))
         request.store.put(HEADER, header_bytes(request.header("float32", family_of(request.source).static())))
-        return _streamed(work, request, _planned(work))
+        return _streamed(work, request, planned(work))
 
 
-def _planned(work: Work) -> Resources:
+def planned(work: Work) -> Resources:
     """Plan the stages of a long run on a cluster with so many GPUs."""
     token_bytes = work.frames * _KEPT_BYTES
     shard = videos_for(_SHARD_BYTES, token_bytes, work.frames)
