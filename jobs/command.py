@@ -225,7 +225,7 @@ def exit_code_of(
 
 
 def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, refused: Errors) -> Done:
-    """Run the work and return its exit code and record, after printing the error if it failed or was refused."""
+    """Run the work and return its exit code and record, after printing its result, or the error that ended it."""
     try:
         done = work()
     except failed as error:
@@ -238,6 +238,8 @@ def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, ref
         return Done(2, error_record(error, said))
     if not isinstance(done, Done):
         done = Done(done, {})
+    for one in done.printed:
+        wide_console().print(one, highlight=False)
     whole = done.record if isinstance(done.record, Sequence) else {"exit_code": done.exit_code, **done.record}
     return Done(done.exit_code, whole)
 

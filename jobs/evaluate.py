@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
+from jobs.command import EXIT_CODES, Parser, loading, run_command
 from jobs.frame.json_document import Done
 from jobs.frame.planning import show_plan
 from jobs.frame.stores import saying
@@ -53,8 +53,7 @@ def _evaluate(config: EvaluateConfig, console: Console) -> Done:
         from pipeline.evaluate.evaluate import evaluate, render_evaluation  # noqa: PLC0415
 
     done = evaluate(config, console)
-    wide_console().print(render_evaluation(done))
-    return Done(done.exit_code(config), done.as_record())
+    return Done(done.exit_code(config), done.as_record(), [render_evaluation(done)])
 
 
 def _lay_out(config: EvaluateConfig, console: Console) -> Done:

@@ -61,14 +61,13 @@ def _prune(config: PruneConfig, console: Console) -> Done:
         from pipeline.prune.run import PruneRun  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415
 
-    out = wide_console()
     if config.plan:
         return show_plan(config, console, plan_run)
     if config.dry_run:
         plan = forecast(config, console)
-        out.print(render_forecast(plan))
-        return Done(0, plan.as_record())
+        return Done(0, plan.as_record(), [render_forecast(plan)])
     summary = PruneRun(config, console).carry_out()
+    out = wide_console()
     out.print(render(summary))
     inside = f"python -m jobs.inspect {shlex.quote(config.out)}"
     saying(out)(f"\nlook inside: {inside}")

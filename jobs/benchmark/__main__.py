@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 from rich.console import Console
 
@@ -19,7 +19,7 @@ from jobs.benchmark.selection import command as selection
 from jobs.benchmark.serving import command as serving
 from jobs.benchmark.sharing import command as sharing
 from jobs.benchmark.table import command as table
-from jobs.command import Parser, add_commands, exit_code_of, wide_console
+from jobs.command import Parser, add_commands, exit_code_of
 from jobs.frame.json_document import Done
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
@@ -45,19 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     # The sample clips are read by the selection's benchmark: where they are missing or damaged, it failed.
     return exit_code_of(
-        lambda: _run(arguments),
+        lambda: cast(Done, arguments.run(arguments)),
         Console(stderr=True),
         failed=(ManifestError, RunFailed, VideoFault),
         document=arguments.json,
     )
-
-
-def _run(arguments: argparse.Namespace) -> Done:
-    """Run the benchmark and print what it found."""
-    done: Done = arguments.run(arguments)
-    for one in done.printed:
-        wide_console().print(one, highlight=False)
-    return done
 
 
 if __name__ == "__main__":

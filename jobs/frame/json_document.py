@@ -22,7 +22,7 @@ HELP = "print one JSON document on stdout, for an error too, and everything else
 
 
 class Done(NamedTuple):
-    """The result of a command: its exit code, what else its JSON document holds, and what a benchmark prints.
+    """The result of a command: its exit code, what else its JSON document holds, and what is printed last.
 
     A record that is a list is the whole document.
     """

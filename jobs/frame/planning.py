@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from jobs.command import wide_console
 from jobs.frame.json_document import Done
 from pipeline.plan.estimate import Plan
 from pipeline.plan.options import PlanOptions
@@ -25,7 +24,6 @@ def show_plan(config: C, console: Console, planned: Callable[[C, Console], Plan]
     if config.html is not None:
         check_file(Path(config.html))
     plan = planned(config, console)
-    wide_console().print(render_plan(plan))
     if config.html is not None:
         write_file(Path(config.html), plan_page(plan, config.subject))
-    return Done(0, plan.as_record())
+    return Done(0, plan.as_record(), [render_plan(plan)])

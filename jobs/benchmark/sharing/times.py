@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 from rich.table import Table
@@ -21,27 +21,6 @@ from pipeline.sharing.merge import merge_caches
 from pipeline.storage.stores import LocalStore
 
 
-class SharingTimes(TypedDict):
-    """The figures of two caches of ``videos`` each: wall seconds.
-
-    Attributes:
-        shards, shard_bytes: token shards of both, and their bytes.
-        link_s: merging them where token shards become links.
-        copy_s, copied_bytes: merging them where token shards are copied.
-        diff_s: comparing the first with the second.
-        diff_merged_s: comparing the first with what was merged.
-    """
-
-    videos: int
-    shards: int
-    shard_bytes: int
-    link_s: float
-    copy_s: float
-    copied_bytes: int
-    diff_s: float
-    diff_merged_s: float
-
-
 class _OtherDisk(LocalStore):
     """A folder that takes no links, as one on another file system."""
 
@@ -49,8 +28,12 @@ class _OtherDisk(LocalStore):
         return False
 
 
-def measure(videos: int, shard_bytes: int, folder: Path) -> SharingTimes:
-    """Make two caches below ``folder``, merge and compare them."""
+def measure(videos: int, shard_bytes: int, folder: Path) -> dict[str, float]:
+    """Make two caches of ``videos`` each below ``folder``, merge and compare them.
+
+    Returns wall seconds (``_s``) and bytes: of merging where token shards become links or are copied, and of comparing
+    the first cache with the second and with what was merged.
+    """
     first, second = LocalStore(folder / "first"), LocalStore(folder / "second")
     for place, store in enumerate((first, second)):
         say(f"making {store.root.name}: {videos:,} videos")
@@ -88,7 +71,7 @@ def _make(store: LocalStore, first: int, videos: int, shard_bytes: int, seed: in
     make_table(store, range(first, first + videos), names, fingerprint(IDENTITY))
 
 
-def as_table(found: SharingTimes, title: str) -> Table:
+def as_table(found: Mapping[str, float], title: str) -> Table:
     """Render the figures as a table."""
     shards = f"{found['shards']:,} token shards, {found['shard_bytes'] / 1e6:,.0f} MB"
     rows = [

@@ -29,4 +29,5 @@ def run(arguments: argparse.Namespace) -> Done:
     with TemporaryDirectory(dir=arguments.folder) as folder:
         found = measure(arguments.videos, arguments.request_ms / 1e3, Path(folder))
     title = f"The table of {arguments.videos:,} made-up videos, {machine_line()}"
-    return Done(0, {**found, "machine": machine("cpu")}, [as_table(found, arguments.request_ms, title)])
+    figures = {name: value for step in found for name, value in step.figures.items()}
+    return Done(0, {"videos": arguments.videos, **figures, "machine": machine("cpu")}, [as_table(found, title)])

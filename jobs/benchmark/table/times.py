@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -34,34 +34,14 @@ A_COMMIT = 22  # videos of a commit
 _FRAMES = 32
 
 
-class TableTimes(TypedDict):
-    """The figures of a table of ``videos``: wall seconds, and MB of peak memory growth (None: not known).
+class Step(NamedTuple):
+    """Something that is done with the table, in words, and its figures by their names in the record.
 
-    Attributes:
-        videos: of the table, in ``files`` files of ``n_bytes``.
-        open_s, find_s, find_mb: opening the cache in a folder, then finding a video (the median of FOUND).
-        far_open_s, far_open_requests: opening it where each request takes long.
-        far_find_s, far_find_requests: then finding the first video.
-        resume_s, resume_mb: what a run reads before it knows what is left.
-        page_s, page_kb: writing the page of the whole cache (``jobs.inspect --html``), without videos' own pages.
-        merge_s: merging the small files of so many commits as a run lets wait.
+    Wall seconds end in ``_s``, requests in ``_requests``, and MB of peak memory growth (None: not known) in ``_mb``.
     """
 
-    videos: int
-    files: int
-    n_bytes: int
-    open_s: float
-    find_s: float
-    find_mb: float | None
-    far_open_s: float
-    far_open_requests: int
-    far_find_s: float
-    far_find_requests: int
-    resume_s: float
-    resume_mb: float | None
-    page_s: float
-    page_kb: float
-    merge_s: float
+    what: str
+    figures: Mapping[str, float | None]
 
 
 #: The settings of the made-up rows.
@@ -99,17 +79,18 @@ class Far:
         return map(self.read, names)
 
 
-def measure(videos: int, request_s: float, folder: Path) -> TableTimes:
-    """Make the tables below ``folder`` and measure everything."""
+def measure(videos: int, request_s: float, folder: Path) -> list[Step]:
+    """Make the tables below ``folder`` and measure every step."""
     store = LocalStore(folder)
     store.put(HEADER, header_bytes({"schema_version": SCHEMA_VERSION, "identity": IDENTITY, "newline": None}))
     say(f"making the rows of {videos:,} videos")
     make_table(store, range(videos))
+    files, n_bytes = len(table_files(store, VIDEOS)), sum(file.size for file in store.listed(VIDEOS))
     ids = [_id(number) for number in random.Random(0).sample(range(videos), min(FOUND, videos))]
     say("opening it and finding videos")
     open_s, cache = seconds_of(partial(TokenCache, folder))
-    times = [seconds_of(partial(cache.metadata, video_id))[0] for video_id in ids]
-    far = Far(store, request_s)
+    find_s = median(seconds_of(partial(cache.metadata, video_id))[0] for video_id in ids)
+    far, late = Far(store, request_s), f"{1e3 * request_s:g} ms a request"
     far_open_s, far_cache = seconds_of(partial(TokenCache, folder, store=cast(Store, far)))
     opened = far.requests
     far_find_s, _ = seconds_of(partial(far_cache.metadata, ids[0]))
@@ -117,36 +98,25 @@ def measure(videos: int, request_s: float, folder: Path) -> TableTimes:
     resume_s, ledger = seconds_of(lambda: Ledger(store).refresh())
     assert len(ledger) == videos
     del ledger
-    page_s, page_kb = _page(folder)
-    found: TableTimes = {
-        "videos": videos,
-        "files": len(table_files(store, VIDEOS)),
-        "n_bytes": sum(file.size for file in store.listed(VIDEOS)),
-        "open_s": open_s,
-        "find_s": median(times),
-        "find_mb": peak_memory(lambda: TokenCache(folder).metadata(ids[0])),
-        "far_open_s": far_open_s,
-        "far_open_requests": opened,
-        "far_find_s": far_find_s,
-        "far_find_requests": far.requests - opened,
-        "resume_s": resume_s,
-        "resume_mb": peak_memory(lambda: Ledger(store).refresh()),
-        "page_s": page_s,
-        "page_kb": page_kb,
-        "merge_s": 0.0,
-    }
+    page = folder / "page.html"
+    page_s, _ = seconds_of(partial(write_cache_page, TokenCache(folder), page))
+    page_kb = page.stat().st_size / 1e3
+    find_mb = peak_memory(lambda: TokenCache(folder).metadata(ids[0]))
+    resume_mb = peak_memory(lambda: Ledger(store).refresh())
     say(f"merging {WAITING} commits of {A_COMMIT} videos")
     for number in range(WAITING):
         _commit(store, number, videos + number * A_COMMIT)
-    found["merge_s"] = seconds_of(partial(merge, store, None))[0]
-    return found
-
-
-def _page(folder: Path) -> tuple[float, float]:
-    """Write the page of the whole cache, and return the seconds that it takes and its kB."""
-    page = folder / "page.html"
-    seconds, _ = seconds_of(partial(write_cache_page, TokenCache(folder), page))
-    return seconds, page.stat().st_size / 1e3
+    merge_s, _ = seconds_of(partial(merge, store, None))
+    opening = {"open_s": open_s, "files": files, "n_bytes": n_bytes}
+    return [
+        Step(f"open it: {files} files, {n_bytes / 1e9:.2f} GB", opening),
+        Step("find a video and read its row", {"find_s": find_s, "find_mb": find_mb}),
+        Step(f"open it, {late}", {"far_open_s": far_open_s, "far_open_requests": opened}),
+        Step(f"find a video, {late}", {"far_find_s": far_find_s, "far_find_requests": far.requests - opened}),
+        Step("what a run that resumes reads", {"resume_s": resume_s, "resume_mb": resume_mb}),
+        Step(f"write its page, {page_kb:,.0f} kB", {"page_s": page_s, "page_kb": page_kb}),
+        Step(f"merge {WAITING} commits", {"merge_s": merge_s}),
+    ]
 
 
 def _id(number: int) -> str:
@@ -213,20 +183,12 @@ def make_table(
         store.put(*sorted_file(VIDEOS, level_of(videos), rows, {}, made_with))
 
 
-def as_table(found: TableTimes, request_ms: float, title: str) -> Table:
-    """Render the figures as a table."""
-
-    def row(what: str, seconds: float, requests: int | None = None, memory: float | None = None) -> tuple[str, ...]:
-        told = ("" if requests is None else str(requests), "" if memory is None else f"{memory:,.0f}")
-        return (what, f"{seconds:.3g}", *told)
-
-    rows = [
-        row(f"open it: {found['files']} files, {found['n_bytes'] / 1e9:.2f} GB", found["open_s"]),
-        row("find a video and read its row", found["find_s"], None, found["find_mb"]),
-        row(f"open it, {request_ms:g} ms a request", found["far_open_s"], found["far_open_requests"]),
-        row(f"find a video, {request_ms:g} ms a request", found["far_find_s"], found["far_find_requests"]),
-        row("what a run that resumes reads", found["resume_s"], None, found["resume_mb"]),
-        row(f"write its page, {found['page_kb']:,.0f} kB", found["page_s"]),
-        row(f"merge {WAITING} commits", found["merge_s"]),
-    ]
+def as_table(found: Sequence[Step], title: str) -> Table:
+    """Lay out a row a step."""
+    rows = []
+    for step in found:
+        by_unit = {name.rpartition("_")[2]: value for name, value in step.figures.items()}
+        seconds, requests, memory = (by_unit.get(unit) for unit in ("s", "requests", "mb"))
+        told = ((seconds, ".3g"), (requests, ".0f"), (memory, ",.0f"))
+        rows.append((step.what, *("" if value is None else format(value, form) for value, form in told)))
     return figure_table(title, ("", "seconds", "requests", "memory, MB"), rows)
