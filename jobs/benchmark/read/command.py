@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jobs.benchmark.machine import machine, machine_line
+from jobs.benchmark.sizes import add_folder
 from jobs.command import add_json_or_file, count
 from jobs.frame.flags import from_flags
 from jobs.frame.json_document import Done
@@ -21,9 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
     parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="[22]")
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds; medians are shown [5]")
-    parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="make the cache below it, and remove it [a temporary folder]"
-    )
+    add_folder(parser)
     parser.add_argument("--s3", action="store_true", help="from a server of moto's in a process of its own, too")
     add_json_or_file(parser)
 
