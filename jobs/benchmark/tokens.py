@@ -7,9 +7,8 @@ Shapes: T frames, N tokens a frame, D hidden size, k directions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +22,10 @@ _CUT = 1 / 24  # how likely a frame starts a new scene
 _NOISE = 0.3  # spread of the noise; that of the content is 1
 
 
-class Maker(Protocol):
-    """The type of functions that make tokens of one kind."""
-
-    def __call__(self, n_frames: int, per_frame: int, hidden: int) -> Tensor:
-        """Make tokens [T,N,D] bfloat16, the same for the same sizes."""
-
-
 class Input(NamedTuple):
-    """A kind of made-up tokens: the function that makes them, and a description of a few words."""
+    """A kind of made-up tokens: what makes [T,N,D] bfloat16 of T, N and D, and a description of a few words."""
 
-    make: Maker
+    make: Callable[[int, int, int], Tensor]
     note: str
 
 
@@ -69,12 +61,10 @@ def iid_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
     return tokens
 
 
-INPUTS: Mapping[str, Input] = MappingProxyType(
-    {
-        "structured": Input(structured_tokens, "low-rank content plus noise, made up"),
-        "iid": Input(iid_tokens, "standard normal numbers, the worst case"),
-    }
-)
+INPUTS = {
+    "structured": Input(structured_tokens, "low-rank content plus noise, made up"),
+    "iid": Input(iid_tokens, "standard normal numbers, the worst case"),
+}
 
 
 def sample_clips() -> list[str]:

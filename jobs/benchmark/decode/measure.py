@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -175,8 +176,6 @@ def _child_cpu(sandbox: DecodeSandbox, request: DecodeRequest) -> float:
 
 def _child_times() -> Iterator[float]:
     """Yield the CPU seconds of each thread of the decode child processes started from this process."""
-    import multiprocessing  # noqa: PLC0415
-
     for child in multiprocessing.active_children():
         for schedstat in Path(f"/proc/{child.pid}/task").glob("*/schedstat"):
             yield int(schedstat.read_text(encoding="ascii").split()[0]) / 1e9

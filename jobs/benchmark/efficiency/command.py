@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace) -> Done:
         with closing(Bench(job, Path(folder), seldom(say, _EVERY_S))) as bench:
             found = bench.run()
     rows = [summarise(one) for one in found]
-    title, memory = _title(job, arguments, rows[0].figures["visual_tokens"].median), _memory(job)
+    title = _title(job, arguments, rows[0].figures["visual_tokens"].median)
+    memory = "GPU GiB" if job.runtime.device != "cpu" else "weights + growth of RSS GiB"
     if arguments.latex is not None:
         arguments.latex.write_text(table3(found, title, memory), encoding="utf-8")
     runtime = {"machine": machine(job.runtime.device), "runtime": job.runtime.describe(), "random_weights": job.random}
@@ -88,8 +89,3 @@ def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str
     where = f"{machine_line(runtime.device)}, {runtime.dtype_name}, attention {runtime.attn_implementation}"
     what = f"{arguments.num_frames} frames, {visual_tokens:.0f} visual tokens, {arguments.max_new_tokens} new tokens"
     return f"{model} on {where}; {what}; {len(job.videos)} videos x {job.questions} questions x {job.repeats} repeats"
-
-
-def _memory(job: Job) -> str:
-    """Return the column title for peak memory: which memory the figure counts on this device."""
-    return "GPU GiB" if job.runtime.device != "cpu" else "weights + growth of RSS GiB"

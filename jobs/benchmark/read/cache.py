@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from jobs.benchmark.server import served
-from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
-from pipeline.cache.reader import HEADER
-from pipeline.cache.schema import SCHEMA_VERSION
+from jobs.benchmark.table.times import IDENTITY, begin_cache
+from pipeline.cache.header import fingerprint
 from pipeline.cache.writer import KeptTokens, PrunedVideo, commit, write_token_shard
 from pipeline.errors import UsageError
 from pipeline.rows import VideoRecord
@@ -38,22 +37,12 @@ class ReadJob:
 
 def make_cache(store: Store, job: ReadJob) -> None:
     """Write random bfloat16 tokens in random order of selection, as a run of GSTEP at 25 % does."""
-    identity = {
-        "model": {"type": "llava_onevision", "weights": "none"},
-        "sampling": {},
-        "pruner": {"method": "gstep", "params": {}},
-        "retention_ratio": STORED,
-        "dtype": {"stored": "bfloat16"},
-    }
-    header: Any = {"schema_version": SCHEMA_VERSION, "identity": identity, "newline": None, "hidden_size": job.hidden}
-    made: CacheHeader = header
-    store.make()
-    store.put(HEADER, header_bytes(made))
+    begin_cache(store, job.hidden)
     numbers = np.random.default_rng(0)
     for number, start in enumerate(range(0, job.videos, job.videos_per_shard)):
         places = range(start, min(start + job.videos_per_shard, job.videos))
         rows = write_token_shard([_video(place, job, numbers) for place in places], store=store, run_id="read")
-        commit(store, "read", number, rows, made_with=fingerprint(made["identity"]))
+        commit(store, "read", number, rows, made_with=fingerprint(IDENTITY))
 
 
 def _video(place: int, job: ReadJob, numbers: np.random.Generator) -> PrunedVideo:

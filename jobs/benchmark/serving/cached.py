@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from random import Random
 from statistics import median
 
@@ -24,28 +24,23 @@ from pipeline.generate.engines.vllm import VllmEngine
 CACHED = {"cached-vllm": VLLM, "cached-vllm-rows": VLLM, "text-vllm": VLLM, "cached-transformers": TRANSFORMERS}
 
 
-class Videos:
-    """The cached videos of a round, each read once."""
+Read = Callable[[str], Visual]
 
-    def __init__(self, cache: TokenCache, ratio: float, less: int, *, outlines: bool) -> None:
-        """Take ``less`` tokens of each video fewer than the ratio says, and with ``outlines`` leave their rows out."""
-        self._cache, self._ratio, self._less, self._outlines = cache, ratio, less, outlines
-        self._held: dict[str, Visual] = {}
 
-    def get(self, video_id: str) -> Visual:
-        """Return a video as prompts take it. Raises as TokenCache.get."""
-        if video_id not in self._held:
-            self._held[video_id] = self._read(video_id)
-        return self._held[video_id]
+def reader(cache: TokenCache, ratio: float, less: int, *, outlines: bool) -> Read:
+    """Return what reads the cached videos of a round as prompts take them, each once. It raises as TokenCache.get.
 
-    def _read(self, video_id: str) -> Visual:
-        """Read a video from the cache."""
-        row = self._cache.metadata(video_id)
-        tokens = max(1, int(self._ratio * row["n_total"]) - self._less)
+    It takes ``less`` tokens of each video fewer than the ratio says, and with ``outlines`` leaves their rows out.
+    """
+
+    @functools.cache
+    def read(video_id: str) -> Visual:
+        row = cache.metadata(video_id)
+        tokens = max(1, int(ratio * row["n_total"]) - less)
         share = (tokens + 0.5) / row["n_total"] if tokens < row["n_tokens"] else None
-        if self._outlines:
-            return read_outline(self._cache, row, share, "index")
-        return self._cache.get(video_id, share).visual
+        return read_outline(cache, row, share, "index") if outlines else cache.get(video_id, share).visual
+
+    return read
 
 
 class CachedWay:
@@ -75,17 +70,19 @@ class CachedWay:
         self._rounds[ratio] += 1
         # One more, one less, two more, ...; of all that are stored there is only less.
         less = number if ratio >= self._cache.retention_ratio else (number + 1) // 2 * (-1 if number % 2 else 1)
-        return partial(self._ask, Videos(self._cache, ratio, less, outlines=not self._reads_rows), questions, number)
+        return functools.partial(
+            self._ask, reader(self._cache, ratio, less, outlines=not self._reads_rows), questions, number
+        )
 
     def close(self) -> None:
         """End the engine and its process."""
         self._engine.close()
 
-    def _ask(self, videos: Videos, questions: int, number: int) -> Pass:
+    def _ask(self, read: Read, questions: int, number: int) -> Pass:
         """Build all prompts and ask them."""
         started, sent = time.perf_counter(), self._sent.total if self._sent else 0
         before = getattr(self._engine, "reused_tokens", 0)
-        prompts = self._prompts(videos, questions, number)
+        prompts = self._prompts(read, questions, number)
         firsts: list[float] = []
         most = len(prompts) if self._sent else BATCH_SIZES[TRANSFORMERS]
         for start in range(0, len(prompts), most):
@@ -106,11 +103,11 @@ class CachedWay:
         """Return the visual tokens of a prompt."""
         return self._builder.n_visual(prompt.visuals)
 
-    def _prompts(self, videos: Videos, questions: int, number: int) -> list[Prompt]:
+    def _prompts(self, read: Read, questions: int, number: int) -> list[Prompt]:
         """Build a prompt for each question about each video, or a text of the same length."""
         prompts = []
         for place, video_id in enumerate(self._cache.video_ids):
-            visual = videos.get(video_id)
+            visual = read(video_id)
             built = [self._builder.build(text, [visual]) for text in questions_of(questions)]
             prompts += self._as_texts(built, Random(f"{number} {place}")) if self._words else built
         return prompts

@@ -10,12 +10,11 @@ import numpy as np
 from rich.table import Table
 
 from jobs.benchmark.shown import figure_table, say
-from jobs.benchmark.table.times import A_COMMIT, IDENTITY, make_table
+from jobs.benchmark.table.times import A_COMMIT, IDENTITY, begin_cache, make_table
 from jobs.benchmark.timing import seconds_of
-from pipeline.cache.header import fingerprint, header_bytes
+from pipeline.cache.header import fingerprint
 from pipeline.cache.live_rows import TOKENS
-from pipeline.cache.reader import HEADER
-from pipeline.cache.schema import SCHEMA_VERSION, digest
+from pipeline.cache.schema import digest
 from pipeline.sharing.diff import compare
 from pipeline.sharing.merge import merge_caches
 from pipeline.storage.stores import LocalStore
@@ -61,8 +60,7 @@ def measure(videos: int, shard_bytes: int, folder: Path) -> dict[str, float]:
 
 def _make(store: LocalStore, first: int, videos: int, shard_bytes: int, seed: int) -> None:
     """Make a cache of the videos from number ``first`` on, with a token shard of random bytes for each few of them."""
-    store.make()
-    store.put(HEADER, header_bytes({"schema_version": SCHEMA_VERSION, "identity": IDENTITY, "newline": None}))
+    begin_cache(store)
     draw, names = np.random.default_rng(seed), []
     for number in range(-(-videos // A_COMMIT)):
         data = draw.bytes(shard_bytes)

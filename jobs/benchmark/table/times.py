@@ -17,7 +17,7 @@ from rich.table import Table
 from jobs.benchmark.peak_memory import peak_memory
 from jobs.benchmark.shown import figure_table, say
 from jobs.benchmark.timing import seconds_of
-from pipeline.cache.header import CacheIdentity, header_bytes
+from pipeline.cache.header import CacheHeader, CacheIdentity, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS, keyed
 from pipeline.cache.merging import WAITING, level_of, merge
@@ -82,7 +82,7 @@ class Far:
 def measure(videos: int, request_s: float, folder: Path) -> list[Step]:
     """Make the tables below ``folder`` and measure every step."""
     store = LocalStore(folder)
-    store.put(HEADER, header_bytes({"schema_version": SCHEMA_VERSION, "identity": IDENTITY, "newline": None}))
+    begin_cache(store)
     say(f"making the rows of {videos:,} videos")
     make_table(store, range(videos))
     files, n_bytes = len(table_files(store, VIDEOS)), sum(file.size for file in store.listed(VIDEOS))
@@ -117,6 +117,13 @@ def measure(videos: int, request_s: float, folder: Path) -> list[Step]:
         Step(f"write its page, {page_kb:,.0f} kB", {"page_s": page_s, "page_kb": page_kb}),
         Step(f"merge {WAITING} commits", {"merge_s": merge_s}),
     ]
+
+
+def begin_cache(store: Store, hidden: int = 3584) -> None:
+    """Make the folder of a cache of made-up videos, and write its header."""
+    store.make()
+    header: CacheHeader = {"schema_version": SCHEMA_VERSION, "identity": IDENTITY, "newline": None}
+    store.put(HEADER, header_bytes({**header, "hidden_size": hidden}))
 
 
 def _id(number: int) -> str:
