@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.statistics.bootstrap import draw_counts, estimate
+from pipeline.evaluate.statistics.bootstrap import Difference, draw_counts, estimate
 from pipeline.evaluate.statistics.errors import OUTSIDE, holm
 from pipeline.evaluate.statistics.render import method_title
 from pipeline.evaluate.statistics.results import SIGNIFICANT
@@ -22,20 +22,17 @@ _EVERYWHERE = "all"
 
 
 class Compared(NamedTuple):
-    """The paired difference of a method minus another, in points, on the questions of one part.
+    """The paired difference of a method minus another on the questions of one part.
 
     Attributes:
-        p: two-sided, by draws of whole videos.
-        p_holm: adjusted for all comparisons.
+        by: the difference, as a share; its p is two-sided, by draws of whole videos.
+        p_holm: that p, adjusted for all comparisons.
     """
 
     part: str
     ratio: float
     other: str
-    difference: float
-    low: float
-    high: float
-    p: float
+    by: Difference
     p_holm: float
 
 
@@ -85,7 +82,7 @@ def compare(
         for arm, other in product(arms, arms)
         if arm.method == method and other.method in others and arm.ratio == other.ratio
     ]
-    compared, shown, asked = [], {}, {}
+    found, shown, asked = list[tuple[str, float, str, Difference]](), {}, {}
     for number, part in enumerate([_EVERYWHERE, *values]):
         part_Q = matrix.whole() if part == _EVERYWHERE else matrix.split(split, part)
         inside_Q = part_Q != OUTSIDE
@@ -94,13 +91,9 @@ def compare(
         numbers = estimate(matrix.scores[:, inside_Q], cluster_Q, part_Q[inside_Q], counts_RG)
         asked[part] = (int(inside_Q.sum()), len(videos))
         shown.update({(part, arm.method, arm.ratio): 100 * float(numbers.value[a]) for a, arm in enumerate(arms)})
-        for a, other in pairs:
-            one = numbers.difference(a, other)
-            difference, low, high = (100 * value for value in (one.value, one.low, one.high))
-            found = Compared(part, arms[a].ratio, arms[other].method, difference, low, high, one.p, one.p)
-            compared.append(found)
-    adjusted = holm([one.p for one in compared])
-    compared = [one._replace(p_holm=p) for one, p in zip(compared, adjusted, strict=True)]
+        found += [(part, arms[a].ratio, arms[other].method, numbers.difference(a, other)) for a, other in pairs]
+    adjusted = holm([by.p for *_, by in found])
+    compared = [Compared(*one, p) for one, p in zip(found, adjusted, strict=True)]
     kept = {(arm.method, arm.ratio): tally.kept_share for arm, tally in zip(arms, matrix.tallies, strict=True)}
     return Comparison(method, compared, shown, kept, asked, draws)
 
@@ -155,7 +148,7 @@ def _differences(found: Comparison, others: Sequence[str], ratio: float) -> Iter
 
 def _cell(one: Compared) -> str:
     """Format a difference with its interval, bold where it is significant."""
-    if math.isnan(one.p):
-        return f"{one.difference:+.1f} (no interval)"
-    text = f"{one.difference:+.1f} [{one.low:+.1f}, {one.high:+.1f}]"
+    if math.isnan(one.by.p):
+        return f"{100 * one.by.value:+.1f} (no interval)"
+    text = f"{100 * one.by.value:+.1f} [{100 * one.by.low:+.1f}, {100 * one.by.high:+.1f}]"
     return f"**{text}**" if one.p_holm < SIGNIFICANT else text

@@ -38,16 +38,16 @@ def test_differences_are_of_the_same_questions_in_each_part():
     assert len(found.compared) == 2 * 2 * 3
     by = {(one.part, one.ratio, one.other): one for one in found.compared}
     pan, plain, everywhere = (by[part, 0.1, "rival"] for part in ("pan", "plain", "all"))
-    assert pan.difference == pytest.approx(20) and math.isnan(pan.low)  # one of five, in every video: no spread
-    assert plain.difference == 0 and math.isnan(plain.p)
-    assert everywhere.difference == pytest.approx(10) and everywhere.low < 10 < everywhere.high
+    assert pan.by.value == pytest.approx(0.2) and math.isnan(pan.by.low)  # one of five, in every video: no spread
+    assert plain.by.value == 0 and math.isnan(plain.by.p)
+    assert everywhere.by.value == pytest.approx(0.1) and everywhere.by.low < 0.1 < everywhere.by.high
     assert found.scores["pan", "ours", 0.1] - found.scores["pan", "rival", 0.1] == pytest.approx(20)
     assert found.scores["all", "none", 1.0] == 100
 
 
 def test_p_is_adjusted_for_all_comparisons_at_once():
     found = compare(table(), "ours", ["rival", "nothing"], "domain", draws=500)
-    adjusted = holm([one.p for one in found.compared])
+    adjusted = holm([one.by.p for one in found.compared])
     assert [one.p_holm for one in found.compared] == pytest.approx(adjusted, nan_ok=True)
     alone = compare(table(), "ours", ["rival"], "domain", draws=500)
     assert all(one.other == "rival" for one in alone.compared) and len(alone.compared) == 6
