@@ -157,7 +157,7 @@ class Bench:
 
     def _ask_cached(self, arm: Arm, video_id: str, number: int) -> Sample:
         """Read a video from the arm's cache, prune there if the arm does, ask one question, and return the sample."""
-        visual, read_s, _ = timed(lambda: self._read(arm, video_id), "cpu")
+        visual, read_s, _ = timed(lambda: self._caches[arm.label].get(video_id, evidence=arm.held).visual, "cpu")
         prune_s, prune_peak = 0.0, None
         if not arm.stored:
             (visual, _), prune_s, prune_peak = self._answers.chosen(arm, visual, number)
@@ -165,10 +165,6 @@ class Bench:
         peak = highest(prune_peak, sample.peak_bytes)
         n_read = self._bytes_read(arm, video_id)
         return replace(sample, read_s=read_s, prune_s=prune_s, bytes_read=n_read, peak_bytes=peak)
-
-    def _read(self, arm: Arm, video_id: str) -> Visual:
-        """Read a video's tokens from the arm's cache as a prompt takes them."""
-        return self._caches[arm.label].get(video_id, evidence=arm.held).visual
 
     def _bytes_read(self, arm: Arm, video_id: str) -> int:
         """Return the stored bytes of the rows and columns read for a video, by the token shard's footer."""

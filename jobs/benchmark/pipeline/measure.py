@@ -31,10 +31,7 @@ _FEW = 16  # fewest videos: fewer would not fill every stage
 
 
 def compare(
-    works: Sequence[Work],
-    folder: Path | None,
-    measured: Callable[[Work], Figures],
-    repeats: int,
+    works: Sequence[Work], folder: Path | None, measured: Callable[[Work], Figures], repeats: int
 ) -> dict[str, Figures]:
     """Measure works of several names in turns, with files below ``folder``; return each name's median figures."""
     found: dict[str, list[Figures]] = {work.name: [] for work in works}

@@ -68,14 +68,14 @@ def measure(job: ReadJob, folder: Path, *, s3: bool = False) -> list[TimedReader
     make_cache(local, job)
     with _one_thread():
         say("reading it")
-        ways = [*_pyarrow(local, job), *_ways(local, job, "")]
+        ways = [*_pyarrow(local), *_ways(local, "")]
         _rounds(ways, job.repeats)
         if s3:
             with s3_server() as (objects, client):
                 say("the same on S3")
                 store = ObjectStore(f"s3://{BUCKET}/cache", objects)
                 make_cache(store, job)
-                there = [_plain_gets(store, client, job), *_ways(store, job, "S3: ")]
+                there = [_plain_gets(store, client), *_ways(store, "S3: ")]
                 _rounds(there, job.repeats, objects)
                 ways += there
     return ways
@@ -96,7 +96,7 @@ def _rounds(ways: Sequence[TimedReader], repeats: int, objects: Counted | None =
                 way.requests = objects.requests - before
 
 
-def _pyarrow(store: LocalStore, job: ReadJob) -> Iterator[TimedReader]:
+def _pyarrow(store: LocalStore) -> Iterator[TimedReader]:
     """Yield the baselines that read the same row groups and columns with pyarrow alone, from open files."""
     cache = TokenCache(store.root)
     whole, tier = (_wanted(cache, ratio) for ratio in (None, TIER))
@@ -115,7 +115,7 @@ def _pyarrow(store: LocalStore, job: ReadJob) -> Iterator[TimedReader]:
     yield TimedReader("pyarrow, mapped, 10 % of 25 %", reading(tier, memory_map=True, **checked), "", _tokens_of(tier))
 
 
-def _ways(store: Store, job: ReadJob, where: str) -> Iterator[TimedReader]:
+def _ways(store: Store, where: str) -> Iterator[TimedReader]:
     """Yield this package's own ways of reading: single videos, batches, a data loader."""
     cache = TokenCache(str(store), store=store)
     ids = cache.video_ids
@@ -143,7 +143,7 @@ def _ways(store: Store, job: ReadJob, where: str) -> Iterator[TimedReader]:
     yield TimedReader(f"{where}get, 10 % of 25 %", some, tier, tier_size, counted=True)
 
 
-def _plain_gets(store: ObjectStore, client: Any, job: ReadJob) -> TimedReader:
+def _plain_gets(store: ObjectStore, client: Any) -> TimedReader:
     """Return the baseline that makes one S3 GET for each video's bytes and nothing else."""
     cache = TokenCache(store.root, store=store)
     prefix = store.root.removeprefix(f"s3://{BUCKET}/")

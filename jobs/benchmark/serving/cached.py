@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -95,13 +95,9 @@ class CachedWay:
             first_token_s=median(firsts) if firsts else None,
             prompt_tokens=sum(map(len, prompts)),
             reused_tokens=getattr(self._engine, "reused_tokens", 0) - before if self._sent else None,
-            visual_tokens=None if self._words else sum(map(self._n_visual, prompts)) / len(prompts),
+            visual_tokens=None if self._words else fmean(self._builder.n_visual(one.visuals) for one in prompts),
             sent_bytes=self._sent.total - sent if self._sent else None,
         )
-
-    def _n_visual(self, prompt: Prompt) -> int:
-        """Return the visual tokens of a prompt."""
-        return self._builder.n_visual(prompt.visuals)
 
     def _prompts(self, read: Read, questions: int, number: int) -> list[Prompt]:
         """Build a prompt for each question about each video, or a text of the same length."""
