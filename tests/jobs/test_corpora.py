@@ -153,8 +153,7 @@ def test_tars_on_s3_give_equal_tokens_for_a_request_each_and_say_what_was_read(
     cluster, corpus, files, tokens_of_files, tmp_path, monkeypatch
 ):
     with S3Server() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+        server.reach(monkeypatch)
         for number in range(2):
             server.upload(f"c/s-{number}.tar", (corpus / "a.tar").read_bytes())
         cache = tmp_path / "c"

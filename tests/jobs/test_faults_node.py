@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,20 @@ pytestmark = pytest.mark.slow
 SLOW = "tests.jobs.hostile:SlowDecoder"
 
 
+def _run_that_loses_a_node(cache: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run jobs.prune here, to its end, on two nodes of which the second is killed after the first commit."""
+
+    def kill() -> None:
+        wait_until(lambda: files(cache, "videos"), "the first commit")
+        os.kill(_raylets()[1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    done = run_here(prune, argv)
+    killer.join()
+    return done
+
+
 def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
     """The default plan: no worker of the lost node finds room on the other one.
 
@@ -40,15 +55,7 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
     cache = tmp_path / "c"
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
     with ray_here({"num_cpus": stays}, {"num_cpus": goes}):
-
-        def kill() -> None:
-            wait_until(lambda: files(cache, "videos"), "the first commit")
-            os.kill(_raylets()[1], signal.SIGKILL)
-
-        killer = threading.Thread(target=kill)
-        killer.start()
-        done = run_here(prune, argv)
-        killer.join()
+        done = _run_that_loses_a_node(cache, argv)
     assert done.returncode == 0, done.stdout
     assert_complete(cache, ids)
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
@@ -82,15 +89,7 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
     cache = tmp_path / "c"
     argv = [str(tmp_path / "tars"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
     with ray_here({"num_cpus": 1}, {"num_cpus": 3}):
-
-        def kill() -> None:
-            wait_until(lambda: files(cache, "videos"), "the first commit")
-            os.kill(_raylets()[1], signal.SIGKILL)
-
-        killer = threading.Thread(target=kill)
-        killer.start()
-        done = run_here(prune, [*argv, "--flush-seconds", "1"])
-        killer.join()
+        done = _run_that_loses_a_node(cache, [*argv, "--flush-seconds", "1"])
     assert done.returncode == 0, done.stdout
     assert gate.is_set() and "note: nodes were lost and nothing moves: " in done.stdout
     assert_complete(cache, ids)

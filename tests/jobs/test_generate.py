@@ -217,8 +217,7 @@ def test_cache_questions_and_answers_on_s3(cache, tmp_path, monkeypatch):
                 server.upload(f"cache/{path.relative_to(cache)}", path.read_bytes())
         questions = write_questions(tmp_path / "q.jsonl", asked()[-5:])
         server.upload("q.jsonl", questions.read_bytes())
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+        server.reach(monkeypatch)
         argv = [server.uri("cache"), "--questions", server.uri("q.jsonl"), "--out", server.uri("answers"), *OPTIONS]
         assert generate.main(argv) == 0
         rows = rows_of(server.uri("answers"))

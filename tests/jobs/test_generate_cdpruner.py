@@ -27,7 +27,6 @@ from pipeline.generate.questions import Way, read_questions
 from pipeline.generate.request import prepare
 from pipeline.rows import QuestionRecord, without_nulls
 from tests.gstep.llms import llm
-from tests.jobs.jobs import forbid_ray
 from tests.pipeline.asking import setup_of, tiny_cache, write_questions
 from tests.pipeline.evidence import tiny_cache_with_embeddings
 from tests.pipeline.rays import ray_here
@@ -107,7 +106,7 @@ EMBEDDED = (("image_embedding", "image_embedding"),)
 
 
 @pytest.fixture
-def ask(tower, tmp_path):
+def answer(tower, tmp_path):
     """Answer these prompts about the video of a made-up cache; returns the rows."""
 
     def run(*prompts, pruner=CDPruner):
@@ -120,15 +119,15 @@ def ask(tower, tmp_path):
     return run
 
 
-def test_a_question_without_a_word_is_an_error_row_and_costs_no_other(ask):
-    rows = {row["question_id"]: row for row in ask("What?", "?!")}
+def test_a_question_without_a_word_is_an_error_row_and_costs_no_other(answer):
+    rows = {row["question_id"]: row for row in answer("What?", "?!")}
     assert rows["0"]["status"] == "ok", rows["0"]
     assert rows["0"]["n_visual_tokens"] == 2 * (int(0.1 * 4 * 49) + 1)
     assert (rows["1"]["error_class"], rows["1"]["retryable"]) == ("bad-prompt", False)
     assert "the question '?!' has no word that SigLIP's tokenizer knows" in rows["1"]["error_message"]
 
 
-def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(ask, monkeypatch):
+def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(answer, monkeypatch):
     class Poisoned(CDPruner):
         def select(self, *_):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -138,7 +137,7 @@ def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(ask, monkeypatch):
 
     monkeypatch.setattr(gpu_fault.os, "_exit", exit_at_once)
     with pytest.raises(SystemExit, match="70"):
-        ask("What?", pruner=Poisoned)
+        answer("What?", pruner=Poisoned)
 
 
 def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
@@ -149,21 +148,6 @@ def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
     ):
         videos = Answerer(setup_of(store, prunings={"": late}))._asker._videos
         assert set(videos.get("a", None).visual.evidence) == set(evidence)
-
-
-@pytest.fixture
-def refuse(tmp_path, capsys, monkeypatch):
-    """A request that must be refused with neither Ray nor a model; returns why."""
-    forbid_ray(monkeypatch)
-
-    def check(*options):
-        questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
-        arguments = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "o"), *options]
-        assert generate.main(arguments) == 2
-        assert not (tmp_path / "o").exists()
-        return " ".join(capsys.readouterr().err.split())
-
-    return check
 
 
 def test_what_lacks_is_named_with_its_remedy(refuse, tmp_path, tower):
@@ -186,7 +170,7 @@ def test_words_of_another_checkpoint_than_the_patches_are_refused(refuse, tmp_pa
     save_file(
         {**tensors, "vision_model.head.probe": tensors["vision_model.head.probe"] + 1}, folder / "model.safetensors"
     )
-    said = refuse(*LATE, "--siglip", str(folder))
+    said = refuse(*LATE, "--siglip", str(folder), read=True)
     assert tower.head.identity in said and "compared where both are from one checkpoint" in said
 
 

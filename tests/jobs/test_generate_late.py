@@ -117,17 +117,6 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     assert torch.equal(HeldVideos(opened, None, plain.order).get("a")[0].tokens, pruned.tokens)
 
 
-@pytest.fixture
-def refuse(tmp_path, capsys):
-    def check(*options):
-        questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
-        arguments = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "o"), *options]
-        assert generate.main(arguments) == 2
-        return " ".join(capsys.readouterr().err.split())
-
-    return check
-
-
 def test_what_cannot_be_pruned_late_is_refused(refuse, tmp_path):
     tiny_cache(tmp_path / "c", ratio=1.0, method="none")
     ratio = ["--retention-ratio", "0.25"]

@@ -19,41 +19,9 @@ from pipeline.generate.engines import EngineSetup
 from pipeline.generate.model import model_of
 from pipeline.generate.request import engine_of, refuse_others
 from pipeline.storage.stores import LocalStore
-from tests.jobs.jobs import forbid_models, forbid_ray
-from tests.pipeline.asking import tiny_cache, write_questions
+from tests.jobs.conftest import QUESTION
+from tests.pipeline.asking import tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
-
-QUESTION = {"question_id": 1, "video_id": "a", "prompt": "What?"}
-
-
-@pytest.fixture
-def ask(capsys, tmp_path):
-    """Run the command with Ray and the model forbidden; returns the exit code and what it printed."""
-
-    def run(*options, rows=(QUESTION,)) -> tuple[int, str]:
-        questions = write_questions(tmp_path / "q.jsonl", list(rows))
-        argv = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "o"), *options]
-        with pytest.MonkeyPatch.context() as patch:
-            forbid_ray(patch)
-            forbid_models(patch)
-            code = generate.main(argv)
-        output = capsys.readouterr()
-        return code, " ".join((output.err + output.out).split())
-
-    return run
-
-
-@pytest.fixture
-def refuse(ask, tmp_path):
-    """A run that must be refused, and leave nothing behind; returns why."""
-
-    def check(*options, rows=(QUESTION,)) -> str:
-        code, text = ask(*options, rows=rows)
-        assert code == 2, text
-        assert not (tmp_path / "o").exists()
-        return text.partition("error: ")[2]
-
-    return check
 
 
 def folder_model(folder, **text_config) -> ModelSource:

@@ -43,8 +43,7 @@ def pruned_here(server):
 
     def pruned_here(argv: list[str]) -> subprocess.CompletedProcess[str]:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in server.environment().items():
-                patch.setenv(name, value)
+            server.reach(patch)
             return run_here(prune, argv)
 
     with ray_here({"num_cpus": 2}):
@@ -151,8 +150,7 @@ def test_a_driver_that_was_stopped_commits_nothing_whose_tokens_were_removed(
 def test_nothing_left_to_do_starts_nothing(server, killed, manifest, monkeypatch, capsys):
     store, *_ = killed
     forbid_ray(monkeypatch)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
+    server.reach(monkeypatch)
     server.requests.clear()
     assert prune.main(argv(manifest, store.root)) == 0
     assert "32 of 32 videos are in the cache already" in capsys.readouterr().err
@@ -164,8 +162,7 @@ def test_nothing_left_to_do_starts_nothing(server, killed, manifest, monkeypatch
 def test_two_runs_at_once_are_refused(server, manifest, monkeypatch, capsys):
     store = ObjectStore(server.uri("two"), server.objects())
     forbid_ray(monkeypatch)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
+    server.reach(monkeypatch)
     with Claim(store, "first", print, heartbeat_s=1):  # a quicker sign of life
         assert prune.main(argv(manifest, store.root)) == 2
     assert '"run_id": "first"' in capsys.readouterr().err
@@ -177,8 +174,7 @@ def test_two_runs_at_once_are_refused(server, manifest, monkeypatch, capsys):
 )
 def test_places_where_no_cache_can_be(server, manifest, monkeypatch, capsys, place, told):
     forbid_ray(monkeypatch)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
+    server.reach(monkeypatch)
     server.upload("taken/notes.txt")
     assert prune.main(argv(manifest, server.uri("taken") if place == "taken" else place)) == 2
     assert told in capsys.readouterr().err

@@ -114,8 +114,7 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
         assert files_with(secret, tmp_path, *ray_folder.glob("session_*/logs")) == []
 
     forbid_ray(monkeypatch)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
+    server.reach(monkeypatch)
     server.requests.clear()
     assert prune.main(argv) == 0 and "6 of 6 videos are in the cache already" in capsys.readouterr().err
     assert kinds(server) == [("LIST", "")]

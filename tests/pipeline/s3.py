@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import boto3
+import pytest
 from moto.server import ThreadedMotoServer
 
 from pipeline.storage.s3 import Objects
@@ -62,6 +63,11 @@ class S3Server:
             "AWS_SESSION_TOKEN": TOKEN,
             "AWS_REGION": REGION,
         }
+
+    def reach(self, patch: pytest.MonkeyPatch) -> None:
+        """Let this process and its children reach the server by the environment."""
+        for name, value in self.environment().items():
+            patch.setenv(name, value)
 
     def objects(self) -> Objects:
         return Objects(endpoint_url=self.url, region_name=REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET)

@@ -1,0 +1,43 @@
+"""Fixtures of several tests of commands."""
+
+import pytest
+
+from jobs import generate
+from tests.jobs.jobs import forbid_models, forbid_ray
+from tests.pipeline.asking import write_questions
+
+QUESTION = {"question_id": 1, "video_id": "a", "prompt": "What?"}
+
+
+@pytest.fixture
+def ask(capsys, tmp_path):
+    """Run jobs.generate on the cache ``c`` with Ray and checkpoints forbidden; returns its exit code and what it said.
+
+    Where checkpoints are ``read``, they are not forbidden.
+    """
+
+    def run(*options, rows=(QUESTION,), read=False) -> tuple[int, str]:
+        questions = write_questions(tmp_path / "q.jsonl", list(rows))
+        argv = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "o"), *options]
+        with pytest.MonkeyPatch.context() as patch:
+            forbid_ray(patch)
+            if not read:
+                forbid_models(patch)
+            code = generate.main(argv)
+        output = capsys.readouterr()
+        return code, " ".join((output.err + output.out).split())
+
+    return run
+
+
+@pytest.fixture
+def refuse(ask, tmp_path):
+    """A run of jobs.generate that must be refused, and leave nothing behind; returns why."""
+
+    def check(*options, **more) -> str:
+        code, text = ask(*options, **more)
+        assert code == 2, text
+        assert not (tmp_path / "o").exists()
+        return text.partition("error: ")[2]
+
+    return check
