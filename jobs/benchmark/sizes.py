@@ -23,11 +23,11 @@ def add_sizes(parser: argparse.ArgumentParser, frames: list[int]) -> None:
 def add_folder(parser: argparse.ArgumentParser) -> None:
     """Add --folder, for benchmarks that make files."""
     parser.add_argument(
-        "--folder", type=_folder, metavar="DIR", help="make the files below it, and remove them [a temporary folder]"
+        "--folder", type=folder, metavar="DIR", help="make the files below it, and remove them [a temporary folder]"
     )
 
 
-def _folder(text: str) -> Path:
+def folder(text: str) -> Path:
     """Check that a folder exists, as a flag's type."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {text}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jobs.benchmark.machine import machine, machine_line
-from jobs.benchmark.sizes import add_folder
+from jobs.benchmark.sizes import folder
 from jobs.command import add_json_or_file, count
 from jobs.frame.flags import from_flags
 from jobs.frame.json_document import Done
@@ -22,7 +22,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
     parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="[22]")
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds; medians are shown [5]")
-    add_folder(parser)
+    parser.add_argument(
+        "--folder", type=folder, metavar="DIR", help="make the cache below it, and remove it [a temporary folder]"
+    )
     parser.add_argument("--s3", action="store_true", help="from a server of moto's in a process of its own, too")
     add_json_or_file(parser)
 
@@ -33,8 +35,8 @@ def run(arguments: argparse.Namespace) -> Done:
     from jobs.benchmark.read.times import as_table, measure  # noqa: PLC0415
 
     job = from_flags(ReadJob, arguments)
-    with TemporaryDirectory(dir=arguments.folder) as folder:
-        found = measure(job, Path(folder), s3=arguments.s3)
+    with TemporaryDirectory(dir=arguments.folder) as made:
+        found = measure(job, Path(made), s3=arguments.s3)
     video_mb = 2e-6 * job.tokens * job.hidden
     title = f"Reading {job.videos} videos of {video_mb:.1f} MB of tokens each, in memory already, {machine_line()}"
     ways = [{name: value for name, value in vars(way).items() if name != "read"} for way in found]
