@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from gstep.serving.items import rows_of
 from pipeline import TokenCache
 from pipeline.errors import CorruptShard, RatioNotCached, UnknownVideo
 from pipeline.generate.engines.cached_rows import RowName, RowReader, read_outline
@@ -52,7 +51,7 @@ def test_an_outline_and_its_rows_are_the_video(tmp_path, codec, levels, order, r
         list(whole.frame_indices),
     )
     rows = reader_of(tmp_path / "c").find(outline.rows).result()
-    assert torch.equal(rows.unpacked("cpu", torch.float32), rows_of(whole).float())
+    assert torch.equal(rows.unpacked("cpu", torch.float32), whole.placeholder_rows.float())
     width = {"bfloat16": 128, "int8": 64 + 2 + 32, "int4": 32 + 4 + 32}[codec]  # what is held, and crosses to a GPU
     assert rows.n_bytes == len(whole.index) * width * (1 + levels)
 
@@ -115,11 +114,11 @@ def test_a_name_is_looked_up_and_never_opened(cache, tmp_path):
 def test_a_name_outlives_a_redo_and_a_move_of_the_file(cache):
     """Whoever asks for rows that were replaced just now gets those; rows that only moved have the same name."""
     reader, old = reader_of(cache), named(cache, "a")
-    expected = rows_of(TokenCache(cache).get("a").visual).float()
+    expected = TokenCache(cache).get("a").visual.placeholder_rows.float()
     write_shard(TokenCache(cache).store, "redo", encoded("a", random_tokens(9, SHAPE), 0.25, "gstep", attempts=2))
     new = named(cache, "a")
     assert new.rows != old.rows
-    redone = rows_of(TokenCache(cache).get("a").visual).float()
+    redone = TokenCache(cache).get("a").visual.placeholder_rows.float()
     for name, rows in ((new.rows, redone), (old.rows, expected)):
         assert torch.equal(reader.find(name).result().unpacked("cpu", torch.float32), rows)
     again = encoded("a", random_tokens(9, SHAPE), 0.25, "gstep", attempts=3)
@@ -163,4 +162,4 @@ def test_rows_below_an_s3_prefix_are_the_same_and_prompts_fetch_none(tmp_path):
         # The row, the shard's footer, and the index in each of the four row groups: small ones, and none of vectors.
         assert server.counts() == {"GET": 6}
         rows = RowReader({"": lambda: cache}, 2**30).find(outline.rows).result()
-        assert torch.equal(rows.unpacked("cpu", torch.float32), rows_of(near).float())
+        assert torch.equal(rows.unpacked("cpu", torch.float32), near.placeholder_rows.float())
