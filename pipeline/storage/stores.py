@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -254,13 +255,10 @@ class _HeldFolder:
 
     def __init__(self, folder: Path) -> None:
         self.descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False  # of this process the end closes it
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # another process opens the folder itself
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
 
 
 class ObjectStore:
