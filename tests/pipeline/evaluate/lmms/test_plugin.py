@@ -108,7 +108,8 @@ def model(tmp_path):
 
 def _ask(lm, docs, task, settings, visual):
     lm.task_dict = {task: {"test": list(docs)}}
-    args = [(f"What is {doc}?", settings, visual, place, task, "test") for place, doc in enumerate(docs)]
+    said = (" ".join(map(str, doc.values())) for doc in docs)
+    args = [(f"What is {words}?", settings, visual, place, task, "test") for place, words in enumerate(said)]
     return lm.generate_until([SimpleNamespace(args=arg) for arg in args])
 
 
