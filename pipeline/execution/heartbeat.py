@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
-from multiprocessing import util
 from typing import Any
 
 import ray
@@ -89,10 +87,8 @@ class Heartbeat:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
         if self._heartbeats is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
             # If the cluster is gone, Ray's C++ core may wait for itself for ever once Python has ended
-            # (CoreWorkerProcess::HandleAtExit), and nobody would end such a process. It would be too soon for what
-            # ``multiprocessing`` removes: the socket of a decoder's fork server.
+            # (CoreWorkerProcess::HandleAtExit), and nobody would end such a process.
             atexit.register(os._exit, 0)
-            atexit.register(shutil.rmtree, util.get_temp_dir(), ignore_errors=True)
             self._reports_by_itself = True
             threading.Thread(target=self._report_regularly, name="heartbeat", daemon=True).start()
         n_died = self._ask_about_me("start", otherwise=0)
@@ -100,6 +96,11 @@ class Heartbeat:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
         self.one_died = n_died > 0
         self._counted_until = time.monotonic()
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether this process ends without what was registered before ``start`` for its end."""
+        return self._reports_by_itself
 
     def rest(self) -> None:
         """Wait while this worker is out of service. The actor is asked only after a failed item."""

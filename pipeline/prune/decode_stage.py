@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import util
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -123,6 +126,8 @@ class Decoder:
     def __init__(self, setup: DecodeSetup, heartbeats: ActorHandle | None = None, videos_per_bundle: int = 1) -> None:
         self._heartbeat = Heartbeat("decode", heartbeats, suspects=False)  # a video kills the child, not this process
         self._heartbeat.start()
+        if self._heartbeat.ends_at_once:  # before multiprocessing removes the socket of its fork server
+            atexit.register(shutil.rmtree, util.get_temp_dir(), ignore_errors=True)
         self._decoder = VideoDecoder(setup)
         self._decoding = threading.Lock()  # both calls share one child
         self._videos_per_bundle = videos_per_bundle

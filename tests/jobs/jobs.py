@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +53,7 @@ def environment(**more: str | None) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     # Unix socket paths below it must stay under 108 characters.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     paths = {
         "RAY_TMPDIR": folder,
         "HOME": folder,
