@@ -1,5 +1,6 @@
 """vLLM says what transformers says of the same prompts: texts, choices, scores; with its prefix cache and in parts."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -127,7 +128,7 @@ def test_a_store_that_is_away_fails_its_own_questions_and_poisons_nothing(family
     bad = dataclasses.replace(outlines[0], visuals=(lost,))
     ours.forget()
     monkeypatch.setattr(reader(), "_held", LruCache(2**30, lambda rows: rows.n_bytes))
-    cache._prepare()  # an open file would be read wherever it is
+    cache._shard = copy.copy(cache._shard)  # an open file would be read wherever it is
     folder = cache.store.folder
     folder.rename(folder.with_name("away"))
     try:
