@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from pipeline.errors import RunFailed
@@ -44,7 +43,7 @@ def served(module: str, *arguments: str, ready: str, patience_s: float) -> Itera
 def _answers(address: str) -> bool:
     """Return whether a server answers there, and not with an error."""
     try:
-        with urlopen(address):
+        with urlopen(address, timeout=5):
             return True
-    except (URLError, ConnectionError):  # it does not listen yet, or loads its model
+    except OSError:  # it does not listen yet, or loads its model
         return False
