@@ -13,6 +13,8 @@ from pipeline.video.containers import sniff
 from pipeline.video.decoders import PyavDecoder
 from pipeline.video.probe import probe
 
+SMALL = ("decode", "--clips", "small", "--frames", "4", "--repeats", "1")
+
 
 @pytest.fixture
 def one_clip(monkeypatch):
@@ -21,19 +23,7 @@ def one_clip(monkeypatch):
 
 def test_all_ways_of_decoding_are_measured_beside_the_least(one_clip, tmp_path, capsys):
     file = tmp_path / "decode.json"
-    argv = [
-        "decode",
-        "--clips",
-        "small",
-        "--frames",
-        "4",
-        "--repeats",
-        "1",
-        "--folder",
-        str(tmp_path / "clips"),
-        "--json",
-        str(file),
-    ]
+    argv = [*SMALL, "--folder", str(tmp_path / "clips"), "--json", str(file)]
     assert benchmark.main(argv) == 0
     (clip,) = json.loads(file.read_text())["clips"]
     assert clip["clip"] == "h264-small" and clip["bytes"] == 4 * 384 * 384 * 3
@@ -49,22 +39,7 @@ def test_all_ways_of_decoding_are_measured_beside_the_least(one_clip, tmp_path, 
 @pytest.mark.slow
 def test_the_whole_job_is_measured_beside_loops(one_clip, tmp_path, capsys):
     file = tmp_path / "decode.json"
-    argv = [
-        "decode",
-        "--clips",
-        "small",
-        "--frames",
-        "4",
-        "--repeats",
-        "1",
-        "--loop",
-        "1",
-        "6",
-        "--workers",
-        "1",
-        "--json",
-        str(file),
-    ]
+    argv = [*SMALL, "--loop", "1", "6", "--workers", "1", "--json", str(file)]
     assert benchmark.main([*argv, "--folder", str(tmp_path / "clips")]) == 0
     (clip,) = json.loads(file.read_text())["clips"]
     per_second = clip["videos_per_s"]
