@@ -99,7 +99,7 @@ class Heartbeat:
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether this process ends without what was registered before ``start`` for its end."""
+        """True in an actor of a run, whose process ends without what was registered for its end before ``start``."""
         return self._reports_by_itself
 
     def rest(self) -> None:
