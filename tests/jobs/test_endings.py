@@ -5,12 +5,11 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.jobs.jobs import ALONE, assert_complete, clips, start, wait_for_files
-from tests.jobs.processes import assert_all_gone, family, titled
+from tests.jobs.processes import assert_all_gone, family, raylets, titled
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -58,10 +57,6 @@ def test_a_ray_that_does_not_start_is_tried_once_more(job, tmp_path):
     assert process.returncode == 0, output
     assert output.count("trying once more") == 1 and "Traceback" not in output
     assert_complete(tmp_path / "c", [f"v{i}.mp4" for i in range(8)])
-
-
-def raylets(pid: int) -> list[int]:
-    return [child for child, title in family(pid).items() if Path(title.partition(" ")[0]).name == "raylet"]
 
 
 def running(process: subprocess.Popen[str]) -> None:

@@ -20,7 +20,7 @@ from pipeline.inputs.tar import Tar
 from pipeline.prune.summary import Summary
 from tests.jobs.faults import files, tiny_videos
 from tests.jobs.jobs import assert_complete, run_here
-from tests.jobs.processes import family
+from tests.jobs.processes import raylets
 from tests.pipeline.rays import growing_ray, ray_here
 from tests.pipeline.tars import write_tar
 from tests.waiting import wait_until
@@ -35,7 +35,7 @@ def _run_that_loses_a_node(cache: Path, argv: list[str]) -> subprocess.Completed
 
     def kill() -> None:
         wait_until(lambda: files(cache, "videos"), "the first commit")
-        os.kill(_raylets()[1], signal.SIGKILL)
+        os.kill(raylets(os.getpid())[1], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -114,7 +114,7 @@ def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp
         wait_until(lambda: planned_cpus(cache) == 8, "a plan for eight cores")
         before = len(files(cache, "videos"))
         wait_until(lambda: len(files(cache, "videos")) > before, "a commit by the new workers")
-        os.kill(_raylets()[1], signal.SIGKILL)
+        os.kill(raylets(os.getpid())[1], signal.SIGKILL)
         (tmp_path / "videos" / "quick").touch()
         assert running.result().n_ok == len(ids)
     assert any(note.startswith("note: nodes joined, which saves about ") for note in notes), notes
@@ -125,9 +125,3 @@ def planned_cpus(cache: Path) -> float:
     """Return the CPUs of the cluster that the run in this cache was last planned for."""
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     return record["resources"]["cluster"]["CPU"]
-
-
-def _raylets() -> list[int]:
-    """The raylets of this process's cluster in the order in which they were started."""
-    named = [pid for pid, title in family(os.getpid()).items() if Path(title.split()[0]).name == "raylet"]
-    return sorted(named)

@@ -4,14 +4,13 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import ray
 
 from pipeline.execution.monitoring.report import Death, Worker
 from pipeline.execution.monitoring.worker_logs import WorkerLogs
-from tests.jobs.processes import family
+from tests.jobs.processes import raylets
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
 
@@ -28,11 +27,6 @@ class Talker:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
-def raylets() -> list[int]:
-    named = [pid for pid, title in family(os.getpid()).items() if Path(title.split()[0]).name == "raylet"]
-    return sorted(named)
-
-
 def test_the_last_lines_of_the_dead_and_of_nobody_else():
     node = {"num_cpus": 1, "include_log_monitor": True}
     saved: list[bytes] = []
@@ -42,7 +36,7 @@ def test_the_last_lines_of_the_dead_and_of_nobody_else():
         talkers = [Talker.remote(), Talker.remote()]
         (lost, kept) = sorted(ray.get([one.talk.remote() for one in talkers]), key=lambda one: one[0] != second)
         wait_until(lambda: len(logs._lines) == 2, lambda: f"lines of both: {logs._lines}")
-        os.kill(raylets()[1], signal.SIGKILL)
+        os.kill(raylets(os.getpid())[1], signal.SIGKILL)
         is_lost = lambda: not all(node["Alive"] for node in ray.nodes())  # noqa: E731
         wait_until(is_lost, "Ray notices the loss", 60, meanwhile=lambda: time.sleep(0.1))
         deaths = [Death("encode", Worker("w", "h", *lost), ("v1", "v2"))]
