@@ -11,7 +11,7 @@ import torch
 import pipeline
 from gstep.backbones import ModelSource
 from pipeline.errors import UsageError, VideoFault
-from tests.jobs.jobs import forbid_ray
+from tests.jobs.jobs import forbid_models, forbid_ray
 from tests.paths import ROOT
 from tests.pipeline.encoding import encode_clip
 from tests.pipeline.videos import sample
@@ -63,7 +63,7 @@ def test_a_picture_is_bright_where_tokens_were_kept_and_dark_elsewhere():
 
 def test_an_encoder_loads_its_model_once_and_takes_a_path_of_any_kind(monkeypatch):
     encoder = pipeline.LocalEncoder(model="tiny", pruner="topk", **OPTIONS)
-    monkeypatch.setattr("gstep.checkpoints.tensors.safe_open", None)  # no weight is read from here on
+    forbid_models(monkeypatch)
     monkeypatch.chdir(CLIP.parent)
     first, again = encoder(CLIP), encoder("bikes.mp4")
     assert first.pruned == again.pruned and first.record["uri"] == again.record["uri"] == str(CLIP)
