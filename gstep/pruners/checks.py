@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gstep.evidence import EVIDENCE_SHAPES
+from gstep.pruners.params import as_float
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -18,7 +19,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:
     """Return ``value`` as a float, if it is a finite number (no bool) for which ``is_accepted`` holds."""
     if isinstance(value, Real) and not isinstance(value, bool):
-        number = float(value)
+        number = as_float(value)
         if math.isfinite(number) and is_accepted(number):
             return number
     raise ValueError(f"{name} must be a number {accepted}; got {value!r}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, Union, get_args, get_origin, get_type_hints
 
 from gstep.lazy import did_you_mean
 
@@ -53,6 +53,14 @@ def read_params(kind: type[Pruner], texts: Mapping[str, str], called: str) -> di
     }
 
 
+def as_float(value: SupportsFloat) -> float:
+    """Convert a number to a float; one beyond the range of floats becomes infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _is_required(item: Field[Any]) -> bool:
     """Return whether a dataclass field has no default."""
     return item.default is MISSING and item.default_factory is MISSING
@@ -92,7 +100,7 @@ def _converted(kind: Any, value: Any) -> tuple[bool, Any]:
         return bool(same), value
     if kind in (int, float):
         fits = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-        fits = fits and (kind is int or math.isfinite(value))
+        fits = fits and (kind is int or math.isfinite(as_float(value)))
         return fits, kind(value) if fits else value
     return (isinstance(value, kind), value) if kind in _WORDS else (True, value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import numpy as np
@@ -43,6 +44,15 @@ def test_every_parameter_of_the_table_is_tried() -> None:
 def test_a_value_of_a_wrong_type_is_refused(method: str, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"'{method}': {name} must be .*; got "):
         gstep.prune(video(2, 3, 4), method=method, **{name: value})
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), Fraction(10**400)], ids=["integer", "negative", "fraction"])
+def test_a_number_beyond_all_floats_is_refused(value: Any) -> None:
+    for method, name in (("gstep", "alpha"), ("fps", "sigma"), ("novelty", "floor"), ("fastvid", "tau")):
+        with pytest.raises(ValueError, match=rf"'{method}': {name} must be a number.*; got "):
+            gstep.make_pruner(method, **{name: value})
+        with pytest.raises(ValueError, match=rf"{name} must be a number .*; got "):
+            gstep.PRUNERS[method](**{name: value})
 
 
 def wrong_texts() -> Iterator[tuple[str, str, str]]:
