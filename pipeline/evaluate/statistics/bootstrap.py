@@ -44,7 +44,8 @@ class Difference(NamedTuple):
         low: lower end of the 95 % interval; nan, like its upper end and p, with fewer than FEWEST clusters, and where
             all clusters have the same difference.
         high: its upper end.
-        error: standard error, of whole clusters (delta method where the number is a ratio); nan with one cluster.
+        error: standard error, of whole clusters (delta method where the number is a ratio); nan with one cluster, in
+            all or in each part.
         p: two-sided; never below the share of the signs of clusters that would be as extreme.
         enough: clusters with which such a difference would be found in four of five studies; nan for several columns.
     """
@@ -112,9 +113,11 @@ class Estimate:
         ends = np.cumsum([stratum.n_rows for stratum in self.strata])
         variances = [float(np.sum(rows**2)) for rows in np.split(residual_G, ends[:-1])]
         variance, fewest = math.fsum(variances), min(stratum.n_clusters for stratum in self.strata)
-        error = math.nan if fewest < 2 else math.sqrt(variance)
+        # Where each part has one cluster alone, no two clusters can be compared, and there are no degrees of freedom.
+        compares = fewest > 1 and all(stratum.freedom for stratum in self.strata)
+        error = math.sqrt(variance) if compares else math.nan
         error = 0.0 if error <= TINY else error  # sums of equal numbers differ by rounding
-        if math.isnan(value) or fewest < FEWEST or not error:
+        if math.isnan(value) or fewest < FEWEST or not error > 0:
             return Difference(value, math.nan, math.nan, error, math.nan)
         if fewest < FEW:
             of_strata = zip(variances, self.strata, strict=True)

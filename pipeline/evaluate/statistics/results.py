@@ -48,7 +48,8 @@ class Versus:
         low: lower end of its 95 % interval; None, like its upper end and what follows ``error``, with too few clusters
             (errors.FEWEST), and where all clusters have the same difference.
         high: its upper end.
-        error: standard error, of whole clusters; 0 where all of them have the same difference; None with one cluster.
+        error: standard error, of whole clusters; 0 where all of them have the same difference; None with one cluster,
+            in all or in each part.
         p_holm: two-sided p, adjusted for the other methods of the block.
         noise: p_holm is 0.05 or more.
         enough: where it is noise: clusters with which a difference of this size would be found in 4 of 5 studies.

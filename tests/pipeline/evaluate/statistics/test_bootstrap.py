@@ -169,6 +169,19 @@ def test_one_cluster_has_no_interval():
     assert all(math.isnan(number) for number in alone[1:])
 
 
+def test_parts_of_one_cluster_each_have_no_interval_nor_keep_other_benchmarks_from_one():
+    """As of MLVU with one video a task: which of two videos differ by chance nothing tells."""
+    generator = np.random.default_rng(0)
+    scores = generator.random((2, 8))
+    tasks = estimate(scores, np.arange(8), np.arange(8), drawn(clusters=8))
+    whole = estimate(scores, np.arange(8), np.zeros(8, np.int64), drawn(clusters=8))
+    for number in (tasks, relative([tasks, whole], 0)):
+        difference = number.difference(1, 0)
+        assert math.isfinite(difference.value)
+        assert all(math.isnan(one) for one in difference[1:])
+    assert whole.difference(1, 0).p > 0
+
+
 def test_a_split_of_one_cluster_has_no_interval():
     of_one = estimate(SCORES, VIDEO, np.where(VIDEO == 3, 0, OUTSIDE), drawn())
     assert of_one.difference(1, 0).value == pytest.approx(-2 / 3)
