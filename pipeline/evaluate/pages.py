@@ -41,8 +41,9 @@ def video_pages(request: EvaluateRequest, scores: pa.Table, arms: Sequence[Arm],
     videos = most_disputed(scores, arms, request.config.pages)
     largest: dict[str, LateAsked] = {}
     for one in request.grid.values():
-        if one is not None and one.positions is None:
-            largest.setdefault(one.method_label, one)  # a method's largest ratio comes first
+        if one is not None:  # a method keeps the same tokens at all positions; its largest ratio comes first
+            anywhere = replace(one, positions=None)
+            largest.setdefault(anywhere.method_label, anywhere)
     store = store_at(request.cache, request.objects)
     cache = TokenCache(request.cache, store=store) if videos and store.exists(HEADER) else None
     links: dict[str, Links] = {}

@@ -166,6 +166,13 @@ def test_a_method_that_looks_at_the_video_alone_has_a_page_at_its_largest_ratio(
     assert "retention ratio 0.25" in page and "gstep" in page
 
 
+@pytest.mark.parametrize("positions", ["original", "both"])
+def test_a_method_has_one_page_at_whatever_positions_it_is_asked(asked, positions):
+    request, gstep = asked("gstep", positions=positions), page_name("a", LateAsked("gstep", 0.25))
+    assert pages_of(request, scores(("a", "a", "110"))) == {"a": [("gstep", gstep)]}
+    assert request.store.names("pages", ".html") == [gstep]
+
+
 def test_pages_that_are_there_stay_as_they_are(asked):
     request = asked("gstep", "uniform")
     links = pages_of(request)
