@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -106,6 +107,7 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, list | tuple) or (of is str and not all(isinstance(one, _TEXT) for one in value)):
             raise UsageError(f"{where} must be a list of {_LISTED[of]}, got {value!r}")
         return [_checked(item, of, where) for item in value]
-    if not isinstance(value, _ACCEPTED[kind]) or (isinstance(value, bool) and kind is not bool):
-        raise UsageError(f"{where} must be {_WORDS[kind]}, got {value!r}")
-    return kind(value)
+    with suppress(OverflowError):  # of a number beyond all floats
+        if isinstance(value, _ACCEPTED[kind]) and (kind is bool or not isinstance(value, bool)):
+            return kind(value)
+    raise UsageError(f"{where} must be {_WORDS[kind]}, got {value!r}")

@@ -32,6 +32,7 @@ def test_a_share_may_be_a_percentage(given, ratio):
         ({"retention_ratio": "0.25"}, r"f\(\): retention_ratio must be a number, got '0.25'"),
         ({"retention_ratio": "x%"}, r"f\(\): retention_ratio must be a number, got 'x%'"),
         ({"fps": "25%"}, r"f\(\): fps must be a number, got '25%'"),
+        ({"decode_timeout": 10**400}, r"f\(\): decode_timeout must be a number, got 10000"),
         ({"retention_ratio": 2.0}, r"--retention-ratio must be in \(0, 1\], got 2.0"),
         ({"dry_run": True}, r"f\(\) takes no dry_run, which is for the command"),
     ],
