@@ -40,19 +40,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Compare the methods, print and write the tables; return the exit code."""
-    import pyarrow.parquet as pq  # noqa: PLC0415 - not for --help
-
-    from jobs.testbed.comparing import compare, markdown  # noqa: PLC0415
+    from jobs.testbed.comparing import compare, markdown  # noqa: PLC0415 - not for --help
     from pipeline.evaluate.files import SCORES  # noqa: PLC0415
+    from pipeline.evaluate.paper.gathered import read_scores  # noqa: PLC0415
+    from pipeline.storage.stores import LocalStore  # noqa: PLC0415
 
-    path = arguments.results / SCORES
-    if not path.is_file():
+    if not (arguments.results / SCORES).is_file():
         raise UsageError(f"{arguments.results} holds no {SCORES}: name the folder that jobs.evaluate --out wrote")
     if arguments.seed < 0:
         raise UsageError(f"--seed must be at least 0, got {arguments.seed}")
-    found = compare(
-        pq.read_table(path), arguments.method, arguments.against, arguments.split, arguments.draws, arguments.seed
-    )
+    scores = read_scores(str(arguments.results), LocalStore(arguments.results), published=False)
+    found = compare(scores, arguments.method, arguments.against, arguments.split, arguments.draws, arguments.seed)
     text = markdown(found)
     if arguments.out is not None:
         arguments.out.write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.statistics.bootstrap import Difference, draw_counts, estimate
@@ -63,8 +64,11 @@ def compare(
         against: names of methods; None: all others.
         split: whose values part the videos; the whole of them is compared too.
 
-    Raises UsageError for a method or a split that the scores do not have, and scores that are not paired.
+    Raises UsageError for a method or a split that the scores do not have, where no other method was evaluated at a
+    ratio of this one, and for scores that are not paired or of answers that nobody published.
     """
+    if scores.filter(pc.equal(scores["status"], "ok"))["score"].null_count:
+        raise UsageError("there are answers without a score: their right answers are not published")
     arms = arms_of(scores)
     methods = list(dict.fromkeys(arm.method for arm in arms))
     others = [one for one in methods if one not in (method, ORIGINAL.method)] if against is None else list(against)
@@ -76,12 +80,15 @@ def compare(
         raise UsageError(str(error)) from error
     values = sorted({of_one[split] for of_one in matrix.splits if split in of_one})
     if not values:
-        raise UsageError(f"--split {split}: the questions have no such split; they have {', '.join(matrix.splits[0])}")
+        there = ", ".join(matrix.splits[0]) or "none"
+        raise UsageError(f"--split {split}: the questions have no such split; they have {there}")
     pairs = [
         (arms.index(arm), arms.index(other))
         for arm, other in product(arms, arms)
         if arm.method == method and other.method in others and arm.ratio == other.ratio
     ]
+    if not pairs:
+        raise UsageError(f"no other method was evaluated at a retention ratio of {method}: there is nothing to compare")
     found, shown, asked = list[tuple[str, float, str, Difference]](), {}, {}
     for number, part in enumerate([_EVERYWHERE, *values]):
         part_Q = matrix.whole() if part == _EVERYWHERE else matrix.split(split, part)
@@ -129,9 +136,9 @@ def _scores(found: Comparison, methods: Sequence[str], ratios: Sequence[float]) 
     for name in methods:
         cells = []
         for ratio in ratios:
-            kept = found.kept[name, ratio] or ratio
+            kept, score = found.kept.get((name, ratio)) or ratio, found.scores.get((_EVERYWHERE, name, ratio))
             odd = abs(kept - ratio) > 0.02 * ratio
-            cells.append(f"{found.scores[_EVERYWHERE, name, ratio]:.1f}" + (f" ({100 * kept:.1f} %)" if odd else ""))
+            cells.append("–" if score is None else f"{score:.1f}" + (f" ({100 * kept:.1f} %)" if odd else ""))
         yield table_row([method_title(name), *cells])
 
 

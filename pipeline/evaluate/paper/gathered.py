@@ -194,15 +194,19 @@ def _read(place: str, objects: Objects) -> BenchmarkResults:
     if lacking := {"model", "num_frames", "protocol"} - identity.keys():
         raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
     benchmark = find_benchmark(str(identity["benchmark"]))
-    scores = _scores(place, store, published=not benchmark.submission)
+    scores = read_scores(place, store, published=not benchmark.submission)
     if not benchmark.submission:
         return BenchmarkResults(place, benchmark, identity, about, scores)
     unknown = unknown_names(store, arms_of(scores))
     return BenchmarkResults(place, benchmark, identity, about, with_server_scores(store, scores), unknown)
 
 
-def _scores(place: str, store: Store, *, published: bool) -> pa.Table:
-    """Read a place's scores. Raises NotResults unless every arm has exactly one score of each question."""
+def read_scores(place: str, store: Store, *, published: bool) -> pa.Table:
+    """Read a place's scores. Raises NotResults unless every arm has exactly one score of each question.
+
+    Args:
+        published: whether the right answers are, so that every answer must have a score.
+    """
     again = "run its python -m jobs.evaluate to the end"
     try:
         scores = pq.read_table(pa.BufferReader(store.read(SCORES)))

@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -11,6 +13,7 @@ from jobs.testbed.__main__ import main
 from jobs.testbed.comparing import compare
 from pipeline.errors import UsageError
 from pipeline.evaluate.statistics.errors import holm
+from pipeline.evaluate.statistics.score_matrix import arm_by_row
 from tests.pipeline.evaluate.statistics.score_tables import score_rows, score_table
 
 VIDEOS, EACH = 40, 5
@@ -78,6 +81,36 @@ def test_it_writes_tables_and_prints_them(tmp_path, capsys):
 def test_what_the_scores_do_not_have_is_refused(asked, said):
     with pytest.raises(UsageError, match=said):
         compare(table(), *asked, draws=10)
+
+
+def test_a_rival_that_lacks_a_ratio_has_a_dash_there(tmp_path, capsys):
+    """As where jobs.evaluate --score compares answers at unlike ratios."""
+    full = table()
+    lacking = [method != "rival" or ratio != 0.1 for method, ratio in arm_by_row(full)]
+    pq.write_table(full.filter(pa.array(lacking)), tmp_path / "scores.parquet")
+    assert main(["compare", str(tmp_path), "--method", "ours", "--draws", "100"]) == 0
+    assert "| rival | 41.5 | – |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda full: full.filter(pc.field("method") != "rival").filter(pc.field("method") != "nothing"), "no other"),
+        (lambda full: full.set_column(8, "score", pa.nulls(len(full), pa.float64())), "without a score"),
+        (lambda full: full.set_column(2, "splits", pa.array([[]] * len(full), full["splits"].type)), "they have none"),
+        (lambda full: full.drop_columns(["status"]), "has no status as it should be"),
+    ],
+)
+def test_scores_that_cannot_be_compared_are_refused(tmp_path, capsys, change, said):
+    pq.write_table(change(table()), tmp_path / "scores.parquet")
+    assert main(["compare", str(tmp_path), "--method", "ours", "--draws", "100"]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_damaged_scores_are_refused(tmp_path, capsys):
+    (tmp_path / "scores.parquet").write_bytes(b"PAR1")
+    assert main(["compare", str(tmp_path), "--method", "ours"]) == 2
+    assert "scores.parquet is damaged" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_folder_without_scores_is_refused(tmp_path: Path, capsys):
