@@ -10,7 +10,6 @@ from jobs.benchmark.shown import say
 from jobs.benchmark.sizes import add_sizes
 from jobs.command import share
 from jobs.frame.json_document import Done
-from pipeline.errors import UsageError
 
 HELP = "every pruning method beside GSTEP"
 
@@ -29,17 +28,16 @@ def run(arguments: argparse.Namespace) -> Done:
     """Measure and show."""
     from gstep.backbones import choose_runtime  # noqa: PLC0415 - torch loads only after the flags are checked
     from jobs.benchmark.methods.times import as_table, measure  # noqa: PLC0415
+    from pipeline.execution.request import refusing  # noqa: PLC0415
 
-    try:
-        choose_runtime(arguments.device)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    with refusing():
+        device = choose_runtime(arguments.device).device
     times = []
     sizes = (arguments.frames, arguments.tokens_per_frame, arguments.hidden)
-    for item in measure(*sizes, arguments.retention_ratio, arguments.repeats, arguments.device, arguments.method):
+    for item in measure(*sizes, arguments.retention_ratio, arguments.repeats, device, arguments.method):
         say(f"{item.n_tokens} tokens, {item.method}: {item.seconds:.3f} s")
         times.append(item)
-    where = machine_line(arguments.device)
+    where = machine_line(device)
     title = f"seconds a video, D = {arguments.hidden}, r = {arguments.retention_ratio}, on {where}"
-    about = {"machine": machine(arguments.device), "hidden": arguments.hidden}
+    about = {"machine": machine(device), "hidden": arguments.hidden}
     return Done(0, {**about, "retention_ratio": arguments.retention_ratio, "times": times}, [as_table(times, title)])

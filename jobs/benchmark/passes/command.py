@@ -40,8 +40,11 @@ def run(arguments: argparse.Namespace) -> Done:
     import torch  # noqa: PLC0415 - loads only after the flags are checked
 
     from gstep.backbones import ModelSource, choose_runtime, family_of  # noqa: PLC0415
+    from pipeline.execution.request import refusing  # noqa: PLC0415
 
-    family, runtime = family_of(ModelSource.resolve(arguments.model)), choose_runtime(arguments.device, arguments.dtype)
+    with refusing():
+        family = family_of(ModelSource.resolve(arguments.model))
+        runtime = choose_runtime(arguments.device, arguments.dtype)
     most = max(arguments.videos)
     shape = (most, arguments.frames, *family.preprocessor().target_size(arguments.frames, 240, 320), 3)
     backbone = family.load(runtime, frame_batch=arguments.frames * most)

@@ -36,8 +36,12 @@ def run(arguments: argparse.Namespace) -> Done:
     """Measure and show."""
     import torch  # noqa: PLC0415 - loads only after the flags are checked
 
+    from gstep.backbones import choose_runtime  # noqa: PLC0415
     from jobs.benchmark.selection.times import Settings, as_table, measure  # noqa: PLC0415
+    from pipeline.execution.request import refusing  # noqa: PLC0415
 
+    with refusing():
+        choose_runtime(arguments.device)
     torch.set_num_threads(arguments.threads)
     settings, times = from_flags(Settings, arguments), []
     for item in measure(settings):

@@ -26,6 +26,11 @@ def test_an_unknown_device_is_refused(capsys):
     assert "tpu" in capsys.readouterr().err
 
 
+def test_the_device_may_be_left_to_the_machine(capsys):
+    argv = ["methods", "--frames", "1", "--tokens-per-frame", "4", "--hidden", "4", "--repeats", "1"]
+    assert benchmark.main([*argv, "--method", "gstep", "--device", "auto"]) == 0
+
+
 def test_some_methods_can_be_named_and_gstep_is_there(tmp_path, capsys):
     argv = ["methods", "--frames", "4", "--tokens-per-frame", "9", "--hidden", "16", "--repeats", "1"]
     assert benchmark.main([*argv, "--method", "novelty", "--json", str(tmp_path / "m.json")]) == 0

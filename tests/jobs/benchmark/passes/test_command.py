@@ -2,7 +2,16 @@
 
 import json
 
+import pytest
+
 from jobs.benchmark import __main__ as benchmark
+
+
+@pytest.mark.parametrize("wrong", [["--model", "no/such/folder"], ["--dtype", "int9"], ["--device", "cuda"]])
+def test_what_cannot_be_timed_is_refused(wrong, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert benchmark.main(["passes", *wrong]) == 2
+    assert wrong[1] in capsys.readouterr().err
 
 
 def test_each_number_of_videos_is_timed_both_ways(tmp_path, capsys):

@@ -44,6 +44,12 @@ def test_the_loop_runs_whole_or_200_steps():
     assert loop_steps(75264, 3584, 100) == 99
 
 
+def test_a_gpu_that_is_not_there_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert benchmark.main(["selection", *SMALL, "--device", "cuda"]) == 2
+    assert "sees no CUDA device" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(("wrong", "named"), [(["--inputs", "noise"], "noise"), (["--threads", "0"], "at least 1")])
 def test_senseless_requests_are_refused(capsys, wrong, named):
     with pytest.raises(SystemExit) as caught:
