@@ -134,7 +134,7 @@ def answer_table(cells: Sequence[Cell], title: str) -> Table:
     for cell in cells:
         low, high = 100 * cell.loss["low"], 100 * cell.loss["high"]
         loss = f"{100 * cell.loss['mean']:.1f} [{low:.1f}, {high:.1f}]"
-        about = (cell.method, f"{cell.ratio:.0%}", cell.codec, f"{cell.mb:.2f}", f"{cell.right:.1%}")
+        about = (cell.method, f"{100 * cell.ratio:g}%", cell.codec, f"{cell.mb:.2f}", f"{cell.right:.1%}")
         rows.append((*about, loss, f"{cell.kl:.4f}"))
     columns = ("method", "kept", "codec", "MB a video", "right", "less than bfloat16, points", "KL")
     return figure_table(title, columns, rows)

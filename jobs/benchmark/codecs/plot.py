@@ -20,7 +20,7 @@ def write_plot(cells: Sequence[Cell], title: str, file: Path) -> None:
             panel.plot([c.mb for c in line], [100 * c.right for c in line], marker="o", label=codec)
             for cell in line:
                 panel.annotate(
-                    f"{cell.ratio:.0%}",
+                    f"{100 * cell.ratio:g}%",
                     (cell.mb, 100 * cell.right),
                     fontsize=7,
                     xytext=(3, -9),

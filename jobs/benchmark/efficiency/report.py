@@ -105,7 +105,7 @@ def tables(rows: Sequence[Row], title: str, memory: str) -> list[Table]:
     """Lay out three tables: the paper's columns, their parts, and online beside cached; ``memory`` titles the peak."""
     full = rows[0]
     names = [
-        (method_title(row.method) if row is not full else "Original", f"{row.retention_ratio:.0%}") for row in rows
+        (method_title(row.method) if row is not full else "Original", f"{100 * row.retention_ratio:g}%") for row in rows
     ]
 
     def table(of: str, columns: Sequence[str], cells: Callable[[Row], Iterator[str]]) -> Table:

@@ -123,7 +123,7 @@ def as_table(times: Sequence[SelectionTimes], title: str) -> Table:
     for item in times:
         guessed = "~" if item.loop_steps < item.n_kept - 1 else ""
         seconds = (f"{value:.3g}" for value in (item.selection, item.loop / item.selection, item.gstep, item.vidcom2))
-        about = (item.input, f"{item.n_tokens:,}", f"{item.ratio:.0%}", f"{guessed}{item.loop:.3g}")
+        about = (item.input, f"{item.n_tokens:,}", f"{100 * item.ratio:g}%", f"{guessed}{item.loop:.3g}")
         rows.append((*about, *seconds, f"{item.same:.2%}"))
     inputs = dict.fromkeys(item.input for item in times)
     notes = [f"{name}: {INPUTS[name].note}" for name in inputs]

@@ -27,7 +27,7 @@ def write_plot(found: Sequence[Measured], title: str, file: Path) -> None:
             across = [places[one.questions] for one in of_line]
             drawn = [speed or float("nan") for speed in speeds]
             style = {"color": colors[mode], "linestyle": dashes[ratio], "marker": "o"}
-            panel.plot(across, drawn, label=f"{mode}, {ratio:.0%}", **style)
+            panel.plot(across, drawn, label=f"{mode}, {100 * ratio:g}%", **style)
         panel.set_yscale("log")
         panel.set_xticks(list(places.values()), [str(number) for number in places])
         panel.set_xlabel("questions a video, " + ("asked again" if warm else "nothing held"))

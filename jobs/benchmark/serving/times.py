@@ -198,6 +198,6 @@ def as_table(found: Sequence[Measured], title: str) -> Table:
             *((one.reused, ".0%"), (one.sent_kb, ".1f"), (one.peak_mb, ".0f")),
         )
         shown = ("" if value is None else format(value, form) for value, form in figures)
-        rows.append((one.mode, f"{one.retention_ratio:.0%}", str(one.questions), *shown))
+        rows.append((one.mode, f"{100 * one.retention_ratio:g}%", str(one.questions), *shown))
     notes = sorted({f"{one.mode}: {one.note}" for one in found if one.note})
     return figure_table(title, columns, rows, "\n".join(notes) or None)

@@ -44,6 +44,13 @@ def test_the_loop_runs_whole_or_200_steps():
     assert loop_steps(75264, 3584, 100) == 99
 
 
+def test_shares_are_shown_as_they_were_asked_for(capsys, threads):
+    argv = ["selection", "--frames", "1", "--tokens-per-frame", "8", "--hidden", "4", "--repeats", "1"]
+    assert benchmark.main([*argv, "--inputs", "iid", "--retention-ratios", "12.5%", "12%", "0.3%"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {share}% " in shown for share in ("12.5", "12", "0.3"))
+
+
 def test_a_gpu_that_is_not_there_is_refused(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert benchmark.main(["selection", *SMALL, "--device", "cuda"]) == 2
