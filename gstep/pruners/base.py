@@ -152,7 +152,8 @@ class Pruner(ABC):
 
         Raises:
             ValueError: tokens that are not finite [T,N,D] floats, a ratio outside (0, 1], a budget outside [1, T*N],
-                evidence that is not finite floats of the shape that fits the tokens.
+                evidence that is not finite floats of the shape that fits the tokens; a selection that is not what
+                :class:`Selection` says.
             MissingEvidence: evidence that the method needs is not in ``visual.evidence``.
         """
         check_tokens(visual.tokens)
@@ -166,12 +167,35 @@ class Pruner(ABC):
         with torch.no_grad(), torch.autocast(visual.tokens.device.type, enabled=False), full_precision():
             evidence = {name: value.to(visual.tokens.device, work_dtype(value)) for name, value in taken.items()}
             selection = self.select(replace(visual, evidence=evidence), kept, ratio, seed)
+            self._check(selection, visual.tokens, kept)
             return self._pack(visual.tokens, selection, ratio)
 
-    def _pack(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
-        """Sort a selection by index; the sort's permutation is the rank of each kept token."""
-        index_B, rank_B = torch.sort(selection.index, stable=True)
+    def _check(self, selection: Selection, tokens_TND: Tensor, kept: int) -> None:
+        """Raise ValueError, naming the method, unless ``select`` returned what Selection describes for these tokens."""
+        if not isinstance(selection, Selection):
+            raise ValueError(f"method {self.name!r} must return a Selection; got {type(selection).__name__}")
         n_frames, per_frame, hidden = tokens_TND.shape
+        n_total, index = n_frames * per_frame, selection.index
+        n_kept = kept if self.exact or not isinstance(index, Tensor) else max(1, index.numel())
+        shapes = {"index": [n_kept], "tokens": [n_kept, hidden], "merged": [n_kept]}
+        for name, shape in {**shapes, "density": [n_total], "temporal_density": [n_frames]}.items():
+            value = getattr(selection, name)
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if found != shape and (value is not None or name == "index"):
+                raise ValueError(f"method {self.name!r} must return {name} as a tensor {shape}; got {found}")
+        if selection.tokens is not None and selection.tokens.isnan().any():
+            raise ValueError(f"method {self.name!r} must not return tokens that are NaN")
+
+    def _pack(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
+        """Sort a selection by index; the sort's permutation is the rank of each kept token.
+
+        Raises ValueError, naming the method, where places repeat or lie outside of the video.
+        """
+        index_B, rank_B = torch.sort(selection.index.long(), stable=True)
+        n_frames, per_frame, hidden = tokens_TND.shape
+        n_total = n_frames * per_frame
+        if (index_B.diff() == 0).any() | (index_B[0] < 0) | (index_B[-1] >= n_total):
+            raise ValueError(f"method {self.name!r} must return different places in [0, {n_total}) as index")
         if selection.tokens is None:
             tokens_BD = tokens_TND.reshape(-1, hidden).index_select(0, index_B)
         else:
@@ -185,7 +209,7 @@ class Pruner(ABC):
             rank=rank_B if self.nested else None,
             merged=None if selection.merged is None else selection.merged.index_select(0, rank_B),
             order=torch.argsort(rank_B) if self.reorders else None,
-            n_total=n_frames * per_frame,
+            n_total=n_total,
             retention_ratio=ratio,
             density=None if density_M is None else density_M.index_select(0, index_B).float(),
             temporal_density=None if temporal_T is None else temporal_T.float(),

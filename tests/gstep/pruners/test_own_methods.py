@@ -106,6 +106,60 @@ def test_a_path_that_leads_nowhere_is_refused(path: str) -> None:
         gstep.make_pruner(path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wrong(Pruner):
+    """A method that returns what it is told of a video of 12 tokens [2,6,4], of which 3 are to be kept."""
+
+    name: ClassVar[str] = "wrong"
+    nested: ClassVar[bool] = False
+
+    returned: Any = None
+
+    def select(self, visual: gstep.VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        return self.returned
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongInNumber(Wrong):
+    exact: ClassVar[bool] = False
+
+
+THREE = torch.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        (None, "a Selection; got NoneType"),
+        (THREE, "a Selection; got Tensor"),
+        (Selection([0, 1, 2]), r"index as a tensor \[3\]; got list"),  # type: ignore[arg-type]
+        (Selection(THREE[None]), r"index as a tensor \[3\]; got \[1, 3\]"),
+        (Selection(THREE[:0]), r"index as a tensor \[3\]; got \[0\]"),
+        (Selection(THREE - 1), r"different places in \[0, 12\)"),
+        (Selection(THREE + 10), r"different places in \[0, 12\)"),
+        (Selection(torch.tensor([4, 2, 4])), r"different places in \[0, 12\)"),
+        (Selection(THREE, tokens=torch.zeros(3, 5)), r"tokens as a tensor \[3, 4\]; got \[3, 5\]"),
+        (Selection(THREE, tokens=torch.full((3, 4), torch.nan)), "tokens that are NaN"),
+        (Selection(THREE, merged=torch.ones(2, dtype=torch.bool)), r"merged as a tensor \[3\]; got \[2\]"),
+        (Selection(THREE, density=torch.zeros(3)), r"density as a tensor \[12\]; got \[3\]"),
+        (Selection(THREE, temporal_density=torch.zeros(3)), r"temporal_density as a tensor \[2\]; got \[3\]"),
+    ],
+)
+def test_a_selection_that_cannot_be_kept_is_refused_by_the_methods_name(returned: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=f"method 'wrong' must (not )?return {why}"):
+        gstep.prune(video(2, 6, 4), 0.25, Wrong(returned=returned))
+
+
+def test_only_an_inexact_method_may_keep_another_number() -> None:
+    two = Selection(torch.tensor([7, 1], dtype=torch.int32))
+    pruned = gstep.prune(video(2, 6, 4), 0.25, WrongInNumber(returned=two))
+    assert (pruned.index.tolist(), pruned.index.dtype) == ([1, 7], torch.int64)
+    with pytest.raises(ValueError, match=r"index as a tensor \[3\]; got \[2\]"):
+        gstep.prune(video(2, 6, 4), 0.25, Wrong(returned=two))
+    with pytest.raises(ValueError, match=r"index as a tensor \[1\]; got \[0\]"):
+        gstep.prune(video(2, 6, 4), 0.25, WrongInNumber(returned=Selection(THREE[:0])))
+
+
 def test_objects_of_what_is_no_method_are_refused() -> None:
     class Plain(Last):
         pass
