@@ -17,7 +17,7 @@ from pipeline.evaluate.statistics.errors import OUTSIDE, holm
 from pipeline.evaluate.statistics.render import method_title
 from pipeline.evaluate.statistics.results import SIGNIFICANT
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, arms_of, score_matrix
-from pipeline.evaluate.statistics.sheets import table_head, table_row
+from pipeline.evaluate.statistics.sheets import escape_markdown, table_head, table_row
 
 _EVERYWHERE = "all"
 
@@ -139,7 +139,7 @@ def _scores(found: Comparison, methods: Sequence[str], ratios: Sequence[float]) 
             kept, score = found.kept.get((name, ratio)) or ratio, found.scores.get((_EVERYWHERE, name, ratio))
             odd = abs(kept - ratio) > 0.02 * ratio
             cells.append("–" if score is None else f"{score:.1f}" + (f" ({100 * kept:.1f} %)" if odd else ""))
-        yield table_row([method_title(name), *cells])
+        yield table_row([escape_markdown(method_title(name)), *cells])
 
 
 def _differences(found: Comparison, others: Sequence[str], ratio: float) -> Iterator[str]:
@@ -147,7 +147,7 @@ def _differences(found: Comparison, others: Sequence[str], ratio: float) -> Iter
     yield from table_head(["", "all tokens", method_title(found.method), *map(method_title, others)])
     for part, (questions, _) in found.asked.items():
         full = found.scores.get((part, *ORIGINAL))
-        cells = [f"{part} ({questions})", "–" if full is None else f"{full:.1f}"]
+        cells = [f"{escape_markdown(part)} ({questions})", "–" if full is None else f"{full:.1f}"]
         cells.append(f"{found.scores[part, found.method, ratio]:.1f}")
         here = {one.other: one for one in found.compared if (one.part, one.ratio) == (part, ratio)}
         yield table_row(cells + [_cell(here[name]) if name in here else "–" for name in others])

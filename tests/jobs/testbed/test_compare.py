@@ -92,6 +92,15 @@ def test_a_rival_that_lacks_a_ratio_has_a_dash_there(tmp_path, capsys):
     assert "| rival | 41.5 | – |" in capsys.readouterr().out
 
 
+def test_a_part_of_any_name_stays_one_cell(tmp_path, capsys):
+    full = table()
+    parts = pa.array([[("domain", "A|B <i>")]] * len(full), full["splits"].type)
+    place = full.schema.get_field_index("splits")
+    pq.write_table(full.set_column(place, "splits", parts), tmp_path / "scores.parquet")
+    assert main(["compare", str(tmp_path), "--method", "ours", "--draws", "100"]) == 0
+    assert r"| A\|B \<i\> (200) | 100.0 |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
