@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from gstep.language import Decoding
 from pipeline.evaluate.benchmarks.items import Item
-from pipeline.evaluate.benchmarks.own import item_of
+from pipeline.evaluate.benchmarks.own import is_unpublished, item_of
 from pipeline.evaluate.protocols import Protocol
 from pipeline.generate.questions import QUESTION_SCHEMA, Way
 from pipeline.rows import AnswerRecord, QuestionRecord
@@ -48,7 +48,8 @@ def _question(item: Item, protocol: Protocol, model_type: str, way: Way) -> Ques
 
 
 def answered_item(row: AnswerRecord) -> Item | None:
-    """Return the item of a question that jobs.generate answered, or None if it has no right answer."""
+    """Return the item of a question that jobs.generate answered, or None if it has no published right answer."""
     if "target" not in row:
         return None
-    return item_of(row, f"question {row['question_id']}")
+    item = item_of(row, f"question {row['question_id']}")
+    return None if is_unpublished(item) else item

@@ -66,7 +66,7 @@ class OwnQuestions(Benchmark):
         for item in clusters_of([_own_item(file, row) for row in rows]):
             where = f"question {item.question_id}"
             try:
-                if item.options and item.answer is None and item.expected == NOT_PUBLISHED:
+                if is_unpublished(item):
                     raise NotAskable("no-answer", "answer is -1: the right answer is not published")
                 found = tuple(videos.find([name], [name]) for name in item.video_ids) if videos else item.video_ids
             except NotAskable as fault:
@@ -109,6 +109,11 @@ def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
         splits={"split": split} if split else {},
         cluster=_label(extra, "cluster", where),
     )
+
+
+def is_unpublished(item: Item) -> bool:
+    """Return whether the answer to a question with choices is -1, which stands for one that is not published."""
+    return bool(item.options) and item.answer is None and item.expected == NOT_PUBLISHED
 
 
 def clusters_of(items: Sequence[Item]) -> list[Item]:

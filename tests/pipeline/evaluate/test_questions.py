@@ -98,8 +98,8 @@ def test_what_cannot_be_scored_is_said_with_its_question(tmp_path):
         answered_item(row)
 
 
-@pytest.mark.parametrize("answer", ["", " "])
-def test_an_empty_answer_is_none(tmp_path, answer):
+@pytest.mark.parametrize("answer", ["", " ", -1, "-1"])
+def test_an_empty_answer_and_one_that_is_not_published_is_none(tmp_path, answer):
     (row,) = answered(tmp_path / "q.jsonl", {**OWN[0], "answer": answer})
     assert answered_item(row) is None
 
