@@ -160,6 +160,8 @@ class Pruner(ABC):
         n_frames, per_frame, _ = visual.tokens.shape
         kept, ratio = self.resolve_budget(n_frames * per_frame, retention_ratio, budget)
         seed = check_integer("seed", seed, 0)
+        if not isinstance(visual.evidence, Mapping):
+            raise ValueError(f"evidence must map names to tensors; got {type(visual.evidence).__name__}")
         if missing := sorted(self.needs - visual.evidence.keys()):
             raise MissingEvidence(f"method {self.name!r} needs evidence that was not given: {', '.join(missing)}")
         taken = {name: visual.evidence[name] for name in sorted(self.needs | self.optional) if name in visual.evidence}

@@ -47,6 +47,8 @@ def check_tokens(tokens: Any) -> None:
     wanted = "tokens must be a tensor [T,N,D] (frames, tokens a frame, hidden size), each at least 1"
     if not isinstance(tokens, Tensor):
         raise ValueError(f"{wanted}; got {type(tokens).__name__}")
+    if tokens.layout != torch.strided or tokens.is_nested:
+        raise ValueError(f"{wanted}, dense; got {'a nested one' if tokens.is_nested else tokens.layout}")
     if tokens.ndim != 3 or tokens.numel() == 0:
         raise ValueError(f"{wanted}; got shape {list(tokens.shape)}")
     if tokens.dtype not in _DTYPES:

@@ -176,6 +176,8 @@ BAD_TOKENS: list[tuple[Any, str]] = [
     (torch.zeros(2, 3, 4, dtype=torch.int32), "torch.int32"),
     (torch.zeros(2, 3, 4, dtype=torch.bool), "torch.bool"),
     (torch.zeros(2, 3, 4, dtype=torch.complex64), "torch.complex64"),
+    (torch.zeros(2, 3, 4).to_sparse(), "torch.sparse_coo"),
+    (torch.nested.as_nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)], layout=torch.jagged), "a nested one"),
 ]
 
 
@@ -184,6 +186,12 @@ BAD_TOKENS: list[tuple[Any, str]] = [
 def test_bad_tokens(method: str, tokens: Any, got: str) -> None:
     with pytest.raises(ValueError, match=got):
         gstep.prune(tokens, method=method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evidence_without_names_is_refused(method: str) -> None:
+    with pytest.raises(ValueError, match="evidence must map names to tensors; got Tensor"):
+        gstep.prune(video(2, 3, 4), method=method, evidence=torch.zeros(2, 3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ratio", [0, 0.0, -0.25, 1.01, 25, float("nan"), float("inf"), "0.25", None, True])
