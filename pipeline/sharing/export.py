@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from pipeline.storage.stores import Store
 CARD: Final = "README.md"
 _SHOWN: Final = 5
 _LOOKED_AT: Final = 100_000  # ids that are looked through for likely ones
+_TAR: Final = re.compile(r"tokens-(\d{6,})\.tar")
 
 
 @dataclass
@@ -64,9 +66,10 @@ def export(
 
     Token shards that no row of the copy names any more, such as those of videos removed since, are deleted there.
 
-    Raises NotACache, UsageError for unknown ids or a cache of an earlier version before anything is written,
-    CorruptShard where a file is damaged, and OSError.
+    Raises NotACache, UsageError for unknown ids, a cache of an earlier version or the cache's own place before anything
+    is written, CorruptShard where a file is damaged, and OSError.
     """
+    _refuse_itself(source, out)
     if ids is None:
         merge_caches([source], out, say, records=False)
     else:
@@ -76,6 +79,12 @@ def export(
     found = _counted(out, cache)
     out.put(CARD, card_of(cache, found.videos, found.failed, found.bytes, licence).encode())
     return found
+
+
+def _refuse_itself(source: Store, out: Store) -> None:
+    """Raise UsageError where a cache would be its own copy: readers of it would lose files at once."""
+    if source.root == out.root:
+        raise UsageError(f"{out} is the cache itself: name another place with --to")
 
 
 def _delete_unnamed(out: Store) -> None:
@@ -145,13 +154,15 @@ def _write(source: Store, out: Store, run_id: str, number: int, rows: list[Video
 
 
 def export_tars(source: Store, out: Store, say: Callable[[str], object], ids: Sequence[str] | None = None) -> Exported:
-    """Write the tokens of a cache as WebDataset: tars with three members a video, and a card.
+    """Write the tokens of a cache as WebDataset: tars with three members a video.
 
     ``N.json`` is the video's row, ``N.tokens.npy`` its tokens [B,D] float32, ``N.index.npy`` their flat places [B]
-    int64, both by ascending place. A tar that is there already is not written again.
+    int64, both by ascending place. A tar that holds its videos' rows as they are now is not written again; one beyond
+    the last is deleted.
 
     Raises as ``export``.
     """
+    _refuse_itself(source, out)
     rows = ok_rows(_rows_of(source, ids))
     cache, found = TokenCache(str(source), store=source), Exported(videos=len(rows))
     out.make()
@@ -159,13 +170,34 @@ def export_tars(source: Store, out: Store, say: Callable[[str], object], ids: Se
     for number, shard in enumerate(dict.fromkeys(shards)):
         name, first = f"tokens-{number:06d}.tar", shards.index(shard)
         videos = rows.slice(first, shards.count(shard))["video_id"].to_pylist()
-        if not out.exists(name):
-            data = _tar(cache, videos, first)
-            out.put(name, data)
+        wanted = {f"{key:09d}.json": _as_json(cache.metadata(video)) for key, video in enumerate(videos, first)}
+        if _told(out, name) != wanted:
+            out.put(name, _tar(cache, videos, first))
             say(f"{first + len(videos):,} of {len(rows):,} videos")
         found.files += 1
         found.bytes += out.open(name).size()
+    for file in out.listed(""):
+        if (number_of := _TAR.fullmatch(file.name)) and int(number_of[1]) >= found.files:
+            out.delete(file.name)
     return found
+
+
+def _told(out: Store, name: str) -> dict[str, bytes]:
+    """Return the rows of the videos that a tar holds, by the names of their members; none where there is no tar."""
+    if not out.exists(name):
+        return {}
+    file = out.open(name)
+    try:
+        with tarfile.open(fileobj=file.mapped or file.fetch(())) as tar:
+            members = [(member.name, tar.extractfile(member)) for member in tar if member.name.endswith(".json")]
+            return {name: data.read() for name, data in members if data is not None}
+    except tarfile.TarError:
+        return {}
+
+
+def _as_json(row: VideoRow) -> bytes:
+    """Serialise a video's row as a tar holds it."""
+    return json.dumps({name: value for name, value in row.items() if not name.startswith("error_")}).encode()
 
 
 def _tar(cache: TokenCache, video_ids: Sequence[str], first: int) -> bytes:
@@ -173,9 +205,8 @@ def _tar(cache: TokenCache, video_ids: Sequence[str], first: int) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for number, video in enumerate(cache.get_many(video_ids), first):
-            row = {name: value for name, value in video.metadata.items() if not name.startswith("error_")}
             members = {
-                "json": json.dumps(row).encode(),
+                "json": _as_json(video.metadata),
                 "tokens.npy": _npy(video.tokens.to(torch.float32).numpy()),
                 "index.npy": _npy(video.index.numpy()),
             }

@@ -90,7 +90,7 @@ def merge_caches(
     Raises NotACache, IdentityMismatch, UsageError for equal ids or a cache of an earlier version, all before anything
     is written; CorruptShard where a file is damaged, and OSError.
     """
-    sources = [source for source in sources if str(source) != str(out)]
+    sources = [source for source in sources if source.root != out.root]
     header = _common_header([*sources, *[out] * out.exists(HEADER)])
     check_place(out, header)
     identity = fingerprint(header["identity"])

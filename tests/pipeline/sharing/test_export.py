@@ -18,11 +18,12 @@ import yaml
 from pipeline import TokenCache
 from pipeline.errors import CorruptShard, NotACache, RemovedVideo, UsageError, VideoFault
 from pipeline.sharing.export import export, export_tars
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.removal import remove_videos
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.damage import flip, say_what_was_committed, shards
+from tests.pipeline.s3 import S3Server
 from tests.pipeline.sharing.test_merge import SHAPE, cache_of, quiet
 from tests.pipeline.verifying import kinds, verified
 
@@ -140,3 +141,32 @@ def test_tars_hold_tokens_by_numbered_keys(store, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.root.glob("*.tar")}
     export_tars(store, out, quiet)
     assert {path: path.stat().st_mtime_ns for path in out.root.glob("*.tar")} == before
+
+
+def test_tars_follow_the_cache(store):
+    with S3Server() as server:  # on which a tar that is there is read by ranges
+        out = ObjectStore(server.uri("tars"), server.objects())
+        export_tars(store, out, quiet)
+        remove_videos(store, ["a.mp4"], "asked for", quiet, timedelta(0))
+        write_shard(store, "new", encoded("new.mp4", random_tokens(9, SHAPE), 0.25, "gstep"))
+        write_shard(store, "once-more", encoded("c", random_tokens(7, SHAPE), 0.25, "gstep", attempts=3))
+        for _ in range(2):
+            export_tars(store, out, quiet)
+            assert sorted(row["video_id"] for row in _rows_in(out)) == ["c", "dir/b.mp4", "new.mp4"]
+        export_tars(store, out, quiet, ["new.mp4"])
+        assert [row["video_id"] for row in _rows_in(out)] == ["new.mp4"]
+
+
+def _rows_in(out):
+    """The rows of the videos in all tars of a place."""
+    for file in out.listed(""):
+        with tarfile.open(fileobj=io.BytesIO(out.read(file.name))) as tar:
+            yield from (json.load(tar.extractfile(member)) for member in tar if member.name.endswith(".json"))
+
+
+def test_a_cache_is_no_copy_of_itself(store, tmp_path):
+    before = {path: path.read_bytes() for path in store.root.rglob("*") if path.is_file()}
+    for do in (export, export_tars):
+        with pytest.raises(UsageError, match="is the cache itself: name another place with --to"):
+            do(store, LocalStore(f"{store.root}/"), quiet)
+    assert before == {path: path.read_bytes() for path in store.root.rglob("*") if path.is_file()}

@@ -76,6 +76,8 @@ def test_the_union_is_by_the_rule_and_leaves_its_sources_as_they_are(two, tmp_pa
     again = merge_caches(two, out, quiet)
     assert (again.videos, again.linked, again.there) == (4, 0, 0)  # its own rows win, since they are the same
     assert_whole(out, *two)
+    into = LocalStore(f"{two[0].root}/")  # as a shell completes it: the cache that is merged into, by another spelling
+    assert merge_caches(two, into, quiet).equal == 2
 
 
 def test_a_cache_takes_in_another(two):
