@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gstep.backbones import ModelSource
 from gstep.language import Prompt, PromptBuilder, prompt_builder
 from gstep.language.types import ChatMessage, ChatPart
+from pipeline.cache.method import declared_method
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.generate.model import check_model, check_tokens, stored_tower
@@ -96,6 +97,12 @@ class CachedPrompts:
         check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
         if ratio is not None and ratio > first.retention_ratio + 1e-9:
             raise UsageError(f"--retention-ratio {ratio:g}: the cache stores {first.retention_ratio:g}")
+        declared = declared_method(first.identity)
+        if ratio is not None and ratio < first.retention_ratio - 1e-9 and declared is not None and not declared.nested:
+            raise UsageError(
+                f"--retention-ratio {ratio:g}: {first.identity['pruner']['method']}, which pruned {place}, has no order "
+                f"of selection, so only {first.retention_ratio:g} can be served"
+            )
         return ServedVideos(partial(TokenCache, place), self.served.refresh_seconds, name)
 
     def close(self) -> None:

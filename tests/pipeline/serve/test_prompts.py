@@ -75,6 +75,13 @@ def test_the_servers_ratio_is_that_of_links_without_one(cache):
         served(cache, retention_ratio=0.5)
 
 
+def test_a_ratio_that_no_video_can_be_served_at_is_refused_before_the_server_starts(tmp_path):
+    tiny_cache(tmp_path / "c", ("a",), method="vidcom2")
+    with pytest.raises(UsageError, match=r"vidcom2, which pruned .*, has no order of selection, so only 0.25 can be"):
+        served(tmp_path / "c", retention_ratio=0.1)
+    assert len(built(served(tmp_path / "c", retention_ratio=0.25), [user(video("cache://a"))]).visuals) == 1
+
+
 def test_a_conversation_goes_on(cache):
     prompts = served(cache)
     first = [user(video("cache://a"), text("Who?"))]
