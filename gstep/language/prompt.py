@@ -188,9 +188,13 @@ class PromptBuilder(ABC):
     def _as_text(self, part: ChatPart) -> ChatPart:
         """Return a message part whose text cannot be mistaken for a video placeholder, which would shift every token.
 
-        Raises ValueError for a text that contains this module's own separator mark.
+        Raises ValueError for a text that is not valid or contains this module's own separator mark.
         """
         text = part.get("text", "")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # the tokenizer would raise a TypeError that names no text
+            raise ValueError(f"the text is not valid: {error}") from None
         if _MARK in text:
             raise ValueError("the text holds U+10FFFE, which is no character: leave it out")
         for token in (self._video_token, self._image_token):

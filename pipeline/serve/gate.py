@@ -21,6 +21,7 @@ from pipeline.serve.prompts import CachedPrompts, ServedCache, prompts_of
 RETRY_AFTER_S = 10
 _SKIPPED = 16  # of a body that is too large, up to so many times the limit is read, so that the client gets the error
 _HEADER = b"x-cached-videos"
+_ENDED = b'"Internal server error"'  # what vLLM says of a request that its engine ended, as it does without its rows
 
 
 @dataclass
@@ -161,6 +162,7 @@ class RequestGate:
         """Return whether vLLM answered a request; nothing was sent where it failed on the rows of cached videos."""
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         failed, request = False, REQUEST.get()
+        held: list[Message] = []  # the start of a 500, until its body says whether the engine ended the request
         if request is not None:
             request.videos = []
 
@@ -170,9 +172,14 @@ class RequestGate:
         async def watched(message: Message) -> None:
             nonlocal failed
             about_videos = request is not None and bool(request.videos)
-            failed = failed or (message["type"] == "http.response.start" and message["status"] == 500 and about_videos)
+            if message["type"] == "http.response.start" and message["status"] == 500 and about_videos:
+                held.append(message)
+                return
+            failed = failed or (bool(held) and _ENDED in message.get("body", b""))
             if not failed:
-                await send(message)
+                for late in (*held, message):
+                    await send(late)
+                held.clear()
 
         await self._inner(scope, replayed, watched)
         return not failed

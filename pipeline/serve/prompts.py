@@ -165,7 +165,10 @@ def parts_of(message: ClientMessage) -> list[dict[str, str]]:
         return [{"text": content}] if content else []
     if not isinstance(content, Sequence):
         raise ValueError("the content of a message is a text, or a list of parts")
-    return [_part(part) for part in content]
+    try:
+        return [_part(part) for part in content]
+    except KeyError as error:
+        raise ValueError(f"a part of a message lacks its {error}") from None
 
 
 def _role(message: ClientMessage) -> str:

@@ -38,6 +38,9 @@ class Server:
         )
         self.gate = RequestGate(self.app)
 
+    #: As vLLM has it where its engine ended the request.
+    error = b'{"error":{"message":"Internal server error","type":"InternalServerError","param":null,"code":500}}'
+
     async def healthy(self):
         """As an engine that lives."""
 
@@ -49,7 +52,7 @@ class Server:
         await self.go.wait()
         status = self.statuses.pop(0) if self.statuses else 200
         await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": b"answer"})
+        await send({"type": "http.response.body", "body": self.error if status == 500 else b"answer"})
 
     async def start(self):
         await self.gate({"type": "lifespan", "app": SimpleNamespace(state=self.state)}, None, None)
@@ -140,6 +143,17 @@ def test_a_prompt_whose_rows_are_gone_is_made_once_again(cache, statuses, about_
     (status, headers, _), seen = with_server(cache, use)
     assert (status, seen) == (answered, [b"{1}"] * tries)
     assert (b"retry-after" in headers) == (answered == 503)
+
+
+def test_what_vllm_cannot_take_of_a_request_is_no_matter_of_rows(cache):
+    async def use(server):
+        server.go.set()
+        server.statuses, server.error = [500], b'{"error":{"message":"","type":"InternalServerError"}}'  # as of top_k=10**30
+        return await server.ask(), server.seen
+
+    (status, headers, body), seen = with_server(cache, use)
+    assert (status, len(seen), b"InternalServerError" in body) == (500, 1, True)
+    assert b"retry-after" not in headers and headers[b"x-cached-videos"]
 
 
 def test_sigterm_lets_requests_end_and_takes_no_other(cache):

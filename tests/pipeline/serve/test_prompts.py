@@ -108,6 +108,10 @@ def test_a_conversation_goes_on(cache):
         ({"type": "prompt_embeds", "data": "AAAA"}, "'prompt_embeds'"),
         ({"no": "type"}, "'None'"),
         (text("a \U0010fffe of mine"), "no character"),
+        (text("half \ud800 a pair"), "the text is not valid: .* surrogates not allowed"),
+        ({"type": "text"}, "a part of a message lacks its 'text'"),
+        ({"type": "video_url"}, "lacks its 'video_url'"),
+        ({"type": "video_url", "video_url": {}}, "lacks its 'url'"),
     ],
 )
 def test_whatever_is_no_cached_video_is_refused_with_the_reason(cache, part, why):
