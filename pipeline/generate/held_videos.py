@@ -38,6 +38,10 @@ class LruCache(Generic[K, V]):
         #: Of all values that are held.
         self.bytes = 0
 
+    def keys(self) -> list[K]:
+        """List the keys, the least recently used first."""
+        return list(self._held)
+
     def get(self, key: K) -> V | None:
         """Return the value of a key, or None."""
         if key in self._held:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import quote
+
+import pyarrow as pa
 
 from gstep.language import Visual
 from pipeline.cache.live_rows import VIDEOS
@@ -23,9 +26,11 @@ from pipeline.cache.table import table_files
 from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, RemovedVideo, UnknownVideo
 from pipeline.generate.engines.cached_rows import read_outline
 from pipeline.generate.held_videos import LruCache, SharedReads, n_bytes
+from pipeline.keys import keys_of
 from pipeline.rows import VideoRow
 
 _HELD_BYTES = 2**27  # bytes of outlines that a server keeps in memory for later questions
+_HELD_ROWS = 2**14  # rows of videos, some 10 KB each; all are read again where the table has changed
 
 
 class StoreAway(Exception):  # noqa: N818
@@ -54,10 +59,10 @@ class CacheStats:
 
 
 class _Snapshot(NamedTuple):
-    """An opened cache, the rows of videos that were asked about, and the files of its table at that time."""
+    """An opened cache, the rows of videos that were asked about last, and the files of its table at that time."""
 
     cache: TokenCache
-    rows: dict[str, VideoRow]
+    rows: LruCache[str, VideoRow]
     files: frozenset[str]
 
 
@@ -125,16 +130,21 @@ class ServedVideos:
         except (OSError, NotACache, CorruptShard, UnknownVideo):
             self.away = True
 
-    def _look(self, wanted: Iterable[str]) -> _Snapshot:
+    def _look(self, wanted: Sequence[str]) -> _Snapshot:
         """Open the cache anew, and read the rows of the wanted videos, so that no request waits for them later."""
         cache = self._open()
         files = _names(cache)
-        return _Snapshot(cache, {name: cache.metadata(name) for name in wanted if name in cache}, files)
+        rows: LruCache[str, VideoRow] = LruCache(_HELD_ROWS, lambda row: 1)
+        ids = pa.array(wanted, pa.string())
+        for name in ids.take(pa.array(keys_of(ids)[:, 0].argsort())).to_pylist():  # as sorted files have them
+            with suppress(UnknownVideo):
+                rows.put(name, cache.metadata(name))
+        return _Snapshot(cache, rows, files)
 
     def _look_again(self) -> None:
         """Replace the snapshot by a new one."""
         with self._lock:
-            wanted = list(self._now.rows)
+            wanted = self._now.rows.keys()
         new = self._look(wanted)
         with self._lock:
             self._now = new
@@ -173,7 +183,7 @@ class ServedVideos:
         visual = read_outline(now.cache, row, retention_ratio, self._order, self._name)
         found = ServedVideo(visual, _content_name(row))
         with self._lock:
-            now.rows[video_id] = row
+            now.rows.put(video_id, row)
             return self._held.put((found.name, retention_ratio), found)
 
     def _counted(self, error: Exception) -> Exception:

@@ -150,6 +150,17 @@ def test_a_video_that_was_added_since_is_found_after_a_while(cache):
     assert len(built(prompts, asked).visuals[0].index) == 49
 
 
+def test_rows_of_videos_that_were_asked_about_long_ago_are_let_go(cache, monkeypatch):
+    monkeypatch.setattr("pipeline.serve.videos._HELD_ROWS", 1)
+    videos = served(cache, refresh_seconds=3600).caches[""]
+    for name in ("a", "dir/b.mp4", "a"):
+        assert videos.find(name, None).result().name.startswith(f"{name}=")
+    assert (videos.stats.hits, videos.stats.misses) == (0, 3)
+    write_shard(TokenCache(cache).store, "later", encoded("new", random_tokens(9, SHAPE), 0.25, "gstep"))
+    videos.refresh()
+    assert "new" in videos.cache and videos.find("a", None).done()  # the row of which was read again beforehand
+
+
 def test_a_redone_video_is_fresh_in_every_link_and_says_so(cache):
     prompts = served(cache, refresh_seconds=3600)
     videos, links = prompts.caches[""], [CacheLink("a"), CacheLink("a", 0.25), CacheLink("a", 0.1)]
