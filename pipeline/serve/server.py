@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def serve(config: ServeConfig) -> None:
     """Run the server until the process is told to stop. Raises UsageError before anything is loaded."""
     arguments = server_arguments(config)
     if config.print_command:
-        print(command_line(arguments))
+        print(command_line(arguments, _store_variables(config)))
         return
     from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - tens of seconds to import
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
@@ -53,9 +53,7 @@ def serve(config: ServeConfig) -> None:
 def server_arguments(config: ServeConfig) -> list[str]:
     """Return the command line of ``vllm serve``. Raises UsageError where cache, model and flags do not go together."""
     check_installed("jobs.serve")
-    for name, value in (("AWS_ENDPOINT_URL", config.s3_endpoint), ("AWS_REGION", config.s3_region)):
-        if value is not None:
-            os.environ[name] = value
+    os.environ.update(_store_variables(config))
     if config.api_key is not None:
         os.environ[KEY] = config.api_key
     served = served_cache(config)
@@ -94,10 +92,16 @@ def server_arguments(config: ServeConfig) -> list[str]:
     return [model, *(word for name, value in options.items() for word in _flag(name, value))]
 
 
-def command_line(arguments: Sequence[str]) -> str:
-    """Return the shell command by which vLLM's own ``vllm serve`` answers as ``jobs.serve`` does, without secrets."""
-    here = [f"{name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
-    return shlex.join(["env", *here, "vllm", "serve", *arguments])
+def command_line(arguments: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Return the shell command by which vLLM's own ``vllm serve`` answers as ``jobs.serve`` does, without the key."""
+    here = {**{name: os.environ[name] for name in ENVIRONMENT if name in os.environ}, **variables}
+    return shlex.join(["env", *(f"{name}={value}" for name, value in here.items()), "vllm", "serve", *arguments])
+
+
+def _store_variables(config: ServeConfig) -> dict[str, str]:
+    """Return the variables that lead vLLM's processes to the store that the flags name."""
+    told = {"AWS_ENDPOINT_URL": config.s3_endpoint, "AWS_REGION": config.s3_region}
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
