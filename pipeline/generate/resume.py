@@ -140,12 +140,15 @@ def split_decided(
 
 
 def _failure(request: GenerateRequest, question: QuestionRecord) -> AnswerRecord | None:
-    """Return the error row of a question whose videos are missing, failed or too long; else None."""
+    """Return the error row of a question whose videos are missing, removed, failed or too long; else None."""
     rows = []
     for video_id in question["video_ids"]:
         row = request.videos.get(video_id)
         if row is None:
             message = f"{video_id!r} is not in the cache {request.cache}: prune it, then --retry-failed"
+            return failed_answer(question, QuestionFault("unknown-video", message))
+        if row["status"] == "removed":
+            message = f"{video_id!r} was removed from the cache {request.cache}: {row.get('error_message', '')}"
             return failed_answer(question, QuestionFault("unknown-video", message))
         if row["status"] != "ok":
             message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"

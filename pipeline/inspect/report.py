@@ -101,10 +101,8 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
     """
     row = cache.metadata(video_id)
     if row["status"] != "ok":
-        return Group(
-            facts_table(source_facts(row)),
-            Text(f"failed  {row['error_class']} in {row['error_stage']}: {row['error_message']}"),
-        )
+        how = "" if row["status"] == "removed" else f"{row['error_class']} in {row['error_stage']}: "
+        return Group(facts_table(source_facts(row)), Text(f"{row['status']}  {how}{row['error_message']}"))
     kept = _kept_per_frame(cache, row, retention_ratio)
     title = f"{sum(kept)} of {row['n_total']} tokens kept ({sum(kept) / row['n_total']:.1%})"
     return Group(facts_table(source_facts(row)), "", _frames(row, kept, title))

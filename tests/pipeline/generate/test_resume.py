@@ -1,5 +1,7 @@
 """What is left to ask: the questions minus their live rows, and nothing that changed goes unnoticed."""
 
+from datetime import timedelta
+
 import pytest
 
 from pipeline.errors import QuestionFault, QuestionsChanged
@@ -15,6 +17,8 @@ from pipeline.generate.resume import (
     unanswered,
 )
 from pipeline.rows import failed_answer
+from pipeline.storage.stores import LocalStore
+from pipeline.verify.removal import remove_videos
 from tests.pipeline.asking import request_about, tiny_cache
 
 ROWS = [
@@ -108,6 +112,15 @@ def test_what_the_index_decides_needs_no_model(job_of):
         ("gone", "unknown-video", True), ("new", "failed-video", True)
     ]  # fmt: skip
     assert "'failed' failed: corrupt: damaged" in rows[1]["error_message"]
+
+
+def test_a_question_on_a_removed_video_costs_no_other_one(job_of, tmp_path):
+    job_of()
+    remove_videos(LocalStore(tmp_path / "c"), ["a"], "asked for", lambda line: None, timedelta(0))
+    job = job_of(ROWS[::4])
+    ask, (row,) = split_decided(job, unanswered(job, AnswersTable(job.store).live()))
+    assert [r["question_id"] for r in ask] == ["since"] and row["error_class"] == "unknown-video"
+    assert "'a' was removed from the cache" in row["error_message"] and row["error_message"].endswith(": asked for")
 
 
 def ids(blocks):

@@ -1,11 +1,15 @@
 """What the terminal shows of a cache and of one video."""
 
+from datetime import timedelta
+
 import pytest
 from rich.console import Console
 
+from pipeline import TokenCache
 from pipeline.errors import RatioNotCached, UnknownVideo
 from pipeline.inspect.facts import flat
 from pipeline.inspect.report import cache_report, count, frames_of, source_facts, source_frames, video_report
+from pipeline.verify.removal import remove_videos
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.pages import FRAMES, VIDEO, build
 
@@ -45,6 +49,12 @@ def test_a_video_is_shown_frame_by_frame(cache):
 
 def test_a_failed_video_is_shown_with_its_fault(cache):
     assert "failed  corrupt in decode: the file is cut off" in shown(video_report(cache, "bad.mp4"))
+
+
+def test_a_removed_video_is_shown_with_the_reason(decoded, tmp_path):
+    cache = build(tmp_path / "c", decoded)
+    remove_videos(cache.store, [VIDEO], "asked for", lambda line: None, timedelta(0))
+    assert "\nremoved  asked for" in shown(video_report(TokenCache(tmp_path / "c"), VIDEO))
 
 
 def test_what_is_not_cached_is_refused(cache):
