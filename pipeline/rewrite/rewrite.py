@@ -166,16 +166,21 @@ def _todo(source: TokenCache, out: Store, made_with: str, done: Rewritten) -> pa
     """Return where the rows of the source are that count for more than those of ``out``, in the order of shards."""
     columns = ("video_id", "status", "attempts", "token_shard", "first_row_group")
     rows = LiveVideos.open(source.store, fingerprint(source.identity)).live(columns)
-    held = LiveVideos.open(out, made_with).live(columns[:3])
+    todo = newer_rows(rows, out, made_with)
+    done.done = len(rows) - len(todo)
+    return in_shard_order(todo)
+
+
+def newer_rows(rows: pa.Table, out: Store, made_with: str) -> pa.Table:
+    """Select the rows that count for more than those of ``out``; they have video_id, status and attempts."""
+    held = LiveVideos.open(out, made_with).live(("video_id", "status", "attempts"))
     there = dict(zip(held["video_id"].to_pylist(), _ranks(held), strict=True))
     nothing = (math.inf, 0)
     wanted = [
         rank < there.get(video_id, nothing)
         for video_id, rank in zip(rows["video_id"].to_pylist(), _ranks(rows), strict=True)
     ]
-    todo = rows.filter(pa.array(wanted, pa.bool_()))
-    done.done = len(rows) - len(todo)
-    return in_shard_order(todo)
+    return rows.filter(pa.array(wanted, pa.bool_()))
 
 
 def _ranks(rows: pa.Table) -> list[tuple[int, int]]:

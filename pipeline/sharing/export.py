@@ -12,6 +12,7 @@ import re
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Final
 
 import numpy as np
@@ -30,11 +31,13 @@ from pipeline.cache.writer import bundled, commit, put_token_shard
 from pipeline.errors import UsageError
 from pipeline.execution.claim import Claim
 from pipeline.execution.request import new_run_id
-from pipeline.rewrite.rewrite import check_place
+from pipeline.execution.run_record import RUNS
+from pipeline.rewrite.rewrite import check_place, newer_rows
 from pipeline.rows import VideoRow
 from pipeline.sharing.card import card_of
 from pipeline.sharing.merge import merge_caches
 from pipeline.storage.stores import Store
+from pipeline.verify.removal import remove_videos
 
 CARD: Final = "README.md"
 _SHOWN: Final = 5
@@ -106,7 +109,7 @@ def _counted(out: Store, cache: TokenCache) -> Exported:
 def _rows_of(source: Store, ids: Sequence[str] | None) -> pa.Table:
     """Return the place and token shard of the live rows of videos, or of all; removed ones too. Raises UsageError."""
     made_with = fingerprint(read_header(source)["identity"])
-    names = ("video_id", "status", "token_shard", "first_row_group")
+    names = ("video_id", "status", "attempts", "token_shard", "first_row_group")
     rows = LiveVideos.open(source, made_with).live(names)
     if ids is not None:
         wanted = pa.array(sorted(set(ids)), pa.string())
@@ -127,17 +130,27 @@ def _take_part(source: Store, out: Store, ids: Sequence[str], say: Callable[[str
     rows = _rows_of(source, ids)
     made_with, run_id = fingerprint(header["identity"]), new_run_id()
     out.make()
+    if out.exists(HEADER):
+        _remove_gone(source, out, made_with, say)
     with Claim(out, run_id, say):
         if not out.exists(HEADER):
             out.put(HEADER, header_bytes(header))
-        there = LiveVideos.open(out, made_with).live(("video_id",))["video_id"].cast(rows["video_id"].type)
-        left = rows.filter(pc.invert(pc.is_in(rows["video_id"], value_set=there)))
-        done = 0
+        left, done = newer_rows(rows, out, made_with), 0
         for number, bundle in enumerate(bundled(VideoRows(source).each(left), _token_bytes)):
             _write(source, out, run_id, number, bundle, made_with)
             done += len(bundle)
             say(f"{done:,} of {len(left):,} videos")
         merge_at_once(out, made_with)
+
+
+def _remove_gone(source: Store, out: Store, made_with: str, say: Callable[[str], object]) -> None:
+    """Remove from a copy the videos that were removed from its source since, with their tokens."""
+    rows, held = (LiveVideos.open(store, made_with).live(("video_id", "status")) for store in (source, out))
+    removed = rows.filter(pc.equal(rows["status"], "removed"))["video_id"].cast(pa.string())
+    held = held.filter(pc.not_equal(held["status"], "removed"))["video_id"].cast(pa.string())
+    if gone := held.filter(pc.is_in(held, value_set=removed)).to_pylist():
+        done = remove_videos(out, gone, "removed from the cache that this is a copy of", say, timedelta(0))
+        out.delete(f"{RUNS}/{done.run_id}.json")  # a copy has no records of runs
 
 
 def _token_bytes(row: VideoRow) -> int:

@@ -102,6 +102,20 @@ def test_a_part_has_its_own_shards_and_no_token_of_others(store, tmp_path):
     assert (again.videos, again.files) == (3, 2)
 
 
+def test_a_part_follows_the_cache(store, tmp_path):
+    out, part = LocalStore(tmp_path / "out"), ["a.mp4", "dir/b.mp4", "c", "bad"]
+    export(store, out, quiet, part)
+    remove_videos(store, ["a.mp4"], "asked for", quiet, timedelta(0))
+    write_shard(store, "mended", encoded("bad", random_tokens(11, SHAPE), 0.25, "gstep", attempts=2))
+    write_shard(store, "redone", encoded("dir/b.mp4", random_tokens(12, SHAPE), 0.25, "gstep", attempts=2))
+    for _ in range(2):
+        export(store, out, quiet, part)
+        assert_copied(out, store, ["bad", "c", "dir/b.mp4"])
+        with pytest.raises(RemovedVideo):
+            TokenCache(out.root).get("a.mp4")
+        assert "a.mp4" not in set(polars.read_parquet(f"{out.root}/tokens/*.parquet")["video_id"])
+
+
 def test_unknown_ids_and_other_places_are_refused_before_anything_is_written(store, tmp_path):
     with pytest.raises(UsageError, match="no row of 1 of the videos: nope"):
         export(store, LocalStore(tmp_path / "out"), quiet, ["c", "nope"])
