@@ -92,17 +92,10 @@ class CachedPrompts:
 
     def _opened(self, name: str, place: str) -> ServedVideos:
         """Open a cache that fits the model, refreshed at intervals. Raises UsageError where it does not fit."""
-        first, ratio = TokenCache(place), self.served.retention_ratio
+        first = TokenCache(place)
         check_model(first.store, first.identity["model"], self.source, partial(stored_tower, first.store, first.header))
         check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
-        if ratio is not None and ratio > first.retention_ratio + 1e-9:
-            raise UsageError(f"--retention-ratio {ratio:g}: the cache stores {first.retention_ratio:g}")
-        declared = declared_method(first.identity)
-        if ratio is not None and ratio < first.retention_ratio - 1e-9 and declared is not None and not declared.nested:
-            raise UsageError(
-                f"--retention-ratio {ratio:g}: {first.identity['pruner']['method']}, which pruned {place}, has no order "
-                f"of selection, so only {first.retention_ratio:g} can be served"
-            )
+        _check_ratio(first, self.served.retention_ratio)
         return ServedVideos(partial(TokenCache, place), self.served.refresh_seconds, name)
 
     def close(self) -> None:
@@ -142,6 +135,20 @@ class CachedPrompts:
     def prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> Prompt:
         """Return the prompt of a conversation up to where the model is to speak. Raises ValueError, as the builder."""
         return self.builder.build_chat(conversation.messages, [video.visual for video in videos])
+
+
+def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
+    """Raise UsageError where no video of a cache can be served at the server's ratio."""
+    stored, declared = cache.retention_ratio, declared_method(cache.identity)
+    if ratio is None or abs(ratio - stored) <= 1e-9:
+        return
+    if ratio > stored:
+        raise UsageError(f"--retention-ratio {ratio:g}: the cache stores {stored:g}")
+    if declared is not None and not declared.nested:
+        raise UsageError(
+            f"--retention-ratio {ratio:g}: {cache.identity['pruner']['method']}, which pruned {cache.store}, has no "
+            f"order of selection, so only {stored:g} can be served"
+        )
 
 
 @lru_cache(maxsize=1)

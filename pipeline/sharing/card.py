@@ -9,6 +9,7 @@ import yaml
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import TokenCache
+from pipeline.cache.schema import digest
 
 _PAGE = """\
 ---
@@ -70,6 +71,9 @@ select video_id, n_tokens, n_total from read_parquet('FOLDER/videos/*.parquet') 
 """
 
 
+_SEAL = "<!-- as it was written: "  # before a hash of all above it
+
+
 def card_of(cache: TokenCache, videos: int, failed: int, n_bytes: int, licence: str) -> str:
     """Return the card of a cache with so many videos; an empty ``licence`` leaves it to be filled in."""
     identity: CacheIdentity = cache.identity
@@ -80,19 +84,31 @@ def card_of(cache: TokenCache, videos: int, failed: int, n_bytes: int, licence: 
         "configs": [{"config_name": name, "data_files": f"{name}/*.parquet"} for name in parts],
     }
     sampling = ", ".join(f"{name} {value}" for name, value in identity["sampling"].items() if value is not None)
-    return _PAGE.format(
-        front=yaml.safe_dump(front, sort_keys=False),
-        title=f"{identity['model']['type']} tokens",
-        videos=videos,
-        failed=failed,
-        bytes=n_bytes,
-        method=identity["pruner"]["method"],
-        ratio=identity["retention_ratio"],
-        nested=" (smaller shares are read from the same rows)" if declared is not None and declared.nested else "",
-        model=identity["model"]["type"],
-        weights=identity["model"]["weights"],
-        sampling=sampling or "as the header says",
-        stored=identity["dtype"]["stored"],
-        licence=licence or "to be filled in",
-        identity=json.dumps(identity, indent=2),
+    return _sealed(
+        _PAGE.format(
+            front=yaml.safe_dump(front, sort_keys=False),
+            title=f"{identity['model']['type']} tokens",
+            videos=videos,
+            failed=failed,
+            bytes=n_bytes,
+            method=identity["pruner"]["method"],
+            ratio=identity["retention_ratio"],
+            nested=" (smaller shares are read from the same rows)" if declared is not None and declared.nested else "",
+            model=identity["model"]["type"],
+            weights=identity["model"]["weights"],
+            sampling=sampling or "as the header says",
+            stored=identity["dtype"]["stored"],
+            licence=licence or "to be filled in",
+            identity=json.dumps(identity, indent=2),
+        )
     )
+
+
+def is_as_written(card: str) -> bool:
+    """Return whether nobody has changed a card since it was written."""
+    return _sealed(card.rpartition(_SEAL)[0]) == card
+
+
+def _sealed(text: str) -> str:
+    """Return a card with the hash of its text."""
+    return f"{text}{_SEAL}{digest(text.encode())} -->\n"

@@ -34,7 +34,7 @@ from pipeline.execution.request import new_run_id
 from pipeline.execution.run_record import RUNS
 from pipeline.rewrite.rewrite import check_place, newer_rows
 from pipeline.rows import VideoRow
-from pipeline.sharing.card import card_of
+from pipeline.sharing.card import card_of, is_as_written
 from pipeline.sharing.merge import merge_caches
 from pipeline.storage.stores import Store
 from pipeline.verify.removal import remove_videos
@@ -67,7 +67,8 @@ def export(
 ) -> Exported:
     """Copy a cache, or the videos ``ids`` of it, to a new place, with a card. The same call goes on after a stop.
 
-    Token shards that no row of the copy names any more, such as those of videos removed since, are deleted there.
+    Token shards that no row of the copy names any more, such as those of videos removed since, are deleted there. A
+    card that somebody has filled in stays.
 
     Raises NotACache, UsageError for unknown ids, a cache of an earlier version or the cache's own place before anything
     is written, CorruptShard where a file is damaged, and OSError.
@@ -80,7 +81,10 @@ def export(
     _delete_unnamed(out)
     cache = TokenCache(str(out), store=out)
     found = _counted(out, cache)
-    out.put(CARD, card_of(cache, found.videos, found.failed, found.bytes, licence).encode())
+    if out.exists(CARD) and not is_as_written(out.read(CARD).decode("utf-8", "replace")):
+        say(f"note: the {CARD} of {out} stays as somebody has changed it, counts included")
+    else:
+        out.put(CARD, card_of(cache, found.videos, found.failed, found.bytes, licence).encode())
     return found
 
 

@@ -148,7 +148,10 @@ def test_a_prompt_whose_rows_are_gone_is_made_once_again(cache, statuses, about_
 def test_what_vllm_cannot_take_of_a_request_is_no_matter_of_rows(cache):
     async def use(server):
         server.go.set()
-        server.statuses, server.error = [500], b'{"error":{"message":"","type":"InternalServerError"}}'  # as of top_k=10**30
+        server.statuses, server.error = (
+            [500],
+            b'{"error":{"message":"","type":"InternalServerError"}}',
+        )  # as of top_k=10**30
         return await server.ask(), server.seen
 
     (status, headers, body), seen = with_server(cache, use)

@@ -102,6 +102,19 @@ def test_a_part_has_its_own_shards_and_no_token_of_others(store, tmp_path):
     assert (again.videos, again.files) == (3, 2)
 
 
+def test_a_card_follows_the_cache_until_it_is_filled_in(store, tmp_path):
+    out, told = LocalStore(tmp_path / "out"), []
+    card = out.root / "README.md"
+    export(store, out, quiet)
+    write_shard(store, "new", encoded("new.mp4", random_tokens(9, SHAPE), 0.25, "gstep"))
+    export(store, out, told.append)
+    assert "4 with tokens" in card.read_text() and not any("README" in line for line in told)
+    mine = card.read_text().replace("to be filled in", "ours")
+    card.write_text(mine)
+    export(store, out, told.append)
+    assert card.read_text() == mine and told[-1].startswith("note: the README.md of ")
+
+
 def test_a_part_follows_the_cache(store, tmp_path):
     out, part = LocalStore(tmp_path / "out"), ["a.mp4", "dir/b.mp4", "c", "bad"]
     export(store, out, quiet, part)
