@@ -6,6 +6,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from itertools import islice
@@ -242,10 +243,11 @@ def _way_of_row(row: UserRow, where: str, way: Way, has_choices: bool) -> Way:
 
 def _number(value: Any, kind: type, name: str, where: str) -> Any:
     """Convert an option to its type from text, or from floats, which pandas makes of columns with gaps."""
-    try:
-        number = kind(value) if isinstance(value, str) else value
-    except ValueError:
-        number = None
+    number = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            number = float(value)  # in a .csv, too, such columns have 4.0 for 4
+            number = kind(value)
     if isinstance(number, float) and kind is int and number.is_integer():
         number = int(number)
     accepted = (int,) if kind is int else (int, float)

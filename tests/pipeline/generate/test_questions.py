@@ -50,6 +50,12 @@ def test_parquet_with_gaps_as_pandas_writes_them(tmp_path):
     assert second["choices"] is None and json.loads(second["decoding"])["max_new_tokens"] == 3
 
 
+def test_a_csv_of_pandas_has_points_in_whole_numbers_where_a_column_has_gaps(tmp_path):
+    (tmp_path / "q.csv").write_text("question_id,video_id,prompt,max_new_tokens,top_k\n1,a,p,3.0,\n2,a,p,,4.0\n")
+    first, second = read_questions(str(tmp_path / "q.csv"), Way(Decoding(temperature=1.0))).to_pylist()
+    assert json.loads(first["decoding"])["max_new_tokens"] == 3 and json.loads(second["decoding"])["top_k"] == 4
+
+
 def test_a_limit_takes_the_first(tmp_path):
     assert [row["question_id"] for row in read(tmp_path / "q.jsonl", ROWS, limit=2)] == ["7", "two"]
 
