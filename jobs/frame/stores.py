@@ -80,6 +80,8 @@ def rewrite_cache(name: str, place: str, out: str, config: S3Options, console: C
     """Make the cache ``out`` of another as ``planned``, or continue it; print what was done and return the record.
 
     ``name`` is what the command calls the other cache, whose place is ``place``.
+
+    Raises RunFailed where a store fails, and as ``planned`` and ``rewrite``.
     """
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
     from pipeline.rewrite.rewrite import rewrite  # noqa: PLC0415
@@ -87,8 +89,11 @@ def rewrite_cache(name: str, place: str, out: str, config: S3Options, console: C
 
     objects, say = objects_of(config), saying(console)
     made = store_at(out, objects)
-    what = planned(TokenCache(place, store=store_at(place, objects)), made, objects, say)
-    done = rewrite(what, made, say)
+    try:
+        what = planned(TokenCache(place, store=store_at(place, objects)), made, objects, say)
+        done = rewrite(what, made, say)
+    except OSError as error:
+        raise RunFailed(str(error)) from error
     for line in done.lines():
         say(line)
     return Done(1 if done.failed else 0, {name: place, "out": out, "gate": what.header.get("gate"), **asdict(done)})

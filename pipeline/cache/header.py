@@ -142,7 +142,7 @@ def read_header_file(
     """
     try:
         header = json.loads(store.read(name))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the place is a file, or nothing
         raise error(f"{store}: {absent}") from None
     except (ValueError, RecursionError) as damage:  # bytes that are not UTF-8 raise ValueError too
         raise error(f"{store}/{name}: not JSON: {damage}") from damage

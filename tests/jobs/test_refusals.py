@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from jobs import inspect, prune
+from jobs import inspect, prune, recode, reprune
 from tests.jobs.jobs import clips, forbid_ray, run
 from tests.pipeline.caches import make_cache, random_tokens
 
@@ -175,6 +175,16 @@ def test_inspect_says_what_is_wrong(refuse, tmp_path):
     make_cache(tmp_path / "c", {"v": random_tokens(0)})
     assert "'nope' is not in the cache" in refuse(inspect, [str(tmp_path / "c"), "nope"])
     assert "larger" in refuse(inspect, [str(tmp_path / "c"), "v", "--retention-ratio", "0.9"])
+
+
+@pytest.mark.parametrize("command", [recode, reprune])
+def test_a_rewriting_says_what_its_source_is_and_why_its_store_failed(refuse, tmp_path, capsys, command):
+    (tmp_path / "file").write_text("x")
+    argv = ["--out", str(tmp_path / "made")]
+    assert "file: not a pruned-token cache" in refuse(command, [str(tmp_path / "file"), *argv])
+    (tmp_path / "odd" / "cache.json").mkdir(parents=True)
+    assert command.main([str(tmp_path / "odd"), *argv]) == 1
+    assert "failed: [Errno 21] Is a directory" in capsys.readouterr().err
 
 
 def test_help_is_worth_reading(capsys):

@@ -88,3 +88,6 @@ def test_what_is_no_header_of_this_version_is_refused(store, data, why):
 def test_a_place_without_one_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(NotACache, match=f"{tmp_path}: no cache here: name one"):
         read(LocalStore(tmp_path))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotACache, match="file: no cache here: name one"):
+        read(LocalStore(tmp_path / "file"))
