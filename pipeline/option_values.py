@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 _TEXT = (str, os.PathLike)
 _ACCEPTED = {int: (Integral,), float: (Real,), bool: (bool,), str: (*_TEXT, Real)}
 _LISTED = {str: "texts", float: "numbers"}
+# Options that ask a command for something else than its work; from Python they would be passed over.
+_OF_COMMANDS = frozenset(
+    {"dry_run", "index", "plan", "simulate", "html", "gpus", "gpu_type", "decode_cores", "corpus_videos", "seconds", "size"}
+)
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -55,9 +59,11 @@ def config_of(
 ) -> C:
     """Make a configuration from keyword arguments of ``function``, which accepts only the fields ``accepted``.
 
+    Without ``accepted`` it takes all but ``dry_run``, plans, and what goes with these.
+
     Raises UsageError.
     """
-    accepted = [item.name for item in fields(kind) if item.name != "dry_run"] if accepted is None else accepted
+    accepted = [item.name for item in fields(kind) if item.name not in _OF_COMMANDS] if accepted is None else accepted
     for name in sorted(options.keys() & {item.name for item in fields(kind)} - set(accepted)):
         raise UsageError(
             f"{function}() takes no {name}, which is for the command; it takes {', '.join(sorted(accepted))}"

@@ -38,7 +38,7 @@ def answer_questions(
             optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas or Polars.
         out: the answers to create or to continue.
         progress: as of ``prune_videos``.
-        options: every option of ``python -m jobs.generate --help`` by its name, ``--max-new-tokens 8`` as
+        options: those of ``python -m jobs.generate --help-all`` by their names, ``--max-new-tokens 8`` as
             ``max_new_tokens=8``.
 
     Returns what ``out`` holds of these questions; ``failed`` has question_id -> class of the error.

@@ -43,7 +43,7 @@ class PlanOptions(RunOptions):
             raise UsageError(f"--gpu-type {self.gpu_type} and --gpus 0 do not go together")
         if self.simulate and find_spec("simpy") is None:
             raise UsageError("--simulate needs simpy: pip install simpy")
-        self.refuse_without_plan("html", "gpus", "gpu_type", "decode_cores")
+        self.refuse_without_plan("simulate", "html", "gpus", "gpu_type", "decode_cores")
 
     @property
     @abstractmethod
@@ -54,5 +54,5 @@ class PlanOptions(RunOptions):
         """Raise UsageError where one of these options is given without ``--plan``."""
         flags = {item.name: item.metadata.get("flag", "--" + item.name.replace("_", "-")) for item in fields(self)}
         for name in names:
-            if not self.plan and getattr(self, name) is not None:
+            if not self.plan and getattr(self, name) not in (None, False):
                 raise UsageError(f"{flags[name]} goes with --plan")

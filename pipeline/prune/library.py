@@ -38,8 +38,9 @@ def prune_videos(
         progress: True shows it on stderr: a bar on a terminal, one line in a notebook. False shows nothing. A function
             is called with a :class:`pipeline.Progress` whenever something is new; what it raises ends the run, which
             keeps what is committed.
-        options: every option of ``python -m jobs.prune --help`` by its name, ``--on-changed skip`` as
-            ``on_changed="skip"``. A repeatable one is a list, and ``pruner_param`` may be a dict.
+        options: those of ``python -m jobs.prune --help-all`` by their names, ``--on-changed skip`` as
+            ``on_changed="skip"``; not ``--dry-run`` and ``--plan``. A repeatable one is a list, and ``pruner_param``
+            may be a dict.
 
     Returns the counts of these videos in the cache.
 

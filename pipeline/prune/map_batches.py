@@ -57,7 +57,7 @@ def prune_stages(**options: Any) -> PruneStages:
     or hands over one video while it works on another. Nothing is cached or resumed; ``prune_videos`` does that.
 
     Args:
-        options: of ``python -m jobs.prune --help`` those that concern one video, and ``decode_timeout``,
+        options: of ``python -m jobs.prune --help-all`` those that concern one video, and ``decode_timeout``,
             ``decode_memory``.
 
     Raises UsageError where they make no sense or the model is not there.

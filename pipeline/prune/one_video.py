@@ -145,7 +145,7 @@ def encode_video(
     Args:
         path: a local file or s3://bucket/key.
         start_s, end_s: the clip, in seconds.
-        options: those of ``python -m jobs.prune --help`` that concern one video: ``model``, ``retention_ratio``,
+        options: those of ``python -m jobs.prune --help-all`` that concern one video: ``model``, ``retention_ratio``,
             ``pruner``, ``num_frames``, ``fps``, ``device`` and so on.
 
     Raises UsageError where the options make no sense, VideoFault (with ``fault_class``) where the video cannot be read.
