@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from pipeline.storage.s3 import Objects
 
 EPILOG = """\
-A video that several caches have is that of the README's rule for live rows: removed before ok before failed, then the
-most attempts. On one file system token shards are hard links, which take no room; elsewhere they are copied. --out may
-be one of the caches. The same command goes on after an interrupt.
+Of a video that several caches have, one row counts, by the rule of the cache format: removed before ok before failed,
+then the most attempts. On one file system token shards are hard links, which take no room; elsewhere they are copied.
+--out may be one of the caches. The same command goes on after an interrupt.
 
 Exit code: 0 merged; 1 a file is damaged, or a store failed; 2 usage, no cache, caches that were not made alike, or
 equal ids with --on-equal refuse: nothing is written; 130 interrupted: the same command goes on.

@@ -14,7 +14,7 @@ EPILOG = """\
 examples:
   python -m jobs.testbed make shapes --videos 200
   python -m jobs.testbed make harder --videos 300 --hardness dim clutter pan --seed 1 --picture harder.png
-  python -m jobs.evaluate --benchmark shapes --data shapes --model shapes --method gstep vidcom2 \
+  python -m jobs.evaluate --benchmark shapes --data shapes --model shapes --method gstep vidcom2 \\
       --retention-ratio .25 .10
   python -m jobs.testbed compare results --method gstep --against vidcom2
 
