@@ -91,6 +91,12 @@ def made_with(store: Store, *, required: bool = False) -> str | None:
     return fingerprint(read_header(store)["identity"]) if required or store.exists(HEADER) else None
 
 
+def check_list(names: Sequence[str], what: str) -> None:
+    """Raise ValueError where a text stands in the place of a list of names: its letters would be taken for them."""
+    if isinstance(names, str):
+        raise ValueError(f"{what} must be a list of names, got {names!r}: write [{names!r}]")
+
+
 class TokenCache:
     """A pruned-token cache, opened for reading. It shows what was committed when it was opened, or at ``refresh``.
 
@@ -194,7 +200,7 @@ class TokenCache:
 
     def _of_video(self, look: Callable[[LiveVideos, str], V | None], video_id: str) -> V:
         """Return what ``look`` finds of a video's live row. Raises UnknownVideo."""
-        found = self._with_refresh(lambda live: look(live, video_id))
+        found = self._with_refresh(lambda live: look(live, video_id)) if isinstance(video_id, str) else None
         if found is None:
             raise self._unknown(video_id)
         return found
@@ -285,7 +291,8 @@ class TokenCache:
         Without it every page is held against its own checksum, and the shard's footer against the row's.
 
         Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, EvidenceNotCached, CorruptShard,
-        OSError where the store fails, and ValueError for an order or ratio that makes no sense.
+        OSError where the store fails, and ValueError for an order or ratio that makes no sense, and for a text in the
+        place of a list of names.
         """
         return self.get_many([video_id], retention_ratio, order, evidence, verify=verify)[0]
 
@@ -306,6 +313,7 @@ class TokenCache:
         Raises as ``get``, for the first id whose row says that it cannot be served, before any tokens are read; then
         for the first that is met damaged.
         """
+        check_list(video_ids, "video_ids")
         return self.get_rows(map(self.metadata, video_ids), retention_ratio, order, evidence, verify=verify)
 
     def get_rows(
@@ -337,8 +345,9 @@ class TokenCache:
     ) -> Reading:
         """Check the options of ``get``, and bundle them.
 
-        Raises EvidenceNotCached, and ValueError for an unknown order.
+        Raises EvidenceNotCached, and ValueError for an unknown order and for evidence that is no list.
         """
+        check_list(evidence, "evidence")
         if order not in ("index", "selection"):
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
         sources = self._sources(evidence)

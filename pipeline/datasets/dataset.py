@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.reader import TokenCache
+from pipeline.cache.reader import TokenCache, check_list
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import digest
 
@@ -41,6 +41,7 @@ class TokenDataset(Dataset[CachedVideo]):
         evidence: Sequence[str] = (),
     ) -> None:
         """Take the videos ``ids`` in their order, or all that have tokens; the rest is as in TokenCache.get."""
+        check_list(ids or (), "ids")
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self.ids = self.cache.video_ids if ids is None else list(ids)
         self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)

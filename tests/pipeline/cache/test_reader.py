@@ -15,7 +15,15 @@ import pytest
 import torch
 
 import gstep
-from pipeline import CorruptShard, FailedVideo, NotACache, RatioNotCached, TokenCache, UnknownVideo
+from pipeline import (
+    CorruptShard,
+    FailedVideo,
+    NotACache,
+    RatioNotCached,
+    TokenCache,
+    TokenDataset,
+    UnknownVideo,
+)
 from pipeline.errors import VideoFault
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
@@ -196,6 +204,14 @@ def test_what_cannot_be_served_is_said(tmp_path):
         cache.get("v", order="rank")
     with pytest.raises(UnknownVideo, match="'nope' is not in the cache"):
         cache.get("nope")
+    with pytest.raises(UnknownVideo, match="3 is not in the cache"):
+        cache.get(3)
+    with pytest.raises(ValueError, match=r"video_ids must be a list of names, got 'v': write \['v'\]"):
+        cache.get_many("v")
+    with pytest.raises(ValueError, match="evidence must be a list of names, got 'token_key'"):
+        cache.get("v", evidence="token_key")
+    with pytest.raises(ValueError, match="ids must be a list of names, got 'v'"):
+        TokenDataset(cache, "v")
     with pytest.raises(FailedVideo, match="moov atom") as caught:
         cache.get("bad")
     assert caught.value.fault_class == "corrupt"
