@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -189,8 +190,9 @@ def test_the_readme_reads_them_without_this_package(tmp_path, codec):
 
     names: dict[str, Any] = {}
     exec(block("python", "def floats"), names)  # noqa: S102 - the page's own code
-    floats = names["floats"](pq.read_table(tmp_path / name), hidden, codec.name)
-    assert torch.equal(torch.from_numpy(floats).to(torch.bfloat16).float(), video)
+    for read in (pq.read_table, pd.read_parquet):
+        floats = names["floats"](read(tmp_path / name), hidden, codec.name)
+        assert torch.equal(torch.from_numpy(floats).to(torch.bfloat16).float(), video)
 
     sql = (
         block("sql", "create macro").replace("3584", str(hidden)).replace("cache/tokens/*", str(tmp_path / "tokens/*"))
