@@ -218,7 +218,7 @@ class TokenCache:
 
     def _unknown(self, video_id: str) -> UnknownVideo:
         """Return the error about a video that the cache does not have."""
-        return UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._live)} videos are)")
+        return UnknownVideo(f"{video_id!r} is not in the cache {self.store} (it has {len(self._live)} rows)")
 
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
         """Return the token shards of these videos, or of all videos that have tokens; for ``rows_of``.

@@ -67,3 +67,12 @@ def test_a_cache_is_exported_whole_in_part_and_as_tars(tmp_path, capsys):
             export.main([*where, *wrong])
     assert export.main([*where, "hf://models/me/it", "--staging", str(tmp_path / "s")]) == 2
     assert "hf://datasets/OWNER/NAME" in capsys.readouterr().err and not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("how", [[], ["--to-tar"]])
+def test_a_cache_is_not_exported_onto_itself(tmp_path, monkeypatch, capsys, how):
+    cache_of(tmp_path / "c", {"one": 1})
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert export.main([str(tmp_path / "c"), "--to", "c", *how]) == 2
+    assert "c is the cache itself" in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == before
