@@ -272,6 +272,7 @@ def _alternatives(pruner: Pruner, source: ModelSource) -> str:
 
 def _check_decoder(name: str) -> None:
     """Raise UsageError unless ``--decoder`` names a decoder that can be imported here."""
+    names = ("auto", *DECODERS)
     if name == "auto":
         return
     try:
@@ -280,7 +281,9 @@ def _check_decoder(name: str) -> None:
             raise AttributeError("it is no decoder: a class with read and close")
     except (KeyError, ImportError, AttributeError, OSError, RuntimeError) as error:
         said = str(error).strip().split("\n", 1)[0]  # the message of torchcodec has pages
-        raise UsageError(f"--decoder {name}: {said}; known: auto, {', '.join(DECODERS)}, module:Class") from error
+        if ":" not in name and name not in names:
+            said = f"unknown{did_you_mean(name, names)}"
+        raise UsageError(f"--decoder {name}: {said}; known: {', '.join(names)}, module:Class") from error
 
 
 def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:

@@ -234,6 +234,8 @@ def test_senseless_seed_and_decoder(refuse, videos, tmp_path):
     out = ["--out", str(tmp_path / "c")]
     assert "--seed must be at least 0" in refuse(prune, [str(videos), *out, "--seed", "-1"])
     assert "no decoder" in refuse(prune, [str(videos), *out, "--decoder", "json:dumps"])
+    said = refuse(prune, [str(videos), *out, "--decoder", "decrod"])
+    assert "--decoder decrod: unknown (did you mean decord?); known: auto, pyav," in said
     if not torch.cuda.is_available():
         assert "--decoder nvdec:" in refuse(prune, [str(videos), *out, "--decoder", "nvdec"])
 
