@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 import zlib
@@ -23,12 +24,15 @@ from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.ids import Ids
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.inputs.tables import number_of
+from pipeline.rows import Json
 from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
 
 _NOTE_S = 10.0  # seconds between two lines of progress
 _FIRST_LOOK = 256  # members, after which it is first looked whether they are enough
 _VERSION: Final = 1  # of kept indexes; others are made anew
+_BEYOND: Final = 2**63  # the first number of bytes that a column has no room for
 _CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
 
 
@@ -219,6 +223,7 @@ def _name(uri: str) -> str:
 def _table(place: Place, members: Sequence[Member], asked: Asked) -> pa.Table:
     """Return the members of a container as MANIFEST_SCHEMA."""
     rows = suffix_of(place.uri) in OF_COLUMNS
+    members = [_bounded(member) for member in members]
     if asked.clips_from is not None or rows:
         members = [_clipped(member, asked.clips_from, rows) for member in members]
     names = [str(member.offset) if rows else member.name for member in members]
@@ -238,6 +243,14 @@ def _table(place: Place, members: Sequence[Member], asked: Asked) -> pa.Table:
     return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 
 
+def _bounded(member: Member) -> Member:
+    """Return a member as it is, or with a fault where its place or its size is beyond any file's."""
+    if max(member.offset, member.size or 0) < _BEYOND:
+        return member
+    wrong = member.fault or fault("corrupt", "its size or its place is beyond any file")
+    return member._replace(offset=0, size=None, fault=wrong)
+
+
 def _clipped(member: Member, names: tuple[str, str] | None, of_row: bool) -> Member:
     """Return a member with its clip: two numbers of its row, or of the carried .json; a fault where there are none.
 
@@ -245,11 +258,18 @@ def _clipped(member: Member, names: tuple[str, str] | None, of_row: bool) -> Mem
     """
     told = json.loads(member.carried or "{}")
     told = told if of_row else told.get("json")
-    start, end = (told.get(name) if isinstance(told, dict) else None for name in names or _CLIP)
-    wrong = any(isinstance(time, bool) or not isinstance(time, int | float | None) for time in (start, end))
+    start, end = (_seconds(told.get(name)) if isinstance(told, dict) else None for name in names or _CLIP)
+    wrong = any(time is not None and math.isnan(time) for time in (start, end))
     if member.fault is None and (wrong or (names is not None and None in (start, end))):
         first, last = names or _CLIP
         return member._replace(
             fault=fault("unsupported", f"the clip's {first} and {last} are not both numbers of seconds")
         )
     return member._replace(start_s=start, end_s=end) if member.fault is None else member
+
+
+def _seconds(value: Json) -> float | None:
+    """Return a carried value as a number of seconds, None where there is none, nan where it is of another type."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return None if value is None else number_of(value)
+    return math.nan

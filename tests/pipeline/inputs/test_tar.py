@@ -95,6 +95,14 @@ def test_clips_come_from_the_json_where_that_is_asked_for(tmp_path):
     assert [row["fault"] and row["fault"].partition(":")[0] for row in found] == [None, "unsupported", "unsupported"]
 
 
+@pytest.mark.parametrize(("end", "seconds"), [("1732600000000000001", 1732600000000000001.0), ("1" * 400, None)])
+def test_a_clip_in_whole_numbers_beyond_those_of_float64_costs_no_other_video(tmp_path, end, seconds):
+    files = {"a.mp4": b"1", "a.json": f'{{"start": 1, "end": {end}}}'.encode(), "b.mp4": b"1"}
+    found = rows(write_tar(tmp_path / "s.tar", {**files, "b.json": b'{"start": 1, "end": 2}'}), CLIPS)
+    assert [row["end_s"] for row in found] == [seconds, 2.0]
+    assert [row["fault"] is None for row in found] == [seconds is not None, True]
+
+
 def test_names_that_lead_elsewhere_are_errors(tmp_path):
     names = ["../a.mp4", "/etc/a.mp4", "b/../../a.mp4", "b//a.mp4", "a\nb.mp4", os.fsdecode(b"a\xff.mp4")]
     found = hostile(tmp_path, *(member(name, b"x") for name in names))
@@ -132,6 +140,12 @@ def test_a_member_twice_is_one_video_and_one_error(tmp_path):
 
 def test_two_sizes_of_one_member_are_an_error(tmp_path):
     assert hostile(tmp_path, pax(size="3") + member("a.mp4", b"123456"), member("b.mp4"))["a.mp4"] == "corrupt"
+
+
+def test_a_size_beyond_any_file_s_is_an_error(tmp_path):
+    stated = pax(size="9" * 19) + member("a.mp4", b"1")
+    binary = renumbered(member("a.mp4", b"1"), lambda block: block.__setitem__(slice(124, 136), b"\x80" + b"\1" * 11))
+    assert hostile(tmp_path, stated) == hostile(tmp_path, binary) == {"a.mp4": "corrupt"}
 
 
 def test_an_extended_header_of_a_gigabyte_is_not_read(tmp_path):
