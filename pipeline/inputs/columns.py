@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from itertools import accumulate
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, fault, merged
 from pipeline.inputs.listings import suffix_of
-from pipeline.inputs.tables import UserRow, carried_json
+from pipeline.inputs.tables import UserRow, UserValue, carried_json, shown_as
 
 _ROWS = 2**12  # rows of the small columns that are read at once
 _HELD = 2**26  # bytes of a row group that memory holds
@@ -46,10 +47,10 @@ class Table:
             self.unit = max([1, *batches.lengths])
             for piece in range(len(batches.lengths)):
                 for batch in batches.read(piece, names, _ROWS):
-                    for row in batch.to_pylist():
+                    for row in _rows(batch):
                         yield _member(f"{self._hash}/{asked.column}/{number}", number, row)
                         number += 1
-        except pa.ArrowException as error:
+        except (pa.ArrowException, UnicodeDecodeError) as error:
             yield Member("@0", number, fault=fault("corrupt", f"the table cannot be read: {error}"))
 
     def span(self, member: Member) -> tuple[int, int]:
@@ -101,7 +102,11 @@ class Table:
                 f"{self._file.uri}: the column {asked.column} holds {kind}, not bytes; paths are read where the first "
                 ".parquet has them"
             )
-        return [field.name for field in schema if _is_small(field.type)]
+        return [
+            field.name
+            for field in schema
+            if _is_small(field.type) or (field.name == _KEY != asked.column and not pa.types.is_nested(field.type))
+        ]
 
 
 class _RowGroups:
@@ -155,12 +160,28 @@ def _chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> Iterator[tupl
             yield start, start + chunk.total_compressed_size
 
 
+def _rows(batch: pa.RecordBatch) -> list[UserRow]:
+    """Return the rows of a batch, with text as bytes where some of it is not UTF-8."""
+    try:
+        rows: list[UserRow] = batch.to_pylist()
+    except UnicodeDecodeError:  # Parquet readers take any bytes for text
+        plain = [column.dictionary_decode() if _is_dictionary(column.type) else column for column in batch.columns]
+        raw = [column.cast(pa.large_binary()) if _is_text(column.type) else column for column in plain]
+        rows = pa.RecordBatch.from_arrays(raw, batch.schema.names).to_pylist()
+    return rows
+
+
 def _member(name: str, number: int, row: UserRow) -> Member:
     """Return the member of a row, with its other columns carried."""
     video_id = row.get(_KEY)
-    carried = {key: value for key, value in row.items() if key != _KEY and value is not None}
+    carried = {key: _number(value) for key, value in row.items() if key != _KEY and value is not None}
     text = carried_json(carried) if carried else None
-    return Member(name, number, carried=text, video_id=None if video_id is None else str(video_id))
+    return Member(name, number, carried=text, video_id=None if video_id is None else shown_as(video_id))
+
+
+def _number(value: UserValue) -> UserValue:
+    """Return a decimal as a number that JSON has, and any other value as it is."""
+    return float(value) if isinstance(value, Decimal) else value
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:
@@ -177,9 +198,20 @@ def holds_paths(file: RandomFile, column: str) -> bool:
         kind = schema.field(column).type
     except (OSError, KeyError, pa.ArrowException):  # whoever reads the table says what is wrong
         return False
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return _is_text(kind.value_type if _is_dictionary(kind) else kind)
 
 
 def _is_small(kind: pa.DataType) -> bool:
-    """Return whether a column is carried: text, numbers, booleans and times."""
-    return bool(pa.types.is_primitive(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    """Return whether a column is carried: text, numbers, booleans and times, also those of a dictionary."""
+    kind = kind.value_type if _is_dictionary(kind) else kind
+    return bool(pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or _is_text(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    """Return whether a column's values are text."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_dictionary(kind: pa.DataType) -> bool:
+    """Return whether a column's values stand in a dictionary, as those of pandas' categories do."""
+    return bool(pa.types.is_dictionary(kind))

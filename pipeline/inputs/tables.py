@@ -297,12 +297,12 @@ def is_text(name: str) -> bool:
 def carried_json(columns: UserRow) -> str:
     """Serialise columns that are only carried along as strict JSON: NaN and infinity become null."""
     try:
-        return json.dumps(columns, default=_shown_as, ensure_ascii=True, allow_nan=False)
+        return json.dumps(columns, default=shown_as, ensure_ascii=True, allow_nan=False)
     except ValueError:
-        strict = json.loads(json.dumps(columns, default=_shown_as), parse_constant=lambda name: None)
+        strict = json.loads(json.dumps(columns, default=shown_as), parse_constant=lambda name: None)
         return json.dumps(strict, ensure_ascii=True)
 
 
-def _shown_as(value: object) -> str:
+def shown_as(value: object) -> str:
     """Return a value as text for a message or for JSON; bytes that are not UTF-8 as backslash escapes."""
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

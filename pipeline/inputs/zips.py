@@ -35,7 +35,7 @@ class Zip:
             yield Member("@0", 0, fault=fault("corrupt", f"the directory of the zip cannot be read: {error}"))
             return
         for info in listed:
-            if info.is_dir() or suffix_of(info.filename) not in VIDEO_SUFFIXES:
+            if suffix_of(info.filename) not in VIDEO_SUFFIXES or info.is_dir():  # which fails of an empty name
                 continue
             able = not info.flag_bits & 1 and info.compress_type in _METHODS
             wrong = None if able else fault("unsupported", "the member is encrypted or not deflated; use zip -0")

@@ -6,6 +6,7 @@ import random
 import struct
 import tarfile
 import zipfile
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -94,6 +95,19 @@ def test_a_zip_with_damage_costs_what_is_damaged(tmp_path):
         rows(str(path))
 
 
+def test_a_zip_may_state_any_size_and_a_member_without_a_name(tmp_path):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        for name in ("a.mp4", "b.mp4", "c.mp4"):
+            file.writestr(name, b"x")
+        file.filelist[0].file_size = 2**63
+        file.filelist[1].filename = ""
+    assert [(row["video_id"], row["size"], row["fault"] is None) for row in rows(str(path))] == [
+        ("a.zip/a.mp4", None, False),
+        ("a.zip/c.mp4", 1, True),
+    ]
+
+
 @pytest.mark.parametrize("struct_of", [False, True])
 @pytest.mark.parametrize("form", ["parquet", "file.arrow", "stream.arrow"])
 def test_a_column_of_bytes_gives_its_rows_in_order(tmp_path, form, struct_of):
@@ -132,6 +146,36 @@ def test_columns_have_clips_and_holes(tmp_path):
     assert found_all["fault"].null_count == 1  # a clip that is asked for needs both of its ends
     with pytest.raises(VideoFault, match="row 1 of the table holds no bytes"):
         contents(found)
+
+
+IDS = {
+    "category": pa.array(["x", "y"]).dictionary_encode(),
+    "view": pa.array(["x", "y"], pa.string_view()),
+    "bytes": pa.array([b"x", b"y"]),
+}
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_ids_and_what_is_carried_may_be_of_any_type_of_text_and_numbers(tmp_path, ids):
+    columns = {"v": [b"1", b"2"], "video_id": ids, "end_s": [Decimal("1.5"), None], "kind": IDS["category"]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    found = rows(str(tmp_path / "a.parquet"), "v")
+    assert [(row["video_id"], row["end_s"]) for row in found] == [("x", 1.5), ("y", None)]
+    assert [json.loads(row["manifest"]) for row in found] == [{"end_s": 1.5, "kind": "x"}, {"kind": "y"}]
+    assert contents(found) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("kind", ["category", "view"])
+def test_paths_may_be_of_any_type_of_text(tmp_path, kind):
+    pq.write_table(pa.table({"path": IDS[kind]}), tmp_path / "a.parquet")
+    assert [row["uri"] for row in rows(str(tmp_path / "a.parquet"), "path")] == [f"{tmp_path}/x", f"{tmp_path}/y"]
+
+
+def test_a_text_of_a_table_that_is_not_utf_8_is_carried_with_its_bytes_as_escapes(tmp_path):
+    text = pa.Array.from_buffers(pa.string(), 2, pa.array([b"caf\xe9", b"ok"]).buffers())
+    pq.write_table(pa.table({"v": [b"1", b"2"], "caption": text, "kind": IDS["category"]}), tmp_path / "a.parquet")
+    found = [json.loads(row["manifest"]) for row in rows(str(tmp_path / "a.parquet"), "v")]
+    assert found == [{"caption": r"caf\xe9", "kind": "x"}, {"caption": "ok", "kind": "y"}]
 
 
 @pytest.mark.parametrize(
