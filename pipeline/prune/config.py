@@ -293,7 +293,10 @@ class PruneConfig(PlanOptions, PrunerOptions):
         self._check_plan()
         self.clip_names()
         check(not self.index or self.dry_run, "index", "given with --dry-run", self.index)
-        check(len(self.videos) > 0, "videos", "at least one folder, glob, file or manifest", self.videos)
+        # An empty name, as of a shell's variable that is not set, would be the current folder with all below it.
+        given = all(name.strip() for name in self.videos) and len(self.videos) > 0
+        check(given, "videos", "at least one folder, glob, file or manifest", self.videos)
+        check(all(root.strip() for root in self.video_root), "video_root", "a folder or prefix", self.video_root)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         counts = ("num_frames", "max_frames", "min_pixels", "max_pixels", "max_video_tokens")

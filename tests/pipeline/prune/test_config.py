@@ -45,6 +45,9 @@ def test_flags_are_converted():
         (["--stall-timeout", "inf"], "stall-timeout must be a positive"),
         (["--stall-timeout", "120"], "longer than --decode-timeout 120"),
         (["--decode-timeout", "3600"], "--stall-timeout 1800 must be longer"),
+        ([""], "videos must be at least one folder"),
+        (["videos", " "], "videos must be at least one folder"),
+        (["--video-root", ""], "video-root must be a folder"),
     ],
 )
 def test_nonsense_is_refused_by_name(argv, message):
