@@ -38,12 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reason", required=True, metavar="TEXT", help="why; it stays in the cache")
     add_keep_minutes(parser, "files stay so long for their readers")
     add_json(parser)
-    return run_on_stores(parser, argv, _remove, _wrong)
-
-
-def _wrong(arguments: argparse.Namespace) -> str | None:
-    """Return what is wrong with the flags, if anything."""
-    return "--keep-minutes must not be below 0" if arguments.keep_minutes < 0 else None
+    return run_on_stores(parser, argv, _remove)
 
 
 def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
@@ -62,7 +57,7 @@ def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -
 def read_ids(name: str) -> list[str]:
     """Read the distinct video ids of a text file, one a line. Raises UsageError where there is none."""
     try:
-        lines = Path(name).read_text(encoding="utf-8").split("\n")
+        lines = Path(name).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--ids {name}: it cannot be read: {error}") from error
     ids = list(dict.fromkeys(line.removesuffix("\r") for line in lines if line.strip()))

@@ -14,6 +14,7 @@ from rich.console import Console
 from jobs.command import Parser, add_json_or_file, count, wide_console
 from jobs.frame.json_document import Done
 from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores, saying
+from pipeline.options import positive
 
 if TYPE_CHECKING:
     from pipeline.storage.s3 import Objects
@@ -42,7 +43,9 @@ def _wrong(arguments: argparse.Namespace) -> str | None:
         return "--repair and --live do not go together: repair first"
     if arguments.sample and (arguments.repair or arguments.clean):
         return "--sample goes with neither --repair nor --clean, which need all that is wrong"
-    return "--log-interval must be above 0" if arguments.log_interval <= 0 else None
+    if arguments.seed < 0:
+        return "--seed must not be below 0"
+    return None if positive(arguments.log_interval) else "--log-interval must be a positive number"
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

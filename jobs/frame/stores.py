@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Planned = Callable[[TokenCache, Store, Objects, "Say"], Rewrite]
 
 Say = Callable[[str], None]
+_LONGEST = 10**8  # minutes for which files may stay
 AGAIN = "interrupted: the same command goes on"
 
 
@@ -36,7 +37,14 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 def add_keep_minutes(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add the flag that says how long files stay for their readers."""
-    parser.add_argument("--keep-minutes", type=float, default=10.0, metavar="M", help=f"{help_text} [10]")
+    parser.add_argument("--keep-minutes", type=_minutes, default=10.0, metavar="M", help=f"{help_text} [10]")
+
+
+def _minutes(text: str) -> float:
+    """Parse a number of minutes that a time can hold, as a flag's type."""
+    if not 0 <= (value := float(text)) <= _LONGEST:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {_LONGEST:,}, got {text}")
+    return value
 
 
 def run_on_stores(

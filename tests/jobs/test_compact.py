@@ -78,7 +78,7 @@ def test_what_is_no_cache_is_refused(command, tmp_path, capsys, monkeypatch):
 
 
 def test_a_video_is_removed_by_name(cache, tmp_path, capsys):
-    (tmp_path / "ids").write_text("b\r\n\nb\n")
+    (tmp_path / "ids").write_text("\ufeffb\r\n\nb\n")  # as editors on Windows write it
     argv = [str(cache), "--ids", str(tmp_path / "ids"), "--reason", "licence ended", "--keep-minutes", "0", "--json"]
     assert remove.main(argv) == 0
     told = capsys.readouterr()
@@ -98,6 +98,14 @@ def test_ids_that_are_none_are_refused(cache, tmp_path, capsys, text, told):
         (tmp_path / "ids").write_text(text)
     assert remove.main([str(cache), "--ids", str(tmp_path / "ids"), "--reason", "x"]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("minutes", ["nan", "inf", "-5", "1e12"])
+@pytest.mark.parametrize("command", [[compact], [verify, "--clean"], [remove, "--ids", "ids", "--reason", "x"]])
+def test_minutes_that_no_clock_has_are_refused(cache, capsys, command, minutes):
+    with pytest.raises(SystemExit) as ended:
+        command[0].main([str(cache), *command[1:], "--keep-minutes", minutes])
+    assert ended.value.code == 2 and "--keep-minutes: must be from 0 to 100,000,000" in capsys.readouterr().err
 
 
 # jobs.compact in a process of its own that ends, by SIGKILL, when it is about to touch the store for the n-th time.

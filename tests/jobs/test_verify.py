@@ -74,6 +74,8 @@ def test_what_cannot_be_done_is_refused(cache, tmp_path, capsys):
         ["--json", str(tmp_path / "no" / "r.json")],
         ["--model", "tiny"],
         ["--repair", "--live", "1"],
+        ["--sample", "1", "--seed", "-1"],
+        ["--log-interval", "nan"],
     ):
         with pytest.raises(SystemExit) as ended:
             verify.main([str(cache), *flags])
