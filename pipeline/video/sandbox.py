@@ -52,12 +52,16 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             no such limit, a warning is logged and none is set.
         on_gpu: whether a decoder may use a GPU: then the memory that the child writes to is limited, and not its
             address space, of which a CUDA context reserves hundreds of GiB.
+
+    Attributes:
+        starting_s: seconds in which its children started, all of them together.
     """
 
     def __init__(self, timeout_s: float = 120.0, memory_mb: int = 4096, on_gpu: bool = False) -> None:
         self._timeout_s = timeout_s
         self._limits = memory_mb, on_gpu
         self._child: _Child | None = None
+        self.starting_s = 0.0
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -126,7 +130,11 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         """Return the child; start one if there is none, or the last has ended."""
         if self._child is None or self._child.pipe.poll():  # idle children send nothing: the pipe ended
             self.close()
-            self._child = _Child(*self._limits)
+            started = time.monotonic()
+            try:
+                self._child = _Child(*self._limits)
+            finally:
+                self.starting_s += time.monotonic() - started
         return self._child
 
 

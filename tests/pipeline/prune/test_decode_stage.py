@@ -8,8 +8,9 @@ import pytest
 from pipeline.errors import UsageError
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import decoded_videos
-from pipeline.prune.decode_stage import Decoder, DecodeSetup, check_decoder_device
+from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder, check_decoder_device
 from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox
 from tests.pipeline.s3 import KEY, SECRET, S3Server
 from tests.pipeline.videos import KeepSize, write_clip
 
@@ -67,6 +68,27 @@ def test_two_calls_at_a_time_share_one_child(clip):
     assert [video.record["status"] for video in videos] == ["ok"] * 12
     assert len({video.frames.tobytes() for video in videos}) == 1
     decoder.close()
+
+
+class StartsForAnHour(DecodeSandbox):
+    """A sandbox that says of its child that it took an hour to start."""
+
+    def decode(self, request, descriptor=None):
+        try:
+            return super().decode(request, descriptor)
+        finally:
+            self.starting_s += 3600
+
+
+def test_the_start_of_the_child_is_no_time_of_a_video_that_fails(tmp_path):
+    (row,) = todo(str(tmp_path / "a.mp4")).to_pylist()
+    (tmp_path / "a.mp4").write_text("no video")
+    with StartsForAnHour() as sandbox:
+        decoder = VideoDecoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), sandbox)
+        with decoder.open(row) as source:
+            record, _ = decoder.decode_one(row, source)
+        assert sandbox.starting_s > 3600 and record["error_class"] == "unsupported"
+    assert -3600 <= record["decode_s"] < 0  # the hour did not pass
 
 
 def test_a_decoder_of_gpus_is_refused_where_a_run_has_none():
