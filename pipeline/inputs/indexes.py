@@ -32,7 +32,7 @@ from pipeline.storage.stores import INDEXES, Store
 _NOTE_S = 10.0  # seconds between two lines of progress
 _FIRST_LOOK = 256  # members, after which it is first looked whether they are enough
 _VERSION: Final = 1  # of kept indexes; others are made anew
-_BEYOND: Final = 2**63  # the first number of bytes that a column has no room for
+_BEYOND: Final = 2**53  # bytes that no file has, as of a manifest; sums of fewer stay numbers of 64 bits
 _CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
 
 

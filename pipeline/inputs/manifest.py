@@ -59,6 +59,8 @@ def read_manifest(
     column = indexing.asked.column
     names = expanded([videos] if isinstance(videos, str) else videos)
     listed = [part for name in names for part in _parts(_read(name, roots, objects, column), column, roots, objects)]
+    if indexing.asked.clips_from is not None and any(one.videos is not None for one in listed):
+        raise ManifestError(f"{videos}: {_NO_CLIPS}")
     if len(listed) == 1 and listed[0].videos is not None:
         return listed[0].videos
     places = [place for one in listed for place in one.containers]
@@ -212,6 +214,10 @@ def _refuse_packed(videos: str) -> None:
 
 _PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|Z)|tgz|tbz2?|txz|tzst)$")
 _TABLES = "several VIDEOS (a row's id is its column video_id; without one, its path or its table and number: add one)"
+_NO_CLIPS = (
+    "--clips-from is for tars and tables with a column of bytes; the clips of files stand in a manifest (or table of "
+    "paths), in its columns start_s and end_s"
+)
 _ONE_BY_ONE = "several VIDEOS (an id is the path in the folder that was named; name the folder of all, or quote a glob)"
 
 

@@ -41,6 +41,8 @@ class PlanOptions(RunOptions):
         check(self.gpu_type in (None, *GPU_TYPES), "gpu_type", f"one of {', '.join(GPU_TYPES)}", self.gpu_type)
         if self.gpu_type is not None and self.gpus == 0:
             raise UsageError(f"--gpu-type {self.gpu_type} and --gpus 0 do not go together")
+        if self.simulate and not self.plan:
+            raise UsageError("--simulate goes with --plan")
         if self.simulate and find_spec("simpy") is None:
             raise UsageError("--simulate needs simpy: pip install simpy")
         self.refuse_without_plan("simulate", "html", "gpus", "gpu_type", "decode_cores")

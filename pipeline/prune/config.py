@@ -45,7 +45,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
     clips_from: str | None = option(
         None,
         "take the clip of each video from these two numbers of the .json of its key in a tar (or columns, with "
-        "--column), in seconds",
+        "--column of bytes), in seconds",
         metavar="START,END",
     )
     index: bool = option(False, "with --dry-run: read the indexes of all tars, so that their videos are counted too")

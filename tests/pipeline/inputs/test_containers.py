@@ -217,6 +217,14 @@ def test_a_column_of_paths_makes_a_table_a_manifest(server, tmp_path):
     assert [row["video_id"] for row in rows(str(tmp_path / "named.parquet"), "clip")] == ["1", "2", "3"]
 
 
+def test_clips_that_no_container_gives_are_refused(tmp_path):
+    pq.write_table(pa.table({"path": ["a.mp4"], "start": [1.0], "end": [2.0]}), tmp_path / "a.parquet")
+    (tmp_path / "b.mp4").write_bytes(b"x")
+    for place, column in (("a.parquet", "path"), ("b.mp4", None), ("", None)):
+        with pytest.raises(ManifestError, match="the clips of files stand in a manifest"):
+            read_manifest(str(tmp_path / place), indexing=Indexing(Asked(column, ("start", "end"))))
+
+
 def test_several_tables_of_paths_are_manifests_in_their_order(server, tmp_path):
     def write(name, clips, **more):
         path = tmp_path / name

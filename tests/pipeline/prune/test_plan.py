@@ -125,6 +125,7 @@ def test_a_model_needs_no_weights_for_that(tmp_path):
     [
         ({"simulate": True}, "--simulate goes with --plan"),
         ({"gpus": 8}, "--gpus goes with --plan"),
+        ({"simulate": True}, "--simulate goes with --plan"),
         ({"corpus_videos": 2, "seconds": 1}, "--videos goes with --plan"),
         ({"plan": True, "dry_run": True}, "give one of them"),
         ({"plan": True, "corpus_videos": 0, "seconds": 1}, "whole number, at least 1"),
