@@ -7,11 +7,41 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from time import perf_counter
 
+import pyarrow as pa
+
 from pipeline.doctor.finding import Finding
+from pipeline.errors import UsageError
+from pipeline.inputs.container import Asked
+from pipeline.inputs.discovery import Discovery
+from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.named_videos import TODO_SCHEMA
+from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, VideoDecoder
 from pipeline.rows import TodoRow
+from pipeline.storage.s3 import Objects
 
 _MOST_S = 60.0  # seconds that decoding may take in all
+
+
+def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[TodoRow]:
+    """Return the first videos that the options name; no more containers are opened than hold so many.
+
+    Raises UsageError where there is none, RunFailed where a container cannot be indexed.
+    """
+    indexing = Indexing(Asked(config.column, config.clip_names()), later=True, limited=True)
+    known = _todo(read_manifest(config.videos, config.video_root, objects, indexing)).slice(0, n_videos)
+    with Discovery(indexing, objects, lambda videos: (videos, _todo(videos)), known, n_videos) as found:
+        rows: list[TodoRow] = found.all().todo.to_pylist()
+    if not rows:
+        raise UsageError(f"{config.named}: none of the containers holds a video")
+    return rows
+
+
+def _todo(videos: pa.Table) -> pa.Table:
+    """Return videos (MANIFEST_SCHEMA) as rows to process for the first time (TODO_SCHEMA)."""
+    attempts = pa.array([1] * len(videos), pa.int32())
+    return pa.Table.from_arrays([*videos.columns, attempts], schema=TODO_SCHEMA)
 
 
 def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow], seconds: list[float]) -> Iterator[Finding]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
-from typing import cast
 
-from pipeline.doctor.decoding import check_balance, check_decoding
+from pipeline.doctor.decoding import check_balance, check_decoding, first_videos
 from pipeline.doctor.device import DeviceReport, check_device, check_links
 from pipeline.doctor.finding import Finding, guarded
 from pipeline.doctor.nodes import Node, alive_nodes, clock_skews, judge_nodes, look_here, on_each_node, silent_node
@@ -15,11 +14,9 @@ from pipeline.doctor.store import check_store, reachable
 from pipeline.doctor.vllm import check_vllm
 from pipeline.errors import UsageError
 from pipeline.execution.cluster import connect
-from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.one_video import request_of
 from pipeline.prune.request import PruneRequest
-from pipeline.rows import TodoRow
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
@@ -101,10 +98,8 @@ def _store(config: PruneConfig, in_cluster: bool) -> Iterator[Finding]:
 
 
 def _decoding(config: PruneConfig, request: PruneRequest, decode_s: list[float]) -> Iterator[Finding]:
-    """Read the first videos of the manifest and yield the findings of decoding them."""
-    manifest = read_manifest(config.videos, config.video_root, objects=request.objects)
-    rows = [{**row, "attempts": 1} for row in manifest.slice(0, _VIDEOS).to_pylist()]
-    yield from check_decoding(request.decode_setup(), cast(list[TodoRow], rows), decode_s)
+    """Read the first videos and yield the findings of decoding them."""
+    yield from check_decoding(request.decode_setup(), first_videos(config, request.objects, _VIDEOS), decode_s)
 
 
 def _links(device: str) -> Iterator[Finding]:

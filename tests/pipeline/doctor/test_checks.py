@@ -2,16 +2,21 @@
 
 from datetime import timedelta
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from pipeline.doctor.decoding import check_balance, check_decoding
+from pipeline.doctor.decoding import check_balance, check_decoding, first_videos
 from pipeline.doctor.finding import Finding, guarded
 from pipeline.doctor.nodes import CODECS, judge_nodes, look_here, on_each_node, silent_node
 from pipeline.doctor.store import check_store, reachable
+from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.one_video import request_of
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.rays import ray_here
+from tests.pipeline.tars import write_tar
 from tests.pipeline.videos import sample
 
 HERE = look_here()
@@ -118,6 +123,22 @@ def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
     found = {one.state: one for one in check_decoding(setup, rows, seconds)}
     assert len(seconds) == 1 and seconds[0] > 0 and f"{seconds[0]:.3f} core-seconds" in found["ok"].says
     assert "1 h264" in found["ok"].says and "1 of 2 videos: io, e.g. bad" in found["wrong"].says
+
+
+def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_hold_them(tmp_path):
+    for name in "abcd":
+        write_tar(tmp_path / f"{name}.tar", {f"{number}.mp4": b"x" for number in range(2)})
+    (tmp_path / "d.tar").write_bytes(b"never opened")
+    pq.write_table(pa.table({"film": [b"x", b"y"]}), tmp_path / "e.parquet")
+    found = first_videos(PruneConfig(videos=[f"{tmp_path}/*.tar"]), Objects(), 3)
+    assert [row["video_id"] for row in found] == ["a.tar/0.mp4", "a.tar/1.mp4", "b.tar/0.mp4"]
+    found = first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"], column="film"), Objects(), 3)
+    assert [(row["video_id"], row["attempts"]) for row in found] == [("e.parquet/0", 1), ("e.parquet/1", 1)]
+    with pytest.raises(UsageError, match="needs a video_id and a uri"):
+        first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"]), Objects(), 3)
+    write_tar(tmp_path / "empty.tar", {"a.txt": b"x"})
+    with pytest.raises(UsageError, match="holds a video"):
+        first_videos(PruneConfig(videos=[f"{tmp_path}/empty.tar"]), Objects(), 3)
 
 
 @pytest.mark.parametrize(
