@@ -14,10 +14,13 @@ set -uo pipefail
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then # not in a job yet: submit
   : "${PARTS:?how many parts: as many as nodes, or a few times that}"
-  left() { # PART ARGUMENT...: prints PART if there are videos of it to do
+  left() { # PART ARGUMENT...: prints PART if there are videos of it to do, or may be in tars that no run has read yet
     local forecast
-    forecast=$(python -m jobs.prune "${@:2}" --shard "$1/$PARTS" --join --dry-run --json) || return 255
-    grep -q '"n_todo": 0,' <<<"$forecast" || echo "$1"
+    if ! forecast=$(python -m jobs.prune "${@:2}" --shard "$1/$PARTS" --join --dry-run --json); then
+      grep -q 'none of the [0-9]* videos are in it' <<<"$forecast" && return # other parts have them all
+      return 255
+    fi
+    grep -q '"n_todo": 0,' <<<"$forecast" && grep -q '"unlisted": \[\]' <<<"$forecast" || echo "$1"
   }
   export -f left
   todo=$(seq 0 $((PARTS - 1)) | xargs -P 4 -I{} bash -c 'left "$@"' bash {} "$@") || exit 2

@@ -179,7 +179,8 @@ def discovery_of(request: PruneRequest, ledger: Ledger, known: pa.Table) -> Disc
 def refuse_empty(request: PruneRequest, found: Discovery) -> None:
     """Raise UsageError where no container that was opened holds a video, and no other is named."""
     if not len(request.manifest) and not len(found.found().videos):
-        raise UsageError(f"{request.config.named}: none of the {found.n_parts - 1} containers holds a video")
+        part = "" if request.config.shard is None else f" of --shard {request.config.shard}"
+        raise UsageError(f"{request.config.named}: none of the {found.n_parts - 1} containers holds a video{part}")
 
 
 def unfinished(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Table:

@@ -1,16 +1,19 @@
 """The job array on a real Slurm of one node: lost tasks, the same command again, and what only has to be parsed."""
 
+import json
 import re
 import subprocess
 import time
 
 import pytest
 
+from jobs import prune
 from pipeline import TokenCache
 from tests.jobs.cluster.slurm import Slurm, missing
 from tests.jobs.faults import tiny_videos
 from tests.jobs.jobs import assert_complete
 from tests.paths import ROOT
+from tests.pipeline.tars import write_tar
 from tests.waiting import wait_until
 
 SCRIPT = str(ROOT / "jobs" / "cluster" / "slurm.sh")
@@ -22,6 +25,41 @@ def test_it_is_a_script_of_bash_that_asks_for_parts():
         [SCRIPT, "videos"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False
     )
     assert done.returncode != 0 and "PARTS: how many parts" in done.stderr
+
+
+def test_parts_are_submitted_where_videos_are_left_or_not_known_yet(tmp_path, capsys):
+    """By what the command says of a part with a video, of one without any and one that is done, and of a tar."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.mp4").write_bytes(b"x")
+    write_tar(tmp_path / "b.tar", {"a.mp4": b"x"})
+    script(tmp_path / "bin" / "sbatch", 'echo sbatch "$2"')
+    answer = f'name={tmp_path}/$3-$(expr "$*" : ".*--shard \\([0-9]\\)")', 'cat "$name"', 'exit "$(cat "$name.code")"'
+    script(tmp_path / "bin" / "python", *answer)
+    for name, part in (("files", 0), ("files", 1), ("b.tar", 0), ("b.tar", 1)):
+        argv = [str(tmp_path / name), "--out", str(tmp_path / "c"), "--shard", f"{part}/2", "--dry-run", "--json"]
+        code = prune.main(argv)
+        (tmp_path / f"{name}-{part}").write_text(capsys.readouterr().out)
+        (tmp_path / f"{name}-{part}.code").write_text(str(code))
+    assert sorted((tmp_path / f"files-{part}.code").read_text() for part in (0, 1)) == ["0", "2"]
+    has = next(part for part in (0, 1) if (tmp_path / f"files-{part}.code").read_text() == "0")
+    assert submitted(tmp_path, "files") == f"sbatch --array={has}"
+    assert submitted(tmp_path, "b.tar") == "sbatch --array=0,1"
+    told = json.loads((tmp_path / f"files-{has}").read_text())
+    (tmp_path / f"files-{has}").write_text(json.dumps({**told, "n_todo": 0}, indent=2))
+    assert submitted(tmp_path, "files") == "nothing is left to do"
+
+
+def script(path, *lines):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(["#!/bin/sh", *lines]))
+    path.chmod(0o755)
+
+
+def submitted(folder, name):
+    """What the script prints that submits a run over this file, where Slurm and the command are scripts of a line."""
+    env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PARTS": "2"}
+    done = subprocess.run([SCRIPT, name], env=env, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")
