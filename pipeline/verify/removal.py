@@ -13,15 +13,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.codecs.sample import sample_store
-from pipeline.cache.live_rows import RULE_COLUMNS, VIDEOS, VideoRows, live_rows, ok_rows, read_file, with_place
+from pipeline.cache.live_rows import RULE_COLUMNS, TOKENS, VIDEOS, VideoRows, live_rows, ok_rows, read_file, with_place
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import HEADER, check_version, made_with
+from pipeline.cache.runs import in_order
 from pipeline.cache.table import table_files
+from pipeline.cache.token_shard import ids_in_footer
 from pipeline.cache.writer import commit
 from pipeline.errors import printable
 from pipeline.execution.claim import Claim
@@ -79,6 +82,7 @@ def remove_videos(
     with Claim(store, done.run_id, say), RunFile(store, record):
         removal = _Removal(store, identity, done, frozenset(ids))
         removal.mark(reason)
+        removal.find_earlier()
         removal.move_others()
         merge(store, identity, everything=True, keep=keep)
         if left := removal.unused():
@@ -136,6 +140,16 @@ class _Removal:
         if rows:
             commit(self._store, self._done.run_id, 0, rows, made_with=self._identity)
             self._rows = self._read()
+
+    def find_earlier(self) -> None:
+        """Find the token shards of earlier attempts, whose rows merges drop, and of killed runs, which have none."""
+        mine = self._rows.filter(pc.is_in(self._rows["video_id"], value_set=pa.array(sorted(self._ids), pa.string())))
+        names = self._store.names(TOKENS, ".parquet")
+        if (pc.max(mine["attempts"]).as_py() or 0) <= 1:  # then rows name all but those of killed runs
+            names = sorted(set(names).difference(self._rows["token_shard"].to_pylist()))
+        for name, ids in zip(names, in_order(partial(ids_in_footer, self._store), names, 8, 16), strict=True):
+            for video_id in self._ids.intersection(ids):
+                self._held[video_id].add(name)
 
     def move_others(self) -> None:
         """Copy the other videos of token shards that hold a removed one to new shards."""

@@ -80,6 +80,25 @@ def test_a_video_is_gone_and_its_neighbours_stay_bit_for_bit(store, whole):
     assert TokenCache(store.root).failed == {"bad": "corrupt"}
 
 
+def test_an_earlier_attempt_whose_row_was_merged_away_is_gone_too(store):
+    write_shard(store, "run3", of("b", 9, attempts=3))
+    merge(store, made_with(store), everything=True, keep=NOW)
+    merge(store, made_with(store), everything=True, keep=NOW)
+    assert len(store.names("tokens", ".parquet")) == 3
+    remove_videos(store, ["b"], "licence", lambda line: None, NOW)
+    assert mentions(store.root, "b") == [] and sorted(tokens_of(store.root)) == ["a", "c", "d"]
+    assert kinds(verified(store)) == []
+
+
+def test_what_a_killed_run_left_of_a_video_is_gone_too(store):
+    killed = LocalStore(shutil.copytree(store.root, store.root.with_name("killed")))
+    write_shard(killed, "run3", of("a", 9))
+    (orphan,) = set(killed.names("tokens", ".parquet")) - set(store.names("tokens", ".parquet"))
+    store.put(orphan, killed.read(orphan))
+    remove_videos(store, ["a"], "licence", lambda line: None, NOW)
+    assert mentions(store.root, "a") == [] and sorted(tokens_of(store.root)) == ["b", "c", "d"]
+
+
 def test_the_same_again_changes_nothing(store, whole):
     remove_videos(store, ["b"], "takedown 17", print, NOW)
     done = remove_videos(store, ["b"], "another reason", print, NOW)
