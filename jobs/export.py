@@ -69,8 +69,6 @@ def _export(arguments: argparse.Namespace, objects: Objects, console: Console) -
         repository_of(arguments.to)
         if not isinstance(out, LocalStore):
             raise UsageError(f"--staging {arguments.staging}: name a folder of this machine")
-    if source.root == out.root:
-        raise UsageError(f"{out} is the cache itself: name another place for the copy")
     say = saying(console)
     ids = None if arguments.ids is None else read_ids(arguments.ids)
     done = export_tars(source, out, say, ids) if arguments.to_tar else export(source, out, say, ids, arguments.licence)

@@ -41,11 +41,9 @@ class PlanOptions(RunOptions):
         check(self.gpu_type in (None, *GPU_TYPES), "gpu_type", f"one of {', '.join(GPU_TYPES)}", self.gpu_type)
         if self.gpu_type is not None and self.gpus == 0:
             raise UsageError(f"--gpu-type {self.gpu_type} and --gpus 0 do not go together")
-        if self.simulate and not self.plan:
-            raise UsageError("--simulate goes with --plan")
+        self.refuse_without_plan("simulate", "html", "gpus", "gpu_type", "decode_cores")
         if self.simulate and find_spec("simpy") is None:
             raise UsageError("--simulate needs simpy: pip install simpy")
-        self.refuse_without_plan("simulate", "html", "gpus", "gpu_type", "decode_cores")
 
     @property
     @abstractmethod
@@ -56,5 +54,5 @@ class PlanOptions(RunOptions):
         """Raise UsageError where one of these options is given without ``--plan``."""
         flags = {item.name: item.metadata.get("flag", "--" + item.name.replace("_", "-")) for item in fields(self)}
         for name in names:
-            if not self.plan and getattr(self, name) not in (None, False):
+            if not self.plan and all(getattr(self, name) is not unset for unset in (None, False)):
                 raise UsageError(f"{flags[name]} goes with --plan")

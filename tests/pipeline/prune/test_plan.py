@@ -123,8 +123,8 @@ def test_a_model_needs_no_weights_for_that(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"simulate": True}, "--simulate goes with --plan"),
         ({"gpus": 8}, "--gpus goes with --plan"),
+        ({"gpus": 0}, "--gpus goes with --plan"),
         ({"simulate": True}, "--simulate goes with --plan"),
         ({"corpus_videos": 2, "seconds": 1}, "--videos goes with --plan"),
         ({"plan": True, "dry_run": True}, "give one of them"),
