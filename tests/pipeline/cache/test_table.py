@@ -83,7 +83,7 @@ def test_each_video_is_found_and_no_other(store):
         assert cache.place_of(row["video_id"]).row == places[row["video_id"]]
         assert row["video_id"] not in cache
     assert len(cache.failed) == N and cache.video_ids == []
-    with pytest.raises(KeyError, match=f"\\({N} videos are\\)"):
+    with pytest.raises(KeyError, match=f"\\(it has {N} rows\\)"):
         cache.metadata("folder/v")
 
 

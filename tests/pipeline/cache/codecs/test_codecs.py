@@ -124,8 +124,8 @@ def test_a_cache_gives_at_every_ratio_and_order_what_the_codec_gives(tmp_path, c
         for order in ("index", "selection"):
             for verify in (False, True):
                 for video, other in zip(
-                    whole.get_many("abc", ratio, order),
-                    coded.get_many("abc", ratio, order, verify=verify),
+                    whole.get_many([*"abc"], ratio, order),
+                    coded.get_many([*"abc"], ratio, order, verify=verify),
                     strict=True,
                 ):
                     assert torch.equal(video.index, other.index) and torch.equal(video.rank, other.rank)
