@@ -1,6 +1,7 @@
 """The plan of a run: videos are probed, nothing is started or written."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,12 @@ from jobs import prune
 from pipeline.errors import UsageError
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar import Tar
-from pipeline.plan.render import cluster_text
+from pipeline.plan.render import cluster_text, rows_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import plan_run
+from tests.gstep.language.test_weights import LLMS
+from tests.gstep.qwen_configs import PREPROCESSOR
+from tests.paths import ROOT
 from tests.pipeline.tars import write_tar
 from tests.pipeline.videos import write_clip
 
@@ -146,3 +150,26 @@ def test_a_model_needs_no_weights_for_that(tmp_path):
 def test_what_makes_no_sense_is_refused(options, says):
     with pytest.raises(UsageError, match=says):
         PruneConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("LLaVA-OneVision-7B", {}), ("Qwen2.5-VL-7B", {"max_pixels": 602112}), ("Qwen3-VL-8B", {})],
+)
+def test_the_table_of_the_page_is_what_plans_of_the_published_models_print(tmp_path, model, options):
+    still = {"size": {"height": 384, "width": 384}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    pixels = json.dumps(PREPROCESSOR.get(LLMS[model]["model_type"], still))
+    (tmp_path / "config.json").write_text(json.dumps(LLMS[model]))
+    (tmp_path / "preprocessor_config.json").write_text(pixels)
+    if model != "Qwen2.5-VL-7B":  # which has the first alone on the hub
+        (tmp_path / "video_preprocessor_config.json").write_text(pixels)
+    options |= {"corpus_videos": 1e6, "seconds": 60, "gpus": 8, "gpu_type": "A100", "gpu_hour": 1.8}
+    plan = plan_run(
+        PruneConfig(plan=True, model=str(tmp_path), out=str(tmp_path / "c"), **options), Console(quiet=True)
+    )
+    shown = dict(rows_of(plan))
+    (row,) = re.findall(rf"^\| {model} \| 8 \| (.*) \|$", (ROOT / "pipeline/plan/README.md").read_text(), re.MULTILINE)
+    wall, bottleneck, gpu_hours, output, _, pays = row.split(" | ")
+    assert (shown["wall time"], shown["output"]) == (wall, output)
+    assert shown["bottleneck"].startswith(bottleneck) and shown["pays from"].startswith(pays)
+    assert shown["encode"].replace(" h", "").startswith(gpu_hours)
