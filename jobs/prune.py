@@ -61,6 +61,10 @@ def _prune(config: PruneConfig, console: Console) -> Done:
         from pipeline.prune.run import PruneRun  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415
 
+    if config.gate:
+        from pipeline.rewrite.gate import read_gate  # noqa: PLC0415 - as above
+
+        read_gate(config.gate, objects_of(config))  # a fault in the file is not for the end of a long run
     if config.plan:
         return show_plan(config, console, plan_run)
     if config.dry_run:

@@ -16,6 +16,7 @@ from itertools import takewhile
 from string import ascii_uppercase
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -63,6 +64,11 @@ class Asked:
     video_ids: tuple[str, ...]
 
 
+def read_gate(questions: str, objects: Objects) -> pa.Table:
+    """Read the questions of a gate from a file. Raises QuestionsError."""
+    return read_questions(questions, Way(Decoding(NEW_TOKENS), "generate"), objects)
+
+
 def asked_of(questions: str, video_ids: Sequence[str], objects: Objects) -> list[Asked]:
     """Draw the questions of a gate: of a file those about ``video_ids``; "" asks PROMPTS about them.
 
@@ -71,10 +77,9 @@ def asked_of(questions: str, video_ids: Sequence[str], objects: Objects) -> list
     random = np.random.default_rng(0)
     if questions:
         known = frozenset(video_ids)
-        rows = read_questions(questions, Way(Decoding(NEW_TOKENS), "generate"), objects).to_pylist()
         asked = [
             Asked(_text(row["prompt"], row["choices"]), tuple(row["video_ids"]))
-            for row in rows
+            for row in read_gate(questions, objects).to_pylist()
             if known.issuperset(row["video_ids"])
         ]
         asked = [asked[i] for i in random.permutation(len(asked))[:MOST_QUESTIONS]]
