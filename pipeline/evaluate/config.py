@@ -148,8 +148,9 @@ class EvaluateConfig(PlanOptions, EngineOptions):
                 "name what to ask, --benchmark NAME, or answers to score, --score ANSWERS, or results to lay out as a "
                 "--table, --results RESULTS: one of them"
             )
-        if self.plan and self.benchmark is None:
-            raise UsageError("--plan goes with --benchmark")
+        for name in ("plan", "limit", "method", "retention_ratio", "drop_tokens"):
+            if getattr(self, name) and self.benchmark is None:
+                raise UsageError(f"--{name.replace('_', '-')} goes with --benchmark")
         if self.results and self.table is None:
             raise UsageError(f"--results goes with --table, one of {', '.join(TABLES)}")
         if self.mixed and not self.results:

@@ -76,6 +76,13 @@ def test_nonsense_is_refused_by_name(options, message):
         EvaluateConfig(**{"benchmark": "x", **options})
 
 
+@pytest.mark.parametrize("given", [{"limit": 5}, {"method": ["gstep"]}, {"retention_ratio": [0.1]}])
+def test_what_only_a_benchmark_has_is_refused_where_nothing_is_asked(given):
+    for other in ({"score": ["a"]}, {"results": ["r"], "table": "main"}):
+        with pytest.raises(UsageError, match="goes with --benchmark"):
+            EvaluateConfig(**other, **given)
+
+
 def test_what_is_at_the_edge_is_taken():
     options = {"retention_ratio": [1.0], "draws": 100, "pages": 0, "seed": 0, "limit": 1, "drop_tokens": True}
     assert list(EvaluateConfig(benchmark="x", method=["gstep"], **options).grid()) == [FULL_LABEL, "gstep@1"]
