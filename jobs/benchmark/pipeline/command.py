@@ -82,6 +82,8 @@ def run(arguments: argparse.Namespace) -> Done:
     """Measure and show."""
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
+    if arguments.s3 and arguments.forms is None:
+        raise UsageError("--s3 goes with --forms")
     about = {"machine": machine("cpu"), "cpus": os.cpu_count()}
     if arguments.driver is not None:
         return _driver(arguments, about)
