@@ -39,9 +39,11 @@ class FileInfo(NamedTuple):
 def store_at(place: str | Path, objects: Objects | None = None) -> Store:
     """Return the store at a folder, ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
 
-    Raises UsageError for any other address.
+    Raises UsageError for any other address, and for an empty one: an unset variable of a shell is not this folder.
     """
     text = str(place)
+    if not text.strip():
+        raise UsageError("the name of a cache or of results is empty: name a folder or s3://bucket/prefix")
     if is_object(text):
         check_uri(text)
         return ObjectStore(text, objects or Objects.from_environment())

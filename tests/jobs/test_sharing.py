@@ -76,3 +76,12 @@ def test_a_cache_is_not_exported_onto_itself(tmp_path, monkeypatch, capsys, how)
     before = sorted(tmp_path.rglob("*"))
     assert export.main([str(tmp_path / "c"), "--to", "c", *how]) == 2
     assert "c is the cache itself" in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("command", "flag"), [(export, "--to"), (merge, "--out")])
+def test_an_empty_name_is_not_this_folder(tmp_path, monkeypatch, capsys, command, flag):
+    cache_of(tmp_path / "c", {"one": 1})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert command.main([str(tmp_path / "c"), flag, ""]) == 2
+    assert "is empty: name a folder" in capsys.readouterr().err and not list((tmp_path / "here").iterdir())
