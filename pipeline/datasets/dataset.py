@@ -88,13 +88,21 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Take ``rank`` of ``world_size``, by default torch.distributed's, else all videos."""
+        """Take ``rank`` of ``world_size``, by default torch.distributed's, else all videos; each of ``ids`` once.
+
+        Raises ValueError where ``even`` would leave no rank a video.
+        """
         super().__init__()
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self._shards = self.cache.shards(ids)
         self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
         self._shuffle, self._mix, self._seed, self._even = shuffle, max(1, mix), seed, even
         self.rank, self.world_size = _rank_of(rank, world_size)
+        if even and 0 < len(self._shards) < self.world_size:
+            raise ValueError(
+                f"even: {len(self._shards)} token shards cannot be divided among {self.world_size} ranks, and none would "
+                "get a video: take TokenDataset with torch's DistributedSampler"
+            )
         # In memory that workers share, so that those that persist see set_epoch too.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         named = "".join(f"{video_id}\0" for video_id in ids or ())

@@ -53,7 +53,7 @@ def ray_dataset(
 
     Args:
         cache: opened here; it travels to the nodes, with what its store needs to be reached.
-        ids: None for all videos that have tokens.
+        ids: each is read once; None for all videos that have tokens.
         blocks: read tasks; by default Ray's own choice. No task has less than a shard.
 
     Raises as ``TokenCache.get`` where the rows are read.

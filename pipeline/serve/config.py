@@ -11,6 +11,9 @@ from pipeline.generate.config import PromptOptions
 from pipeline.options import S3Options, check, check_choices, engine_values, option, positive
 from pipeline.rows import Json
 
+#: What /health and /metrics call the cache that links name by no name.
+FIRST = "default"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(PromptOptions, S3Options):
@@ -80,8 +83,8 @@ class ServeConfig(PromptOptions, S3Options):
         named: dict[str, str] = {}
         for text in self.caches:
             name, _, place = text.partition("=")
-            if not (name.strip() and place.strip()) or name in named:
-                raise UsageError(f"--cache takes NAME=PLACE, each NAME once, got {text!r}")
+            if not (name.strip() and place.strip()) or name in (*named, FIRST):
+                raise UsageError(f"--cache takes NAME=PLACE, each NAME once and not {FIRST!r}, got {text!r}")
             named[name] = place
         return named
 
@@ -94,4 +97,4 @@ def check_port(host: str, port: int) -> None:
         try:
             tried.bind((host, port))
         except OSError as error:
-            raise UsageError(f"--host {host} --port {port}: {error.strerror}; name another --port") from error
+            raise UsageError(f"--host {host} --port {port}: {error.strerror}; name another --host or --port") from error

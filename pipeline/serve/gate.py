@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
+from pipeline.serve.config import FIRST
 from pipeline.serve.guard import App, KeyGuard, Message, Receive, Scope, Send, reply
 from pipeline.serve.metrics import CacheMetrics
 from pipeline.serve.prompts import CachedPrompts, ServedCache, prompts_of
@@ -124,7 +125,7 @@ class RequestGate:
     async def _health(self, send: Send) -> None:
         """Send the state of each cache's store, and whether the process lives."""
         caches = {} if self._prompts is None else self._prompts.caches
-        stores = {name or "default": "away" if videos.away else "ok" for name, videos in caches.items()}
+        stores = {name or FIRST: "away" if videos.away else "ok" for name, videos in caches.items()}
         try:
             await self._state.engine_client.check_health()
             status, engine = 200, "ok"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from pipeline.serve.config import FIRST
 from pipeline.serve.videos import ServedVideos
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class CacheMetrics:
 
         while _registered:
             REGISTRY.unregister(_registered.pop())
-        self._caches = {name or "default": videos for name, videos in caches.items()}
+        self._caches = {name or FIRST: videos for name, videos in caches.items()}
         self._counts = {name: Counter(f"gstep_cache_{name}", text, ["cache"]) for name, text in _COUNTS.items()}
         self._errors = Counter("gstep_cache_errors", "videos without an answer", ["cache", "kind"])
         held, away = "bytes of the outlines of videos in memory", "1 where the store did not answer last"

@@ -105,6 +105,8 @@ def test_even_ranks_leave_out_what_the_others_lack(folder):
     whole = [len(IterableTokenDataset(folder, shuffle=True, rank=rank, world_size=2)) for rank in range(2)]
     assert len(found[0]) == len(found[1]) == len(parts[0]) == min(whole) < max(whole)
     assert len({*found[0], *found[1]}) == 2 * min(whole)
+    with pytest.raises(ValueError, match=rf"even: {len(SIZES)} token shards .* none would get a video: take TokenData"):
+        IterableTokenDataset(folder, even=True, rank=0, world_size=len(SIZES) + 1)
 
 
 def test_it_goes_on_where_it_was_left(folder):

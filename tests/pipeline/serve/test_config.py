@@ -1,0 +1,30 @@
+"""What a server's options mean, and which make no sense."""
+
+import shlex
+
+import pytest
+
+from pipeline.errors import UsageError
+from pipeline.serve.config import ServeConfig, check_port
+from pipeline.serve.server import serve
+
+
+def test_the_printed_command_reaches_the_store_that_the_flags_name(monkeypatch, capsys):
+    monkeypatch.setattr("pipeline.serve.server.server_arguments", lambda config: ["model"])
+    place = {"s3_endpoint": "http://127.0.0.1:9000", "s3_region": "here"}
+    serve(ServeConfig(cache="s3://bucket/cache", print_command=True, api_key="KEY", **place))
+    env, *words = shlex.split(capsys.readouterr().out)
+    assert (env, words[-3:]) == ("env", ["vllm", "serve", "model"]) and "KEY" not in "".join(words)
+    assert {"AWS_ENDPOINT_URL=http://127.0.0.1:9000", "AWS_REGION=here"} <= set(words)
+
+
+@pytest.mark.parametrize("caches", [["a"], ["=b"], ["a="], ["a=b", "a=c"], ["default=b"]])
+def test_each_cache_has_a_name_of_its_own(caches):
+    with pytest.raises(UsageError, match="each NAME once and not 'default', got"):
+        ServeConfig(cache="c", caches=caches)
+    assert ServeConfig(cache="c", caches=["a=b", "c=d=e"]).named_caches() == {"a": "b", "c": "d=e"}
+
+
+def test_an_address_that_is_none_of_this_machine_is_one_line():
+    with pytest.raises(UsageError, match="--host 192.0.2.77 --port 8000: .*; name another --host or --port"):
+        check_port("192.0.2.77", 8000)
