@@ -58,11 +58,13 @@ class LiveVideos:
         small: LIVE_COLUMNS of the live rows among the small files, with ``shard`` and ``row``.
         sorted: the sorted files.
         foreign: files of another identity than the cache's, whose rows are left out.
+        files: all that there were when this was opened, whose rows these are.
     """
 
     def __init__(self, store: Store, made_with: str | None, small: pa.Table, files: Sequence[TableFile]) -> None:
         self._store, self._made_with = store, made_with
         self.small, self.sorted, self.foreign = small, list(files), list[str]()
+        self.files: list[TableFile] = []
         self._place = {video_id: i for i, video_id in enumerate(small["video_id"].to_pylist())}
         self.rows = VideoRows(store, _OPENED)
 
@@ -92,6 +94,7 @@ class LiveVideos:
         small = live_rows(pa.concat_tables(tables).combine_chunks())
         live = cls(store, made_with, small, [file for file in files if file.level])
         live.foreign += foreign
+        live.files += files
         return live
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -100,8 +100,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self.rank, self.world_size = _rank_of(rank, world_size)
         if even and 0 < len(self._shards) < self.world_size:
             raise ValueError(
-                f"even: {len(self._shards)} token shards cannot be divided among {self.world_size} ranks, and none would "
-                "get a video: take TokenDataset with torch's DistributedSampler"
+                f"even: {len(self._shards)} token shards cannot be divided among {self.world_size} ranks, and none "
+                "would get a video: take TokenDataset with torch's DistributedSampler"
             )
         # In memory that workers share, so that those that persist see set_epoch too.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]

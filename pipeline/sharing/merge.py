@@ -12,18 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import CacheHeader, differences, fingerprint, header_bytes
-from pipeline.cache.live_rows import RULE_COLUMNS, VIDEOS, live_and_earlier, ok_rows, rule_columns
+from pipeline.cache.live_rows import RULE_COLUMNS, live_and_earlier, ok_rows, rule_columns
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge, merge_at_once
 from pipeline.cache.reader import HEADER, check_version, read_header
-from pipeline.cache.table import SortedFile, check_content, made_with_of, read_small, table_files
+from pipeline.cache.table import SortedFile, TableFile, check_content, made_with_of, read_small
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
@@ -34,6 +34,7 @@ from pipeline.storage.stores import LocalStore, Store
 
 OnEqual = Literal["rule", "refuse"]
 _COLUMNS = ("video_id", *RULE_COLUMNS, "clip_key", "source_size", "earlier_attempts", "token_shard", "checksum")
+_TRIES: Final = 5  # readings of caches that are merged meanwhile
 _THREADS: Final = 4  # each copies a whole shard in memory
 _TOLD: Final = 1000  # token shards between two lines about progress
 _SHOWN: Final = 5
@@ -96,9 +97,9 @@ def merge_caches(
     identity = fingerprint(header["identity"])
     done = MergedCaches(new_run_id())
     held = [out, *sources] if out.exists(HEADER) else list(sources)
-    rows = _live_rows(held, identity)
+    found = _live_rows(held, identity)
     if on_equal == "refuse":
-        _refuse_equal(rows)
+        _refuse_equal(found.rows)
     out.make()
     with Claim(out, done.run_id, say):
         check_place(out, header)
@@ -107,11 +108,9 @@ def merge_caches(
         about = {"merged_from": [str(source) for source in sources]}
         record = RunFile(out, {**provenance(done.run_id, _VERSIONS), **about}) if records else nullcontext()
         with record:
-            _take_live_tokens(held, rows, out, done, say)
-            for source in sources:
-                _take_rows(source, out, identity, done)
-                if records:
-                    _take_records(source, out)
+            _take_videos(held, found, out, identity, done, say)
+            for source in sources if records else ():
+                _take_records(source, out)
             if records:
                 merge(out, identity, everything=True)
             else:  # nobody reads a copy yet
@@ -134,17 +133,26 @@ def _common_header(sources: Sequence[Store]) -> CacheHeader:
     return next((header for header in headers if "hidden_size" in header), first)
 
 
-def _live_rows(stores: Sequence[Store], identity: str) -> pa.Table:
-    """Return _COLUMNS of the live rows of each cache, with the number of the cache. Raises CorruptShard, OSError."""
-    tables = []
+class _Found(NamedTuple):
+    """The live rows of caches, _COLUMNS and the number of each one's cache, and the table's files that they are of."""
+
+    rows: pa.Table
+    files: list[list[TableFile]]
+
+
+def _live_rows(stores: Sequence[Store], identity: str) -> _Found:
+    """Read the live rows of each cache. Raises CorruptShard, OSError."""
+    tables, files = [], []
     for number, store in enumerate(stores):
-        rows = LiveVideos.open(store, identity).live(_COLUMNS)
+        opened = LiveVideos.open(store, identity)
+        rows = opened.live(_COLUMNS)
         numbers = pa.array(np.full(len(rows), number, np.int32))
         # Names of token shards are few and long.
         names = rows["token_shard"].combine_chunks().dictionary_encode().cast(pa.dictionary(pa.int32(), pa.string()))
         place = rows.schema.get_field_index("token_shard")
         tables.append(rows.select(_COLUMNS).set_column(place, "token_shard", names).append_column("cache", numbers))
-    return pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+        files.append(opened.files)
+    return _Found(pa.concat_tables(tables).unify_dictionaries().combine_chunks(), files)
 
 
 def _refuse_equal(rows: pa.Table) -> None:
@@ -157,6 +165,32 @@ def _refuse_equal(rows: pa.Table) -> None:
             f"{len(wrong)} videos have other tokens in several caches ({some}): take the row that counts with "
             "--on-equal rule, or remove them from one with python -m jobs.remove"
         )
+
+
+def _take_videos(
+    held: Sequence[Store],
+    found: _Found,
+    out: Store,
+    identity: str,
+    done: MergedCaches,
+    say: Callable[[str], object],
+) -> None:
+    """Bring tokens and then the rows that name them into ``out``; of a cache that is written to, those of one moment.
+
+    Where a cache's files were merged away meanwhile, it is read again.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            _take_live_tokens(held, found.rows, out, done, say)
+            for source, files in zip(held, found.files, strict=True):
+                if source is not out:
+                    _take_rows(source, files, out, identity, done)
+            return
+        except FileNotFoundError:
+            if not left:
+                raise
+        found = _live_rows(held, identity)
+        done.there, done.foreign = -done.linked - done.copied, []  # what was taken is there now
 
 
 def _take_live_tokens(
@@ -201,9 +235,9 @@ def _take_file(source: Store, out: Store, name: str) -> int | None:
     return len(data)
 
 
-def _take_rows(source: Store, out: Store, identity: str, done: MergedCaches) -> None:
-    """Copy the files of a table into ``out``. Raises CorruptShard, OSError."""
-    for file in table_files(source, VIDEOS):
+def _take_rows(source: Store, files: Sequence[TableFile], out: Store, identity: str, done: MergedCaches) -> None:
+    """Copy ``files`` of a table into ``out``. Raises CorruptShard, OSError."""
+    for file in files:
         data = source.read(file.name)
         if file.level:
             made_with = SortedFile(source, file).made_with

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from pipeline import TokenCache
+from pipeline.cache.header import fingerprint
+from pipeline.cache.merging import merge_at_once
 from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVideo, UsageError, VideoFault
 from pipeline.execution.run_record import committed_shards
+from pipeline.sharing import merge as merge_module
 from pipeline.sharing.merge import merge_caches
 from pipeline.storage.stores import LocalStore, ObjectStore, store_at
 from pipeline.verify.removal import remove_videos
@@ -161,6 +164,26 @@ def test_the_same_command_ends_what_was_stopped_anywhere(two, tmp_path):
     assert allowed > 3
     assert_whole(out, *two)
     assert len(committed_shards(out)) == 4
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_cache_that_is_written_to_meanwhile_is_taken_as_of_one_moment(two, tmp_path, monkeypatch, merged):
+    def and_more(held, rows, *rest):
+        take(held, rows, *rest)
+        if len(shards(two[0])) == 2:  # a run commits, and merges its table
+            write_shard(two[0], "later", encoded("later", random_tokens(9, SHAPE), 0.25, "gstep"))
+            say_what_was_committed(two[0])
+            if merged:
+                merge_at_once(two[0], fingerprint(TokenCache(two[0].root).identity))
+
+    take = merge_module._take_live_tokens
+    monkeypatch.setattr(merge_module, "_take_live_tokens", and_more)
+    out = LocalStore(tmp_path / "c")
+    done = merge_caches(two, out, quiet)
+    assert TokenCache(out.root).video_ids == ["both", *["later"] * merged, "mended", "one", "two"]
+    assert (done.videos, done.linked, done.there) == (4 + merged, 4 + merged, 0)
+    report = verified(out)
+    assert kinds(report) == [] and report.orphans == []
 
 
 def test_folders_go_to_s3_and_back(two, tmp_path):
