@@ -26,5 +26,5 @@ def test_each_cache_has_a_name_of_its_own(caches):
 
 
 def test_an_address_that_is_none_of_this_machine_is_one_line():
-    with pytest.raises(UsageError, match="--host 192.0.2.77 --port 8000: .*; name another --host or --port"):
+    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.77 --port 8000: .*; name another --host or --port"):
         check_port("192.0.2.77", 8000)
