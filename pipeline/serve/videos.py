@@ -18,6 +18,7 @@ from urllib.parse import quote
 import pyarrow as pa
 
 from gstep.language import Visual
+from pipeline.cache.header import CacheIdentity
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import TokenCache, read_header
@@ -81,7 +82,9 @@ class ServedVideos:
         """
         self._open = open_cache
         self._name = name
+        self._identity: CacheIdentity | None = None
         self._now = self._look(())
+        self._identity = self.cache.identity
         declared = declared_method(self.cache.identity)
         self._order: TokenOrder = "selection" if declared is not None and declared.reorders else "index"
         self._held: LruCache[tuple[str, float | None], ServedVideo] = LruCache(_HELD_BYTES, lambda v: n_bytes(v.visual))
@@ -131,8 +134,13 @@ class ServedVideos:
             self.away = True
 
     def _look(self, wanted: Sequence[str]) -> _Snapshot:
-        """Open the cache anew, and read the rows of the wanted videos, so that no request waits for them later."""
+        """Open the cache anew, and read the rows of the wanted videos, so that no request waits for them later.
+
+        Raises NotACache where another cache has taken its place, whose tokens the model may not understand.
+        """
         cache = self._open()
+        if self._identity not in (None, cache.identity):
+            raise NotACache(f"{cache.store} holds another cache now: start the server anew")
         files = _names(cache)
         rows: LruCache[str, VideoRow] = LruCache(_HELD_ROWS, lambda row: 1)
         ids = pa.array(wanted, pa.string())

@@ -1,5 +1,6 @@
 """Messages of an OpenAI client -> the prompt that jobs.generate would make of the same question."""
 
+import shutil
 import threading
 
 import pytest
@@ -159,6 +160,16 @@ def test_rows_of_videos_that_were_asked_about_long_ago_are_let_go(cache, monkeyp
     write_shard(TokenCache(cache).store, "later", encoded("new", random_tokens(9, SHAPE), 0.25, "gstep"))
     videos.refresh()
     assert "new" in videos.cache and videos.find("a", None).done()  # the row of which was read again beforehand
+
+
+def test_another_cache_in_the_same_place_is_not_served(cache):
+    videos = served(cache, refresh_seconds=3600).caches[""]
+    other = {**TokenCache(cache).identity, "model": {"type": "llava_onevision", "weights": "files:another"}}
+    shutil.rmtree(cache)
+    tiny_cache(cache, ("a", "new"), identity=other)
+    videos.refresh()
+    with pytest.raises(StoreAway):
+        videos.find("new", None).result()
 
 
 def test_a_redone_video_is_fresh_in_every_link_and_says_so(cache):
