@@ -72,7 +72,7 @@ def publish(copy: LocalStore, place: str, say: Callable[[str], object]) -> Publi
     finished = {name for part in _PARTS for name in copy.names(part, ".parquet")}
     mine = {file.name: file.size for part in _PARTS for file in copy.listed(part) if file.name in finished}
     new = [name for name, size in mine.items() if remote.get(name) != size]
-    gone = [name for name in _data(remote) if name not in mine]
+    gone = [name for name in _data(remote) if name not in mine and name.endswith(".parquet")]
     done = Published(there=len(mine) - len(new))
 
     def commit(operations: Sequence[CommitOperationAdd | CommitOperationDelete], what: str) -> None:

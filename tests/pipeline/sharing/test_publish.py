@@ -65,6 +65,7 @@ def test_a_cache_is_uploaded_goes_on_and_follows_removals(hub, tmp_path):
 
     # The same again sends nothing, and a card that was filled in stays.
     (hub.folder / "README.md").write_text("filled in")
+    (hub.folder / "videos/example.mp4").write_text("somebody's own, for the card")
     (hub.folder / "there").write_text("")  # the dataset exists now
     before = hub.count("upload"), len(hub.commits)
     assert export(hub, tmp_path)["published"] == {"sent": 0, "sent_bytes": 0, "there": 4, "deleted": 0}
@@ -80,6 +81,7 @@ def test_a_cache_is_uploaded_goes_on_and_follows_removals(hub, tmp_path):
     assert (done["sent"], done["deleted"], len(tokens), len(tokens & old)) == (2, 2, 3, 2)
     cache = TokenCache(hub.folder)
     assert cache.video_ids == ["a", "b", "new"] and (hub.folder / "README.md").read_text() == "filled in"
+    assert "videos/example.mp4" in uploaded(hub)
     with pytest.raises(RemovedVideo):
         cache.get("gone")
     assert not any(b"gone" in (hub.folder / name).read_bytes() for name in tokens)
