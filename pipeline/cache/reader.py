@@ -325,8 +325,22 @@ class TokenCache:
         *,
         verify: bool = False,
     ) -> list[CachedVideo]:
-        """Read videos as ``get_many`` does, by their rows from ``metadata`` or ``rows_of``."""
-        reading, in_place = self.reading(retention_ratio, order, evidence, verify), self.store.folder is not None
+        """Read videos as ``get_many`` does, by their rows from ``metadata`` or ``rows_of``.
+
+        Where a token shard is gone, the rows are looked up again: their videos may have moved to another one.
+        """
+        reading, rows = self.reading(retention_ratio, order, evidence, verify), list(rows)
+        try:
+            return self._get_rows(rows, reading)
+        except CorruptShard as error:
+            if error.kind != "missing":
+                raise
+        self.refresh()
+        return self._get_rows([self.metadata(row["video_id"]) for row in rows], reading)
+
+    def _get_rows(self, rows: Sequence[VideoRow], reading: Reading) -> list[CachedVideo]:
+        """Read videos by their rows."""
+        verify, in_place = reading.verify, self.store.folder is not None
 
         def fetch(run: Sequence[Rows]) -> tuple[TokenShard, Fetched | None]:
             with self._video_in_errors(run[0].row["video_id"]):

@@ -206,8 +206,10 @@ class TokenShard:
         """Convert the errors of Arrow, and a missing file, to CorruptShard; those of the store stay as they are."""
         try:
             yield
+        except FileNotFoundError as error:  # of an object whose footer is in memory
+            raise CorruptShard(f"{self._label}: the shard is missing", "missing") from error
         except (OSError, pa.ArrowException) as error:
-            if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
+            if isinstance(error, OSError) and error.filename:
                 raise  # an OSError with a file name comes from the store, not from damage
             raise CorruptShard(f"{self._label}: {error}") from error
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 
 import duckdb
 import numpy as np
@@ -15,18 +16,11 @@ import pytest
 import torch
 
 import gstep
-from pipeline import (
-    CorruptShard,
-    FailedVideo,
-    NotACache,
-    RatioNotCached,
-    TokenCache,
-    TokenDataset,
-    UnknownVideo,
-)
-from pipeline.errors import VideoFault
+from pipeline import CorruptShard, FailedVideo, NotACache, RatioNotCached, TokenCache, TokenDataset, UnknownVideo
+from pipeline.errors import RemovedVideo, VideoFault
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
+from pipeline.verify.removal import remove_videos
 from tests.gstep import synthetic
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
@@ -59,6 +53,20 @@ def test_every_nested_ratio_comes_back_bit_for_bit(tmp_path, videos, method):
             assert torch.equal(video.frame, expected.index // tokens.shape[1])
         everything = cache.get(video_id)
         assert len(everything.index) == len(gstep.prune(tokens, 0.25, method).index)
+
+
+def test_a_cache_that_is_open_reads_on_where_a_removal_has_moved_a_video(tmp_path):
+    store = write_header(tmp_path)
+    names = ("gone", "stays")
+    write_shard(store, "run", *(encoded(name, random_tokens(i), 0.25, "gstep") for i, name in enumerate(names)))
+    cache = TokenCache(tmp_path)
+    before = cache.metadata("stays")["token_shard"]  # whose row is in memory from now on
+    remove_videos(store, ["gone"], "asked for", lambda line: None, timedelta(0))
+    for video in (cache.get("stays"), *TokenDataset(cache, ["stays"])):
+        assert torch.equal(bits(video.tokens), bits(gstep.prune(random_tokens(1), 0.25, "gstep").tokens))
+        assert video.metadata["token_shard"] != before
+    with pytest.raises(RemovedVideo):
+        cache.get("gone")
 
 
 def test_a_token_shard_outside_the_cache_is_not_read(tmp_path, videos):

@@ -1,5 +1,7 @@
 """A cache below an S3 prefix: the same bytes as in a folder, for few requests."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from pipeline.cache.reader import TokenCache
 from pipeline.errors import CorruptShard, NotACache
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import ObjectStore, store_at
+from pipeline.verify.removal import remove_videos
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 
@@ -98,6 +101,16 @@ def test_damage_and_absence_are_told_apart(server, store):
     store.delete(name)
     with pytest.raises(CorruptShard, match="the shard is missing"):
         TokenCache(store.root, store=store).get("v0")
+
+
+def test_a_video_that_a_removal_has_moved_is_read_where_it_is_now(store):
+    make_cache(store, VIDEOS)
+    cache = TokenCache(store.root, store=store)
+    before = cache.get("v1")  # whose token shard is open from now on
+    remove_videos(store, ["v0"], "asked for", lambda line: None, timedelta(0))
+    after = cache.get("v1")
+    assert torch.equal(before.tokens, after.tokens)
+    assert before.metadata["token_shard"] != after.metadata["token_shard"]
 
 
 def test_a_store_that_refuses_is_no_damage(store):
