@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> Done:
     names = [name for name in clips if any(part in name for part in arguments.clips or [""])]
     if not names:
         raise UsageError(f"--clips: no name holds {' or '.join(arguments.clips)}; there are {', '.join(clips)}")
+    if arguments.loop and len({*arguments.loop}) == 1:
+        raise UsageError("--loop takes two different numbers of videos: what a video more takes counts")
     sampling = Sampling(None if arguments.fps else arguments.frames, arguments.fps)
     torch.set_num_threads(1)
     found = []

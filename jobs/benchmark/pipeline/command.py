@@ -32,7 +32,7 @@ from jobs.benchmark.shown import say
 from jobs.benchmark.sizes import add_folder
 from jobs.command import add_json_or_file, count, file_in_folder
 from jobs.frame.json_document import Done
-from pipeline.errors import UsageError
+from pipeline.errors import RunFailed, UsageError
 from pipeline.rows import JsonObject
 
 HELP = "the whole job beside a plain DataLoader loop"
@@ -124,6 +124,8 @@ def _driver(arguments: argparse.Namespace, about: JsonObject) -> Done:
     work = Work(DRIVER, min(arguments.frames), 0.0, arguments.workers, encoders, nodes=int(encoders > 1))
     found = of_a_video_more(replace(work, folder=str(arguments.folder or "")), few, many)
     driver_ms = 1e3 * found["CPU main process"]
+    if driver_ms <= 0:
+        raise RunFailed(f"{many - few} videos more took the driver no more of a CPU: give larger numbers")
     line = (
         f"{encoders} encoders, a video more from {few} to {many}: {1 / found['seconds']:.0f} videos/s with all "
         f"processes on {os.cpu_count()} CPUs; {driver_ms:.2f} CPU ms of the driver, so {1e3 / driver_ms:.0f} videos/s "
@@ -160,13 +162,13 @@ def _forms(arguments: argparse.Namespace, about: JsonObject) -> Done:
 
 def _simulated(arguments: argparse.Namespace, about: JsonObject) -> Done:
     """Measure what the driver reaches with each number of simulated encoders, and where its time goes."""
-    from jobs.benchmark.pipeline.measure import run_child  # noqa: PLC0415 - NumPy loads after the flags
+    from jobs.benchmark.pipeline.measure import FEW, run_child  # noqa: PLC0415 - NumPy loads after the flags
     from jobs.benchmark.pipeline.report import simulation_line  # noqa: PLC0415
 
     frames, encode_s, found = max(arguments.frames), max(arguments.encode_ms) / 1e3, []
     for encoders in arguments.simulate:
         work = Work(SIMULATION, frames, encode_s, 1, encoders, folder=str(arguments.folder or ""))
-        videos = round(arguments.seconds * encoders / encode_s)
+        videos = max(FEW, round(arguments.seconds * encoders / encode_s))
         one = run_child(replace(work, videos=videos, request_s=arguments.request_ms / 1e3))
         found.append({"encoders": encoders, **one})
         say(f"{encoders} encoders: done")

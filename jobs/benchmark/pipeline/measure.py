@@ -27,7 +27,7 @@ from pipeline.errors import RunFailed
 Figures = Mapping[str, float]
 _LOOK_S, _LOOKS_A_MEMORY = 0.25, 8
 _LEAST_S = 0.03  # shortest assumed time of a video, to work out how many fill the seconds
-_FEW = 16  # fewest videos: fewer would not fill every stage
+FEW = 16  # fewest videos: fewer would not fill every stage
 
 
 def compare(
@@ -44,8 +44,8 @@ def compare(
 
 def measure(work: Work, seconds: float) -> Figures:
     """Measure a work at two numbers of videos, ``seconds`` of encoding apart; return figures per extra video."""
-    more = max(_FEW, round(seconds * work.encoders / max(work.work_s, _LEAST_S)))
-    few = max(_FEW * work.encoders, more // 4)
+    more = max(FEW, round(seconds * work.encoders / max(work.work_s, _LEAST_S)))
+    few = max(FEW * work.encoders, more // 4)
     return of_a_video_more(work, few, few + more)
 
 

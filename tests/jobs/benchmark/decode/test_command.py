@@ -36,6 +36,11 @@ def test_all_ways_of_decoding_are_measured_beside_the_least(one_clip, tmp_path, 
     assert benchmark.main(argv) == 0 and made.stat().st_mtime_ns == stamp  # kept, and not made again
 
 
+def test_loops_over_one_number_of_videos_are_refused(one_clip, capsys):
+    assert benchmark.main([*SMALL, "--loop", "6", "6"]) == 2
+    assert "--loop takes two different numbers" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_whole_job_is_measured_beside_loops(one_clip, tmp_path, capsys):
     file = tmp_path / "decode.json"

@@ -75,6 +75,20 @@ def test_the_driver_is_shown_by_what_a_video_more_takes(tmp_path, capsys, ran):
     assert benchmark.main(["pipeline", "--driver", "100", "100"]) == 2
 
 
+@pytest.mark.parametrize("cpu", [0.0, -0.01])
+def test_a_driver_whose_time_cannot_be_told_has_no_figure(cpu, capsys, answering):
+    answering(lambda work: {"seconds": work.videos, "CPU main process": 1 + cpu * work.videos})
+    assert benchmark.main(["pipeline", "--driver", "5", "6"]) == 1
+    assert "1 videos more took the driver no more of a CPU" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_simulation_has_videos_enough_to_be_measured(answering):
+    figures = ("reached", "offered", "driver CPU ms", "tick", "slow tick", "driver MB", "reports sent", "seconds")
+    works = answering(lambda work: dict.fromkeys([*figures, "reports read", "CPU heartbeat actor"], 1.0))
+    assert benchmark.main(["pipeline", "--simulate", "1", "--seconds", "1", "--encode-ms", "5000"]) == 0
+    assert [work.videos for work in works] == [16]
+
+
 def test_forms_of_a_corpus_are_shown_beside_the_folder(tmp_path, capsys, answering):
     def figures(work):
         s3 = {"GETs": 2.0 + work.videos, "HEADs": 4.0, "sent MB": 2.0 * work.videos} if work.on_s3 else {}
