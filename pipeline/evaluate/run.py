@@ -30,6 +30,7 @@ from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.questions import answered_item, way_of
 from pipeline.evaluate.request import (
     ANSWERS_FOLDER,
+    RESULTS_HEADER,
     EvaluateRequest,
     data_folder,
     match_results,
@@ -91,7 +92,8 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
     """
     match_results(request.store, request.identity)
-    write_results_header(request.store, request.identity, request.about)
+    if not request.store.exists(RESULTS_HEADER):
+        write_results_header(request.store, request.identity, request.about)
     todo = _unanswered(request)
     if todo and store_at(request.cache, request.objects).exists(DROPPING):
         drop_tokens(request, console)  # finish a deletion that a killed run began
@@ -101,6 +103,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     if answers is None:
         answers = summarise_answers(live, len(request.questions) * len(request.grid), set(), 0.0)
     scores = score_table(request.loaded.items, arms_of(request), live, request.protocol)
+    write_results_header(request.store, request.identity, request.about)  # until now it is about the scores before
     return ScoredQuestions(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
 
 

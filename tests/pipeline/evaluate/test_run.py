@@ -14,7 +14,7 @@ from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.request import EvaluateRequest, prepare
+from pipeline.evaluate.request import EvaluateRequest, prepare, read_results_header
 from pipeline.evaluate.run import answer_and_score, answers_config, arms_of, drop_tokens, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
@@ -95,8 +95,13 @@ def test_a_corrected_answer_is_scored_anew(asked):
 
 def test_an_answered_question_that_changed_is_refused(asked):
     commit_replies(asked())
+    answer_and_score(asked(), QUIET)
     with pytest.raises(QuestionsChanged, match=r"1: prompt was 'What\?', is 'Where\?'"):
         answer_and_score(asked([{**ROWS[0], "prompt": "Where?"}, ROWS[1]]), QUIET)
+    assert read_results_header(asked().store)["about"] == asked().about  # of the scores that are there
+    one = asked(limit=1)
+    answer_and_score(one, QUIET)
+    assert read_results_header(one.store)["about"] == one.about != asked().about
 
 
 GONE = [{**ROWS[0], "video_id": "gone"}]
