@@ -21,7 +21,9 @@ from pipeline.cache.codecs import CODECS, TokenCodec
 from pipeline.cache.header import Excess
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
+from pipeline.execution.request import refusing
 from pipeline.generate.choices import lettered_prompt, letters
+from pipeline.generate.late_pruning import is_whole
 from pipeline.generate.model import model_source
 from pipeline.generate.questions import Way, read_questions
 from pipeline.rewrite.gate import excess
@@ -61,7 +63,17 @@ class _Question:
 
 
 def measure(cache: TokenCache, questions: str, methods: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
-    """Ask every question under every method, ratio and codec. Raises UsageError where none can be asked."""
+    """Ask every question under every method, ratio and codec.
+
+    Raises UsageError where none can be asked, for a method that is unknown or needs evidence, and for a cache of what a
+    method kept.
+    """
+    with refusing():
+        needy = [method for method in methods if gstep.make_pruner(method).needs]
+    if needy:
+        raise UsageError(f"--method {needy[0]} needs more than tokens; name methods that need no evidence")
+    if not is_whole(cache.identity):
+        raise UsageError("--whole must be a cache of all tokens: make one with python -m jobs.prune --pruner none")
     source = model_source(cache)
     model, builder = load_language_model(source, choose_runtime("auto", "auto", "auto")), prompt_builder(source)
     rows = _questions(questions, frozenset(cache.video_ids))

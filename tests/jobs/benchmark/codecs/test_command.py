@@ -51,11 +51,15 @@ def test_answers_by_method_ratio_and_codec(tmp_path, asked, capsys):
 
 
 def test_what_makes_no_sense_is_refused(tmp_path, asked, capsys):
+    tiny_cache(tmp_path / "kept", ("a", "b"), hidden_size=64)
     open_question = str(write_questions(tmp_path / "n.jsonl", [{"question_id": "1", "video_id": "a", "prompt": "?"}]))
     for argv, said in (
         ([*SMALL, *asked[:2]], "go together"),
         ([*SMALL, "--plot", str(tmp_path / "p.png")], "--plot draws"),
         ([*SMALL, *asked[:3], open_question], "no question has choices"),
+        ([*SMALL, *asked, "--method", "gsetp"], "did you mean gstep?"),
+        ([*SMALL, *asked, "--method", "gstep", "fastvid"], "--method fastvid needs more than tokens"),
+        ([*SMALL, *asked[2:], "--whole", str(tmp_path / "kept")], "--whole must be a cache of all tokens"),
     ):
         assert main(argv) == 2
-        assert said in capsys.readouterr().err
+        assert said in " ".join(capsys.readouterr().err.split())
