@@ -25,7 +25,8 @@ from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
 #: The prunings under which every question is asked, by label; None is full retention.
 Grid = Mapping[str, LateAsked | None]
 _PASSED_ON = (
-    *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "wait", "retry_failed", "max_attempts"),
+    *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "wait", "join"),
+    *("retry_failed", "max_attempts"),
     *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_region"),
 )
 
