@@ -50,7 +50,11 @@ def plan_evaluation(config: EvaluateConfig, console: Console) -> Plan:
         encoder_busy=plan.encoder_busy.scaled(plan.wall_s.expected / wall.expected),
         break_even_questions=None,
         cost=None if hourly is None else {"total": wall.scaled(hourly / HOUR)},
-        notes=(f"{said}, as if none were there; answering is counted, not measured", *plan.notes),
+        notes=(
+            f"{said}, as if none were there; answering is counted, not measured",
+            *(["--simulate is not for evaluations: nothing was simulated"] if config.simulate else []),
+            *plan.notes,
+        ),
     )
 
 

@@ -58,3 +58,6 @@ def test_an_evaluation_is_planned_without_being_begun(tmp_path, capsys):
     assert evaluate.main([*argv, "--plan", "--json", "--gpus", "8", "--gpu-type", "A100", "--limit", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["parts_s"]["answer"]["expected"] < one / 5
     assert evaluate.main(["--score", "x", "--plan", "--json"]) == 2
+    pytest.importorskip("simpy")
+    assert evaluate.main([*argv, "--plan", "--json", "--gpus", "8", "--gpu-type", "A100", "--simulate"]) == 0
+    assert "--simulate is not for evaluations" in capsys.readouterr().out

@@ -145,7 +145,14 @@ def test_fewer_frames_may_be_asked_for_under_the_protocols_rule(tmp_path):
 
 
 def test_options_that_the_runs_share_are_passed_on_to_both(tmp_path):
-    options = {"device": "cpu", "dtype": "float32", "max_attempts": 3, "retry_failed": True, "stall_timeout": 600.0, "join": True}
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_attempts": 3,
+        "retry_failed": True,
+        "stall_timeout": 600.0,
+        "join": True,
+    }
     request = videomme(tmp_path, decode_timeout=9.0, decode_workers=2, encode_workers=1, **options)
     for name, value in options.items():
         assert getattr(request.videos, name) == passed_on(request.config)[name] == value, name
