@@ -80,6 +80,7 @@ def prune(
         ValueError: an argument, or evidence, outside of what it accepts, which the message names; a class that is no
             method.
         MissingEvidence: the method needs evidence that was not given.
+        RuntimeError: a method of your own selected what cannot be kept.
     """
     from gstep.pruners import make_pruner  # noqa: PLC0415 - torch loads with the first use, not with --help
     from gstep.types import VisualTokens  # noqa: PLC0415
