@@ -11,7 +11,7 @@ from pipeline.cache.reader import made_with
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import EvaluateRequest, data_folder, prepare
 from pipeline.evaluate.run import answers_config
-from pipeline.plan.estimate import HOUR, STEP_S, Cluster, Plan, Prices, estimate
+from pipeline.plan.estimate import HOUR, PAYS, STEP_S, Cluster, Plan, Prices, estimate
 from pipeline.plan.gpus import GPU_TYPES
 from pipeline.plan.intervals import NONE, Interval, mean_of, product, spread, total
 from pipeline.plan.workload import Workload, selecting
@@ -53,7 +53,7 @@ def plan_evaluation(config: EvaluateConfig, console: Console) -> Plan:
         notes=(
             f"{said}, as if none were there; answering is counted, not measured",
             *(["--simulate is not for evaluations: nothing was simulated"] if config.simulate else []),
-            *plan.notes,
+            *(note for note in plan.notes if not note.startswith(PAYS)),
         ),
     )
 

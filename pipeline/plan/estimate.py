@@ -14,6 +14,7 @@ from pipeline.plan.workload import Workload
 from pipeline.rows import Json
 
 HOUR = 3600.0
+PAYS = "from which question it pays is told"  # begins a note on ``Plan.break_even_questions``
 # Measured on two cores by `python -m jobs.benchmark pipeline` (jobs/benchmark/README.md): CPU seconds outside decoding
 # a video, of a byte of its frames and of a bundle of videos, in all processes; and of these two in the driver alone,
 # which is one process and reads the records of all.
@@ -265,7 +266,7 @@ def _said(cluster: Cluster, prices: Prices) -> list[str]:
         return said
     said.append("no price is given (--gpu-hour, or --core-hour for CPUs), so no cost is told")
     if cluster.gpu_type and (published := GPU_TYPES[cluster.gpu_type].price):
-        said.append(f"from which question it pays is told at {published.low} to {published.high} dollars a GPU-hour")
+        said.append(f"{PAYS} at {published.low} to {published.high} dollars a GPU-hour")
     else:
-        said.append("from which question it pays is told by time alone, with storage for nothing")
+        said.append(f"{PAYS} by time alone, with storage for nothing")
     return said

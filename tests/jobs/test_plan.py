@@ -56,7 +56,9 @@ def test_an_evaluation_is_planned_without_being_begun(tmp_path, capsys):
     assert plan["gpu_s"]["expected"] == pytest.approx(total) and plan["cost"]["total"]["expected"] > 0
     one = json.loads(json.dumps(plan["parts_s"]["answer"]["expected"]))
     assert evaluate.main([*argv, "--plan", "--json", "--gpus", "8", "--gpu-type", "A100", "--limit", "1"]) == 0
-    assert json.loads(capsys.readouterr().out)["parts_s"]["answer"]["expected"] < one / 5
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["parts_s"]["answer"]["expected"] < one / 5
+    assert plan["break_even_questions"] is None and "it pays" not in " ".join(plan["notes"])
     assert evaluate.main(["--score", "x", "--plan", "--json"]) == 2
     pytest.importorskip("simpy")
     assert evaluate.main([*argv, "--plan", "--json", "--gpus", "8", "--gpu-type", "A100", "--simulate"]) == 0
