@@ -36,6 +36,8 @@ def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> 
     with Live(console=console, auto_refresh=False) as live:
         for run, rate in looks(cache.store, fingerprint(cache.identity), every_s):
             live.update(_shown(run, rate), refresh=True)
+    if run is not None and not console.is_terminal:
+        console.line()  # elsewhere the last state has no end of its line
     return run
 
 

@@ -68,6 +68,13 @@ def test_a_run_that_is_gone_ends_it(store):
     assert run.status == "gone"
 
 
+def test_a_log_gets_the_last_state_as_whole_lines(tmp_path):
+    shown, store = io.StringIO(), write_header(tmp_path)
+    run_file(store).save(status="running")
+    watch(TokenCache(tmp_path), Console(file=shown, width=200))
+    assert "ended without a final record" in shown.getvalue() and shown.getvalue().endswith("\n")
+
+
 def test_a_cache_without_runs_has_nothing_to_watch(tmp_path):
     write_header(tmp_path)
     assert watch(TokenCache(tmp_path), Console(quiet=True)) is None
