@@ -91,7 +91,7 @@ def verify(store: Store, request: Request, console: Console) -> Report:
     # From the beginning: what is an orphan is found out while no run writes, too.
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with Claim(store, new_run_id(), say):
-        return _Verification(store, replace(request, clean=True), console, {}).carry_out()
+        return _Verification(store, replace(request, clean=True), console, {}, claimed=True).carry_out()
 
 
 class _Verification:
@@ -99,10 +99,13 @@ class _Verification:
 
     Attributes:
         sound: token shards without a problem, by name; those that are there from the beginning are not read.
+        claimed: whether no run can write meanwhile.
     """
 
-    def __init__(self, store: Store, request: Request, console: Console, sound: dict[str, CheckedShard]) -> None:
-        self.store, self.request, self.console, self.sound = store, request, console, sound
+    def __init__(
+        self, store: Store, request: Request, console: Console, sound: dict[str, CheckedShard], *, claimed: bool = False
+    ) -> None:
+        self.store, self.request, self.console, self.sound, self.claimed = store, request, console, sound, claimed
         self.report = Report(str(store))
 
     def carry_out(self) -> Report:
@@ -117,19 +120,20 @@ class _Verification:
         rows, bad = self._check_table(header)
         live = live_rows(rows)
         self._count(live)
-        again = self._live_check(live) if request.live else None
+        encoder = self._live_check(live) if request.live else None
         places = _places(rows, live)
         if 0 < request.sample < sum(map(len, places.values())):
             places = self._sample(places)
         self._check_tokens(header, places, bad)
         self._sort(files, rows, live)
         report.seconds = time.monotonic() - started
-        if again is not None:
-            again.run(_without_problems(live, report), request.live, request.seed, report)
+        if encoder is not None:
+            encoder.run(_without_problems(live, report), request.live, request.seed, report)
         if request.repair and repairable(report):
             repaired = Repair(store, header, report).carry_out(live, bad)
             later = replace(request, repair=False, clean=not _may_come_back(report))
-            return self._with_repair(_Verification(store, later, self.console, self.sound).carry_out(), repaired)
+            again = _Verification(store, later, self.console, self.sound, claimed=True)
+            return self._with_repair(again.carry_out(), repaired)
         if request.clean:
             clean(store, report, request.keep, commits=[file.name for file in files[VIDEOS]])
         return report
@@ -154,7 +158,7 @@ class _Verification:
                 f"the method {method_of(header)} is unknown here, and {HEADER} does not say what it declares: how many "
                 "tokens it keeps, in which order, and whether it merges was not checked"
             )
-        if not (self.request.clean or self.request.repair) and (other := holder(store)) is not None:
+        if not self.claimed and (other := holder(store)) is not None:
             report.notes.append(f"a run writes here at this moment, {who(other)}; its next shards look like orphans")
         return header
 

@@ -77,6 +77,7 @@ def test_a_table_that_is_gone_is_said_and_costs_no_token(store, fault):
     }
     repaired = verified(store, repair=True, keep=NOW)
     assert kinds(repaired) == [] and repaired.exit_code == 0
+    assert not any("a run writes here" in note for note in repaired.notes)  # it is the repair itself
     assert set(TokenCache(store.root).failed) >= {"a", "b"} and TokenCache(store.root).video_ids == []
     assert sorted(file.name for file in shards(store)) == tokens  # a copy of the table may turn up
 
