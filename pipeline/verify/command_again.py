@@ -11,7 +11,8 @@ from pipeline.prune.config import PruneConfig
 from pipeline.rows import JsonObject
 from pipeline.storage.stores import Store
 
-_NOT_AGAIN = {"out", "limit", "dry_run", "retry_failed", "max_attempts"}
+# Damaged videos may be of any part of the corpus, whichever part the newest run did.
+_NOT_AGAIN = {"out", "limit", "shard", "join", "max_hours", "max_cost", "dry_run", "retry_failed", "max_attempts"}
 
 
 def command_again(store: Store, attempts: int) -> str:

@@ -24,13 +24,14 @@ def test_it_has_the_options_of_the_newest_run_that_are_not_the_default(store):
     ran(store, "1", videos="old")
     ran(
         store, "2", videos="a b/*.mp4", out="elsewhere", fps=1.0, max_frames=8, video_root=["x", "y"], limit=3,
-        s3_endpoint="http://secret", retry_failed=True,
+        s3_endpoint="http://secret", retry_failed=True, shard="1/4", join=True, max_hours=2.0,
     )  # fmt: skip
     command = command_again(store, 1)
     assert command.startswith("python -m jobs.prune 'a b/*.mp4' ")
     assert command.endswith(f" --out '{store}' --retry-failed")
     assert "--video-root x --video-root y" in command and "--fps 1.0" in command and "--max-frames 8" in command
-    assert "secret" not in command and "(set)" not in command and "limit" not in command and "old" not in command
+    for left_out in ("secret", "(set)", "limit", "old", "shard", "join", "max-hours"):
+        assert left_out not in command
 
 
 def test_it_asks_for_more_attempts_where_they_are_spent(store):
