@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 from typing import Final, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +35,7 @@ _LISTED: Final = 8  # slowest and largest videos
 
 
 class Tile(NamedTuple):
-    """A video of the contact sheet: its id, its page, a base64 JPEG ("" without one), and tokens kept of all."""
+    """A video of the contact sheet: its id, its page's address, a base64 JPEG ("" without one), tokens kept of all."""
 
     video_id: str
     page: str
@@ -102,7 +103,8 @@ def _tiles(cache: TokenCache, videos: list[CachedVideo], folder: Path, objects: 
         picture = pictures.jpegs[len(pictures.jpegs) // 2] if pictures.jpegs else b""
         row = video.metadata
         kept = f"{row['n_tokens']:,} of {row['n_total']:,} tokens"
-        tiles.append(Tile(row["video_id"], f"{folder.name}/{page.name}", base64.b64encode(picture).decode(), kept))
+        address = f"{quote(folder.name)}/{page.name}"
+        tiles.append(Tile(row["video_id"], address, base64.b64encode(picture).decode(), kept))
     return tiles
 
 

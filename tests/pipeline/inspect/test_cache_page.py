@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections import Counter
+from urllib.parse import unquote
 
 import pytest
 from markupsafe import escape
@@ -58,6 +59,13 @@ def test_a_page_leads_to_pages_of_videos_with_pictures(decoded, tmp_path, capsys
     assert html.count('<rect x="') == SIDE * SIDE
     stages = {stage.name: stage for stage in stages_of(columns_shown(TokenCache(tmp_path / "c")))}
     assert stages["decode"].total_s == stages["decode"].longest_s > 0 and FRAMES
+
+
+def test_its_links_lead_to_pages_whatever_its_name_is(many, tmp_path):
+    file = tmp_path / "a: 100%25 #1?.html"
+    write_cache_page(many, file)
+    pages = [unquote(link) for link in re.findall(r'href="([^"#?:]*)"', file.read_text())]
+    assert len(pages) == 4 and all((tmp_path / page).is_file() for page in pages)
 
 
 def test_names_are_no_markup_and_nothing_is_fetched(many, tmp_path):
