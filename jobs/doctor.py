@@ -13,7 +13,7 @@ from gstep.lazy import importing_much
 from jobs.command import LogConsole, Parser, exit_code_of, wide_console
 from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import Done, add_json
-from pipeline.errors import RunFailed
+from pipeline.errors import RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
 
 if TYPE_CHECKING:
@@ -41,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with importing_much():
             from pipeline.doctor.doctor import examine  # noqa: PLC0415 - --help needs neither torch nor Ray
 
-        found = []
-        for finding in examine(from_flags(PruneConfig, arguments), lambda line: console.print(line, style="dim")):
+        found, config = [], from_flags(PruneConfig, arguments)
+        if config.plan or config.dry_run or config.gate is not None:
+            raise UsageError("--plan, --dry-run and --gate are for jobs.prune: leave them out")
+        for finding in examine(config, lambda line: console.print(line, style="dim")):
             found.append(finding)
             console.print(_line(finding))
         if arguments.json is None:

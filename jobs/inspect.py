@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_json(parser)
     add_flags(parser, S3Options)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)  # a video's id may stand behind the flags
     _check_flags(parser, arguments)
     return exit_code_of(
         lambda: _inspect(arguments),

@@ -55,7 +55,7 @@ def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -
 
 
 def read_ids(name: str) -> list[str]:
-    """Read the distinct video ids of a text file, one a line. Raises UsageError where there is none."""
+    """Read the distinct video ids of a text file, one a line. Raises UsageError where there is none, and for JSON."""
     try:
         lines = Path(name).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -63,6 +63,8 @@ def read_ids(name: str) -> list[str]:
     ids = list(dict.fromkeys(line.removesuffix("\r") for line in lines if line.strip()))
     if not ids:
         raise UsageError(f"--ids {name}: it names no video")
+    if ids[0].startswith('{"'):  # a removal would bar such ids for good, and leave the videos
+        raise UsageError(f"--ids {name}: it takes an id a line, not JSON: jq -r .video_id makes them")
     return ids
 
 

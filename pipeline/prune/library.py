@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from pipeline.errors import UsageError
 from pipeline.execution.library import ProgressOption, checked_outcome, console_for, run_here
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.listings import suffix_of
@@ -53,6 +54,8 @@ def prune_videos(
     given = None if isinstance(videos, str | os.PathLike) or _are_containers(videos) else videos
     named = videos if given is None else "videos from Python"
     config = config_of(PruneConfig, "prune_videos", {"videos": named, "out": out, **options})
+    if given is not None and config.clips_from is not None:
+        raise UsageError("clips_from is for tars and tables with a column of bytes; rows have start_s and end_s")
     with run_here():
         summary = PruneRun(config, console_for(progress), given, list_failed=True).carry_out()
     return checked_outcome(summary, config, summary.n_videos, config.outside_limit(summary.n_videos))

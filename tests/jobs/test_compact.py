@@ -92,7 +92,10 @@ def test_a_video_is_removed_by_name(cache, tmp_path, capsys):
     assert (record["reason"], record["removed"], record["status"]) == ("licence ended", 1, "finished")
 
 
-@pytest.mark.parametrize(("text", "told"), [("\n \n", "names no video"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("\n \n", "names no video"), ('{"video_id": "a"}\n', "it takes an id a line"), (None, "cannot be read")],
+)
 def test_ids_that_are_none_are_refused(cache, tmp_path, capsys, text, told):
     if text is not None:
         (tmp_path / "ids").write_text(text)

@@ -31,7 +31,7 @@ def cache(tmp_path_factory) -> TokenCache:
 
 def test_html_is_written_with_pictures(cache, tmp_path, capsys):
     file = tmp_path / "page.html"
-    assert inspect.main([str(cache.store), VIDEO, "--html", str(file)]) == 0
+    assert inspect.main([str(cache.store), "--html", str(file), VIDEO]) == 0
     assert len(pictures_of(file.read_text())) == FRAMES
     assert f"{VIDEO} with pictures of its frames" in " ".join(capsys.readouterr().out.split())
 
