@@ -329,17 +329,18 @@ class TokenCache:
 
         Where a token shard is gone, the rows are looked up again: their videos may have moved to another one.
         """
-        reading, rows = self.reading(retention_ratio, order, evidence, verify), list(rows)
+        reading = self.reading(retention_ratio, order, evidence, verify)
+        wanted = [self.wanted(row, reading) for row in rows]
         try:
-            return self._get_rows(rows, reading)
+            return self._read_videos(wanted, reading)
         except CorruptShard as error:
             if error.kind != "missing":
                 raise
         self.refresh()
-        return self._get_rows([self.metadata(row["video_id"]) for row in rows], reading)
+        return self._read_videos([self.wanted(self.metadata(one.row["video_id"]), reading) for one in wanted], reading)
 
-    def _get_rows(self, rows: Sequence[VideoRow], reading: Reading) -> list[CachedVideo]:
-        """Read videos by their rows."""
+    def _read_videos(self, videos: Sequence[Rows], reading: Reading) -> list[CachedVideo]:
+        """Read the wanted rows of videos."""
         verify, in_place = reading.verify, self.store.folder is not None
 
         def fetch(run: Sequence[Rows]) -> tuple[TokenShard, Fetched | None]:
@@ -352,7 +353,7 @@ class TokenCache:
             with self._video_in_errors(wanted.row["video_id"]):
                 return self._read(wanted, reading, *source)
 
-        return read_runs([self.wanted(row, reading) for row in rows], fetch, read, ahead=0 if in_place else _AHEAD)
+        return read_runs(videos, fetch, read, ahead=0 if in_place else _AHEAD)
 
     def reading(
         self, retention_ratio: float | None, order: TokenOrder, evidence: Sequence[str], verify: bool

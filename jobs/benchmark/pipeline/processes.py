@@ -69,12 +69,12 @@ class ProcessTree:
 
     def _living(self) -> dict[int, float]:
         """Return the CPU seconds of the tree's running processes by process id."""
-        inside = {}
-        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208
-            fields = _read(pid, "stat").rpartition(")")[2].split()
-            if fields and (pid in self._kinds or int(fields[1]) in inside):  # a child's number is mostly the higher
-                inside[pid] = (int(fields[11]) + int(fields[12])) / _TICKS
-        return inside
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
+        stats = {pid: fields for pid in pids if (fields := _read(pid, "stat").rpartition(")")[2].split())}
+        inside = stats.keys() & self._kinds.keys()
+        while more := {pid for pid, fields in stats.items() if int(fields[1]) in inside} - inside:
+            inside |= more
+        return {pid: (int(stats[pid][11]) + int(stats[pid][12])) / _TICKS for pid in inside}
 
 
 def _pss(pid: int) -> int:
