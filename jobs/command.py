@@ -74,7 +74,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(args, namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._json = "--json" in (sys.argv[1:] if args is None else args)
+        # Where flags and positional arguments are mixed, it is called again with those that are left.
+        self._json |= "--json" in (sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
