@@ -1,5 +1,6 @@
 """The cache: what goes in comes out, bit for bit, and no more is read than asked for."""
 
+import gc
 import io
 import shutil
 import subprocess
@@ -91,6 +92,7 @@ def test_nan_payloads_survive(tmp_path):
 
 def assert_views(cache: TokenCache, video_id: str) -> None:
     """Check that the tokens' memory is Arrow's own: of copies it has none; others may free one video's worth."""
+    gc.collect()  # what earlier tests left is not freed meanwhile
     before = pa.total_allocated_bytes()
     held = [cache.get(video_id, order="selection") for _ in range(50)]
     grown = pa.total_allocated_bytes() - before
