@@ -270,6 +270,7 @@ def _clipped(member: Member, names: tuple[str, str] | None, of_row: bool) -> Mem
 
 def _seconds(value: Json) -> float | None:
     """Return a carried value as a number of seconds, None where there is none, nan where it is of another type."""
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return None if value is None else number_of(value)
-    return math.nan
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number_of(value) if is_number else math.nan

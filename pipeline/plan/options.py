@@ -54,5 +54,6 @@ class PlanOptions(RunOptions):
         """Raise UsageError where one of these options is given without ``--plan``."""
         flags = {item.name: item.metadata.get("flag", "--" + item.name.replace("_", "-")) for item in fields(self)}
         for name in names:
-            if not self.plan and all(getattr(self, name) is not unset for unset in (None, False)):
+            value = getattr(self, name)
+            if not self.plan and value is not None and value is not False:
                 raise UsageError(f"{flags[name]} goes with --plan")

@@ -112,11 +112,15 @@ class _Removal:
         tables = [with_place(read_file(self._store, file, _COLUMNS), file.name) for file in files]
         return pa.concat_tables(tables)
 
+    def _of_removed(self) -> pa.Table:
+        """Select all rows of the removed videos."""
+        ids = pa.array(sorted(self._ids), pa.string())
+        return self._rows.filter(pc.is_in(self._rows["video_id"], value_set=ids))
+
     def _shards_of_removed(self) -> dict[str, set[str]]:
         """Return the token shards of each removed video: those its rows name, or that its removed row recorded."""
-        mine = self._rows.filter(pc.is_in(self._rows["video_id"], value_set=pa.array(sorted(self._ids), pa.string())))
         held: dict[str, set[str]] = {video_id: set() for video_id in self._ids}
-        for row in mine.select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
+        for row in self._of_removed().select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
             removed = row["status"] == "removed" and row["model_extra"] is not None
             held[row["video_id"]] |= set(json.loads(row["model_extra"])[_HELD]) if removed else {row["token_shard"]}
         return {video_id: names - {None} for video_id, names in held.items()}
@@ -143,9 +147,8 @@ class _Removal:
 
     def find_earlier(self) -> None:
         """Find the token shards of earlier attempts, whose rows merges drop, and of killed runs, which have none."""
-        mine = self._rows.filter(pc.is_in(self._rows["video_id"], value_set=pa.array(sorted(self._ids), pa.string())))
         names = self._store.names(TOKENS, ".parquet")
-        if (pc.max(mine["attempts"]).as_py() or 0) <= 1:  # then rows name all but those of killed runs
+        if (pc.max(self._of_removed()["attempts"]).as_py() or 0) <= 1:  # then rows name all but those of killed runs
             names = sorted(set(names).difference(self._rows["token_shard"].to_pylist()))
         for name, ids in zip(names, in_order(partial(ids_in_footer, self._store), names, 8, 16), strict=True):
             for video_id in self._ids.intersection(ids):
