@@ -21,6 +21,7 @@ from gstep.types import VisualTokens
 
 if TYPE_CHECKING:
     from gstep.backbones.family import ModelFamily
+    from gstep.backbones.gpu_forms import FusedSteps
     from gstep.backbones.siglip.head import PoolingHead
 
 
@@ -95,6 +96,18 @@ class Backbone(ABC):
         self.on_cpu = torch.device(runtime.device).type == "cpu"
         self.dtype = runtime.dtype
         self.frame_batch = frame_batch
+        self.steps = None if self.on_cpu else self._suit_gpu()
+
+    def _suit_gpu(self) -> FusedSteps | None:
+        """Change the loaded model to the form that a GPU runs fast (gstep.backbones.gpu_forms); None without one."""
+        return None
+
+    @property
+    def form(self) -> str:
+        """The form of the vision tower, for the provenance of a run: "stock", "gpu" or "gpu, kernels"."""
+        if self.steps is None:
+            return "stock"
+        return "gpu, kernels" if self.steps.kernels else "gpu"
 
     @property
     @abstractmethod
@@ -197,6 +210,8 @@ class Backbone(ABC):
                 f"torch.compile does not work on {self.device} here ({type(error).__name__}: {said}): install a C++ "
                 "compiler (on GPUs Triton and a C compiler), or encode without it"
             ) from error
+        if self.steps is not None:
+            self.steps.kernels = False  # torch.compile fuses the plain steps, and cannot see into the kernels
         for layer in self.layers[:-1]:
             layer.compile(dynamic=True)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gstep.backbones.attention import observing
 from gstep.backbones.base import Backbone, ModelExtra, SampledVideo
 from gstep.backbones.family import ModelFamily, StaticParts, TowerWork
+from gstep.backbones.gpu_forms import FusedSteps, suit_llava
 from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.backbones.runtime import Runtime
 from gstep.backbones.siglip.evidence import FrameObserver, last_layer_evidence, patch_evidence, probe_evidence
@@ -142,15 +143,31 @@ class LlavaOnevisionBackbone(Backbone):
         with ExitStack() as hooks:
             for observer in observers.values():
                 hooks.enter_context(observing(observer.module, observer))
-            features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
-        # Some versions of transformers append the newline here and some do not: taking so many rows leaves it out.
-        tokens = features[: len(pixels) * tokens_per_frame]
+            # Some versions of transformers append the newline here and some do not: taking so many rows leaves it out.
+            tokens = self._features(pixels)[: len(pixels) * tokens_per_frame]
         seen = {source: observer.seen() for source, observer in observers.items()}
         found: dict[str, Tensor] = {}
         for key, source in evidence.items():
             name = name_of(key, source)
             found[key] = seen[source][name] if name in PER_FRAME else self._pooled(seen[source][name])
         return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size), found)
+
+    def _features(self, pixels_F3HW: Tensor) -> Tensor:
+        """Compute the pooled features [F*N,D] of frames as the stock get_video_features; a newline may follow.
+
+        On a GPU the layers run one after the other, since the stock method keeps the states of all of them.
+        """
+        if self.steps is None:
+            features: Tensor = self.model.get_video_features(pixels_F3HW[None], return_dict=True).pooler_output[0]
+            return features
+        states = self._vision.embeddings(pixels_F3HW)
+        for layer in self.layers:
+            states = layer(states, attention_mask=None)
+        pooled: Tensor = self.model.apply_pooling(self.model.multi_modal_projector(states))
+        return pooled.flatten(0, 1)
+
+    def _suit_gpu(self) -> FusedSteps:
+        return suit_llava(self.model)
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
         """Encode videos of [t,384,384,3] uint8 together, each to [t,196,D]."""
@@ -165,10 +182,15 @@ class LlavaOnevisionBackbone(Backbone):
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The layers of the vision tower up to the last one that visual tokens are made from."""
-        tower = getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
+        layers = self._vision.encoder.layers
         # Hidden state 0 is the input of the first layer, so state k is the output of layer k - 1.
-        states = range(len(tower.encoder.layers) + 1)
-        return [*tower.encoder.layers][: states[self.model.config.vision_feature_layer]]
+        states = range(len(layers) + 1)
+        return [*layers][: states[self.model.config.vision_feature_layer]]
+
+    @property
+    def _vision(self) -> Any:
+        """The module that holds the vision tower's embeddings and layers, under one of two names by library version."""
+        return getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
 
     def _observer(self, source: str) -> FrameObserver:
         """Make the observer that computes the evidence of one source (gstep.evidence) while the tower runs."""

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from gstep.backbones.attention import merged_attention, observing, rotated, split_heads
 from gstep.backbones.base import Backbone, ModelExtra, SampledVideo
 from gstep.backbones.family import ModelFamily, StaticParts, TowerWork
+from gstep.backbones.gpu_forms import FusedSteps, suit_qwen
 from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor
 from gstep.backbones.runtime import Runtime
 from gstep.backbones.weights import check_loaded, empty_model, load_weights
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 # Vision patches in one pass of the tower, which bounds its memory whatever the size of the frames: 12 temporal patches
 # of full HD in patches of 14 pixels. A temporal patch that is larger than all of it goes alone.
 PATCHES_AT_ONCE = 2**17
+_KNOWN_GRIDS = 8  # passes whose positions and pieces a GPU keeps, at most 14 MB each
 
 
 class QwenVL(ModelFamily):
@@ -185,8 +188,10 @@ class QwenBackbone(Backbone):
         merge = self.preprocessor.merge_size
         sizes = [rows * columns for T, rows, columns in grids for _ in range(T)]
         last = MergedAttentionObserver(self.model.blocks[-1].attn, sizes, merge**2) if evidence else None
+        facts = {} if self.steps is None else self._known_grids(tuple(grids))
+        grid_thw = torch.tensor(grids, device="cpu" if facts else self.device)
         with nullcontext() if last is None else observing(last.layer, last):
-            output = self.model(patches, grid_thw=torch.tensor(grids, device=self.device), return_dict=True)
+            output = self.model(patches, grid_thw=grid_thw, return_dict=True, **facts)
         # last_hidden_state would be wrong: it comes before the merger, and on Qwen2.5-VL in the order of windows.
         counts = [T * rows * columns // merge**2 for T, rows, columns in grids]
         levels = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
@@ -203,6 +208,38 @@ class QwenBackbone(Backbone):
                 found = dict.fromkeys(evidence, torch.stack([*islice(attention, grid[0])])[:, spatial])
             visuals.append(VisualTokens(tokens, found, tuple(deepstack)))
         return visuals
+
+    def _suit_gpu(self) -> FusedSteps:
+        self._known_grids = lru_cache(_KNOWN_GRIDS)(self._grid_facts)
+        return suit_qwen(self.model)
+
+    def _grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+        """Compute the tensors that a tower's forward makes of the grids (T, H, W) of a pass, in the stock functions.
+
+        A GPU waits for several of them, and most videos of a corpus have one of a few grids.
+        """
+        from transformers import vision_utils as stock  # noqa: PLC0415 - seconds, and preprocessing needs none of it
+
+        grid_thw = torch.tensor(grids, device=self.device)
+        tower, merge = self.model, self.preprocessor.merge_size
+        facts: dict[str, Any] = {
+            "position_ids": stock.get_vision_position_ids(grid_thw, merge),
+            "cu_seqlens": stock.get_vision_cu_seqlens(grid_thw),
+            "max_seqlen": max(rows * columns for _, rows, columns in grids),
+        }
+        if hasattr(tower, "window_size"):
+            index, bounds = stock.get_vision_window_index(grid_thw, merge, tower.window_size, tower.patch_size)
+            facts |= {"window_index": index.to(self.device), "cu_window_seqlens": bounds}
+            facts["max_window_seqlen"] = int(bounds.diff().max())
+        if hasattr(tower, "pos_embed"):
+            facts["interp_indices"], facts["interp_weights"] = stock.get_vision_interpolation_indices_and_weights(
+                grid_thw,
+                num_grid_per_side=tower.num_grid_per_side,
+                mode=tower.interpolation_mode,
+                align_corners=tower.interpolation_align_corners,
+                spatial_merge_size=merge,
+            )
+        return facts
 
     @property
     def layers(self) -> Sequence[nn.Module]:

@@ -71,7 +71,9 @@ class Facts:
         for record in records:
             self.videos += 1
             self.decode_core_s += record.get("decode_s", 0.0)
-            self.encode_s += record.get("encode_s", 0.0) + record.get("prune_s", 0.0)
+            self.encode_s += record.get("encode_s", 0.0)
+            if not self.gpus:  # a GPU prunes one video while it encodes another
+                self.encode_s += record.get("prune_s", 0.0)
             self.tokens += record.get("n_tokens", 0)
             if record["status"] == "ok":
                 self.video_s += video_seconds(record)

@@ -79,9 +79,10 @@ class EncodeSetup:
 class VideoEncoder:
     """The encoder and pruner of one video after another, for a run's actors and for ``jobs.verify --live``.
 
-    Several threads may call it: the frames of one video go to the device, and the kept tokens of another come back,
-    while a third is encoded. Only one of them encodes or prunes at a time. It holds one vision tower, ``backbone`` if
-    that is loaded already, and never the LLM. Raises ModelError where the tower cannot be loaded.
+    Several threads may call it: the frames of one video go to a GPU, and the kept tokens of another come back, while a
+    third is encoded and a fourth is pruned, on a stream of its own. One video at a time is encoded, and one is pruned;
+    on a CPU, where both would share the cores, one or the other. It holds one vision tower, ``backbone`` if that is
+    loaded already, and never the LLM. Raises ModelError where the tower cannot be loaded.
     """
 
     _room = Fraction(1)  # the part of a pass that several videos may fill
@@ -92,13 +93,16 @@ class VideoEncoder:
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
         frame_batch = {} if setup.batch_frames is None else {"frame_batch": setup.batch_frames}
         self.backbone = backbone or family_of(setup.source).load(self._runtime, **frame_batch)
-        self._described = self._runtime.describe()
+        self._described = self._runtime.describe() | {"tower_form": self.backbone.form}
         if setup.compiled:
             self.backbone.compile()
             self._described["compiled"] = "yes"
-        self._computing = threading.Lock()
-        device = torch.device(self._runtime.device)
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        device, self._encoding = torch.device(self._runtime.device), threading.Lock()
+        self._copies = self._prunes = None
+        self._pruning = self._encoding
+        if device.type == "cuda":
+            self._copies, self._prunes = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._pruning = threading.Lock()
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
         """Encode and prune a decoded video; return its kept tokens and its record.
@@ -110,13 +114,12 @@ class VideoEncoder:
         """
         video_id = record["video_id"]
         loaded = _guarded("encode", video_id, lambda: self._loaded(frames))
-        with self._computing:
+        with self._encoding:
             started = time.perf_counter()
             visual = _guarded("encode", video_id, lambda: self.encoded(loaded))
-            encoded = time.perf_counter()
-            pruned = _guarded("prune", video_id, lambda: self.pruned(visual))
-            prune_s = time.perf_counter() - encoded
-        return _guarded("prune", video_id, lambda: self._stored(record, visual, pruned, prune_s, encoded - started))
+            encode_s = time.perf_counter() - started
+        pruned, prune_s = _guarded("prune", video_id, lambda: self._pruned_in_turn(visual))
+        return _guarded("prune", video_id, lambda: self._stored(record, visual, pruned, prune_s, encode_s))
 
     def passes(self, videos: Iterable[VideoFrames]) -> Iterator[list[VideoFrames]]:
         """Yield the videos of a bundle in order, grouped by the pass of the tower that they share.
@@ -155,24 +158,31 @@ class VideoEncoder:
     def _together(self, videos: Sequence[VideoFrames], names: str) -> list[PrunedVideo | None]:
         """Encode and prune as ``encode_together``. Raise whatever the pass raises; what pruning raises is None."""
         loaded = [self._loaded(video.shaped()) for video in videos]
-        with self._computing:
+        with self._encoding:
             started = time.perf_counter()
-            visuals = self.backbone.encode_together(loaded, self._sources)
-            self._wait()
+            try:
+                visuals = self.backbone.encode_together(loaded, self._sources)
+                checked = [_attempted(names, partial(self._checked, visual)) for visual in visuals]
+            finally:
+                self._wait()
             encode_s = time.perf_counter() - started
-            found = [_attempted(names, partial(self._checked_and_pruned, visual)) for visual in visuals]
         n_tokens = [math.prod(visual.tokens.shape[:2]) for visual in visuals]
-        encode_each = [encode_s * n / sum(n_tokens) for n in n_tokens]
-        return [
-            kept and _attempted(names, partial(self._stored, video.record, *kept, seconds, len(videos)))
-            for video, kept, seconds in zip(videos, found, encode_each, strict=True)
-        ]
+        del visuals
+        found: list[PrunedVideo | None] = []
+        for video, visual, n in zip(videos, checked, n_tokens, strict=True):
+            kept = None if visual is None else _attempted(names, partial(self._pruned_in_turn, visual))
+            if visual is None or kept is None:
+                found.append(None)
+                continue
+            seconds = (kept[1], encode_s * n / sum(n_tokens))
+            found.append(_attempted(names, partial(self._stored, video.record, visual, kept[0], *seconds, len(videos))))
+        return found
 
-    def _checked_and_pruned(self, visual: VisualTokens) -> tuple[VisualTokens, PrunedTokens, float]:
-        """Return a video's tokens in the precision of the cache, those that are kept, and the seconds of pruning."""
-        checked = self._checked(visual)
-        started = time.perf_counter()
-        return checked, self.pruned(checked), time.perf_counter() - started
+    def _pruned_in_turn(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
+        """Prune once no other video is pruned; return the kept tokens and the seconds that it took."""
+        with self._pruning:
+            started = time.perf_counter()
+            return self.pruned(visual), time.perf_counter() - started
 
     def _loaded(self, frames: NDArray[np.uint8]) -> Tensor:
         """Return the frames on the device; from pinned memory the copy runs beside the kernels of another video."""
@@ -214,10 +224,14 @@ class VideoEncoder:
             return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
 
     def encoded(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
-        """Encode frames to all visual tokens and the needed evidence, in the precision of the cache."""
-        visual = self.backbone.encode(frames, self._sources)
-        self._wait()
-        return self._checked(visual)
+        """Encode frames to all visual tokens and the needed evidence, in the precision of the cache.
+
+        They are complete on return, for whichever stream reads them.
+        """
+        try:
+            return self._checked(self.backbone.encode(frames, self._sources))
+        finally:  # memory that an error frees belongs to another stream at once
+            self._wait()
 
     @property
     def _sources(self) -> dict[str, str]:
@@ -238,17 +252,18 @@ class VideoEncoder:
 
     def pruned(self, visual: VisualTokens) -> PrunedTokens:
         """Prune the tokens. Raise VideoFault("internal") where the method cannot prune them."""
-        try:
-            pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
-        except ValueError as error:
-            raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
-        self._wait()
-        return pruned
+        with torch.cuda.stream(self._prunes) if self._prunes else nullcontext():
+            try:
+                return self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
+            except ValueError as error:
+                raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
+            finally:  # as in encoded
+                self._wait()
 
     def _wait(self) -> None:
-        """Wait for the GPU's kernels, which run asynchronously, so that a stage's seconds include them."""
+        """Wait for the kernels of this thread's stream, so that a stage's seconds include them."""
         if self._runtime.device.startswith("cuda"):
-            torch.cuda.synchronize()
+            torch.cuda.current_stream(torch.device(self._runtime.device)).synchronize()
 
 
 def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:

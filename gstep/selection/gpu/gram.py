@@ -22,6 +22,7 @@ from gstep.selection.reference import NO_DISTANCE, density_weight, inverse_roots
 _ROW_MULTIPLE = 16  # matrix rows are a multiple of this long, to be read 16 bytes at a time
 _GROUP = 8  # rows of tiles that are walked together
 _FOLD = (8, 256)  # tile of products that one program turns into distances
+_WEIGHTS_HELD = 8192  # places whose weights, 8 bytes each, fit registers beside their distances
 UNFUSED = {"enable_fp_fusion": False}  # gstep.selection.reference rounds after each operation
 
 
@@ -178,13 +179,6 @@ def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
     return key_1, torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def parts(width: int) -> tuple[int, int, int]:
-    """Split ``width`` into three powers of 2, at least 16, whose sum is ``width`` or little more: a tile's lengths."""
-    largest = max(16, 1 << (width.bit_length() - 1))
-    second = max(16, 1 << (max(width - largest, 1).bit_length() - 1))
-    return largest, second, max(16, triton.next_power_of_2(max(width - largest - second, 1)))
-
-
 def run_greedy(
     task: Task, row_R: Tensor, distance_R: Tensor, bar: tuple[Tensor, Tensor], order_B: Tensor, count_1: Tensor
 ) -> Tensor:
@@ -193,11 +187,11 @@ def run_greedy(
     width, n_rows = len(distances_SS), len(row_R)
     distance_S = pad(distance_R, (0, width - n_rows), value=-torch.inf)
     weight_S = pad(task.weight[row_R], (0, width - n_rows), value=1.0)
-    largest, second, third = parts(width)
+    places = triton.next_power_of_2(width)
     kernels.greedy_kernel[(1,)](
-        *(distances_SS, row_R, distance_S, weight_S, *bar, order_B, count_1, task.constants, width, task.budget),
-        *(largest, second, third),
-        num_warps=min(32, max(4, largest // 128)),  # a row's load of 16 bytes a thread, up to the most there are
+        *(distances_SS, row_R, distance_S, weight_S, *bar, order_B, count_1, task.constants, width // _ROW_MULTIPLE),
+        *(task.budget, places, places <= _WEIGHTS_HELD),
+        num_warps=min(32, max(4, places // 128)),  # a row's load of 16 bytes a thread, up to the most there are
         **UNFUSED,
     )
     return distance_S[:n_rows]

@@ -53,7 +53,7 @@ def _dots(
     return dots
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def squares_kernel(
     tokens_ptr: tl.tensor,
     squares_ptr: tl.tensor,
@@ -78,7 +78,7 @@ def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> t
     return tl.where(distance >= zero_distance, distance, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def gram_kernel(
     tokens_ptr: tl.tensor,
     row_ptr: tl.tensor,
@@ -117,7 +117,7 @@ def gram_kernel(
         tl.store(gram_ptr + column.to(tl.int64)[None, :] * stride + row[:, None], dots, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def fold_kernel(
     row_ptr: tl.tensor,
     inverse_ptr: tl.tensor,
@@ -147,7 +147,7 @@ def fold_kernel(
     tl.store(distances_ptr + place, tl.where(inside, distance, 0.0), mask=whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def refresh_kernel(
     tokens_ptr: tl.tensor,
     row_ptr: tl.tensor,
@@ -184,23 +184,7 @@ def refresh_kernel(
     tl.atomic_min(distance_ptr + token, nearest.to(tl.int64, bitcast=True), mask=row < n_rows, sem="relaxed")
 
 
-@triton.jit
-def _highest(
-    distance: tl.tensor, weight: tl.tensor, beta: tl.tensor, first: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Find the highest key of places from ``first`` on, and the lowest place that has it."""
-    top, at = tl.max((distance + beta) * weight, 0, return_indices=True, return_indices_tie_break_left=True)
-    return top, at + first
-
-
-@triton.jit
-def _nearer(distance: tl.tensor, row_ptr: tl.tensor, place: tl.tensor, width: tl.tensor, best: tl.tensor) -> tl.tensor:
-    """Return every row's distance to its nearest pick, Eq. (10), now that the row at ``best`` is picked too."""
-    found = tl.load(row_ptr + place, mask=place < width, other=0.0, eviction_policy="evict_first")
-    return tl.where(place == best, -float("inf"), tl.minimum(distance, found))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["sixteenths", "budget"])
 def greedy_kernel(
     distances_ptr: tl.tensor,
     row_ptr: tl.tensor,
@@ -211,53 +195,40 @@ def greedy_kernel(
     order_ptr: tl.tensor,
     count_ptr: tl.tensor,
     constants_ptr: tl.tensor,
-    width: tl.tensor,
+    sixteenths: tl.tensor,
     budget: tl.tensor,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
+    PLACES: tl.constexpr,
+    WEIGHTS_HELD: tl.constexpr,
 ) -> None:
     """Pick by Eqs. (10)-(12), one after the other, until the budget is spent or no row passes the bar. Grid: (1,).
 
-    One program keeps all distances in registers, in three parts of A, B and C places, which are powers of 2 and
-    together ``width`` S or little more. The loop stays in one piece, for all its state would have to be passed on.
+    One program keeps all distances in registers, PLACES of them, a power of 2 that is at least the width S; with
+    WEIGHTS_HELD all weights too, else it reads them again for each pick.
     ``distances_ptr`` [S, S] float64; ``distance_ptr`` [S] float64, -inf for what is picked or padding, is left as it is
     after the last pick; weight [S] float64. ``row_ptr`` [S]: each row's token, ascending.
     The bar is the best token that is no row here: its key in ``bar_ptr`` [1], and how many rows come before it by
     index; -inf and 0 where there is none. ``order_ptr`` [budget] int64 and ``count_ptr`` [1] go on from what they hold.
     """
+    width = sixteenths * 16  # so that the compiler knows a bound of 16 and loads 16 bytes at a time
     beta = tl.load(constants_ptr)
     bar_key, bar_place = tl.load(bar_ptr), tl.load(bar_place_ptr)
     count = tl.load(count_ptr)
-    place_a = tl.arange(0, A)
-    place_b = A + tl.arange(0, B)
-    place_c = A + B + tl.arange(0, C)
-    # The bound is a multiple of 16 known to the compiler, so that these and the rows below are loads of 16 bytes.
-    distance_a = tl.load(distance_ptr + place_a, mask=place_a < width, other=-float("inf"))
-    distance_b = tl.load(distance_ptr + place_b, mask=place_b < width, other=-float("inf"))
-    distance_c = tl.load(distance_ptr + place_c, mask=place_c < width, other=-float("inf"))
-    weight_a = tl.load(weight_ptr + place_a, mask=place_a < width, other=1.0)
-    weight_b = tl.load(weight_ptr + place_b, mask=place_b < width, other=1.0)
-    weight_c = tl.load(weight_ptr + place_c, mask=place_c < width, other=1.0)
+    place = tl.arange(0, PLACES)
+    distance = tl.load(distance_ptr + place, mask=place < width, other=-float("inf"))
+    weight = tl.load(weight_ptr + place, mask=place < width, other=1.0)
     going = count < budget
     while going:
-        top, best = _highest(distance_a, weight_a, beta, 0)
-        top_b, best_b = _highest(distance_b, weight_b, beta, A)
-        top_c, best_c = _highest(distance_c, weight_c, beta, A + B)
-        best = tl.where(top_b > top, best_b, best)  # equals stay with the lower place
-        top = tl.maximum(top, top_b)
-        best = tl.where(top_c > top, best_c, best)
-        top = tl.maximum(top, top_c)
+        if not WEIGHTS_HELD:
+            weight = tl.load(weight_ptr + place, mask=place < width, other=1.0, eviction_policy="evict_last")
+        # Of equal keys the lowest place wins.
+        top, best = tl.max((distance + beta) * weight, 0, return_indices=True, return_indices_tie_break_left=True)
         going = (top > bar_key) | ((top == bar_key) & (best < bar_place))
         if going:
             row = distances_ptr + best.to(tl.int64) * width
-            distance_a = _nearer(distance_a, row, place_a, width, best)
-            distance_b = _nearer(distance_b, row, place_b, width, best)
-            distance_c = _nearer(distance_c, row, place_c, width, best)
+            found = tl.load(row + place, mask=place < width, other=0.0, eviction_policy="evict_first")
+            distance = tl.where(place == best, -float("inf"), tl.minimum(distance, found))
             tl.store(order_ptr + count, tl.load(row_ptr + best))
             count += 1
             going = count < budget
-    tl.store(distance_ptr + place_a, distance_a, mask=place_a < width)
-    tl.store(distance_ptr + place_b, distance_b, mask=place_b < width)
-    tl.store(distance_ptr + place_c, distance_c, mask=place_c < width)
+    tl.store(distance_ptr + place, distance, mask=place < width)
     tl.store(count_ptr, count)

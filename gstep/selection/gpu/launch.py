@@ -2,11 +2,10 @@
 
 It selects what ``gstep.selection.reference.density_guided_fps`` does.
 
-Of the two forms that of ``gstep.selection.gpu.gram`` is tried first, for videos of up to MAX_GRAM_TOKENS; beyond, that
-of ``gstep.selection.gpu.lazy`` serves, and where neither can the plain form of ``gstep.selection.reference``. The
-slower one goes once both are measured on a GPU, unless it alone serves long videos.
+Of the two forms that of ``gstep.selection.gpu.gram`` is tried first, for videos of up to MAX_GRAM_TOKENS; beyond, and
+where memory does not suffice, that of ``gstep.selection.gpu.lazy`` serves, and where neither can the plain form of
+``gstep.selection.reference``.
 
-Checked in Triton's interpreter on a CPU; not yet run, and no speed measured, on a GPU: there
 ``gstep.selection.gpu.check`` compares them with the plain form before a process's first selection.
 
 Shapes: M tokens, D hidden size, B budget.
@@ -15,7 +14,7 @@ Shapes: M tokens, D hidden size, B budget.
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch import Tensor
 from gstep.selection.reference import density_guided_fps
 
 #: The most tokens whose distances one program holds in registers.
-MAX_GRAM_TOKENS = 8192
+MAX_GRAM_TOKENS = 16384
 _MEMORY_SHARE = 0.5  # share of the free GPU memory that the distances of all pairs may take
 _MIN_ALPHA = 0.05  # below it, keys tell fewer tokens apart than scores do
 
@@ -70,16 +69,21 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
     if task.tokens.is_cuda:
         check.check_kernels(task.tokens.device, task.tokens.dtype, task.tokens.shape[1])
     width = gram.gram_width(len(task.tokens))
-    fits = width <= MAX_GRAM_TOKENS and width * width * 12 <= _memory_for_distances(task.tokens.device)
-    return gram.gram_form(task) if fits else lazy.LazyForm(task).select()
+    if width <= MAX_GRAM_TOKENS and width * width * 12 <= _memory_for_distances(task.tokens.device):
+        with suppress(torch.OutOfMemoryError):  # another stream took the memory: the lazy form needs little
+            return gram.gram_form(task)
+    return lazy.LazyForm(task).select()
 
 
 def _memory_for_distances(device: torch.device) -> float:
-    """Return the bytes of GPU memory that the distance matrix may take; no limit on a CPU (Triton's interpreter)."""
+    """Return the bytes of GPU memory that the distance matrix may take; no limit on a CPU (Triton's interpreter).
+
+    Blocks that torch holds unused do not count: they may belong to the stream on which another video is encoded.
+    """
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)
-    return _MEMORY_SHARE * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return _MEMORY_SHARE * free
 
 
 def _report(error: Exception) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gstep.selection import reference
 from gstep.selection.gpu import check, gram, launch
 from gstep.selection.gpu.check import check_forms
-from gstep.selection.gpu.gram import Task, Tuning, default_tuning, gram_form, parts, prepare
+from gstep.selection.gpu.gram import Task, Tuning, default_tuning, gram_form, prepare
 from gstep.selection.gpu.launch import select_on_gpu
 from gstep.selection.gpu.lazy import LazyForm
 from gstep.selection.reference import STARTS, density_guided_fps
@@ -177,13 +177,6 @@ def test_the_range_of_norms_changes_nothing(dtype: torch.dtype, low: int, high: 
     exponent = np.random.default_rng(0).integers(low, high + 1, (40, 1))
     spread = torch.from_numpy(np.ldexp(tokens.numpy(), exponent)).to(dtype)
     assert select(form, spread, rho, 40) == density_guided_fps(tokens, rho, 40).tolist()
-
-
-@pytest.mark.parametrize("width", [16, 48, 64, 1008, 1024, 6272, 8176, 8192])
-def test_a_row_is_read_in_three_parts_that_hold_little_more(width: int) -> None:
-    assert all(part >= 16 and part & (part - 1) == 0 for part in parts(width))
-    assert width <= sum(parts(width)) <= max(1.15 * width, width + 32)
-    assert sum(parts(6272)) == 6272
 
 
 def static_video(dim: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ CASES = {
     "refresh_kernel": (["*bf16", "*i64", "*i64", "*fp64", "*i32", "*i64", "*i32", "*fp64", "i32"], TILE),
     "greedy_kernel": (
         ["*fp64", "*i64", "*fp64", "*fp64", "*fp64", "*i32", "*i64", "*i32", "*fp64", "i32", "i32"],
-        {"A": 4096, "B": 2048, "C": 128},
+        {"PLACES": 8192, "WEIGHTS_HELD": True},
     ),
 }
 for name, (types, constants) in CASES.items():

@@ -1,0 +1,350 @@
+"""Forms of the stock vision towers that a GPU runs fast: the same sums in layouts, sizes and kernels that suit it.
+
+``suit_llava`` and ``suit_qwen`` change the modules of one loaded tower, never a class of transformers. On a CPU nothing
+is changed. The stock towers lose most of a GPU's time to strided layouts (LLaVA-OneVision), to one call of attention a
+window and to widths that matrix units do not take (Qwen2.5-VL), and to element-wise work in float32 (both Qwen
+families); jobs/benchmark/README.md has the figures.
+
+Shapes: F frames, S rows (patches of a pass), C channels, H heads of E channels, I inner channels of an MLP.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, interpolate, linear, pad, scaled_dot_product_attention, silu
+
+from gstep.backbones.attention import rotated
+
+_TANH_GELU = "gelu_pytorch_tanh"  # in the words of transformers
+_ALIGNED = 8  # channels: below 16 bytes cuBLAS takes kernels of older GPUs
+_INNER_MULTIPLE = 128  # channels of a padded MLP, a tile of the product
+_CHECKED_ROWS = 40  # of a block by which kernels are proved
+_TOLERANCE = 2.0**-6  # of the largest value: two roundings of bfloat16
+
+
+class FusedSteps:
+    """The element-wise steps of a tower: by Triton kernels where these work on its device, else by torch.
+
+    Attributes:
+        kernels: whether Triton kernels serve. ``Backbone.compile`` turns them off, since torch.compile fuses the plain
+            steps itself.
+    """
+
+    def __init__(self, *, kernels: bool = False) -> None:
+        self.kernels = kernels
+
+    def prove(self, device: torch.device, step: Callable[[], Tensor]) -> None:
+        """Turn the kernels on where ``step`` gives by them what it gives without; this compiles them too.
+
+        A failure is warned of, and the plain steps serve. Raises torch.OutOfMemoryError.
+        """
+        try:
+            with torch.cuda.device(device):
+                self.kernels = False
+                expected = step().float()
+                self.kernels = True
+                error = (step().float() - expected).abs().max()
+                if not error <= _TOLERANCE * expected.abs().max():
+                    raise RuntimeError(f"they are off by {float(error):.3g} of {float(expected.abs().max()):.3g}")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the plain steps serve
+            self.kernels = False
+            warnings.warn(
+                f"the kernels of the vision tower do not work on {device}, torch's slower steps serve instead "
+                f"({type(error).__name__}: {error})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def norm(self, norm: Any, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return x + ``added``, [...,C], and its LayerNorm or RMSNorm, whichever the module ``norm`` is."""
+        if not self.kernels:
+            x = x if added is None else x + added
+            return x, norm(x)
+        from gstep.backbones.gpu_kernels import norm_kernel  # noqa: PLC0415 - Triton may be missing
+
+        width = x.shape[-1]
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        total = x if added is None else torch.empty_like(x)
+        more = x if added is None else added.contiguous()
+        centred = isinstance(norm, nn.LayerNorm)
+        bias, eps = (norm.bias, norm.eps) if centred else (norm.weight, norm.variance_epsilon)
+        n_rows, rows = x.numel() // width, 2
+        norm_kernel[(-(-n_rows // rows),)](
+            *(x, more, total, out, norm.weight, bias, n_rows, eps, width, _power_of_2(width), rows),
+            *(added is not None, centred),
+            num_warps=8,
+        )
+        return total, out
+
+    def rotate(self, qkv_S3HE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [S,H,E]; the first two are rotated, in place where kernels serve."""
+        query, key, value = qkv_S3HE.unbind(1)
+        if not self.kernels:
+            cos_S1E, sin_S1E = cos_SE[:, None], sin_SE[:, None]
+            query, key = (rotated(part.float(), cos_S1E, sin_S1E).to(part.dtype) for part in (query, key))
+            return query, key, value
+        from gstep.backbones.gpu_kernels import rotate_kernel  # noqa: PLC0415
+
+        n_rows, _, heads, width = qkv_S3HE.shape
+        rotate_kernel[(n_rows,)](
+            *(qkv_S3HE, cos_SE.float().contiguous(), sin_SE.float().contiguous(), heads, width // 2),
+            *(_power_of_2(2 * heads), _power_of_2(width // 2)),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+        return query, key, value
+
+    def gate(self, gate_up_S2I: Tensor) -> Tensor:
+        """Return SiLU(gate) * up, [S,I], of rows that hold the gate and then up."""
+        width = gate_up_S2I.shape[-1] // 2
+        if not self.kernels:
+            gated: Tensor = silu(gate_up_S2I[..., :width]) * gate_up_S2I[..., width:]
+            return gated
+        from gstep.backbones.gpu_kernels import gate_kernel  # noqa: PLC0415
+
+        out_SI, block = gate_up_S2I.new_empty(len(gate_up_S2I), width), min(1024, _power_of_2(width))
+        gate_kernel[(len(gate_up_S2I), -(-width // block))](gate_up_S2I, out_SI, width, block, num_warps=4)
+        return out_SI
+
+    def gelu_linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """Return GELU (tanh) of a layer's output. cuBLAS applies it to the product's float32 sums as it stores them."""
+        if not (self.kernels and x.is_cuda):
+            return gelu(layer(x), approximate="tanh")
+        flat = x.flatten(0, -2)
+        out: Tensor = torch._addmm_activation(layer.bias, flat, layer.weight.t(), use_gelu=True)
+        return out.view(*x.shape[:-1], -1)
+
+
+def _power_of_2(least: int) -> int:
+    """Return the lowest power of 2 that is at least ``least``."""
+    return 1 << (least - 1).bit_length()
+
+
+def suit_llava(model: Any) -> FusedSteps:
+    """Change a LlavaOnevisionModel: contiguous states, fused steps, pooling with the channels last.
+
+    Returns the steps that its layers take. Their kernels serve on a GPU where the first layer proves them.
+    """
+    vision = getattr(model.vision_tower, "vision_model", model.vision_tower)
+    steps, embeddings = FusedSteps(), vision.embeddings
+    kernel_CK = embeddings.patch_embedding.weight.flatten(1)
+    kernel_CK = pad(kernel_CK, (0, -kernel_CK.shape[1] % _ALIGNED))
+    embeddings.forward = partial(_embed_patches, embeddings, kernel_CK)
+    for layer in vision.encoder.layers:
+        layer.forward = partial(_run_siglip_layer, layer, steps)
+        if vision.config.hidden_act == _TANH_GELU:
+            layer.mlp.forward = partial(_run_tanh_mlp, steps, layer.mlp.fc1, layer.mlp.fc2)
+    model.apply_pooling = MethodType(_pool_frames, model)
+    if kernel_CK.is_cuda:
+        first = vision.encoder.layers[0]
+        hidden_1SC = _example(first.layer_norm1.weight)[None]
+        steps.prove(kernel_CK.device, lambda: first(hidden_1SC, attention_mask=None))
+    return steps
+
+
+def suit_qwen(tower: Any) -> FusedSteps:
+    """Change a vision tower of Qwen2.5-VL or Qwen3-VL: patches by a product, one attention call, fused steps.
+
+    The gate and up of a gated MLP become one product, padded with zeros to a multiple of 128 channels; a second call
+    pads nothing. Attention stays the stock one where the tower was built with "eager". Returns the steps as
+    :func:`suit_llava` does.
+    """
+    steps, projection = FusedSteps(), tower.patch_embed.proj
+    tower.patch_embed.forward = partial(_embed_rows, projection)
+    for block in tower.blocks:
+        block.forward = partial(_run_qwen_block, block, steps)
+        if tower.config._attn_implementation != "eager":
+            block.attn.forward = partial(_attend_in_pieces, block.attn, steps)
+        if hasattr(block.mlp, "gate_proj"):
+            if tower.config.hidden_act == "silu":
+                block.mlp.forward = partial(_run_gated_mlp, steps, _join_gate_and_up(block.mlp), block.mlp.down_proj)
+        elif tower.config.hidden_act == _TANH_GELU:
+            block.mlp.forward = partial(_run_tanh_mlp, steps, block.mlp.linear_fc1, block.mlp.linear_fc2)
+    if projection.weight.is_cuda:
+        first, device, rows = tower.blocks[0], projection.weight.device, _CHECKED_ROWS
+        hidden_SC = _example(first.norm1.weight)
+        angle_SE = torch.linspace(0.0, 3.0, rows, device=device)[:, None].expand(-1, first.attn.head_dim)
+        bounds = torch.tensor([0, rows], dtype=torch.int32, device=device)
+        piece = {"cu_seqlens": bounds, "max_seqlen": rows, "position_embeddings": (angle_SE.cos(), angle_SE.sin())}
+        steps.prove(device, lambda: first(hidden_SC, **piece))
+    return steps
+
+
+def _example(like: Tensor) -> Tensor:
+    """Draw hidden states [S,C] for a layer whose norm has the weight ``like``."""
+    seeded = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(_CHECKED_ROWS, len(like), generator=seeded, device="cpu").to(like.device, like.dtype)
+
+
+def _embed_patches(
+    embeddings: Any, kernel_CK: Tensor, pixel_values: Tensor, interpolate_pos_encoding: bool = False
+) -> Tensor:
+    """Compute SiglipVisionEmbeddings.forward of [F,3,h,w], contiguous: a convolution's output is channels first."""
+    side, patch = embeddings.image_size // embeddings.patch_size, embeddings.patch_size
+    pixels = pixel_values[:, :, : side * patch, : side * patch].to(kernel_CK.dtype)
+    blocks = pixels.unfold(2, patch, patch).unfold(3, patch, patch).permute(0, 2, 3, 1, 4, 5)
+    patches_FSK = blocks.reshape(len(pixels), side * side, -1)
+    patches_FSK = pad(patches_FSK, (0, kernel_CK.shape[1] - patches_FSK.shape[2]))
+    embedded = linear(patches_FSK, kernel_CK, embeddings.patch_embedding.bias)
+    positions: Tensor = embeddings.position_embedding(embeddings.position_ids)
+    return embedded + positions
+
+
+def _embed_rows(projection: Any, hidden_states: Tensor) -> Tensor:
+    """Compute the patch embedding of a Qwen tower, a convolution over whole patches [S,K], as a product."""
+    weight_CK = projection.weight.flatten(1)
+    return linear(hidden_states.to(weight_CK.dtype), weight_CK, projection.bias)
+
+
+def _run_siglip_layer(
+    layer: Any, steps: FusedSteps, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Compute SiglipEncoderLayer.forward."""
+    _, normed = steps.norm(layer.layer_norm1, hidden_states)
+    attended, _ = layer.self_attn(hidden_states=normed, attention_mask=attention_mask, **options)
+    hidden_states, normed = steps.norm(layer.layer_norm2, hidden_states, attended)
+    done: Tensor = hidden_states + layer.mlp(normed)
+    return done
+
+
+def _run_qwen_block(
+    block: Any, steps: FusedSteps, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: Any, **options: Any
+) -> Tensor:
+    """Compute the forward of a vision block of either Qwen family."""
+    _, normed = steps.norm(block.norm1, hidden_states)
+    attended = block.attn(normed, cu_seqlens=cu_seqlens, position_embeddings=position_embeddings, **options)
+    hidden_states, normed = steps.norm(block.norm2, hidden_states, attended)
+    done: Tensor = hidden_states + block.mlp(normed)
+    return done
+
+
+def _run_tanh_mlp(steps: FusedSteps, first: nn.Linear, second: nn.Linear, hidden_states: Tensor) -> Tensor:
+    """Compute an MLP with the tanh form of GELU between its two layers."""
+    done: Tensor = second(steps.gelu_linear(first, hidden_states))
+    return done
+
+
+def _run_gated_mlp(steps: FusedSteps, joined: nn.Linear, down: nn.Linear, hidden_state: Tensor) -> Tensor:
+    """Compute a gated MLP whose gate and up are one layer."""
+    done: Tensor = down(steps.gate(joined(hidden_state)))
+    return done
+
+
+def _join_gate_and_up(mlp: Any) -> nn.Linear:
+    """Pad a gated MLP with zeros, and return its gate and up as one layer, of which they become views."""
+    missing = -mlp.gate_proj.out_features % _INNER_MULTIPLE if mlp.gate_proj.out_features % _ALIGNED else 0
+    inner = mlp.gate_proj.out_features + missing
+    parts = (mlp.gate_proj, mlp.up_proj)
+    weight = torch.cat([pad(part.weight.detach(), (0, 0, 0, missing)) for part in parts])
+    bias = None
+    if mlp.gate_proj.bias is not None:
+        bias = torch.cat([pad(part.bias.detach(), (0, missing)) for part in parts])
+    joined = nn.Linear(weight.shape[1], 2 * inner, bias=bias is not None, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        joined.bias = nn.Parameter(bias, requires_grad=False)
+    for place, part in enumerate(parts):
+        rows = slice(place * inner, (place + 1) * inner)
+        part.out_features = inner
+        part.weight = nn.Parameter(weight[rows], requires_grad=False)
+        if bias is not None:
+            part.bias = nn.Parameter(bias[rows], requires_grad=False)
+    mlp.down_proj.in_features = inner
+    mlp.down_proj.weight = nn.Parameter(pad(mlp.down_proj.weight.detach(), (0, missing)), requires_grad=False)
+    return joined
+
+
+def _attend_in_pieces(
+    attention: Any,
+    steps: FusedSteps,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    max_seqlen: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """Compute the forward of a Qwen tower's attention; each piece, from one of ``cu_seqlens`` on, attends to itself."""
+    n_rows = len(hidden_states)
+    qkv_S3HE = attention.qkv(hidden_states).view(n_rows, 3, attention.num_heads, -1)
+    query, key, value = steps.rotate(qkv_S3HE, *position_embeddings)
+    longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
+    implementation = attention.config._attn_implementation
+    if implementation == "sdpa":
+        attended = attend(query, key, value, cu_seqlens, longest)
+    else:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
+        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+        lengths: dict[str, Any] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens)
+        lengths |= dict.fromkeys(("max_length_q", "max_length_k"), longest)
+        attended, _ = ALL_ATTENTION_FUNCTIONS[implementation](
+            attention, query, key, value, attention_mask=None, scaling=attention.scaling, is_causal=False, **lengths
+        )
+    projected: Tensor = attention.proj(attended.reshape(n_rows, -1))
+    return projected
+
+
+def attend(query_SHE: Tensor, key_SHE: Tensor, value_SHE: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """Attend within pieces of rows, [S,H,E], in as few calls as the device allows.
+
+    Pieces of one length are a batch of sdpa. Pieces of several lengths are one call of torch's attention with bounds
+    on a GPU that has it (in 16 bits, from compute capability 8 on), else one call of sdpa a length.
+
+    Args:
+        cu_seqlens: [pieces + 1] int32, the bounds of the pieces.
+        longest: rows of the longest piece.
+    """
+    parts, n_pieces = (query_SHE, key_SHE, value_SHE), len(cu_seqlens) - 1
+    if n_pieces * longest == len(query_SHE):
+        return _attend_batch(*(part.view(n_pieces, longest, *part.shape[1:]) for part in parts)).flatten(0, 1)
+    if (varlen := _variable_length(query_SHE)) is not None:
+        bounds = cu_seqlens.to(torch.int32)
+        attended: Tensor = varlen(*parts, bounds, bounds, longest, longest)
+        return attended
+    out_SHE, lengths = torch.empty_like(value_SHE), cu_seqlens.diff()
+    for length in set(lengths.tolist()):
+        starts = cu_seqlens[:-1][lengths == length]
+        rows = starts[:, None] + torch.arange(length, device=starts.device)
+        out_SHE[rows] = _attend_batch(*(part[rows] for part in parts))
+    return out_SHE
+
+
+def _attend_batch(query_PLHE: Tensor, key_PLHE: Tensor, value_PLHE: Tensor) -> Tensor:
+    """Attend within each of P pieces of L rows: [P,L,H,E]."""
+    query, key, value = (part.transpose(1, 2) for part in (query_PLHE, key_PLHE, value_PLHE))
+    return scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+
+def _variable_length(query_SHE: Tensor) -> Callable[..., Any] | None:
+    """Return torch's attention over pieces of several lengths, or None where it cannot take this tensor."""
+    if not query_SHE.is_cuda or query_SHE.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if torch.cuda.get_device_capability(query_SHE.device) < (8, 0):
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - torch before 2.9 has none
+    except ImportError:
+        return None
+    function: Callable[..., Any] = varlen_attn
+    return function
+
+
+def _pool_frames(model: Any, image_features: Tensor) -> Tensor:
+    """Compute LlavaOnevisionModel.apply_pooling of [F,S,C] with the channels last, where a GPU reads rows at once."""
+    vision = model.config.vision_config
+    side = vision.image_size // vision.patch_size
+    frames_FCHW = image_features.reshape(len(image_features), side, side, -1).permute(0, 3, 1, 2)
+    half = math.ceil(side / 2)
+    pooled = interpolate(frames_FCHW, size=(half, half), mode="bilinear")
+    return pooled.permute(0, 2, 3, 1).reshape(len(pooled), half * half, -1)
