@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -31,6 +31,7 @@ from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import POISON, Heartbeat, HeldItems
 from pipeline.prune.batches import VideoFrames, decoded_videos, encoded_bundle
+from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class EncodeSetup:
     compiled: bool = False
     sample_limit: int = -1  # of the videos whose bfloat16 rows are kept too (pipeline.cache.codecs.sample)
     tower_hash: str | None = None  # of the source (gstep.checkpoints.tower), which rows say
+    shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos: a GPU compiles for it ahead
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """Estimate the bytes of the kept tokens of a video of [n_frames, height, width] pixels, before the codec."""
@@ -91,7 +93,8 @@ class VideoEncoder:
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
         frame_batch = {} if setup.batch_frames is None else {"frame_batch": setup.batch_frames}
-        self.backbone = backbone or family_of(setup.source).load(self._runtime, **frame_batch)
+        with self._compiling():
+            self.backbone = backbone or family_of(setup.source).load(self._runtime, **frame_batch)
         self._described = self._runtime.describe()
         if setup.compiled:
             self.backbone.compile()
@@ -99,6 +102,15 @@ class VideoEncoder:
         self._computing = threading.Lock()
         device = torch.device(self._runtime.device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        """Return the context beside which the pruner compiles its kernels on a GPU; not a user's own, who knows what."""
+        setup = self._setup
+        if setup.shape is None or ":" in setup.pruner or not self._runtime.device.startswith("cuda"):
+            return nullcontext()
+        family = family_of(setup.source)
+        shape = *family.token_counts(*setup.shape), family.static().hidden_size
+        return compiled_beside(self._pruner, setup.retention_ratio, shape, self._runtime.device)
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
         """Encode and prune a decoded video; return its kept tokens and its record.
