@@ -104,7 +104,7 @@ class VideoEncoder:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def _compiling(self) -> AbstractContextManager[None]:
-        """Return the context beside which the pruner compiles its kernels on a GPU; not a user's own, who knows what."""
+        """Return the context beside which a built-in method compiles its kernels on a GPU."""
         setup = self._setup
         if setup.shape is None or ":" in setup.pruner or not self._runtime.device.startswith("cuda"):
             return nullcontext()

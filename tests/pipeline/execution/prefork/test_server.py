@@ -130,7 +130,8 @@ def test_a_process_that_started_cuda_forks_nothing(tmp_path, file, code):
     """CUDA opens a device that NVML leaves alone; here a file has its name."""
     (tmp_path / file).touch()
     script = f"import pipeline.execution.prefork.server as s; opened = open({str(tmp_path / file)!r}); s._import(())"
-    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, "has started CUDA" in done.stderr) == (code, bool(code)), done.stderr
 
 
