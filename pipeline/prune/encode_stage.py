@@ -23,6 +23,7 @@ from torch import Tensor
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
 from gstep.backbones.preprocess.base import as_frames
+from gstep.errors import is_out_of_memory
 from gstep.evidence import is_per_frame, name_of
 from gstep.lazy import importing_much
 from pipeline.cache.codecs import BFLOAT16, CODECS
@@ -157,10 +158,10 @@ class VideoEncoder:
         names = ", ".join(video.record["video_id"] for video in videos)
         try:
             return self._together(videos, names)
-        except torch.OutOfMemoryError:
-            self._room /= 2
         except Exception as error:  # noqa: BLE001 - as in _guarded
             exit_after_gpu_fault(names, error)
+            if is_out_of_memory(error):
+                self._room /= 2
         torch.cuda.empty_cache()  # not in a handler, where the error still holds the tensors
         return [None] * len(videos)
 
@@ -269,11 +270,12 @@ def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
         return work()
     except VideoFault:
         raise
-    except torch.OutOfMemoryError as error:
-        fault = VideoFault("out-of-memory", str(error), stage=stage)
     except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
         exit_after_gpu_fault(video_id, error)
-        fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage=stage)
+        if is_out_of_memory(error):
+            fault = VideoFault("out-of-memory", str(error), stage=stage)
+        else:
+            fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage=stage)
     raise fault  # outside the handlers, or it would keep the error and with it the tensors of the video
 
 
