@@ -1,5 +1,11 @@
 """Errors of the method and the models."""
 
+import re
+
+# cuBLAS, cuDNN, CUDA and Triton raise plain errors where they find no memory: CUBLAS_STATUS_ALLOC_FAILED,
+# CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED, "CUDA error: out of memory", "Triton Error [CUDA]: out of memory".
+_NO_MEMORY = re.compile(r"_STATUS_\w*ALLOC(ATION)?_FAILED|\b(CUDA|Triton)( driver)? [Ee]rror( \[CUDA\])?: out of memory")
+
 
 class ModelError(ValueError):
     """A model that cannot be used: unknown type, no safetensors, missing keys; the message names the remedy."""
@@ -11,3 +17,9 @@ class MissingEvidence(ValueError):  # noqa: N818 - the public contract's name
 
 class UnsupportedVideo(ValueError):  # noqa: N818 - beside the pipeline's VideoFault, which it becomes
     """A video of a shape that the model does not take; the message says which."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` says that a GPU's memory did not suffice, so that less work at once may succeed."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # torch is not imported for its OutOfMemoryError
+    return "OutOfMemoryError" in kinds or _NO_MEMORY.search(str(error)) is not None

@@ -207,21 +207,20 @@ def exit_code_of(
     interruption = _Interruption(lambda: console.print(interrupted, highlight=False))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interruption)
-    try:
-        with stdout_as_stderr() if document == STDOUT else nullcontext():
-            try:
-                done = _ended(work, console, failed, refused)
-            except KeyboardInterrupt as error:
-                interruption.say()
-                done = Done(130, error_record(error, interrupted))
-    except Exception as error:
-        write_document(document, error_record(error))
-        raise
-    try:
-        write_document(document, done.record)
-    except OSError as error:
-        console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
+    with stdout_as_stderr() if document == STDOUT else nullcontext() as stdout:
+        try:
+            done = _ended(work, console, failed, refused)
+        except KeyboardInterrupt as error:
+            interruption.say()
+            done = Done(130, error_record(error, interrupted))
+        except Exception as error:
+            write_document(document, error_record(error), stdout)
+            raise
+        try:
+            write_document(document, done.record, stdout)
+        except OSError as error:
+            console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            return 1
     return done.exit_code
 
 

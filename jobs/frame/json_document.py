@@ -8,10 +8,10 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import RenderableType
 
@@ -42,43 +42,58 @@ def error_record(error: BaseException, message: str = "") -> JsonObject:
     return {"error": {"class": type(error).__name__, "message": message or str(error)}}
 
 
-def write_document(target: Path | None, record: Mapping[str, object] | Sequence[object]) -> None:
+def write_document(
+    target: Path | None, record: Mapping[str, object] | Sequence[object], stdout: TextIO | None = None
+) -> None:
     """Write ``record`` as JSON to stdout (STDOUT), to a file, or (None) nowhere. Raises OSError.
 
-    The document is strict JSON in ASCII: a number that is not finite becomes null.
+    The document is strict JSON in ASCII: a number that is not finite becomes null. ``stdout`` is what
+    ``stdout_as_stderr`` gives in its context.
     """
     if target is None:
         return
     text = json.dumps(_strict(record), indent=2, allow_nan=False)
     if target == STDOUT:
-        print_lines([text])
+        print_lines([text], stdout)
     else:
         target.write_text(text + "\n", encoding="utf-8")
 
 
-def print_lines(lines: Iterable[str]) -> None:
+def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
     """Print lines to stdout, and stop quietly when its reader has closed the pipe (``| head``)."""
+    file = stdout or sys.stdout
     try:
         for line in lines:
-            print(line)
-        sys.stdout.flush()
+            print(line, file=file)
+        file.flush()
     except BrokenPipeError:
         # Flushing the rest of the buffer at exit would raise once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 @contextmanager
-def stdout_as_stderr() -> Iterator[None]:
-    """Send what is written to stdout in this context to stderr, by C libraries and child processes too."""
+def stdout_as_stderr() -> Iterator[TextIO]:
+    """Send what is written to stdout to stderr, by C libraries and child processes too; yield stdout itself.
+
+    At the end of the context stdout is as before, but not where Python's is the process's own: a thread of Ray's may
+    print there until the process ends, such as that a worker has died.
+    """
     sys.stdout.flush()
-    kept = os.dup(1)
+    before, kept = sys.stdout, os.dup(1)
+    own = before is sys.__stdout__
     os.dup2(2, 1)
+    sys.stdout = sys.stderr
     try:
-        with redirect_stdout(sys.stderr):
-            yield
+        if own:
+            with open(kept, "w", encoding=before.encoding, errors=before.errors, closefd=False) as stdout:  # noqa: PTH123
+                yield stdout
+        else:
+            yield before
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 1)
+        if not own:
+            os.dup2(kept, 1)
+            sys.stdout = before
         os.close(kept)
 
 

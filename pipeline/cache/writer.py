@@ -2,7 +2,8 @@
 
 The videos of one call become one token shard; a driver then commits their records as a small file of the videos table.
 Nothing is kept between calls. A token shard is named by its content: a repeated call that made the same bytes
-overwrites its own file, and one that made others (on another kind of GPU) never replaces a committed one.
+overwrites its own file, and one that made others (on another kind of GPU) never replaces a committed one. The bytes of
+vectors, nearly all of a shard, are hashed once: for the checksum of their video, while Arrow serialises the shard.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import errno
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TypeVar
@@ -27,6 +28,7 @@ from pipeline.cache.schema import (
     digest,
     footer_of,
     hex_digest,
+    parse_footer,
     tier_row_counts,
     token_schema,
     write_parquet,
@@ -38,6 +40,7 @@ from pipeline.storage.stores import Store
 
 SHARD_BYTES = 256 * 10**6  # of the stored tokens in a shard that is written anew, about
 _AT_ONCE = 16  # requests to the store
+_HASHERS = 2  # threads: one takes longer to hash a video than Arrow to serialise it
 T = TypeVar("T")
 Bits = NDArray[np.int16]  # numpy has no bfloat16; the bits are what counts
 
@@ -137,36 +140,58 @@ def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_i
     widths = {name: values.shape[1] for name, values in kept.evidence.items()}
     schema = token_schema(first["hidden_size"], len(kept.deepstack), widths, codec)
     tables: list[pa.Table] = []
-    for record, kept in videos:
-        vectors = _vectors(kept, codec)
-        tables.append(_token_rows(record, kept, vectors, schema))
-        if codec is not BFLOAT16:
-            record["token_codec"], record["token_block"] = codec.name, codec.group
-        # What the checksum means in the schema names no evidence: caches without any keep their bytes.
-        record["checksum"] = digest(*(np.ascontiguousarray(part) for part in vectors.values()))
-        record["row_counts"] = tier_row_counts(
-            record["n_total"], record["n_tokens"], record["retention_ratio"], nested=record["nested"]
-        )
-    put_token_shard(store, run_id, [record for record, _ in videos], tables)
+    checksums: list[Future[str]] = []
+    with ThreadPoolExecutor(_HASHERS) as beside:  # hashlib lets other threads run
+        for record, kept in videos:
+            vectors = _vectors(kept, codec)
+            # What the checksum means in the schema names no evidence: caches without any keep their bytes.
+            checksums.append(beside.submit(digest, *map(np.ascontiguousarray, vectors.values())))
+            tables.append(_token_rows(record, kept, vectors, schema))
+            if codec is not BFLOAT16:
+                record["token_codec"], record["token_block"] = codec.name, codec.group
+            record["row_counts"] = tier_row_counts(
+                record["n_total"], record["n_tokens"], record["retention_ratio"], nested=record["nested"]
+            )
+        put_token_shard(store, run_id, [record for record, _ in videos], tables, checksums)
 
 
-def put_token_shard(store: Store, run_id: str, records: Sequence[VideoRecord], tables: Sequence[pa.Table]) -> None:
+def put_token_shard(
+    store: Store,
+    run_id: str,
+    records: Sequence[VideoRecord],
+    tables: Sequence[pa.Table],
+    checksums: Sequence[Future[str]] = (),
+) -> None:
     """Write the token rows of videos as one shard, and note in their records where each is.
 
-    The records have their row_counts. Raises OSError.
+    The records have their row_counts, and their checksum unless ``checksums`` are still computed. Raises OSError.
     """
     groups: list[int] = []
     for record in records:
         record["first_row_group"] = len(groups)
         groups += record["row_counts"]
     data = write_parquet(pa.concat_tables(tables), groups)
+    for record, checksum in zip(records, checksums, strict=bool(checksums)):
+        record["checksum"] = checksum.result()
     ids = hex_digest(*(record["video_id"].encode() + b"\0" for record in records))
     # The first hash names the videos, the second the content, so that no other bytes ever replace these.
-    name = f"{TOKENS}/{run_id}-{ids[:16]}-{hex_digest(data)}.parquet"
+    content = hex_digest(*(record["checksum"].encode() for record in records), *_beside_vectors(memoryview(data)))
+    name = f"{TOKENS}/{run_id}-{ids[:16]}-{content}.parquet"
     store.put(name, data)
     footer = digest(footer_of(memoryview(data)))
     for record in records:
         record["token_shard"], record["footer_hash"] = name, footer
+
+
+def _beside_vectors(data: memoryview) -> Iterator[memoryview]:
+    """Yield the parts of a whole token shard that lie between its columns of vectors, which the checksums cover."""
+    footer, start = parse_footer(bytes(footer_of(data))), 0
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
+                yield data[start : column.data_page_offset]
+                start = column.data_page_offset + column.total_compressed_size
+    yield data[start:]
 
 
 def bundled(

@@ -44,6 +44,8 @@ _LOOK_S = 1.0
 # A start that fails later than this has waited for a process of Ray's in vain, as on a machine that is busy for a
 # moment. What is wrong with the machine itself shows earlier.
 SLOW_START_S = 20.0
+# A process that was forked can use a GPU as long as the one it was forked from never did, which the server sees to.
+FORKS_ON_GPU_NODES = True
 _connecting = threading.Lock()
 # Log lines of Ray's Python code that no user can do anything about.
 _KNOWN_LINES = ("_StatsActor", "SIGTERM handler is not set")
@@ -107,8 +109,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     the kernel kills Ray's processes with the thread that started them.
     """
     ended = Future[None]()
-    # Not where there are GPUs: that a worker can use one after a fork was not tried.
-    forks = starts and sys.platform == "linux" and not torch.cuda.device_count()
+    forks = starts and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
     # Workers that are started ahead belong to no job, and the server would import Ray for them alone.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 

@@ -15,10 +15,10 @@ import torch
 from gstep.backbones import choose_runtime
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import QuestionFault
-from pipeline.execution.gpu_fault import exit_after_gpu_fault, give_up_process
+from pipeline.execution.gpu_fault import give_up_process
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
-from pipeline.generate.asking import AnswerSetup, Asker, PreparedQuestion, heartbeat_name
+from pipeline.generate.asking import AnswerSetup, Asker, PreparedQuestion, heartbeat_name, unforeseen_fault
 from pipeline.generate.choices import parse_letter
 from pipeline.generate.engines import Engine, EngineDied, load_engine
 from pipeline.generate.questions import QUESTION_SCHEMA, Way
@@ -159,16 +159,13 @@ class Answerer:
             rows = self._score(batch) if batch[0].how.scored else self._generate(batch)
             self._fitted = max(self._fitted, len(batch))
             return [{**row, "status": "ok", "batch_size": len(batch)} for row in rows]
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            fault = QuestionFault("out-of-memory", str(error))
-            self._short = True
         except EngineDied as error:
             give_up_process(batch[0].row["question_id"], error)
         except QuestionFault as error:
             fault = error
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
-            exit_after_gpu_fault(batch[0].row["question_id"], error)
-            fault = QuestionFault("internal", f"{type(error).__name__}: {error}")
+            fault = unforeseen_fault(batch[0].row["question_id"], error)
+        self._short |= fault.fault_class == "out-of-memory"
         # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
         if fault.fault_class == "out-of-memory" and torch.cuda.is_available():
             torch.cuda.empty_cache()

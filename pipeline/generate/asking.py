@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gstep.backbones import ModelSource, TextTower
+from gstep.errors import is_out_of_memory
 from gstep.language import Prompt, Visual, prompt_builder
 from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache
@@ -107,6 +108,17 @@ class Embedders:
         return self._by_tower[late.text_tower].embedding(text)
 
 
+def unforeseen_fault(question_id: str, error: Exception) -> QuestionFault:
+    """Return the fault of a question for an error that is none; end this process where the GPU is broken since.
+
+    A method that looks at the question runs on the GPU, as the language model does.
+    """
+    exit_after_gpu_fault(question_id, error)
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
+        return QuestionFault("out-of-memory", str(error))
+    return QuestionFault("internal", f"{type(error).__name__}: {error}")
+
+
 class Asker:
     """The maker of prompts from questions and cached videos, for one engine."""
 
@@ -158,13 +170,10 @@ class Asker:
             fault = QuestionFault("corrupt", str(error))
         except OSError as error:
             fault = QuestionFault("io", f"{error.filename or ''} {error.strerror or error}")
-        except (torch.OutOfMemoryError, MemoryError) as error:  # a method that looks at the question works here
-            fault = QuestionFault("out-of-memory", str(error))
         except ValueError as error:  # what a prompt builder says of a text or of a video's tokens
             fault = QuestionFault("bad-prompt", str(error))
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
-            exit_after_gpu_fault(question["question_id"], error)  # a method that looks at the question runs on the GPU
-            fault = QuestionFault("internal", f"{type(error).__name__}: {error}")
+            fault = unforeseen_fault(question["question_id"], error)
         return failed_answer(question, fault)
 
     def _prepare(self, question: QuestionRecord, how: Way) -> PreparedQuestion | AnswerRecord:

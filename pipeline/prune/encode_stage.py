@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -23,6 +23,7 @@ from torch import Tensor
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
 from gstep.backbones.preprocess.base import as_frames
+from gstep.errors import is_out_of_memory
 from gstep.evidence import is_per_frame, name_of
 from gstep.lazy import importing_much
 from pipeline.cache.codecs import BFLOAT16, CODECS
@@ -31,6 +32,7 @@ from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import POISON, Heartbeat, HeldItems
 from pipeline.prune.batches import VideoFrames, decoded_videos, encoded_bundle
+from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
 
 T = TypeVar("T")
@@ -55,6 +57,7 @@ class EncodeSetup:
     compiled: bool = False
     sample_limit: int = -1  # of the videos whose bfloat16 rows are kept too (pipeline.cache.codecs.sample)
     tower_hash: str | None = None  # of the source (gstep.checkpoints.tower), which rows say
+    shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos: a GPU compiles for it ahead
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """Estimate the bytes of the kept tokens of a video of [n_frames, height, width] pixels, before the codec."""
@@ -92,17 +95,28 @@ class VideoEncoder:
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
         frame_batch = {} if setup.batch_frames is None else {"frame_batch": setup.batch_frames}
-        self.backbone = backbone or family_of(setup.source).load(self._runtime, **frame_batch)
-        self._described = self._runtime.describe() | {"tower_form": self.backbone.form}
+        with self._compiling():
+            self.backbone = backbone or family_of(setup.source).load(self._runtime, **frame_batch)
+        self._described = self._runtime.describe()
         if setup.compiled:
             self.backbone.compile()
             self._described["compiled"] = "yes"
+        self._described["tower_form"] = self.backbone.form
         device, self._encoding = torch.device(self._runtime.device), threading.Lock()
         self._copies = self._prunes = None
         self._pruning = self._encoding
         if device.type == "cuda":
             self._copies, self._prunes = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
             self._pruning = threading.Lock()
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        """Return the context beside which a built-in method compiles its kernels on a GPU."""
+        setup = self._setup
+        if setup.shape is None or ":" in setup.pruner or not self._runtime.device.startswith("cuda"):
+            return nullcontext()
+        family = family_of(setup.source)
+        shape = *family.token_counts(*setup.shape), family.static().hidden_size
+        return compiled_beside(self._pruner, setup.retention_ratio, shape, self._runtime.device)
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
         """Encode and prune a decoded video; return its kept tokens and its record.
@@ -148,10 +162,10 @@ class VideoEncoder:
         names = ", ".join(video.record["video_id"] for video in videos)
         try:
             return self._together(videos, names)
-        except torch.OutOfMemoryError:
-            self._room /= 2
         except Exception as error:  # noqa: BLE001 - as in _guarded
             exit_after_gpu_fault(names, error)
+            if is_out_of_memory(error):
+                self._room /= 2
         torch.cuda.empty_cache()  # not in a handler, where the error still holds the tensors
         return [None] * len(videos)
 
@@ -272,11 +286,12 @@ def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
         return work()
     except VideoFault:
         raise
-    except torch.OutOfMemoryError as error:
-        fault = VideoFault("out-of-memory", str(error), stage=stage)
     except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
         exit_after_gpu_fault(video_id, error)
-        fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage=stage)
+        if is_out_of_memory(error):
+            fault = VideoFault("out-of-memory", str(error), stage=stage)
+        else:
+            fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage=stage)
     raise fault  # outside the handlers, or it would keep the error and with it the tensors of the video
 
 

@@ -100,6 +100,7 @@ class PruneRequest:
             codec=self.config.token_codec,
             batch_frames=self.config.encode_batch_frames,
             compiled=self.config.compile,
+            shape=self.decode_setup().largest_frames(),
         )
 
     def identity(self, dtype: str) -> CacheIdentity:

@@ -60,6 +60,8 @@ _READ_BY_IMPORTS = (
     *("ATEN_", "CUDA_", "HF_", "HUGGINGFACE_", "LD_", "MKL_", "NPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONPATH"),
     *("PYTORCH_", "TORCH", "TRANSFORMERS_", "TRITON_", "USE_"),
 )
+# What CUDA opens when it starts, and NVML, which only counts GPUs, does not.
+_OPENED_BY_CUDA = "nvidia-uvm"
 _HARMLESS_THREADS = {"jemalloc_bg_thd"}  # that of Arrow's allocator knows of forks
 _REQUEST_BYTES = 2**20
 
@@ -138,6 +140,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
         path: the driver's ``sys.path``, so that the same packages are imported.
     """
     own_path, own_variables = sys.path[1:], _read_by_imports(os.environ)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that what asks for a GPU while it loads does not start CUDA
     sys.path[:] = path
     _import(_WITHOUT_RAY)
     sys.path[:] = own_path
@@ -221,7 +224,7 @@ def import_ray() -> None:
 
 
 def _import(modules: Iterable[str]) -> None:
-    """Import the modules. End this process where that has started threads, which a fork would lose."""
+    """Import the modules. End this process where that has started threads or CUDA, of which a fork can use neither."""
     from gstep.lazy import importing_much  # noqa: PLC0415 - found by the driver's path only
 
     with importing_much():
@@ -231,6 +234,10 @@ def _import(modules: Iterable[str]) -> None:
     names = {(task / "comm").read_text().strip() for task in tasks.iterdir() if task.name != str(os.getpid())}
     if not names <= _HARMLESS_THREADS:
         raise SystemExit(f"a fork would lose threads: {', '.join(sorted(names))}")
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one by which the folder is read is closed by now
+            if descriptor.readlink().name == _OPENED_BY_CUDA:
+                raise SystemExit("a fork could not use the GPU: an import has started CUDA")
 
 
 def _take(environment: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.jobs.cluster.prometheus import BINARY, Prometheus
 from tests.jobs.faults import tiny_videos
-from tests.jobs.jobs import clips, run
+from tests.jobs.jobs import clips, environment, run
 from tests.jobs.ray_cluster import Cluster
 from tests.paths import ROOT
 from tests.waiting import wait_until
@@ -168,6 +168,17 @@ def test_what_a_dying_worker_said_is_in_a_file_that_the_summary_names(tmp_path):
     assert f"    {ids[4]}: CUDA error: an illegal memory access was encountered" in text
     (record,) = (tmp_path / "c" / "runs").glob("*.json")
     assert json.loads(record.read_text())["summary"]["log"] == str(log)
+
+
+@pytest.mark.slow
+def test_the_document_of_a_run_whose_encoder_died_is_alone_on_stdout(tmp_path):
+    """Ray prints on stdout that it tries the task again, at any time."""
+    tiny_videos(tmp_path / "videos", 10)
+    argv = ["jobs.prune", str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--fps", "25", "--encode-workers", "1"]
+    command = [sys.executable, "-m", *argv, "--pruner", "tests.jobs.poison:Poison", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["failures"] == {"crash": 2}, done.stderr
+    assert "(raylet)" in done.stderr
 
 
 @pytest.mark.slow

@@ -50,6 +50,49 @@ def test_what_is_printed_meanwhile_goes_to_stderr(capfd):
     assert capfd.readouterr().out == "later\n"
 
 
+# A command beside a thread that prints all the time, as Ray's does, and at exit something prints once more.
+PRINTING = """
+import atexit, os, sys, threading, time
+from rich.console import Console
+from jobs.command import exit_code_of
+from jobs.frame.json_document import STDOUT, Done
+
+def prints():
+    while True:
+        print("(raylet) a worker died", flush=True)
+        os.write(1, b"of a library\\n")
+
+def work():
+    threading.Thread(target=prints, daemon=True).start()
+    time.sleep(0.2)
+    if "fails" in sys.argv:
+        raise ValueError("a bug")
+    return Done(3, {"n": "\\u00fc"})
+
+atexit.register(print, "goodbye", flush=True)
+code = exit_code_of(work, Console(stderr=True), document=STDOUT)
+time.sleep(0.2)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("word", "code"), [("works", 3), ("fails", 1)])
+def test_what_is_printed_before_and_behind_the_document_goes_to_stderr(word, code):
+    command = [sys.executable, "-c", PRINTING, word]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    document = json.loads(done.stdout)
+    assert done.returncode == code and document.get("n", "ü") == "ü" and ("error" in document) == (word == "fails")
+    assert {"(raylet) a worker died", "of a library", "goodbye"} <= set(done.stderr.splitlines())
+
+
+def test_a_reader_that_does_not_wait_for_the_document_is_no_error():
+    command = f"{sys.executable} -c '{PRINTING}' works 2>&1 >/dev/full"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "failed: " in done.stdout, done.stdout
+    closed = f"{sys.executable} -c '{PRINTING}' works 2>/dev/null | true; exit ${{PIPESTATUS[0]}}"
+    assert subprocess.run(["bash", "-c", closed], cwd=ROOT, check=False).returncode == 3
+
+
 @pytest.mark.parametrize(
     ("error", "code", "named", "message"),
     [

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from pipeline import TokenCache
+from pipeline.cache.codecs import CODECS
+from pipeline.cache.token_shard import checksum_of, read_videos
 from pipeline.cache.writer import commit, write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.storage.stores import LocalStore
@@ -39,6 +41,46 @@ def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path, method):
     after = TokenCache(tmp_path).get("v", order="selection", verify=True)
     assert np.array_equal(after.tokens.view(torch.int16).numpy(), before.tokens.view(torch.int16).numpy())
     assert late["token_shard"] != after.metadata["token_shard"] and len(store.names("tokens", ".parquet")) == 2
+
+
+@pytest.mark.parametrize("method", ["gstep", "visionzip"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_a_shard_is_named_by_every_byte_of_its_columns(tmp_path, method, codec):
+    """The checksums stand for the vectors, so one bit anywhere gives another name, and the same bytes the same."""
+    store = write_header(tmp_path, method=method)
+
+    def name_of(**change) -> str:
+        video = encoded("v", random_tokens(0), 0.25, method)
+        assert video.kept is not None
+        evidence = {"token_attention": np.arange(len(video.kept.index), dtype=np.int16)[:, None]}
+        kept = replace(video.kept, deepstack=[video.kept.tokens ^ np.int16(3)], evidence=evidence)
+        changed = {name: change[name](getattr(kept, name)) for name in change}
+        (row,) = write_token_shard(
+            [replace(video, kept=replace(kept, **changed))], store=store, run_id="run", codec=CODECS[codec]
+        )
+        table = read_videos(store, [row])[0] if not change else None
+        assert table is None or checksum_of(table) == row["checksum"]
+        return row["token_shard"]
+
+    def last_bit(values):
+        changed = values.copy()
+        changed.flat[-1] = changed.flat[-1] ^ 1
+        return changed
+
+    def next_up(values):
+        changed = values.copy()
+        changed[-1] = np.nextafter(changed[-1], np.float32(np.inf))
+        return changed
+
+    first = name_of()
+    others = [
+        name_of(tokens=lambda values: values ^ np.int16(1)),
+        name_of(deepstack=lambda levels: [levels[0] ^ np.int16(256)]),
+        name_of(evidence=lambda known: {name: last_bit(values) for name, values in known.items()}),
+        name_of(index=last_bit),
+        *([name_of(rank=last_bit), name_of(density=next_up)] if method == "gstep" else [name_of(merged=last_bit)]),
+    ]
+    assert name_of() == first and len({first, *others}) == 1 + len(others)
 
 
 def test_a_commit_of_many_shards_asks_a_distant_store_for_several_at_a_time(tmp_path):

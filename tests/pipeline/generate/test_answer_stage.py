@@ -145,12 +145,12 @@ def failing_engine(failure):
     return engine, sizes
 
 
-def too_many(fitting):
+def too_many(fitting, error=torch.OutOfMemoryError("out of memory")):
     """A failure of batches of more questions than fit the memory."""
 
     def failure(prompts):
         if len(prompts) > fitting:
-            raise torch.OutOfMemoryError("out of memory")
+            raise error
 
     return failure
 
@@ -195,8 +195,13 @@ def failing(cache):
     return make
 
 
-def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, tmp_path):
-    actor, sizes = failing(too_many(2))
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("out of memory"), MemoryError("cannot"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
+    ids=["torch", "host", "cublas"],
+)
+def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, tmp_path, error):
+    actor, sizes = failing(too_many(2, error))
     rows = list(actor.answer(open_questions(tmp_path, 14)))
     assert [row["status"] for row in rows] == ["ok"] * 14
     assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2]
@@ -232,9 +237,18 @@ def test_a_question_that_never_fits_is_out_of_memory_and_costs_no_other(failing,
     assert sizes == [8, 4, 2, 2, 1, 1, 4, 4]  # the next batch is as large as what fitted
 
 
-def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(cache, tmp_path):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("out of memory"),
+        MemoryError("out of memory"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    ],
+    ids=["torch", "host", "cudnn"],
+)
+def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(cache, tmp_path, error):
     def too_large(*_):
-        raise torch.OutOfMemoryError("out of memory")
+        raise error
 
     engine = engine_of()
     engine.embedding = too_large

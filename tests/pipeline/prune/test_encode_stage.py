@@ -232,10 +232,29 @@ def as_on_a_gpu(together) -> tuple[Encoder, list[int]]:
     return changed(change, batch_frames=8), sizes
 
 
-def test_a_pass_that_does_not_fit_the_memory_goes_one_by_one_and_later_ones_have_half_the_frames():
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["torch", "cublas"])
+def test_a_video_that_does_not_fit_the_memory_may_be_tried_again(error):
+    def full(tower):
+        def encode(frames, evidence):
+            raise error
+
+        return {"encode": encode}
+
+    ((record, _),) = in_order(changed(full)(bundle_of("a")))
+    assert (record["status"], record["error_class"], record["retryable"]) == ("failed", "out-of-memory", True)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["torch", "cublas"])
+def test_a_pass_that_does_not_fit_the_memory_goes_one_by_one_and_later_ones_have_half_the_frames(error):
     def together(visuals):
         if len(visuals) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return visuals
 
     process, sizes = as_on_a_gpu(together)

@@ -109,6 +109,16 @@ def test_what_may_wait_does_not_grow_with_the_corpus():
     assert small.store_bytes(10**7, 10**7) == large.store_bytes(10**7, 10**7)
 
 
+def test_writers_are_as_many_as_the_encoders_rate_needs():
+    """A video's 11.2 MB take a writer 0.1 s beside busy decoders, an encoder on a GPU gives 20 videos a second."""
+    for gpus in (1, 2, 8, 1000):
+        plan = plan_resources(16 * gpus, gpus, 10**6)
+        assert 20 * 0.1 * plan.encode.workers <= plan.write.workers <= 3 * plan.encode.workers
+        assert plan.write.num_cpus == 0
+    assert plan_resources(16, 8, 3).write.workers == 3  # no more than there are videos
+    assert [plan_resources(cpus, 0, 10**6).write.workers for cpus in (1, 4, 16, 20, 256)] == [1, 1, 1, 2, 16]
+
+
 def test_every_writer_may_hold_a_shard_and_wait_for_the_next():
     plan = plan_resources(4, 1, 1000)
     assert plan.store_bytes(0, 10**7) >= (2 * plan.write.workers + 2) * plan.videos_per_shard * 10**7

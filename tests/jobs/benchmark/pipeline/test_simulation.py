@@ -30,7 +30,7 @@ def test_simulated_writers_give_each_video_a_row_and_each_shard_a_file(tmp_path)
 
 def test_stages_are_planned_as_for_a_cluster_of_that_many_gpus():
     plan = planned(replace(WORK, encoders=1000))
-    assert (plan.decode.workers, plan.encode.workers, plan.write.workers) == (12_000, 1000, 1000)
+    assert (plan.decode.workers, plan.encode.workers, plan.write.workers) == (12_000, 1000, 2001)
     assert plan.videos_per_shard == 22 and 1 < plan.videos_per_bundle <= 4
 
 

@@ -44,6 +44,9 @@ def say():
     return found | dict(threads=os.environ.get("OMP_NUM_THREADS"),
         oom=Path("/proc/self/oom_score_adj").read_text().strip(), folder=os.getcwd())
 
+if "gpu" in sys.argv:
+    import torch
+    torch.cuda.device_count = lambda: 1
 connect()
 own = ray.get(say.options(runtime_env={"env_vars": {"A_WORD": "of its own"}}).remote()) if "own" in sys.argv else None
 if "kill" in sys.argv:
@@ -95,8 +98,9 @@ def drive(tmp_path: Path, *words: str, **more: str | None) -> Iterator[dict]:
 
 
 @pytest.mark.slow
-def test_a_worker_is_forked_with_the_environment_that_ray_gives_it_and_ends_with_its_driver(tmp_path):
-    with drive(tmp_path, **{SOCKET: None}, A_WORD="here") as document:
+@pytest.mark.parametrize("node", ["cpu", "gpu"])
+def test_a_worker_is_forked_with_the_environment_that_ray_gives_it_and_ends_with_its_driver(tmp_path, node):
+    with drive(tmp_path, node, **{SOCKET: None}, A_WORD="here") as document:
         found = document["found"]
         assert found["forked"] and found["loaded"] and found["group"], found
         assert found["word"] == "here" and found["folder"] == str(tmp_path)
@@ -119,6 +123,16 @@ def test_forked_workers_draw_ids_of_their_own():
     done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     drawn = [drawn for line in done.stdout.splitlines() if line for drawn in json.loads(line)]
     assert len(drawn) == len(set(drawn)) == 4
+
+
+@pytest.mark.parametrize(("file", "code"), [("nvidia-uvm", 1), ("nvidiactl", 0)])
+def test_a_process_that_started_cuda_forks_nothing(tmp_path, file, code):
+    """CUDA opens a device that NVML leaves alone; here a file has its name."""
+    (tmp_path / file).touch()
+    script = f"import pipeline.execution.prefork.server as s; opened = open({str(tmp_path / file)!r}); s._import(())"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, "has started CUDA" in done.stderr) == (code, bool(code)), done.stderr
 
 
 @pytest.fixture

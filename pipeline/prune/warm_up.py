@@ -1,0 +1,56 @@
+"""The kernels that a pruning method compiles, made ready while a GPU's encoder loads its model."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gstep import VisualTokens
+from gstep.pruners.base import Pruner
+
+MAX_TOKENS = 16_384  # of the made-up video; for longer ones a method compiles nothing else
+
+
+@contextmanager
+def compiled_beside(
+    pruner: Pruner, ratio: float, shape: tuple[int, int, int], device: torch.device | str
+) -> Iterator[None]:
+    """Let ``pruner`` compile what it needs in a thread of its own, while the context does something else.
+
+    The thread prunes one made-up video, and the end of the context waits for it. Triton keeps what it compiled in
+    ~/.triton/cache or $TRITON_CACHE_DIR, where later processes find it. A failure is only warned of, since the first
+    video says what it comes to. Methods that need evidence of the encoder are left alone.
+
+    Args:
+        shape: (T, N, D) of most videos.
+    """
+    if pruner.sources:
+        yield
+        return
+    thread = threading.Thread(target=_prune_made_up, args=(pruner, ratio, shape, device), name="compile", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _prune_made_up(pruner: Pruner, ratio: float, shape: tuple[int, int, int], device: torch.device | str) -> None:
+    """Prune a made-up video of this shape, or of fewer frames where it has more than MAX_TOKENS tokens."""
+    n_frames, per_frame, hidden = shape
+    n_frames = max(1, min(n_frames, MAX_TOKENS // per_frame))
+    seeded = torch.Generator(device).manual_seed(0)
+    try:
+        tokens_TND = torch.randn((n_frames, per_frame, hidden), generator=seeded, device=device, dtype=torch.bfloat16)
+        pruner.prune(VisualTokens(tokens_TND), ratio)
+        if tokens_TND.is_cuda:
+            torch.cuda.synchronize(tokens_TND.device)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it concerns no video yet
+        cause = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"{pruner.name} could not be tried before the first video ({cause})", RuntimeWarning, stacklevel=2
+        )
