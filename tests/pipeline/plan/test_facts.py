@@ -22,9 +22,15 @@ def test_facts_are_sums_over_rows():
     facts.add([GOOD, {**GOOD, "start_s": 10.0, "end_s": 70.0}, {"status": "failed", "decode_s": 1.0}])
     told = facts.as_record(wall_s=10.0)
     assert (told["decode_core_s"], told["output_bytes"], told["cost"]) == (5.0, 200 * 140, 0.1)
-    assert told["encoder_busy"] == pytest.approx(1.5 / 20) and told["core_s_a_video"] == pytest.approx(5 / 3)
+    assert told["encoder_busy"] == pytest.approx(1.0 / 20) and told["core_s_a_video"] == pytest.approx(5 / 3)
     assert told["video_hours"] == pytest.approx(110 / 3600)
     assert told["video_hours_per_day_per_gpu"] == pytest.approx(110 / 3600 / 10 * 86400 / 2)
+
+
+def test_an_encoder_on_a_cpu_prunes_instead_of_encoding():
+    facts = Facts(1.0, encoders=2, clock=Clock())
+    facts.add([GOOD])
+    assert facts.as_record(wall_s=10.0)["encoder_busy"] == pytest.approx(0.75 / 20)
 
 
 def test_machines_that_join_count_from_then_on():
@@ -33,7 +39,7 @@ def test_machines_that_join_count_from_then_on():
     clock.now += 10.0
     facts.take(2, 2, 72.0)  # nothing is done yet: so it was from the start
     clock.now += 90.0
-    facts.add([{**GOOD, "encode_s": 399.75}])
+    facts.add([{**GOOD, "encode_s": 400.0}])
     facts.take(6, 6, 216.0)
     clock.now += 50.0
     told = facts.as_record()
