@@ -64,7 +64,7 @@ def test_newer_flash_attention_is_taken_where_it_is_asked_for_alone(machine, for
     machine(cuda=True, flash=form)
     assert choose_runtime().attn_implementation == "sdpa"
     assert choose_runtime(attn=f"flash_attention_{form}").attn_implementation == f"flash_attention_{form}"
-    with pytest.raises(ModelError, match="flash-attn .*is not installed"):
+    with pytest.raises(ModelError, match=r"flash-attn .*is not installed"):
         choose_runtime(attn="flash_attention_2")
 
 
@@ -89,7 +89,7 @@ def test_flash_attention_on_the_cpu_or_in_float32_is_refused(machine, form):
 def test_transformers_knows_every_name_of_attention():
     """It takes a form of flash attention by this name, and looks for its package by a check of this one."""
     known = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.keys()
-    assert {*ATTENTION} - {"eager"} <= {*known} and ATTN == ("auto", *ATTENTION)
+    assert {*ATTENTION} - {"eager"} <= {*known} and ("auto", *ATTENTION) == ATTN
     for name in FLASH:
         assert callable(getattr(transformers.utils.import_utils, f"is_flash_attn_{name[-1]}_available"))
 
