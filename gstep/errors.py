@@ -2,9 +2,10 @@
 
 import re
 
-# cuBLAS, cuDNN, CUDA and Triton raise plain errors where they find no memory: CUBLAS_STATUS_ALLOC_FAILED,
-# CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED, "CUDA error: out of memory", "Triton Error [CUDA]: out of memory".
-_NO_MEMORY = re.compile(r"_STATUS_\w*ALLOC(ATION)?_FAILED|\b(CUDA|Triton)( driver)? [Ee]rror( \[CUDA\])?: out of memory")
+# What cuBLAS and cuDNN, and what CUDA and Triton say in plain errors where they find no memory.
+_NO_MEMORY = re.compile(
+    r"_STATUS_\w*ALLOC(ATION)?_FAILED|\bCUDA( driver)? error: out of memory|\bTriton Error \[CUDA\]: out of memory"
+)
 
 
 class ModelError(ValueError):

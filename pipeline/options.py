@@ -16,7 +16,7 @@ OUTSIDE_COUNT, OUTSIDE_SHARE = 10, 0.05
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ENGINES = ("transformers", "vllm")
-ATTN = ("auto", "flash_attention_2", "sdpa", "eager")
+ATTN = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", "eager")
 
 
 def option(default: Any, help_text: str, **extra: Any) -> Any:
@@ -84,7 +84,7 @@ class RunOptions(S3Options):
 
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
     device: str = option("auto", "where the model runs; auto is cuda if the cluster has GPUs", choices=DEVICES)
-    attn: str = option("auto", "attention kernel; auto is flash-attn where it is installed, else sdpa", choices=ATTN)
+    attn: str = option("auto", "attention kernel; auto is flash-attn 2 where it is installed, else sdpa", choices=ATTN)
     min_gpus: int = option(
         0,
         "wait until the cluster has N GPUs, for nodes that join late; without any, --device auto takes the CPU",

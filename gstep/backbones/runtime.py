@@ -10,7 +10,16 @@ import torch
 from gstep.errors import ModelError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ATTENTION = ("flash_attention_2", "sdpa", "eager")
+# Each is a package of its own, and how it comes here.
+FLASH = {
+    "flash_attention_2": "the package flash-attn (2.3.3 or newer) is not installed: pip install -e '.[flash-attn]' in "
+    "the clone (needs a CUDA toolchain)",
+    "flash_attention_3": "the package flash-attn-3 is not installed: build it from the folder hopper of "
+    "github.com/Dao-AILab/flash-attention (needs a CUDA toolchain and a Hopper GPU)",
+    "flash_attention_4": "the package flash-attn-4 is not installed: pip install -e '.[flash-attn-4]' in the clone "
+    "(wheels, which need no CUDA toolchain)",
+}
+ATTENTION = (*FLASH, "sdpa", "eager")
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,9 @@ def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto"
     Args:
         device: "auto" (cuda where there is one), "cpu", "cuda" or "cuda:<i>".
         dtype: "auto" (bfloat16 on cuda, float32 on the CPU) or a name in DTYPES.
-        attn: "auto" (flash_attention_2 where it is installed and can run, else sdpa) or a name in ATTENTION.
+        attn: "auto" (flash_attention_2 where it is installed and can run, else sdpa) or a name in ATTENTION. The newer
+            forms of flash attention are never chosen by themselves: torch's own choice was not slower where it was
+            measured.
 
     Raises ModelError for a device, dtype or implementation that is unknown or not there.
     """
@@ -81,21 +92,21 @@ def _device(device: str) -> str:
 def _attention(attn: str, *, flash_can_run: bool) -> str:
     """Choose or check the attention implementation. Raises ModelError for one that is unknown or cannot run."""
     if attn == "auto":
-        return "flash_attention_2" if flash_can_run and _flash_installed() else "sdpa"
+        return "flash_attention_2" if flash_can_run and _is_installed("flash_attention_2") else "sdpa"
     if attn not in ATTENTION:
         raise ModelError(f"unknown attention implementation {attn!r}; known: auto, {', '.join(ATTENTION)}")
-    if attn == "flash_attention_2" and not flash_can_run:
-        raise ModelError("flash_attention_2 runs on cuda in bfloat16 or float16 only: use sdpa, or leave it on auto")
-    if attn == "flash_attention_2" and not _flash_installed():
-        raise ModelError(
-            "flash_attention_2 was asked for, but the package flash-attn (2.3.3 or newer) is not installed: "
-            "pip install -e '.[flash-attn]' in the clone (needs a CUDA toolchain), or use sdpa"
-        )
+    if attn in FLASH and not flash_can_run:
+        raise ModelError(f"{attn} runs on cuda in bfloat16 or float16 only: use sdpa, or leave it on auto")
+    if attn in FLASH and not _is_installed(attn):
+        raise ModelError(f"{attn} was asked for, but {FLASH[attn]}, or use sdpa")
     return attn
 
 
-def _flash_installed() -> bool:
-    """Return whether FlashAttention 2 is installed and usable here, by transformers' own check."""
-    from transformers.utils import is_flash_attn_2_available  # noqa: PLC0415 - seconds to import, rarely needed
+def _is_installed(flash: str) -> bool:
+    """Return whether a form of flash attention is installed and usable here, by transformers' own check."""
+    from transformers import utils  # noqa: PLC0415 - seconds to import, rarely needed
+    from transformers.utils import import_utils  # noqa: PLC0415
 
-    return bool(is_flash_attn_2_available())
+    name = f"is_flash_attn_{flash[-1]}_available"  # older versions do not know the newest
+    check = getattr(utils, name, None) or getattr(import_utils, name, None)
+    return check is not None and bool(check())

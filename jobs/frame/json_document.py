@@ -85,7 +85,7 @@ def stdout_as_stderr() -> Iterator[TextIO]:
     sys.stdout = sys.stderr
     try:
         if own:
-            with open(kept, "w", encoding=before.encoding, errors=before.errors, closefd=False) as stdout:  # noqa: PTH123
+            with open(kept, "w", encoding=before.encoding, errors=before.errors, closefd=False) as stdout:
                 yield stdout
         else:
             yield before

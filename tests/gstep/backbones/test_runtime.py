@@ -9,20 +9,28 @@ import sys
 import pytest
 import torch
 import transformers
+import transformers.modeling_utils
 
 import gstep.backbones
 from gstep.backbones import Runtime, choose_runtime
+from gstep.backbones.runtime import ATTENTION, FLASH
 from gstep.errors import ModelError
+from pipeline.options import ATTN
 from tests.paths import ROOT
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A function that makes this a machine with CUDA and FlashAttention, or without."""
+    """A function that makes this a machine with CUDA and a form of FlashAttention, or without."""
 
-    def become(*, cuda, flash=False):
+    def become(*, cuda, flash=0):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-        monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: flash)
+        for form in (2, 3, 4):
+            # As transformers' checks: cached, and called without arguments.
+            there = lambda is_there=form == flash: is_there  # noqa: E731
+            monkeypatch.setattr(transformers.utils.import_utils, f"is_flash_attn_{form}_available", there)
+            if hasattr(transformers.utils, f"is_flash_attn_{form}_available"):
+                monkeypatch.setattr(transformers.utils, f"is_flash_attn_{form}_available", there)
 
     return become
 
@@ -38,7 +46,7 @@ def test_auto_on_cuda(machine):
 
 
 def test_auto_takes_flash_attention_where_it_can_run(machine):
-    machine(cuda=True, flash=True)
+    machine(cuda=True, flash=2)
     assert choose_runtime().attn_implementation == "flash_attention_2"
     assert choose_runtime("cuda:1", "float16").attn_implementation == "flash_attention_2"
     assert choose_runtime(dtype="float32").attn_implementation == "sdpa"
@@ -51,17 +59,39 @@ def test_cuda_without_cuda_is_refused(machine):
         choose_runtime("cuda")
 
 
-def test_flash_attention_without_its_package_is_refused(machine):
+@pytest.mark.parametrize("form", [3, 4])
+def test_newer_flash_attention_is_taken_where_it_is_asked_for_alone(machine, form):
+    machine(cuda=True, flash=form)
+    assert choose_runtime().attn_implementation == "sdpa"
+    assert choose_runtime(attn=f"flash_attention_{form}").attn_implementation == f"flash_attention_{form}"
+    with pytest.raises(ModelError, match=r"flash-attn .*is not installed"):
+        choose_runtime(attn="flash_attention_2")
+
+
+@pytest.mark.parametrize(
+    ("form", "remedy"),
+    [(2, r"pip install .*\[flash-attn\]"), (3, "folder hopper"), (4, r"pip install .*\[flash-attn-4\]")],
+)
+def test_flash_attention_without_its_package_is_refused(machine, form, remedy):
     machine(cuda=True)
-    with pytest.raises(ModelError, match=r"pip install .*flash-attn"):
-        choose_runtime("cuda", attn="flash_attention_2")
+    with pytest.raises(ModelError, match=remedy):
+        choose_runtime("cuda", attn=f"flash_attention_{form}")
 
 
-def test_flash_attention_on_the_cpu_or_in_float32_is_refused(machine):
-    machine(cuda=True, flash=True)
+@pytest.mark.parametrize("form", [2, 3, 4])
+def test_flash_attention_on_the_cpu_or_in_float32_is_refused(machine, form):
+    machine(cuda=True, flash=form)
     for device, dtype in [("cpu", "bfloat16"), ("cuda", "float32")]:
         with pytest.raises(ModelError, match="cuda in bfloat16"):
-            choose_runtime(device, dtype, "flash_attention_2")
+            choose_runtime(device, dtype, f"flash_attention_{form}")
+
+
+def test_transformers_knows_every_name_of_attention():
+    """It takes a form of flash attention by this name, and looks for its package by a check of this one."""
+    known = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.keys()
+    assert {*ATTENTION} - {"eager"} <= {*known} and ("auto", *ATTENTION) == ATTN
+    for name in FLASH:
+        assert callable(getattr(transformers.utils.import_utils, f"is_flash_attn_{name[-1]}_available"))
 
 
 @pytest.mark.parametrize("wrong", [{"device": "tpu"}, {"dtype": "int8"}, {"attn": "magic"}])

@@ -174,7 +174,16 @@ def test_what_a_dying_worker_said_is_in_a_file_that_the_summary_names(tmp_path):
 def test_the_document_of_a_run_whose_encoder_died_is_alone_on_stdout(tmp_path):
     """Ray prints on stdout that it tries the task again, at any time."""
     tiny_videos(tmp_path / "videos", 10)
-    argv = ["jobs.prune", str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--fps", "25", "--encode-workers", "1"]
+    argv = [
+        "jobs.prune",
+        str(tmp_path / "videos"),
+        "--out",
+        str(tmp_path / "c"),
+        "--fps",
+        "25",
+        "--encode-workers",
+        "1",
+    ]
     command = [sys.executable, "-m", *argv, "--pruner", "tests.jobs.poison:Poison", "--json"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert json.loads(done.stdout)["failures"] == {"crash": 2}, done.stderr

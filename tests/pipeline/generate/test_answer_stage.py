@@ -145,12 +145,12 @@ def failing_engine(failure):
     return engine, sizes
 
 
-def too_many(fitting, error=torch.OutOfMemoryError("out of memory")):
+def too_many(fitting, error=None):
     """A failure of batches of more questions than fit the memory."""
 
     def failure(prompts):
         if len(prompts) > fitting:
-            raise error
+            raise error or torch.OutOfMemoryError("out of memory")
 
     return failure
 
