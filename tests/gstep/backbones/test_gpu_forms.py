@@ -209,3 +209,36 @@ def test_kernels_equal_the_stock_steps_in_the_interpreter():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr
     assert "rotation torch.bfloat16" in done.stdout
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gstep.backbones import gpu_kernels
+
+ROWS = {"WIDTH": 1152, "BLOCK": 2048, "ROWS": 2, "ADDED": True, "CENTRED": True}
+CASES = {
+    "norm_kernel": (["*bf16"] * 6 + ["i32", "fp32"], ROWS),
+    "rotate_kernel": (["*bf16", "*fp32", "*fp32"], {"HEADS": 16, "HALF": 40, "BLOCK_HEADS": 32, "BLOCK_HALF": 64}),
+    "gate_kernel": (["*bf16", "*bf16"], {"WIDTH": 3456, "BLOCK": 1024}),
+}
+for name, (types, constants) in CASES.items():
+    kernel = getattr(gpu_kernels, name)
+    signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(constants), strict=True))
+    for capability in (80, 90):
+        source = ASTSource(kernel, signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+        assert compiled.asm["cubin"]
+        print(name, capability)
+"""
+
+
+@needs_triton
+def test_every_kernel_compiles_for_gpus_that_are_not_here(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3 * 2  # kernels x GPUs
