@@ -30,7 +30,7 @@ DECODERS: LazyTable = LazyTable(
         "nvdec": "pipeline.video.nvdec_decoder:NvdecDecoder",
     },
 )
-_PACKAGES = {"pyav": "av", "decord": "decord", "torchcodec": "torchcodec", "nvdec": "torchcodec"}
+_PACKAGES = {"pyav": "av", "decord": "decord", "torchcodec": "torchcodec"}
 _CHUNK_FRAMES = 8
 _CHUNK_BYTES = 64 * 2**20
 
@@ -138,6 +138,7 @@ class PyavDecoder:
         assert index.packets is not None
         self._index = index
         self._packets = index.packets
+        self._codec: av.CodecContext | None = None  # another one than decodes the stream
         self._reformatter = VideoReformatter()
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
@@ -170,9 +171,8 @@ class PyavDecoder:
         whole = Run(0, len(table), tuple(indices.tolist()))
         for run in [whole] if pts is None else self._packets.runs(pts[indices].tolist()):
             missing = deque(run.times)
-            for number, frame in enumerate(
-                self._packets.decoded(run.start, run.stop, None if pts is None else run.times)
-            ):
+            times = None if pts is None else run.times
+            for number, frame in enumerate(self._packets.decoded(run.start, run.stop, times, self._codec)):
                 if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
                     raise IndexMismatch(f"the frame at {frame.pts} is no keyframe, as the file says")
                 time = number if pts is None else frame.pts

@@ -1,26 +1,82 @@
-"""The video decoder of an NVIDIA GPU, through torchcodec. Not measured: no GPU has run this yet.
+"""The video decoder of an NVIDIA GPU (NVDEC), through PyAV's own wheel, or through torchcodec where PyAV lacks it.
 
-The frames come back to the host, where they are resized as those of any decoder: the GPU decodes and converts the
-colours, with other last bits than FFmpeg. So whatever else holds for a decode child holds for this one, except that its
-memory is limited by what it writes to, since a CUDA context reserves hundreds of GiB of addresses.
+FFmpeg loads the driver's libnvcuvid. Only the packets that the chosen frames need go to the GPU, decoded frames stay
+there, and the chosen ones alone come back to the host, where they are unpacked to the layout that FFmpeg's software
+gives. From there on all is as with PyAV on a core, colours too. Not yet compared with it on a GPU.
 """
 
 from __future__ import annotations
 
-import torch
+from functools import cache
+from typing import Any
 
-from pipeline.video.torchcodec_decoder import TorchcodecDecoder  # first, since its error names a remedy
+import av
+from av.codec.hwaccel import HWAccel, hwdevices_available
+from av.video.reformatter import VideoReformatter
 
-import torchcodec  # isort: skip
+from gstep.lazy import load_object
+from pipeline.video.decoders import FrameDecoder, Frames, PyavDecoder
+from pipeline.video.probe import IndexMismatch, VideoIndex
 
-if torchcodec.__version__.endswith("+cpu") or torch.version.cuda is None:
-    raise ImportError(
-        f"torchcodec {torchcodec.__version__} with torch {torch.__version__} decodes on CPUs only; install both for "
-        "CUDA: pip install torch torchcodec --index-url https://download.pytorch.org/whl/cu130"
-    )
+# NVDEC's, of FFmpeg's own decoders. The others need facts of the container that a decoder made here does not get.
+_CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg2video")
+_HELD = 16  # decoded frames that may wait on the GPU besides those that others refer to: as many as a flush gives
+_NO_GPU = "PyAV finds no NVIDIA GPU with a video decoder here (libcuda and libnvcuvid): look at nvidia-smi"
 
 
-class NvdecDecoder(TorchcodecDecoder):
-    """The decoder with torchcodec on the first GPU this process sees. Raises RuntimeError without a GPU."""
+class PyavNvdecDecoder(PyavDecoder):
+    """The decoder with PyAV on the first GPU this process sees.
 
-    device = "cuda"
+    Raises RuntimeError without a GPU, IndexMismatch for files that a core decodes otherwise, errors of PyAV's for what
+    the GPU cannot decode.
+    """
+
+    def __init__(self, index: VideoIndex) -> None:
+        super().__init__(index)
+        if self._packets.codec not in _CODECS:
+            raise IndexMismatch(f"{self._packets.codec} is left to a core")
+        self._unpacker = VideoReformatter()
+        _primary_context()
+        self._codec = _on_gpu(self._packets.codec)
+        software = self._packets.stream.codec_context
+        self._codec.extradata = software.extradata
+        self._codec.width, self._codec.height = software.width, software.height
+
+    def _pixels(self, frame: av.VideoFrame) -> Frames:
+        """Fetch a frame from the GPU and convert it. Raise IndexMismatch where a core would show it otherwise."""
+        index = self._index
+        if frame.interlaced_frame:
+            raise IndexMismatch("interlaced frames are left to a core")
+        size = (index.height, index.width) if index.orientation.transpose else (index.width, index.height)
+        if (frame.width, frame.height) != size:  # of hidden edges a GPU cuts off the right and the lower one alone
+            raise IndexMismatch(f"the GPU gives frames of {frame.width}x{frame.height}, a core of {size[0]}x{size[1]}")
+        # FFmpeg scales the chroma of the GPU's layouts (nv12, p010) otherwise than that of planes.
+        return super()._pixels(self._unpacker.reformat(frame, format=index.pixel_format, threads=1))
+
+
+def _on_gpu(codec: str) -> Any:
+    """Make a decoder on the GPU, whose frames stay there. Raises RuntimeError where there is none."""
+    accelerator = HWAccel("cuda", allow_software_fallback=False, options={"primary_ctx": "1"}, is_hw_owned=True)
+    try:
+        context: Any = av.CodecContext.create(codec, "r", accelerator)
+    except (OSError, av.error.FFmpegError) as error:
+        raise RuntimeError(f"{_NO_GPU} ({error})") from error
+    if not context.is_hwaccel:
+        raise RuntimeError(f"PyAV {av.__version__} has no GPU decoder of {codec}")
+    context.thread_count = 1
+    context.options = {"extra_hw_frames": str(_HELD)}
+    return context
+
+
+@cache
+def _primary_context() -> Any:
+    """Hold the GPU's primary context until this process ends, so that no file's decoder makes it anew."""
+    return _on_gpu("h264")
+
+
+#: PyAV's form, or torchcodec's where this PyAV was built without CUDA; ImportError says what is missing.
+NvdecDecoder: type[FrameDecoder] = (
+    PyavNvdecDecoder
+    if "cuda" in hwdevices_available()
+    else load_object("pipeline.video.nvdec_torchcodec:TorchcodecNvdecDecoder")
+)

@@ -99,13 +99,16 @@ class VideoPackets:
         self._fields = first is not None and bool(first.interlaced_frame)
         return first
 
-    def decoded(self, start: int, stop: int, wanted: Sequence[int] | None = None) -> Iterator[av.VideoFrame]:
+    def decoded(
+        self, start: int, stop: int, wanted: Sequence[int] | None = None, codec: av.CodecContext | None = None
+    ) -> Iterator[av.VideoFrame]:
         """Yield the frames of packets number ``start`` to ``stop`` - 1 in the order in which they are shown.
 
         A damaged packet gives no frame, and FFmpeg logs it. Of the frames that are not shown at one of the ``wanted``
         times, the decoder leaves out those to which no other refers, where the codec marks them; None wants all.
+        ``codec`` is the decoder, by default the stream's own.
         """
-        codec = self.stream.codec_context
+        codec = codec or self.stream.codec_context
         codec.flush_buffers()
         skips = wanted is not None and self._tells_references()
         times = frozenset(wanted or ())

@@ -156,7 +156,11 @@ class _Child:
         context.set_forkserver_preload(_PRELOAD)
         self.pipe, theirs = context.Pipe()
         self.received = ReceivedFrames()
-        self.process = context.Process(target=_serve, args=(theirs, memory_mb, on_gpu), name="decode", daemon=True)
+        # Ray names a worker's GPUs when it starts; what the child is forked from may have begun before that.
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpu else None
+        self.process = context.Process(
+            target=_serve, args=(theirs, memory_mb, on_gpu, gpus), name="decode", daemon=True
+        )
         with _no_main_module(), forked_ahead():
             self.process.start()
         theirs.close()  # the child now holds the only other end: when it dies, reading here ends
@@ -219,8 +223,10 @@ def _crash(code: int | None, backend: str | None) -> VideoFault:
     return VideoFault("crash", f"the decode process was ended by {name}{hint}", backend=backend, exit_signal=-code)
 
 
-def _serve(pipe: Connection, memory_mb: int, on_gpu: bool) -> None:
+def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> None:
     """Answer the requests that come through the pipe, in the child, until the parent closes it or is gone."""
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     pipe.send(_confine(memory_mb, on_gpu))
     shared = SharedFrames()
     while True:

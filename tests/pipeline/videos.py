@@ -287,6 +287,7 @@ class Revealing(BadReader):
         seen = {"env": [n for n in os.environ if "TOKEN" in n or n.startswith("AWS_")], "limits": limits}
         first = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
         seen["first"] = [text for text in first if text.startswith(("AWS_", "HF_TOKEN", "PLAIN"))]
+        seen["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise VideoFault("internal", json.dumps({**seen, "threads": torch.get_num_threads(), "pid": os.getpid()}))
 
 

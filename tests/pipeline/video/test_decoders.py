@@ -223,7 +223,7 @@ def compare(*paths):
     """Print which decoder served each file when torchcodec was asked for, in a child as of a GPU; frames are PyAV's."""
     if not torch.cuda.is_available():
         with pytest.raises(ImportError, match=r"decodes on CPUs only; install both for CUDA"):
-            load_decoder("nvdec")
+            load_decoder("pipeline.video.nvdec_torchcodec:TorchcodecNvdecDecoder")
     with DecodeSandbox(timeout_s=300, memory_mb=1024, on_gpu=True) as sandbox:
         for path in paths:
             by_torchcodec, by_pyav = (
@@ -236,7 +236,8 @@ def compare(*paths):
 
 def test_decoders_go_by_name_or_import_path():
     assert list(DECODERS) == ["pyav", "decord", "torchcodec", "nvdec"]
-    assert decoder_version("nvdec") == decoder_version("torchcodec") == version("torchcodec")
+    assert decoder_version("torchcodec") == version("torchcodec")
+    assert decoder_version("nvdec") == decoder_version("pyav") == version("av")
     assert [decoders_for(name) for name in ("auto", "pyav", "decord")] == [("pyav",), ("pyav",), ("decord", "pyav")]
     assert load_decoder("pyav") is PyavDecoder
     assert load_decoder("tests.pipeline.videos:Aborting").version == "0"

@@ -136,6 +136,16 @@ def test_the_child_is_confined(clip, monkeypatch):
     assert core == 0 and 2**30 < address_space < 2**34
 
 
+def test_a_child_sees_the_gpus_that_its_worker_was_given_after_the_fork_server_began(clip, monkeypatch):
+    def seen(on_gpu):
+        with DecodeSandbox(on_gpu=on_gpu) as sandbox:
+            return json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["gpus"]
+
+    before = seen(on_gpu=False)  # the server runs from now on
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert (seen(on_gpu=True), seen(on_gpu=False)) == ("7", before)
+
+
 REVEALED = """
 import json, sys
 from pathlib import Path
