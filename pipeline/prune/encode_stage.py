@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -79,13 +79,24 @@ class EncodeSetup:
         return tuple(name_of(labelled, source) for labelled, source in self.evidence.items())
 
 
+@dataclass
+class Turn:
+    """The turn of a video at the device.
+
+    Attributes:
+        seconds: that its kernels took, once the turn is over.
+    """
+
+    seconds: float = 0.0
+
+
 class VideoEncoder:
     """The encoder and pruner of one video after another, for a run's actors and for ``jobs.verify --live``.
 
     Several threads may call it: the frames of one video go to a GPU, and the kept tokens of another come back, while a
-    third is encoded and a fourth is pruned, on a stream of its own. One video at a time is encoded, and one is pruned;
-    on a CPU, where both would share the cores, one or the other. It holds one vision tower, ``backbone`` if that is
-    loaded already, and never the LLM. Raises ModelError where the tower cannot be loaded.
+    third is encoded and a fourth is pruned on a stream of its own. A GPU encodes one video at a time and prunes one
+    beside it; a CPU, whose cores both would share, does one or the other. It holds one vision tower, ``backbone`` if
+    that is loaded already, and never the LLM. Raises ModelError where the tower cannot be loaded.
     """
 
     _room = Fraction(1)  # the part of a pass that several videos may fill
@@ -102,11 +113,10 @@ class VideoEncoder:
             self.backbone.compile()
             self._described["compiled"] = "yes"
         self._described["tower_form"] = self.backbone.form
-        device, self._encoding = torch.device(self._runtime.device), threading.Lock()
+        self._encoding = self._pruning = threading.Lock()
         self._copies = self._prunes = None
-        self._pruning = self._encoding
-        if device.type == "cuda":
-            self._copies, self._prunes = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        if self._runtime.device.startswith("cuda"):
+            self._copies, self._prunes = (torch.cuda.Stream(self._runtime.device) for _ in range(2))  # type: ignore[no-untyped-call]
             self._pruning = threading.Lock()
 
     def _compiling(self) -> AbstractContextManager[None]:
@@ -128,11 +138,8 @@ class VideoEncoder:
         """
         video_id = record["video_id"]
         loaded = _guarded("encode", video_id, lambda: self._loaded(frames))
-        with self._encoding:
-            started = time.perf_counter()
-            visual = _guarded("encode", video_id, lambda: self.encoded(loaded))
-            encode_s = time.perf_counter() - started
-        pruned, prune_s = _guarded("prune", video_id, lambda: self._pruned_in_turn(visual))
+        visual, encode_s = _guarded("encode", video_id, lambda: self._encode(loaded))
+        pruned, prune_s = _guarded("prune", video_id, lambda: self._prune(visual))
         return _guarded("prune", video_id, lambda: self._stored(record, visual, pruned, prune_s, encode_s))
 
     def passes(self, videos: Iterable[VideoFrames]) -> Iterator[list[VideoFrames]]:
@@ -172,31 +179,63 @@ class VideoEncoder:
     def _together(self, videos: Sequence[VideoFrames], names: str) -> list[PrunedVideo | None]:
         """Encode and prune as ``encode_together``. Raise whatever the pass raises; what pruning raises is None."""
         loaded = [self._loaded(video.shaped()) for video in videos]
-        with self._encoding:
-            started = time.perf_counter()
-            try:
-                visuals = self.backbone.encode_together(loaded, self._sources)
-                checked = [_attempted(names, partial(self._checked, visual)) for visual in visuals]
-            finally:
-                self._wait()
-            encode_s = time.perf_counter() - started
+        with self._turn(self._encoding) as turn:
+            visuals = self.backbone.encode_together(loaded, self._sources)
+            checked = [_attempted(names, partial(self._checked, visual)) for visual in visuals]
         n_tokens = [math.prod(visual.tokens.shape[:2]) for visual in visuals]
         del visuals
         found: list[PrunedVideo | None] = []
         for video, visual, n in zip(videos, checked, n_tokens, strict=True):
-            kept = None if visual is None else _attempted(names, partial(self._pruned_in_turn, visual))
+            kept = None if visual is None else _attempted(names, partial(self._prune, visual))
             if visual is None or kept is None:
                 found.append(None)
                 continue
-            seconds = (kept[1], encode_s * n / sum(n_tokens))
+            seconds = (kept[1], turn.seconds * n / sum(n_tokens))
             found.append(_attempted(names, partial(self._stored, video.record, visual, kept[0], *seconds, len(videos))))
         return found
 
-    def _pruned_in_turn(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
-        """Prune once no other video is pruned; return the kept tokens and the seconds that it took."""
-        with self._pruning:
-            started = time.perf_counter()
-            return self.pruned(visual), time.perf_counter() - started
+    def _encode(self, frames: Tensor | NDArray[np.uint8]) -> tuple[VisualTokens, float]:
+        """Encode frames as ``encoded``; return the tokens and the seconds."""
+        with self._turn(self._encoding) as turn:
+            visual = self._checked(self.backbone.encode(frames, self._sources))
+        return visual, turn.seconds
+
+    def _prune(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
+        """Prune tokens as ``pruned``; return what is kept and the seconds."""
+        with self._turn(self._pruning, self._prunes) as turn:
+            try:
+                pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
+            except ValueError as error:
+                raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
+        return pruned, turn.seconds
+
+    @contextmanager
+    def _turn(self, lock: threading.Lock, stream: torch.cuda.Stream | None = None) -> Iterator[Turn]:
+        """Let a thread launch kernels while it holds ``lock``, on ``stream`` of a GPU; they are complete at the end.
+
+        The next thread launches its own while they run, so that the GPU never waits for a host between two videos. The
+        end waits after an error too: memory that the error frees may belong to another stream at once.
+        """
+        turn = Turn()
+        if self._copies is None:
+            with lock:
+                started = time.perf_counter()
+                yield turn
+                turn.seconds = time.perf_counter() - started
+            return
+        stream = stream or torch.cuda.current_stream(torch.device(self._runtime.device))
+        # A thread that waits for a blocking event leaves its core to the decoders.
+        first, last = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        try:
+            with lock, torch.cuda.stream(stream):
+                first.record()
+                yield turn
+                last.record()
+        except BaseException:
+            stream.synchronize()
+            raise
+        last.synchronize()
+        turn.seconds = first.elapsed_time(last) / 1e3
 
     def _loaded(self, frames: NDArray[np.uint8]) -> Tensor:
         """Return the frames on the device; from pinned memory the copy runs beside the kernels of another video."""
@@ -242,10 +281,7 @@ class VideoEncoder:
 
         They are complete on return, for whichever stream reads them.
         """
-        try:
-            return self._checked(self.backbone.encode(frames, self._sources))
-        finally:  # memory that an error frees belongs to another stream at once
-            self._wait()
+        return self._encode(frames)[0]
 
     @property
     def _sources(self) -> dict[str, str]:
@@ -266,18 +302,7 @@ class VideoEncoder:
 
     def pruned(self, visual: VisualTokens) -> PrunedTokens:
         """Prune the tokens. Raise VideoFault("internal") where the method cannot prune them."""
-        with torch.cuda.stream(self._prunes) if self._prunes else nullcontext():
-            try:
-                return self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
-            except ValueError as error:
-                raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
-            finally:  # as in encoded
-                self._wait()
-
-    def _wait(self) -> None:
-        """Wait for the kernels of this thread's stream, so that a stage's seconds include them."""
-        if self._runtime.device.startswith("cuda"):
-            torch.cuda.current_stream(torch.device(self._runtime.device)).synchronize()
+        return self._prune(visual)[0]
 
 
 def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:

@@ -22,7 +22,6 @@ from gstep.selection.reference import NO_DISTANCE, density_weight, inverse_roots
 _ROW_MULTIPLE = 16  # matrix rows are a multiple of this long, to be read 16 bytes at a time
 _GROUP = 8  # rows of tiles that are walked together
 _FOLD = (8, 256)  # tile of products that one program turns into distances
-_WEIGHTS_HELD = 8192  # places whose weights, 8 bytes each, fit registers beside their distances
 UNFUSED = {"enable_fp_fusion": False}  # gstep.selection.reference rounds after each operation
 
 
@@ -190,7 +189,7 @@ def run_greedy(
     places = triton.next_power_of_2(width)
     kernels.greedy_kernel[(1,)](
         *(distances_SS, row_R, distance_S, weight_S, *bar, order_B, count_1, task.constants, width // _ROW_MULTIPLE),
-        *(task.budget, places, places <= _WEIGHTS_HELD),
+        *(task.budget, places),
         num_warps=min(32, max(4, places // 128)),  # a row's load of 16 bytes a thread, up to the most there are
         **UNFUSED,
     )

@@ -2,8 +2,8 @@
 
 ``gstep.selection.gpu.launch`` launches them.
 
-Checked in Triton's interpreter on a CPU against ``gstep.selection.reference``, and compiled for sm_80 and sm_90.
-Neither run nor measured on a GPU yet: what is said of speed is arithmetic.
+Checked in Triton's interpreter on a CPU against ``gstep.selection.reference``, compiled for sm_80 and sm_90, and run on
+an H200 (jobs/benchmark/README.md has the figures).
 
 Shapes: M tokens, D = HIDDEN size, R rows that a launch looks at (all tokens or some), S their number rounded up.
 
@@ -198,12 +198,12 @@ def greedy_kernel(
     sixteenths: tl.tensor,
     budget: tl.tensor,
     PLACES: tl.constexpr,
-    WEIGHTS_HELD: tl.constexpr,
 ) -> None:
     """Pick by Eqs. (10)-(12), one after the other, until the budget is spent or no row passes the bar. Grid: (1,).
 
-    One program keeps all distances in registers, PLACES of them, a power of 2 that is at least the width S; with
-    WEIGHTS_HELD all weights too, else it reads them again for each pick.
+    One program keeps all distances and weights in registers, PLACES of each, a power of 2 that is at least the width S.
+    On an H200 32 warps were the fastest, and one search over all places faster than three over parts of them; to read
+    16,384 weights again for each pick was slower than to spill some.
     ``distances_ptr`` [S, S] float64; ``distance_ptr`` [S] float64, -inf for what is picked or padding, is left as it is
     after the last pick; weight [S] float64. ``row_ptr`` [S]: each row's token, ascending.
     The bar is the best token that is no row here: its key in ``bar_ptr`` [1], and how many rows come before it by
@@ -218,8 +218,6 @@ def greedy_kernel(
     weight = tl.load(weight_ptr + place, mask=place < width, other=1.0)
     going = count < budget
     while going:
-        if not WEIGHTS_HELD:
-            weight = tl.load(weight_ptr + place, mask=place < width, other=1.0, eviction_policy="evict_last")
         # Of equal keys the lowest place wins.
         top, best = tl.max((distance + beta) * weight, 0, return_indices=True, return_indices_tie_break_left=True)
         going = (top > bar_key) | ((top == bar_key) & (best < bar_place))
