@@ -151,7 +151,7 @@ DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a fi
 DECODER_FILES_BYTES = 4 * 2**20
 # With --decoder nvdec, the share of a GPU that its decoders reserve, and how many they are: not measured.
 DECODING_OF_A_GPU, DECODERS_A_GPU = 0.2, 4
-CPU_ENCODERS_A_WRITER = 4  # encoders without a GPU that share a writer: each is far slower than one can write
+CPU_ENCODERS_PER_WRITER = 4  # encoders without a GPU that share a writer: each is far slower than one can write
 CALLS = 2  # calls at a time in a worker: one moves data while the other computes
 FINDING = Stage(0, 0, 1, "hands over what the driver finds", CALLS, 2 * CALLS)
 UNDER_WAY = 16  # videos on their way to an encoder: enough for a quarter of a second at 15 ms each
@@ -203,7 +203,7 @@ def plan_resources(
     encode_gpu = int(1e4 * encode_gpu / encoders_per_gpu) / 1e4
     # A GPU's encoder gives 18 videos of 11.2 MB a second, and beside busy decoders each takes a writer 74 to 106 ms
     # (one H200, 16 cores). An encoder of four cores gives less than one a second.
-    writers = min(1 + 2 * encoders, n_videos) if gpus >= 1 else math.ceil(encoders / CPU_ENCODERS_A_WRITER)
+    writers = min(1 + 2 * encoders, n_videos) if gpus >= 1 else math.ceil(encoders / CPU_ENCODERS_PER_WRITER)
     # Small runs use small shards: progress shows, a killed run loses little, and every writer has its share.
     shard = max(1, min(videos_per_shard, n_videos // max(16, 4 * encoders)))
     return Resources(

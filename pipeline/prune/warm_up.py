@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 
 import torch
 
@@ -31,6 +32,8 @@ def compiled_beside(
     if pruner.sources:
         yield
         return
+    with suppress(ImportError):  # without Triton methods compile nothing
+        import_module("gstep.selection.gpu.check")  # here, since two threads that import much may wait for each other
     thread = threading.Thread(target=_prune_made_up, args=(pruner, ratio, shape, device), name="compile", daemon=True)
     thread.start()
     try:

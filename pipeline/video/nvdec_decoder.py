@@ -8,10 +8,10 @@ gives. From there on all is as with PyAV on a core, colours too. Not yet compare
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import av
 from av.codec.hwaccel import HWAccel, hwdevices_available
+from av.video.codeccontext import VideoCodecContext
 from av.video.reformatter import VideoReformatter
 
 from gstep.lazy import load_object
@@ -54,14 +54,14 @@ class PyavNvdecDecoder(PyavDecoder):
         return super()._pixels(self._unpacker.reformat(frame, format=index.pixel_format, threads=1))
 
 
-def _on_gpu(codec: str) -> Any:
+def _on_gpu(codec: str) -> VideoCodecContext:
     """Make a decoder on the GPU, whose frames stay there. Raises RuntimeError where there is none."""
     accelerator = HWAccel("cuda", allow_software_fallback=False, options={"primary_ctx": "1"}, is_hw_owned=True)
     try:
-        context: Any = av.CodecContext.create(codec, "r", accelerator)
+        context = av.CodecContext.create(codec, "r", accelerator)
     except (OSError, av.error.FFmpegError) as error:
         raise RuntimeError(f"{_NO_GPU} ({error})") from error
-    if not context.is_hwaccel:
+    if not isinstance(context, VideoCodecContext) or not context.is_hwaccel:
         raise RuntimeError(f"PyAV {av.__version__} has no GPU decoder of {codec}")
     context.thread_count = 1
     context.options = {"extra_hw_frames": str(_HELD)}
@@ -69,7 +69,7 @@ def _on_gpu(codec: str) -> Any:
 
 
 @cache
-def _primary_context() -> Any:
+def _primary_context() -> VideoCodecContext:
     """Hold the GPU's primary context until this process ends, so that no file's decoder makes it anew."""
     return _on_gpu("h264")
 

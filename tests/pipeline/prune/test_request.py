@@ -107,3 +107,9 @@ def test_the_limit_of_frames_is_the_model_familys():
     assert defaults == {"llava_onevision": 32, "qwen2_5_vl": 768, "qwen3_vl": 768}
     assert sampling_of(PruneConfig(fps=2.0), 768) == Sampling(None, fps=2.0, max_frames=768)
     assert sampling_of(PruneConfig(), 768) == Sampling(32)
+
+
+def test_an_encoder_knows_the_shape_of_most_videos(request_for):
+    """A GPU compiles for it before the first one comes."""
+    assert request_for(num_frames=8).encode_setup("cpu", "float32").shape == (8, 384, 384)
+    assert request_for(fps=1.0, max_frames=6).encode_setup("cpu", "float32").shape == (6, 384, 384)
