@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gstep.backbones.preprocess.base import Preprocessor, as_frames
 from gstep.backbones.runtime import Runtime
-from gstep.errors import ModelError
+from gstep.errors import ModelError, is_out_of_memory
 from gstep.types import VisualTokens
 
 if TYPE_CHECKING:
@@ -173,9 +173,9 @@ class Backbone(ABC):
             length = self.chunk_length(height, width, batch)
             try:
                 return self._encoded([*torch.split(frames_THWC, length)], evidence)
-            except torch.OutOfMemoryError:
+            except Exception as error:
                 batch = min(batch, length, len(frames_THWC)) // 2
-                if not batch or self.chunk_length(height, width, batch) >= length:
+                if not is_out_of_memory(error) or not batch or self.chunk_length(height, width, batch) >= length:
                     raise
             torch.cuda.empty_cache()  # not in the handler, where the error still holds the tensors
 

@@ -14,11 +14,12 @@ Shapes: M tokens, D hidden size, B budget.
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from gstep.errors import is_out_of_memory
 from gstep.selection.reference import density_guided_fps
 
 #: The most tokens whose distances one program holds in registers.
@@ -70,8 +71,11 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
         check.check_kernels(task.tokens.device, task.tokens.dtype, task.tokens.shape[1])
     width = gram.gram_width(len(task.tokens))
     if width <= MAX_GRAM_TOKENS and width * width * 12 <= _memory_for_distances(task.tokens.device):
-        with suppress(torch.OutOfMemoryError):  # another stream took the memory: the lazy form needs little
+        try:
             return gram.gram_form(task)
+        except Exception as error:
+            if not is_out_of_memory(error):  # another stream took the memory, and the lazy form needs little
+                raise
     return lazy.LazyForm(task).select()
 
 
@@ -89,7 +93,7 @@ def _memory_for_distances(device: torch.device) -> float:
 def _report(error: Exception) -> None:
     """Warn about a kernel failure once a process, and turn the kernels off unless the GPU only ran out of memory."""
     cause = f"{type(error).__name__}: {error}"
-    if not isinstance(error, torch.OutOfMemoryError):
+    if not is_out_of_memory(error):
         _broken.append(cause)
     if not _reported:
         _reported.append(cause)

@@ -162,6 +162,19 @@ def test_both_forms_and_the_plain_one_serve(monkeypatch: pytest.MonkeyPatch) -> 
     assert not launch._broken
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")])
+def test_the_lazy_form_serves_where_the_distances_do_not_fit(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(task: Task) -> None:
+        raise error
+
+    monkeypatch.setattr(gram, "gram_form", run_out)
+    tokens, rho = grid(50, 6, 2, 0).bfloat16(), levels(50, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        order = select_on_gpu(tokens.to(DEVICE), rho.to(DEVICE), 17)
+    assert order.tolist() == density_guided_fps(tokens, rho, 17).tolist() and not launch._broken
+
+
 @pytest.mark.parametrize("scale", [2.0**100, 2.0**-100])
 def test_extreme_magnitudes_change_nothing(scale: float) -> None:
     tokens, rho = grid(40, 6, 2, 0).bfloat16(), levels(40, 0)
