@@ -42,9 +42,15 @@ GPU_TYPES: Mapping[str, GpuType] = {
     "A10G": GpuType(70e12, 0.6e12, 12),
 }
 
-#: Share of the peak that a vision tower is assumed to reach on a GPU, from an unfavourable to a favourable case. No run
-#: has measured it: attention over 700 to 1,200 patches and matrices of 1,152 rows reach less than large ones do.
+#: Share of the peak that a model is assumed to reach on a GPU, from an unfavourable to a favourable case.
 UTILISATION = Interval(0.25, 0.40, 0.60)
+#: The same of the vision tower of a family. The middle is what one H200 reached: torch 2.11, November 2026, random
+#: weights, 32 frames of 1280 x 720 (jobs/benchmark/README.md). Other GPUs are assumed to lie in the range.
+TOWER_UTILISATION: Mapping[str, Interval] = {
+    "llava_onevision": Interval(0.30, 0.48, 0.60),
+    "qwen2_5_vl": Interval(0.30, 0.50, 0.60),
+    "qwen3_vl": Interval(0.28, 0.43, 0.60),
+}
 
 
 def named_type(name: str) -> str | None:

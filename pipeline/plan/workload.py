@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipeline.plan.gpus import UTILISATION
 from pipeline.plan.intervals import NONE, Interval, spread
 
 # Decoding from packets takes as long as there are pixels in the pictures that must be decoded, and the chosen frames
@@ -27,6 +28,7 @@ class Workload:
         failed: share of them that cannot be read.
         decode_s: core-seconds of decoding a video.
         flops: operations of encoding a video.
+        utilisation: share of a GPU's peak that the encoder reaches.
         parameters: weights of the encoder.
         patch_bytes: bytes of one vector for each patch that is encoded at once, which sets the memory of a GPU.
         frame_bytes: of the frames that pass from decoding to encoding.
@@ -44,6 +46,7 @@ class Workload:
     failed: Interval = NONE
     decode_s: Interval = NONE
     flops: Interval = NONE
+    utilisation: Interval = UTILISATION
     parameters: int = 0
     patch_bytes: float = 0.0
     frame_bytes: Interval = NONE

@@ -29,7 +29,7 @@ from pipeline.execution.request import refusing, store_refusing
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.plan.estimate import Cluster, Plan, Prices, estimate
 from pipeline.plan.facts import video_seconds
-from pipeline.plan.gpus import GPU_TYPES, named_type
+from pipeline.plan.gpus import GPU_TYPES, TOWER_UTILISATION, UTILISATION, named_type
 from pipeline.plan.intervals import Interval, mean_of, share_of
 from pipeline.plan.options import PlanOptions
 from pipeline.plan.simulate import simulated_s
@@ -294,6 +294,7 @@ def _counted(
         videos=n_videos,
         decode_s=decode_s,
         flops=over(lambda shape: family.flops(*shape)),
+        utilisation=TOWER_UTILISATION.get(family.model_type, UTILISATION),
         parameters=tower.parameters,
         patch_bytes=2.0 * max(1, at_once) * tower.patches * tower.width,
         tokens=(total, over(kept)),
