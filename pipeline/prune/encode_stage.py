@@ -106,8 +106,10 @@ class VideoEncoder:
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
         frame_batch = {} if setup.batch_frames is None else {"frame_batch": setup.batch_frames}
-        with self._compiling():
-            self.backbone = backbone or family_of(setup.source).load(self._runtime, **frame_batch)
+        if backbone is None:
+            with self._compiling():
+                backbone = family_of(setup.source).load(self._runtime, **frame_batch)
+        self.backbone = backbone
         self._described = self._runtime.describe()
         if setup.compiled:
             self.backbone.compile()
