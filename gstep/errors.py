@@ -11,3 +11,7 @@ class MissingEvidence(ValueError):  # noqa: N818 - the public contract's name
 
 class UnsupportedVideo(ValueError):  # noqa: N818 - beside the pipeline's VideoFault, which it becomes
     """A video of a shape that the model does not take; the message says which."""
+
+
+class TooFewFrames(UnsupportedVideo):
+    """A video of fewer sampled frames than the model takes; the message says how many it needs."""

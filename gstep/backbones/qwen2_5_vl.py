@@ -44,6 +44,7 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         "max_video_tokens": 128000,
     }
     video_processor = "Qwen2VLVideoProcessor"
+    min_rule = "stepped"
     # No video processor has the names of the second pair, so the model type decides.
     image_processors = (
         *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),

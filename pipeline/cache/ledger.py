@@ -39,7 +39,7 @@ from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 
 TIMED: Final = ("decode", "encode", "prune", "write")  # the steps whose seconds a row of the videos table has
-_COLUMNS: Final[dict[str, tuple[type[np.number], tuple[int, ...]]]] = {
+_COLUMNS: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "high": (np.uint64, ()),  # the two halves of the id's key
     "low": (np.uint64, ()),
     "clip": (np.uint64, ()),  # the key of uri, start_s, end_s
@@ -53,6 +53,7 @@ _COLUMNS: Final[dict[str, tuple[type[np.number], tuple[int, ...]]]] = {
     "tie": (np.uint64, ()),
     "run": (np.uint16, ()),  # its number in ``runs``
     "state": (np.int8, ()),  # 0 removed, 1 ok, 2 failed
+    "older": (np.bool_, ()),  # made before clips had a tolerance
     "code": (np.uint8, ()),  # 0 ok or removed, else the fault's number in ``classes``; and the bits below
     "seconds": (np.float32, (4,)),  # seconds of each step in TIMED
 }
@@ -61,7 +62,7 @@ FAULT, OUTSIDE, WARNED = 0x3F, 0x40, 0x80  # bits of ``code``
 _READ = (
     *KEY_COLUMNS,
     *("run_id", "source_size", "status", "error_class", "error_stage", "attempts"),
-    *("n_tokens", "n_total", "hidden_size", "decode_warnings"),
+    *("n_tokens", "n_total", "hidden_size", "decode_warnings", "clip_fps"),
     *(f"{stage}_s" for stage in TIMED),
 )
 _FILES_AT_ONCE = 256  # small files that are turned into arrays at once
@@ -234,6 +235,7 @@ class Ledger:
             "tie": table["tie_break"].to_numpy(),
             "run": self._runs_of(table["run_id"]),
             "state": states_of(table["status"]),
+            "older": table["clip_fps"].is_null().to_numpy(),
             "code": self._codes(table),
             "seconds": seconds.astype(np.float32),
         }
