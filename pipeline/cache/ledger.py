@@ -1,4 +1,4 @@
-"""What a cache holds, as the driver of a run keeps it: 64 bytes for each video, whatever its row says.
+"""What a cache holds, as the driver of a run keeps it: 78 bytes for each video, whatever its row says.
 
 An id is a hash of 16 bytes, the clip that it was made of one of 8; of the rest there are the numbers that resume and
 the summary add up. Anything else of a row is read again from its file.

@@ -22,14 +22,7 @@ from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.header import (
-    CacheHeader,
-    CacheIdentity,
-    ModelIdentity,
-    PrunerIdentity,
-    SamplingIdentity,
-    differences,
-)
+from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, PrunerIdentity, differences
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, check_version, read_header
@@ -304,14 +297,14 @@ def sampling_of(config: PruneConfig, max_frames: int, min_frames: int = 1, min_r
     return Sampling(None, config.fps, most, snap_to_keyframes_s=snap, min_frames=min_frames, min_rule=min_rule)
 
 
-def sampling_settings(sampling: Sampling) -> SamplingIdentity:
+def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]:
     """Return the sampling as the cache's identity holds it; a limit without effect is left out."""
     snap = sampling.snap_to_keyframes_s
     moved = {} if snap is None else {"snap_to_keyframes_s": snap}
     if sampling.fps is None:
         rule = {} if sampling.rule == TRUNCATE else {"rule": sampling.rule}
         return {"num_frames": sampling.num_frames, **rule, **moved}
-    limits: SamplingIdentity = {"max_frames": sampling.max_frames}
+    limits: dict[str, int | float | str | None] = {"max_frames": sampling.max_frames}
     if sampling.min_frames > 1:
         limits |= {"min_frames": sampling.min_frames, "min_rule": sampling.min_rule}
     return {"fps": sampling.fps, **limits, **moved, "time_rule": TIME_RULE}

@@ -223,9 +223,9 @@ class _Decoding:
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
         """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder."""
         sampling = self._request.sampling
-        bounds = (*clip, index.duration_s, index.tick_s)
-        chosen = choose_frames(index.timestamps, sampling, *bounds)
-        first, stop = clip_range(index.timestamps, *bounds)
+        times, *end = index.unrounded()
+        chosen = choose_frames(times, sampling, *clip, *end)
+        first, stop = clip_range(times, *clip, *end)
         if sampling.snap_to_keyframes_s is not None and index.pts is not None:
             keyframes = np.searchsorted(index.pts, index.keyframes)
             keyframes = keyframes[(keyframes >= first) & (keyframes < stop)]
@@ -240,7 +240,7 @@ class _Decoding:
             frame_indices=chosen,
             timestamps=index.timestamps[chosen],
             fps=index.fps,
-            clip_fps=clip_rate(index.timestamps, index.fps, *bounds),
+            clip_fps=clip_rate(times, index.fps, *clip, *end),
             duration_s=index.duration_s,
             source_frames=len(index.timestamps),
             clip_frames=stop - first,

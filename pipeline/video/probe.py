@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
 from pipeline.video.packets import MOST_KEPT, PacketInfo, VideoPackets
+from pipeline.video.sampling import unrounded
 
 
 class Orientation(NamedTuple):
@@ -70,6 +71,10 @@ class VideoIndex:
     pts: NDArray[np.int64] | None = None
     keyframes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     packets: VideoPackets | None = field(default=None, repr=False, compare=False)
+
+    def unrounded(self) -> tuple[NDArray[np.float64], float, float]:
+        """Return the times, duration and tick by which frames are chosen (``sampling.unrounded``)."""
+        return unrounded(self.timestamps, self.duration_s, self.fps, self.tick_s)
 
 
 class IndexMismatch(Exception):  # noqa: N818

@@ -23,6 +23,7 @@ ROUNDED, STEPPED = "rounded", "stepped"
 TIME_RULE = 2
 # Times are quotients of integers; a frame at 0.1 s must count as on screen at 0.1 s. No video has frames this close.
 _EPSILON = 1e-6
+_TICKS = 2  # by which rounding moves a timestamp: its own, that of the first frame, and what demuxers interpolate
 _HALF_MS = 0.0005  # bounds of clips come in milliseconds (shot detectors, subtitles, tables)
 
 
@@ -74,7 +75,7 @@ class Sampling:
             raise ValueError(f"snap_to_keyframes_s must be a positive number, got {self.snap_to_keyframes_s}")
 
 
-def older_rule(settings: Mapping[str, object]) -> str:
+def older_rule(settings: Mapping[str, int | float | str | None]) -> str:
     """Say that frames were taken by an older rule of ``fps``, by the sampling in a cache's identity; "" if not."""
     if settings.get("fps") is None or settings.get("time_rule") == TIME_RULE:
         return ""
@@ -118,9 +119,8 @@ def clip_range(
 def tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[np.float64]:
     """Return how far from a frame's timestamp a time still means that frame, [F] seconds.
 
-    This is half a millisecond and half a tick, or as much as the ticks of an even rate are off, and less than half the
-    way to the next frame at another time. Where frames are a tick apart, as in AVI, a tick counts frames and rounds
-    nothing.
+    This is half a millisecond and half a tick, and less than half the way to the next frame at another time. Where
+    frames are a tick apart, as in AVI, a tick counts frames and rounds nothing.
 
     Args:
         timestamps: [F] seconds, ascending; several frames may share one.
@@ -133,20 +133,36 @@ def tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[np.flo
         distinct = np.append(before[before > 0], math.inf)
         before, after = distinct[places], distinct[places + 1]
     nearest = np.minimum(before, after)
-    rounding = np.maximum(np.clip(nearest - tick_s, 0.0, tick_s) / 2, unevenness(timestamps, tick_s) or 0.0)
-    return np.minimum(rounding + _HALF_MS + _EPSILON, 0.49 * nearest)
+    return np.minimum(np.clip(nearest - tick_s, 0.0, tick_s) / 2 + _HALF_MS + _EPSILON, 0.49 * nearest)
 
 
-def unevenness(timestamps: NDArray[np.float64], tick_s: float) -> float | None:
-    """Return how far frames lie from an even rate, seconds: at most a tick, by which times are rounded.
-
-    None where the rate varies. Arguments as of ``tolerances``.
-    """
+def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
+    """Return whether frames follow each other at one rate, but for what ticks round. Arguments as of ``tolerances``."""
     if len(timestamps) < 3:
-        return 0.0
+        return True
     step = (timestamps[-1] - timestamps[0]) / (len(timestamps) - 1)
-    apart = float(np.abs(timestamps - timestamps[0] - step * np.arange(len(timestamps))).max())
-    return apart if apart <= min(tick_s + _EPSILON, step / 2) else None
+    return _is_near(timestamps, timestamps[0] + step * np.arange(len(timestamps)), step, tick_s)
+
+
+def unrounded(
+    timestamps: NDArray[np.float64], duration_s: float, fps: float, tick_s: float
+) -> tuple[NDArray[np.float64], float, float]:
+    """Return times, duration and tick without what a container's ticks round, so that frames are those of any other.
+
+    Where the rate varies they are as given. The tick is 0 where nothing is rounded any more.
+    """
+    even = timestamps[0] + np.arange(len(timestamps)) / fps
+    if not _is_near(timestamps, even, 1 / fps, tick_s):
+        return timestamps, duration_s, tick_s
+    end = float(even[-1] + 1 / fps)
+    is_rounded = abs(duration_s - end) <= _TICKS * tick_s
+    # A first frame behind the start of the container is rounded itself.
+    return even, end if is_rounded else duration_s, tick_s if timestamps[0] else 0.0
+
+
+def _is_near(timestamps: NDArray[np.float64], even: NDArray[np.float64], step: float, tick_s: float) -> bool:
+    """Return whether timestamps are ``even`` ones, ``step`` seconds apart, that were rounded to ticks."""
+    return bool(np.abs(timestamps - even).max() <= min(_TICKS * tick_s + _EPSILON, step / 2))
 
 
 def clip_rate(
@@ -158,7 +174,7 @@ def clip_rate(
     tick_s: float = 0.0,
 ) -> float:
     """Return the frames a second of a clip: the file's own ``fps`` unless its rate varies. Raise as ``clip_range``."""
-    if unevenness(timestamps, tick_s) is not None:
+    if is_even(timestamps, tick_s):
         return fps
     first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
     start, end = _bounds(timestamps, start_s, end_s, duration_s)
@@ -205,7 +221,7 @@ def choose_frames(
     fps, most = sampling.fps, sampling.max_frames
     count = max(1, math.ceil((end - start) * fps - _EPSILON))
     if most is not None and count > most:
-        if unevenness(timestamps, tick_s) is not None:
+        if is_even(timestamps, tick_s):
             return _spread(first, stop, most)
         count, fps = most, most / (end - start)
     allowed = tolerances(timestamps, tick_s)
