@@ -339,7 +339,7 @@ def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
         raise IdentityMismatch(
             f"{request.store} was made with other settings, and one cache holds one kind of rows:\n  "
             + "\n  ".join(wrong)
-            + (f"\n{older} Use another --out." if older else "\nUse the cache's settings, or another --out.")
+            + (f"\nNote: {older}. Use another --out." if older else "\nUse the cache's settings, or another --out.")
         )
     return request
 

@@ -160,7 +160,7 @@ class _Verification:
                 "tokens it keeps, in which order, and whether it merges was not checked"
             )
         if older := older_rule(header["identity"].get("sampling", {})):
-            report.notes.append(f"{older} That is no damage; the cache answers as it did")
+            report.notes.append(f"{older}; that is no damage, and the cache answers as it did")
         if not self.claimed and (other := holder(store)) is not None:
             report.notes.append(f"a run writes here at this moment, {who(other)}; its next shards look like orphans")
         return header

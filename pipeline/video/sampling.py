@@ -76,12 +76,12 @@ class Sampling:
 
 
 def older_rule(settings: Mapping[str, int | float | str | None]) -> str:
-    """Say that frames were taken by an older rule of ``fps``, by the sampling in a cache's identity; "" if not."""
+    """Say that a cache's frames were taken by an older rule of ``fps``, by the sampling in its identity; "" if not."""
     if settings.get("fps") is None or settings.get("time_rule") == TIME_RULE:
         return ""
     return (
-        "An older version took the cache's frames by an older rule of --fps: some a frame early or twice where a "
-        "container counts milliseconds, and a long video of variable rate evenly by its frames."
+        "an older version took the frames of the cache by an older rule of --fps: some early or twice where a "
+        "container counts milliseconds, and those of a long video of variable rate evenly over its frames"
     )
 
 
