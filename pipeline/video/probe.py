@@ -30,6 +30,7 @@ class Orientation(NamedTuple):
 
 
 _AS_STORED = Orientation()
+_HALF_MS = Fraction(1, 2000)
 _RAW = ("h264", "hevc", "mpegvideo")  # demuxers of streams without a container
 
 
@@ -168,11 +169,12 @@ def _stated_rates(packets: VideoPackets) -> list[Fraction]:
 def _true_rate(stated: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
     """Return a file's frames a second by its timestamps, from the first to the last ``span`` seconds.
 
-    A stated rate that agrees within a tick is exact where timestamps are rounded.
+    A stated rate that agrees is exact where timestamps are rounded: to ticks, or to the milliseconds of a container
+    that the file was copied from.
     """
     if n_frames < 2 or not span:
         return float(stated[0])
-    agrees = (rate for rate in stated if abs((n_frames - 1) / rate - span) <= tick)
+    agrees = (rate for rate in stated if abs((n_frames - 1) / rate - span) <= max(tick, _HALF_MS))
     return float(next(agrees, (n_frames - 1) / span))
 
 

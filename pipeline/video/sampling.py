@@ -24,7 +24,7 @@ TIME_RULE = 2
 # Times are quotients of integers; a frame at 0.1 s must count as on screen at 0.1 s. No video has frames this close.
 _EPSILON = 1e-6
 _TICKS = 2  # by which rounding moves a timestamp: its own, that of the first frame, and what demuxers interpolate
-_HALF_MS = 0.0005  # bounds of clips come in milliseconds (shot detectors, subtitles, tables)
+_MS, _HALF_MS = 0.001, 0.0005  # bounds of clips come in milliseconds (shot detectors, subtitles, tables)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Sampling:
     Attributes:
         num_frames: how many frames; None with ``fps``.
         fps: frames a second, by time; None with ``num_frames``.
-        max_frames: with ``fps``: where it gives more than this, this many are spread evenly instead; None: no limit.
+        max_frames: with ``fps``: where it gives more than this, this many are spread evenly instead, over the frames of
+            a constant rate and over time where the rate varies; None: no limit.
         rule: of ``num_frames``, a name of FRAME_RULES: what becomes of a place between two frames, and of a video that
             has too few.
         snap_to_keyframes_s: a place moves to a keyframe within so many seconds (``snapped``); None: no place moves.
@@ -155,14 +156,17 @@ def unrounded(
     if not _is_near(timestamps, even, 1 / fps, tick_s):
         return timestamps, duration_s, tick_s
     end = float(even[-1] + 1 / fps)
-    is_rounded = abs(duration_s - end) <= _TICKS * tick_s
+    is_rounded = abs(duration_s - end) <= max(_TICKS * tick_s, _MS)
     # A first frame behind the start of the container is rounded itself.
     return even, end if is_rounded else duration_s, tick_s if timestamps[0] else 0.0
 
 
 def _is_near(timestamps: NDArray[np.float64], even: NDArray[np.float64], step: float, tick_s: float) -> bool:
-    """Return whether timestamps are ``even`` ones, ``step`` seconds apart, that were rounded to ticks."""
-    return bool(np.abs(timestamps - even).max() <= min(_TICKS * tick_s + _EPSILON, step / 2))
+    """Return whether timestamps are ``even`` ones, ``step`` seconds apart, that were rounded.
+
+    They are rounded to ticks, or to the milliseconds of a container that the file was copied from.
+    """
+    return bool(np.abs(timestamps - even).max() <= min(max(_TICKS * tick_s, _MS) + _EPSILON, step / 2))
 
 
 def clip_rate(

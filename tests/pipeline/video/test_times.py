@@ -49,6 +49,7 @@ RAW = {
     "a.hevc": ("-c:v", "libx265", "-preset", "ultrafast", "-x265-params", "log-level=none:pools=none"),
     "a.m2v": ("-c:v", "mpeg2video"),
 }
+GIF_RATES = ["25", "50", "24000/1001", "30"]  # its ticks are hundredths
 RATES = ["24000/1001", "25", "30000/1001", "30", "50", "60000/1001", "60"]
 COUNT, SHOT = 120, 20
 HALF_MS = Fraction(1, 2000)
@@ -82,7 +83,7 @@ def even(tmp_path_factory):
         if (name, rate, count) not in held:
             path = folder / f"{rate.replace('/', '_')}-{count}-{name}"
             source = ("-f", "lavfi", "-i", f"testsrc2=s=64x64:r={rate}", "-frames:v", count)
-            ffmpeg(*source, "-threads", 1, *{**CONTAINERS, **RAW}[name], path)
+            ffmpeg(*source, "-threads", 1, *{**CONTAINERS, **RAW}.get(name, ()), path)
             held[name, rate, count] = index_of(path)
         return held[name, rate, count]
 
@@ -128,6 +129,29 @@ def test_fps_takes_the_frames_that_are_on_screen(even, name, rate):
     for fps in (exact, exact / 2, Fraction(1), Fraction(3), Fraction(7)):
         places = ((k / fps + HALF_MS) * exact for k in range(COUNT) if (k / fps + HALF_MS) * exact < COUNT)
         assert chosen_of(index, Sampling(None, float(fps), None)) == [int(place) for place in places], fps
+
+
+@pytest.mark.parametrize("rate", GIF_RATES)
+def test_a_gif_whose_ticks_are_a_third_of_a_frame(even, rate):
+    index, exact = even("a.gif", rate), Fraction(rate)
+    assert index.fps == pytest.approx(float(exact), rel=1e-9)
+    for start in range(0, COUNT, SHOT):
+        assert range_of(index, float(start / exact), float((start + SHOT) / exact)) == (start, start + SHOT)
+    assert chosen_of(index, Sampling(None, float(exact), None)) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize(("source", "copy"), [("b.mkv", "c.mp4"), ("b.flv", "c.mp4"), ("b.mkv", "c.ts")])
+def test_milliseconds_stay_in_a_copy_with_finer_ticks(even, tmp_path, rate, source, copy):
+    """As of a recording that was copied to MP4 without encoding: it is no file of variable rate."""
+    ffmpeg("-i", even(source, rate).path, "-c", "copy", tmp_path / copy)
+    index, exact = index_of(tmp_path / copy), Fraction(rate)
+    assert index.fps == pytest.approx(float(exact), rel=1e-6)
+    for start in range(0, COUNT, SHOT):
+        bounds = (round(float(place / exact), 3) for place in (start, start + SHOT))
+        assert range_of(index, *bounds) == (start, start + SHOT)
+    assert chosen_of(index, Sampling(None, float(exact), None)) == list(range(COUNT))
+    assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
