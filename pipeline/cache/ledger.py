@@ -28,7 +28,7 @@ from pipeline.cache.live_rows import (
     small_rows,
     states_of,
 )
-from pipeline.cache.schema import KEY_COLUMNS
+from pipeline.cache.schema import KEY_COLUMNS, LATER
 from pipeline.cache.table import SortedFile, TableFile, table_files
 from pipeline.cache.token_shard import ids_in_footer
 from pipeline.cache.writer import run_of
@@ -62,7 +62,8 @@ FAULT, OUTSIDE, WARNED = 0x3F, 0x40, 0x80  # bits of ``code``
 _READ = (
     *KEY_COLUMNS,
     *("run_id", "source_size", "status", "error_class", "error_stage", "attempts"),
-    *("n_tokens", "n_total", "hidden_size", "decode_warnings", "clip_fps"),
+    *("n_tokens", "n_total", "hidden_size", "decode_warnings"),
+    *LATER,
     *(f"{stage}_s" for stage in TIMED),
 )
 _FILES_AT_ONCE = 256  # small files that are turned into arrays at once

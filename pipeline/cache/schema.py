@@ -165,10 +165,10 @@ VIDEO_SCHEMA = pa.schema(
         column("clip_fps", pa.float64(), "frames a second of the clip; null where an older rule took the frames"),
     ]
 )
-# Columns that were added to this version later, so that a cache may lack them.
-ADDED = ("clip_fps",)
 # Columns that caches of versions before 3 lack.
 RESERVED = ("content_name", "token_codec", "token_block", "tower_hash", "gate", "source_shard", "source_offset")
+# Nullable columns that came later: a cache without them is whole, whatever its version.
+LATER = ("clip_fps",)
 # Columns by which rows of one id are found and compared, computed from the others.
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
 

@@ -6,7 +6,7 @@ from pipeline import TokenCache
 from pipeline.cache.header import fingerprint, header_bytes
 from pipeline.cache.live_rows import read_file
 from pipeline.cache.reader import HEADER, read_header
-from pipeline.cache.schema import ADDED, MADE_WITH, write_parquet
+from pipeline.cache.schema import LATER, MADE_WITH, write_parquet
 from pipeline.cache.table import small_name, table_files
 from pipeline.errors import CacheLocked, NotACache
 from pipeline.execution.claim import Claim
@@ -59,7 +59,7 @@ def test_a_cache_of_the_older_rule_of_fps_is_no_damage(tmp_path, sampling, notes
 def test_a_cache_without_the_columns_of_now_is_sound(store):
     """As one that a version before wrote: they are null, and the readers say so."""
     for file in table_files(store, "videos"):
-        table = read_file(store, file).drop_columns(list(ADDED))
+        table = read_file(store, file).drop_columns(list(LATER))
         data = write_parquet(table.replace_schema_metadata({MADE_WITH: fingerprint(read_header(store)["identity"])}))
         store.delete(file.name)
         store.put(small_name("videos", "old", int(file.name.split("-")[-2]), data), data)
