@@ -12,6 +12,7 @@ import gstep
 from gstep.backbones import BACKBONES
 from gstep.checkpoints import tiny
 from gstep.evidence import SINGLE_PATCHES
+from jobs import prune
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
@@ -21,6 +22,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import prepare, sampling_of
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
+from tests.jobs.jobs import forbid_ray
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.videos import sample
 
@@ -63,6 +65,19 @@ def test_caches_of_a_number_of_frames_say_what_they_said(request_for):
     assert request_for(fps=1.0).identity("float32")["sampling"] == {"fps": 1.0, "max_frames": 32, "time_rule": 2}
     qwen = request_for(fps=1.0, model="tiny-qwen2-5-vl").identity("float32")["sampling"]
     assert qwen == {"fps": 1.0, "max_frames": 768, "min_frames": 4, "min_rule": "stepped", "time_rule": 2}
+
+
+def test_a_run_says_which_cached_clips_would_have_other_frames_now(request_for, tmp_path, monkeypatch, capsys):
+    """The end lies half a millisecond behind the last frame, which an older version took."""
+    video = tmp_path / "videos" / "bikes.mp4"
+    clip = encoded("v", random_tokens(0), 1.0, "none", uri=str(video), end_s=0.7505)
+    cache_with(tmp_path / "c", request_for().identity("float32"), clip)
+    (tmp_path / "m.jsonl").write_text(json.dumps({"video_id": "v", "uri": "videos/bikes.mp4", "end_s": 0.7505}))
+    forbid_ray(monkeypatch)
+    argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--pruner", "none", "--dtype", "float32"]
+    assert prune.main(argv) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "note: 1 cached clips would have other frames now (v)" in said and "beside new ones" in said
 
 
 def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request_for, tmp_path):
