@@ -24,3 +24,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` says that a GPU's memory did not suffice, so that less work at once may succeed."""
     kinds = {kind.__name__ for kind in type(error).__mro__}  # torch is not imported for its OutOfMemoryError
     return "OutOfMemoryError" in kinds or _NO_MEMORY.search(str(error)) is not None
+
+
+class TooFewFrames(UnsupportedVideo):
+    """A video of fewer sampled frames than the model takes; the message says how many it needs."""

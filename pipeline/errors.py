@@ -12,7 +12,9 @@ from gstep.lazy import did_you_mean
 
 _LOOKED_AT = 10_000  # files of a folder that are looked through for a likely one
 
-FaultClass = Literal["unsupported", "corrupt", "timeout", "crash", "out-of-memory", "policy", "io", "internal"]
+FaultClass = Literal[
+    "unsupported", "too-short", "corrupt", "timeout", "crash", "out-of-memory", "policy", "io", "internal"
+]
 QuestionFaultClass = Literal[
     "unknown-video",
     "failed-video",
@@ -45,6 +47,11 @@ FAULTS: Mapping[FaultClass, Fault] = {
     "unsupported": Fault(
         "no video container, codec, stream or clip that can be read here",
         "leave out what is no video, correct a clip, or convert the file: ffmpeg -i IN -c:v libx264 OUT.mp4",
+        False,
+    ),
+    "too-short": Fault(
+        "the video or clip has fewer frames than the model takes, as a still has",
+        "take a longer clip, raise --fps (with another --out), or leave it out; other model families take a still",
         False,
     ),
     "corrupt": Fault("the data is damaged", "fetch or re-encode the file", False),

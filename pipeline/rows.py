@@ -134,6 +134,7 @@ class VideoRecord(TypedDict, total=False):
     gate: str | None
     source_shard: str | None
     source_offset: int | None
+    clip_fps: float | None
 
 
 #: The same as a reader sees it.

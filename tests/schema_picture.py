@@ -23,8 +23,8 @@ GROUPS = {
         "source_width", "source_height", "manifest", "source_shard", "source_offset",
     ),
     "what the encoder saw": (
-        "n_frames", "tokens_per_frame", "frame_indices", "timestamps", "clip_frames", "n_repeated", "width", "height",
-        "kept_per_frame", "temporal_density", "model_extra",
+        "n_frames", "tokens_per_frame", "frame_indices", "timestamps", "clip_frames", "clip_fps", "n_repeated", "width",
+        "height", "kept_per_frame", "temporal_density", "model_extra",
     ),
     "a failure": ("error_class", "error_stage", "error_message", "error_signal", "retryable"),
     "how it was made": (

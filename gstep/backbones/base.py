@@ -51,8 +51,9 @@ class SampledVideo:
         width: likewise.
         timestamps: seconds from the start of the source, one a frame.
         start_s: where the clip starts in the source, in seconds; None for its beginning.
-        fps: average frames a second of the source.
+        fps: average frames a second of the whole source.
         clip_frames: frames of the source inside the clip.
+        clip_fps: frames a second of the clip, where the source's rate varies; None for ``fps``.
     """
 
     height: int
@@ -61,6 +62,7 @@ class SampledVideo:
     start_s: float | None
     fps: float
     clip_frames: int
+    clip_fps: float | None = None
 
     @property
     def n_frames(self) -> int:
@@ -70,7 +72,7 @@ class SampledVideo:
     @property
     def sampled_fps(self) -> float:
         """Sampled frames a second of the clip, as VideoMetadata.sampled_fps of transformers (video_utils.py)."""
-        return self.n_frames / self.clip_frames * self.fps
+        return self.n_frames / self.clip_frames * (self.clip_fps or self.fps)
 
     @property
     def times_in_clip(self) -> list[float]:

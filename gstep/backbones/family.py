@@ -71,6 +71,8 @@ class ModelFamily(ABC):
         variant: the family's rules, of methods that have other ones for LLaVA than for Qwen.
         gives: the evidence it can give besides tokens, as pairs of a name and a source (gstep.evidence).
         default_max_frames: where frames are sampled by time and nothing else is said.
+        min_rule: where the stock processor places the least frames that it samples: "rounded" or "stepped", as
+            pipeline.video.sampling explains.
     """
 
     source: ModelSource
@@ -79,6 +81,14 @@ class ModelFamily(ABC):
     variant: ClassVar[str]
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset()
     default_max_frames: ClassVar[int] = 32
+    min_rule: ClassVar[str] = "rounded"
+
+    def min_frames(self) -> int:
+        """Return the least frames that the stock processor samples of a clip by time, as far as it has them.
+
+        Raises ModelError where the checkpoint's files give no positive number.
+        """
+        return 1
 
     @abstractmethod
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> Backbone:

@@ -44,6 +44,7 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         "max_video_tokens": 128000,
     }
     video_processor = "Qwen2VLVideoProcessor"
+    min_rule = "stepped"
     # No video processor has the names of the second pair, so the model type decides.
     image_processors = (
         *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
@@ -75,7 +76,8 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
         """Return the time scale: a patch advances positions by second_per_grid_ts * tokens_per_second, never rounded.
 
-        As Qwen2_5_VLProcessor makes it of VideoMetadata.sampled_fps (models/qwen2_5_vl/processing_qwen2_5_vl.py).
+        As Qwen2_5_VLProcessor makes it of VideoMetadata.sampled_fps (models/qwen2_5_vl/processing_qwen2_5_vl.py); where
+        the source's rate varies, by the seconds of the clip.
         """
         return {
             "second_per_grid_ts": vision.temporal_patch_size / video.sampled_fps,

@@ -22,7 +22,7 @@ from gstep.backbones.attention import merged_attention, observing, rotated, spli
 from gstep.backbones.base import Backbone, ModelExtra, SampledVideo
 from gstep.backbones.family import ModelFamily, StaticParts, TowerWork
 from gstep.backbones.gpu_forms import FusedSteps, suit_qwen
-from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor
+from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor, positive_count
 from gstep.backbones.runtime import Runtime
 from gstep.backbones.weights import check_loaded, empty_model, load_weights
 from gstep.checkpoints.source import ModelSource
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # of full HD in patches of 14 pixels. A temporal patch that is larger than all of it goes alone.
 PATCHES_AT_ONCE = 2**17
 _KNOWN_GRIDS = 8  # passes whose positions and pieces a GPU keeps, at most 14 MB each
+_MIN_FRAMES = 4  # class default of both stock video processors
 
 
 class QwenVL(ModelFamily):
@@ -77,6 +78,10 @@ class QwenVL(ModelFamily):
                     f"tower's {theirs}={there!r} in config.json"
                 )
         return self.preprocessor_class.from_settings(settings)
+
+    def min_frames(self) -> int:
+        given = self.source.preprocessor.get("min_frames")
+        return _MIN_FRAMES if given is None else positive_count(self.source.preprocessor, "min_frames")
 
     def limited(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
         """Return the source with these limits in its preprocessor's settings; None keeps the checkpoint's own.

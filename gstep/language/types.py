@@ -35,7 +35,7 @@ class Visual:
             prompt.
         frame_indices: the sampled frames, by their places in the source; a place repeats where a frame does. Empty
             where nobody knows them.
-        fps: average frames a second of the source, as its container tells; None where nobody knows.
+        fps: average frames a second of the whole source; None where nobody knows.
         rows: the name by which an engine itself reads the vectors: those here have no data then (torch's device
             "meta"). Empty where they are here.
     """

@@ -1,4 +1,4 @@
-"""What a cache holds, as the driver of a run keeps it: 64 bytes for each video, whatever its row says.
+"""What a cache holds, as the driver of a run keeps it: 78 bytes for each video, whatever its row says.
 
 An id is a hash of 16 bytes, the clip that it was made of one of 8; of the rest there are the numbers that resume and
 the summary add up. Anything else of a row is read again from its file.
@@ -28,7 +28,7 @@ from pipeline.cache.live_rows import (
     small_rows,
     states_of,
 )
-from pipeline.cache.schema import KEY_COLUMNS
+from pipeline.cache.schema import KEY_COLUMNS, LATER
 from pipeline.cache.table import SortedFile, TableFile, table_files
 from pipeline.cache.token_shard import ids_in_footer
 from pipeline.cache.writer import run_of
@@ -39,7 +39,7 @@ from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 
 TIMED: Final = ("decode", "encode", "prune", "write")  # the steps whose seconds a row of the videos table has
-_COLUMNS: Final[dict[str, tuple[type[np.number], tuple[int, ...]]]] = {
+_COLUMNS: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "high": (np.uint64, ()),  # the two halves of the id's key
     "low": (np.uint64, ()),
     "clip": (np.uint64, ()),  # the key of uri, start_s, end_s
@@ -53,6 +53,7 @@ _COLUMNS: Final[dict[str, tuple[type[np.number], tuple[int, ...]]]] = {
     "tie": (np.uint64, ()),
     "run": (np.uint16, ()),  # its number in ``runs``
     "state": (np.int8, ()),  # 0 removed, 1 ok, 2 failed
+    "older": (np.bool_, ()),  # made before clips had a tolerance
     "code": (np.uint8, ()),  # 0 ok or removed, else the fault's number in ``classes``; and the bits below
     "seconds": (np.float32, (4,)),  # seconds of each step in TIMED
 }
@@ -62,6 +63,7 @@ _READ = (
     *KEY_COLUMNS,
     *("run_id", "source_size", "status", "error_class", "error_stage", "attempts"),
     *("n_tokens", "n_total", "hidden_size", "decode_warnings"),
+    *LATER,
     *(f"{stage}_s" for stage in TIMED),
 )
 _FILES_AT_ONCE = 256  # small files that are turned into arrays at once
@@ -234,6 +236,7 @@ class Ledger:
             "tie": table["tie_break"].to_numpy(),
             "run": self._runs_of(table["run_id"]),
             "state": states_of(table["status"]),
+            "older": table["clip_fps"].is_null().to_numpy(),
             "code": self._codes(table),
             "seconds": seconds.astype(np.float32),
         }

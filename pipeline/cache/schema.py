@@ -106,7 +106,9 @@ VIDEO_SCHEMA = pa.schema(
         column("n_total", pa.int32(), "tokens before pruning, M = T*N"),
         column("hidden_size", pa.int32(), "D"),
         column("decode_warnings", pa.int32(), "warnings the decoder printed: frames may be damaged"),
-        column("error_class", pa.string(), "unsupported corrupt timeout crash out-of-memory policy io internal"),
+        column(
+            "error_class", pa.string(), "unsupported too-short corrupt timeout crash out-of-memory policy io internal"
+        ),
         column("error_stage", pa.string(), "decode, encode, prune or write"),
         column("decode_s", pa.float64(), "seconds"),
         column("encode_s", pa.float64(), "seconds"),
@@ -139,7 +141,7 @@ VIDEO_SCHEMA = pa.schema(
         column("tokens_per_frame", pa.int32(), "N"),
         column("frame_indices", pa.list_(pa.int64()), "the source frames sampled; repeats where it has too few"),
         column("timestamps", pa.list_(pa.float64()), "seconds of each sampled frame from the start of the source"),
-        column("fps", pa.float64(), "average frames a second of the source"),
+        column("fps", pa.float64(), "average frames a second of the whole source, by its timestamps"),
         column("duration_s", pa.float64(), "seconds of the source"),
         column("source_frames", pa.int64(), "frames of the source"),
         column("clip_frames", pa.int64(), "frames of it inside [start_s, end_s)"),
@@ -160,10 +162,13 @@ VIDEO_SCHEMA = pa.schema(
         column("gate", pa.string(), "JSON of the checks that the video passed before it was encoded"),
         column("source_shard", pa.string(), "the archive that the video's file lies in"),
         column("source_offset", pa.int64(), "the file's first byte in it"),
+        column("clip_fps", pa.float64(), "frames a second of the clip; null where an older rule took the frames"),
     ]
 )
 # Columns that caches of versions before 3 lack.
 RESERVED = ("content_name", "token_codec", "token_block", "tower_hash", "gate", "source_shard", "source_offset")
+# Nullable columns that came later: a cache without them is whole, whatever its version.
+LATER = ("clip_fps",)
 # Columns by which rows of one id are found and compared, computed from the others.
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
 

@@ -131,7 +131,10 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     fps: float | None = option(None, "sample by time instead: frames a second of video", metavar="F")
     max_frames: int | None = option(
-        None, "with --fps: at most this many frames, uniform beyond (default: the model family's)", metavar="K"
+        None,
+        "with --fps: at most this many frames; beyond them even over frames, or over time where the rate varies "
+        "(default: the model family's)",
+        metavar="K",
     )
     snap_to_keyframes: float | None = option(
         None,

@@ -37,7 +37,17 @@ if TYPE_CHECKING:
 # Columns of the videos table that a row to process has under the same names, and those that a decoded video has.
 _OF_ITS_ROW = ("video_id", "uri", "attempts", "start_s", "end_s", "manifest", "source_offset")
 _OF_ITS_VIDEO = (
-    *("fps", "duration_s", "source_frames", "clip_frames", "n_repeated", "source_width", "source_height", "codec"),
+    *(
+        "fps",
+        "clip_fps",
+        "duration_s",
+        "source_frames",
+        "clip_frames",
+        "n_repeated",
+        "source_width",
+        "source_height",
+        "codec",
+    ),
     *("backend", "backend_version", "backend_note", "decode_warnings", "source_size", "source_hash"),
 )
 

@@ -475,4 +475,5 @@ def without_pixels(record: VideoRecord) -> SampledVideo:
         start_s=record.get("start_s"),
         fps=record["fps"],
         clip_frames=record["clip_frames"],
+        clip_fps=record.get("clip_fps"),
     )

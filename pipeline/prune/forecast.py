@@ -258,7 +258,8 @@ def workload(request: PruneRequest, n_videos: int, seen: Sequence[VideoRecord], 
 def _described(request: PruneRequest, n_videos: float, seconds: float) -> Workload:
     """Return the work of a corpus that the options describe."""
     (width, height), sampling = request.config.pixels(), request.sampling
-    n_frames = sampling.num_frames or max(1, min(int(seconds * (sampling.fps or 1.0)), sampling.max_frames or 1))
+    by_time = max(sampling.min_frames, int(seconds * (sampling.fps or 1.0)))
+    n_frames = sampling.num_frames or min(by_time, sampling.max_frames or 1)
     shapes = _shapes(request, n_frames, [(height, width)])
     work = _counted(request, int(n_videos), shapes, decoding(seconds, width, height, n_frames))
     assumed = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"

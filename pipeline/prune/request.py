@@ -40,7 +40,7 @@ from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 from pipeline.video.decoders import DECODERS, load_decoder
-from pipeline.video.sampling import TRUNCATE, Sampling
+from pipeline.video.sampling import ROUNDED, TIME_RULE, TRUNCATE, Sampling, older_rule
 
 DEFAULT_FRAMES = 32
 #: The evidence that an encoder gives: of each token, [T,N] or [T,N,width], or of each frame.
@@ -190,9 +190,10 @@ def resolve(
     with refusing():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
         source = _with_limits(source or ModelSource.resolve(config.model, config.revision), config)
-        sampling = sampling_of(config, family_of(source).default_max_frames)
+        family = family_of(source)
+        sampling = sampling_of(config, family.default_max_frames, family.min_frames(), family.min_rule)
         # Raises for a number of frames that the model accepts of no video.
-        family_of(source).preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
+        family.preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
         pruner = _pruner_for(config, source)
         evidence = evidence_sources(config.evidence, config.evidence_for, source.model_type, pruner)
         source = _with_evidence(source, pruner, evidence, config)
@@ -287,13 +288,14 @@ def _check_decoder(name: str) -> None:
         raise UsageError(f"--decoder {name}: {said}; known: {', '.join(names)}, module:Class") from error
 
 
-def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:
-    """Return the frame sampling that the options describe; ``max_frames`` is the family's default limit."""
+def sampling_of(config: PruneConfig, max_frames: int, min_frames: int = 1, min_rule: str = ROUNDED) -> Sampling:
+    """Return the frame sampling that the options describe; the limits are the family's, ``max_frames`` by default."""
     snap = config.snap_to_keyframes
     if config.fps is None:
         n_frames = config.num_frames or DEFAULT_FRAMES
         return Sampling(num_frames=n_frames, rule=config.frame_rule, snap_to_keyframes_s=snap)
-    return Sampling(None, config.fps, config.max_frames or max_frames, snap_to_keyframes_s=snap)
+    most = config.max_frames or max_frames
+    return Sampling(None, config.fps, most, snap_to_keyframes_s=snap, min_frames=min_frames, min_rule=min_rule)
 
 
 def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]:
@@ -303,7 +305,10 @@ def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]
     if sampling.fps is None:
         rule = {} if sampling.rule == TRUNCATE else {"rule": sampling.rule}
         return {"num_frames": sampling.num_frames, **rule, **moved}
-    return {"fps": sampling.fps, "max_frames": sampling.max_frames, **moved}
+    limits: dict[str, int | float | str | None] = {"max_frames": sampling.max_frames}
+    if sampling.min_frames > 1:
+        limits |= {"min_frames": sampling.min_frames, "min_rule": sampling.min_rule}
+    return {"fps": sampling.fps, **limits, **moved, "time_rule": TIME_RULE}
 
 
 def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
@@ -331,10 +336,11 @@ def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
         request = replace(request, retention_ratio=stored)
     wrong = differences(held, request.identity(request.dtype))
     if wrong:
+        older = request.sampling.fps is not None and older_rule(held["sampling"])
         raise IdentityMismatch(
             f"{request.store} was made with other settings, and one cache holds one kind of rows:\n  "
             + "\n  ".join(wrong)
-            + "\nUse the cache's settings, or another --out."
+            + (f"\nNote: {older}. Use another --out." if older else "\nUse the cache's settings, or another --out.")
         )
     return request
 

@@ -32,6 +32,8 @@ from pipeline.prune.passes import Commits, Passes
 from pipeline.prune.request import PruneRequest, match_cache, prepare
 from pipeline.prune.resume import (
     discovery_of,
+    recut_clips,
+    recut_line,
     refuse_empty,
     remaining,
     retry_candidates,
@@ -121,6 +123,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         todo, counts = remaining(request.manifest, ledger, self.options, request.objects)
         for line in skipped_lines(counts, self.options):
             self.console.print(line, highlight=False)
+        if self.options.fps is None and (recut := recut_clips(request.manifest, ledger)):
+            self.say(recut_line(recut))
         known, n_waiting = within_limit(todo, self.options.limit)
         return Todo(n_waiting, ledger, committed, discovery_of(request, ledger, known))
 

@@ -37,6 +37,7 @@ from pipeline.prune.request import match_cache, resolve
 from pipeline.rows import TodoRow, VideoRecord, VideoRow, todo_row
 from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
+from pipeline.video.sampling import older_rule
 from pipeline.video.source import same_source
 
 # Where the same program on the same kind of machine made both, every bit counts. Other versions and processors round
@@ -44,6 +45,7 @@ from pipeline.video.source import same_source
 # 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
 MOST_ROUNDING = 0.1  # norm of the differences over the tokens' norm, above which no rounding explains them
 LEAST_SHARED = 0.5  # share of common positions below which no rounding explains the difference
+OLDER_CLIP = "an older version cut the clip by an older rule, and took other frames: no damage"
 _RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "compiled", "shared_pass")
 
 
@@ -66,6 +68,8 @@ class LiveCheck:
                 f"--live: this cache was pruned by {config.pruner}, a method from outside gstep; what a cache says "
                 "chooses no code, so its videos are not encoded again here"
             )
+        if older := older_rule(cache.identity["sampling"]):
+            raise UsageError(f"--live: {older}; this version cannot encode its videos again: verify it without --live")
         request = resolve(config, MANIFEST_SCHEMA.empty_table(), store, self._objects)
         request = match_cache(request, Console(quiet=True))
         self._decode = request.decode_setup()
@@ -100,7 +104,7 @@ class LiveCheck:
         stored = self._cache.get(video_id, order="selection", evidence=tuple(self._cache.evidence))
         result = compare(stored, _coded(again.kept, self._cache.codec))
         if again.record["frame_indices"] != row["frame_indices"]:
-            result = replace(result, note="other frames were sampled")
+            result = replace(result, note="other frames were sampled" if row["clip_fps"] is not None else OLDER_CLIP)
         return replace(result, versions=versions_of(row, run, again.record))
 
     def _encoded(self, row: VideoRow, decoder: VideoDecoder) -> PrunedVideo:
@@ -157,7 +161,7 @@ def _rows(*parts: Tensor) -> list[Tensor]:
 
 def suspicion(result: LiveResult) -> str:
     """Return why a difference cannot come from rounding, "" where it may or where there is none."""
-    if result.state != "different":
+    if result.state != "different" or result.note == OLDER_CLIP:
         return ""
     share, relative = result.same_indices or 0.0, result.relative_difference
     numbers = f"{share:.1%} of the positions, tokens apart by {result.max_difference} at most"

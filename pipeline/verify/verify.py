@@ -37,6 +37,7 @@ from pipeline.verify.repair import Repair, repairable
 from pipeline.verify.report import Kind, Problem, Repaired, Report
 from pipeline.verify.rows import JUDGED_COLUMNS, CheckedCommit, Place, check_commit, method_of
 from pipeline.verify.tokens import CheckedShard, check_token_shard
+from pipeline.video.sampling import older_rule
 
 if TYPE_CHECKING:
     from pipeline.verify.live_check import LiveCheck
@@ -158,6 +159,8 @@ class _Verification:
                 f"the method {method_of(header)} is unknown here, and {HEADER} does not say what it declares: how many "
                 "tokens it keeps, in which order, and whether it merges was not checked"
             )
+        if older := older_rule(header["identity"].get("sampling", {})):
+            report.notes.append(f"{older}; that is no damage, and the cache answers as it did")
         if not self.claimed and (other := holder(store)) is not None:
             report.notes.append(f"a run writes here at this moment, {who(other)}; its next shards look like orphans")
         return header

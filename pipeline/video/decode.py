@@ -24,14 +24,14 @@ import numpy as np
 from av.error import DecoderNotFoundError, FFmpegError, PatchWelcomeError
 from numpy.typing import ArrayLike, NDArray
 
-from gstep.errors import UnsupportedVideo
+from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
 from pipeline.video.containers import missing_bytes, open_regular, overstated_table, sniff
 from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder
 from pipeline.video.frame_folders import fingerprint_frames, frame_names, whole_frames
 from pipeline.video.jpegs import JPEGS, index_frames
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
-from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated, snapped
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_repeated, snapped
 
 #: Returns an array of the shape [T,h,w,3] for the frames of a video.
 Allocate = Callable[[tuple[int, ...]], Frames]
@@ -93,7 +93,8 @@ class DecodedVideo:
         frames: [T,h,w,3] uint8 RGB, C-contiguous, resized.
         frame_indices: [T] int64, the frames of the file, ascending; an index repeats where the clip has too few.
         timestamps: [T] float64 seconds of these frames from the start of the file, as players show them.
-        fps: average frames a second of the file.
+        fps: average frames a second of the whole file.
+        clip_fps: frames a second of the clip, which differ where the file's rate varies.
         duration_s: end of the file's last frame, seconds.
         source_frames: frames in the file.
         clip_frames: frames in the clip [start_s, end_s).
@@ -115,6 +116,7 @@ class DecodedVideo:
     frame_indices: NDArray[np.int64]
     timestamps: NDArray[np.float64]
     fps: float
+    clip_fps: float
     duration_s: float
     source_frames: int
     clip_frames: int
@@ -221,8 +223,9 @@ class _Decoding:
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
         """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder."""
         sampling = self._request.sampling
-        chosen = choose_frames(index.timestamps, sampling, *clip, index.duration_s)
-        first, stop = clip_range(index.timestamps, *clip, index.duration_s)
+        times, *end = index.unrounded()
+        chosen = choose_frames(times, sampling, *clip, *end)
+        first, stop = clip_range(times, *clip, *end)
         if sampling.snap_to_keyframes_s is not None and index.pts is not None:
             keyframes = np.searchsorted(index.pts, index.keyframes)
             keyframes = keyframes[(keyframes >= first) & (keyframes < stop)]
@@ -237,6 +240,7 @@ class _Decoding:
             frame_indices=chosen,
             timestamps=index.timestamps[chosen],
             fps=index.fps,
+            clip_fps=clip_rate(times, index.fps, *clip, *end),
             duration_s=index.duration_s,
             source_frames=len(index.timestamps),
             clip_frames=stop - first,
@@ -252,6 +256,8 @@ class _Decoding:
         """Resize frames chunk by chunk, so that full-size ones never pile up, and copy repeated ones; [T,h,w,3]."""
         try:
             size = self._request.preprocessor.target_size(len(chosen), index.height, index.width)
+        except TooFewFrames as error:
+            raise VideoFault("too-short", str(error)) from error
         except UnsupportedVideo as error:
             raise VideoFault("unsupported", str(error)) from error
         unique, inverse = np.unique(chosen, return_inverse=True)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
 from pipeline.video.packets import MOST_KEPT, PacketInfo, VideoPackets
+from pipeline.video.sampling import unrounded
 
 
 class Orientation(NamedTuple):
@@ -29,6 +30,8 @@ class Orientation(NamedTuple):
 
 
 _AS_STORED = Orientation()
+_HALF_MS = Fraction(1, 2000)
+_RAW = ("h264", "hevc", "mpegvideo")  # demuxers of streams without a container
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,10 @@ class VideoIndex:
         width: pixels, as shown (after rotation).
         height: likewise.
         pixel_format: of the first frame, as FFmpeg calls it.
-        fps: average frames a second.
+        fps: average frames a second of the whole file.
         timestamps: [F] float64 seconds, ascending.
         duration_s: end of the last frame, seconds.
+        tick_s: seconds of a tick, in which the container counts time; 0 where nothing is rounded.
         orientation: how stored frames are turned to be shown.
         pts: [F] int64 presentation times in the stream's ticks, by which decoded frames are told apart; None where the
             file has no usable ones and only counting decoded frames tells.
@@ -63,10 +67,15 @@ class VideoIndex:
     fps: float
     timestamps: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     duration_s: float = 0.0
+    tick_s: float = 0.0
     orientation: Orientation = _AS_STORED
     pts: NDArray[np.int64] | None = None
     keyframes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     packets: VideoPackets | None = field(default=None, repr=False, compare=False)
+
+    def unrounded(self) -> tuple[NDArray[np.float64], float, float]:
+        """Return the times, duration and tick by which frames are chosen (``sampling.unrounded``)."""
+        return unrounded(self.timestamps, self.duration_s, self.fps, self.tick_s)
 
 
 class IndexMismatch(Exception):  # noqa: N818
@@ -105,7 +114,7 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
         width=width,
         height=height,
         pixel_format=first.format.name,
-        fps=float(packets.stream.average_rate or packets.stream.guessed_rate or 25),
+        fps=float(_stated_rates(packets)[0]),
         orientation=orientation,
         keyframes=np.array(sorted(p.pts for p in shown if p.keyframe and p.pts is not None), dtype=np.int64),
         packets=packets,
@@ -142,8 +151,31 @@ def _timed(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], las
     if abs(int(pts[0]) * tick - origin) < Fraction(2, 1_000_000):
         origin = int(pts[0]) * tick  # the container's start is that of this stream, rounded to microseconds
     timestamps = np.array([float(int(t) * tick - origin) for t in pts])
-    end = timestamps[-1] + (float(last_duration * tick) or 1 / index.fps)
-    return replace(index, timestamps=timestamps, duration_s=float(end))
+    fps = _true_rate(_stated_rates(packets), len(pts), (int(pts[-1]) - int(pts[0])) * tick, tick)
+    end = timestamps[-1] + (float(last_duration * tick) or 1 / fps)
+    return replace(index, fps=fps, timestamps=timestamps, duration_s=float(end), tick_s=float(tick))
+
+
+def _stated_rates(packets: VideoPackets) -> list[Fraction]:
+    """List the frames a second that the file states, the likeliest first; at least one.
+
+    For a raw stream FFmpeg's demuxer makes up 25; the stream itself may say another.
+    """
+    average, guessed = packets.stream.average_rate, packets.stream.guessed_rate
+    rates = (guessed, average) if packets.demuxer in _RAW else (average, guessed)
+    return [rate for rate in rates if rate] or [Fraction(25)]
+
+
+def _true_rate(stated: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
+    """Return a file's frames a second by its timestamps, from the first to the last ``span`` seconds.
+
+    A stated rate that agrees is exact where timestamps are rounded: to ticks, or to the milliseconds of a container
+    that the file was copied from.
+    """
+    if n_frames < 2 or not span:
+        return float(stated[0])
+    agrees = (rate for rate in stated if abs((n_frames - 1) / rate - span) <= max(tick, _HALF_MS))
+    return float(next(agrees, (n_frames - 1) / span))
 
 
 def _timestamps_usable(shown: Sequence[PacketInfo], packets: VideoPackets) -> bool:

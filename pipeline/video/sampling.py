@@ -17,8 +17,14 @@ FRAME_RULES: Mapping[str, str] = {
     TRUNCATE: "places are cut to the frame before, as in lmms-eval for LLaVA-OneVision; a short video repeats frames",
     ROUND_EVEN: "places are rounded, and an even number of frames is taken, no more than there are (qwen-vl-utils)",
 }
+# What a Qwen processor does with a clip that gives fewer frames by time than the least that it samples.
+ROUNDED, STEPPED = "rounded", "stepped"
+#: The version of the rule by which ``fps`` takes frames. Rows of caches made by another one do not mix.
+TIME_RULE = 2
 # Times are quotients of integers; a frame at 0.1 s must count as on screen at 0.1 s. No video has frames this close.
 _EPSILON = 1e-6
+_TICKS = 2  # by which rounding moves a timestamp: its own, that of the first frame, and what demuxers interpolate
+_MS, _HALF_MS = 0.001, 0.0005  # bounds of clips come in milliseconds (shot detectors, subtitles, tables)
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,15 @@ class Sampling:
     Attributes:
         num_frames: how many frames; None with ``fps``.
         fps: frames a second, by time; None with ``num_frames``.
-        max_frames: with ``fps``: where it gives more than this, this many are spread evenly instead; None: no limit.
+        max_frames: with ``fps``: where it gives more than this, this many are spread evenly instead, over the frames of
+            a constant rate and over time where the rate varies; None: no limit.
         rule: of ``num_frames``, a name of FRAME_RULES: what becomes of a place between two frames, and of a video that
             has too few.
         snap_to_keyframes_s: a place moves to a keyframe within so many seconds (``snapped``); None: no place moves.
+        min_frames: with ``fps``: where it gives fewer, this many are spread over the clip's frames, as far as it has
+            them.
+        min_rule: how: ROUNDED as Qwen3VLVideoProcessor.sample_frames does, or STEPPED as Qwen2VLVideoProcessor's,
+            which takes an even number.
 
     Raises ValueError unless exactly one of the two ways is chosen, with positive numbers.
     """
@@ -41,6 +52,8 @@ class Sampling:
     max_frames: int | None = 768
     rule: str = TRUNCATE
     snap_to_keyframes_s: float | None = None
+    min_frames: int = 1
+    min_rule: str = ROUNDED
 
     def __post_init__(self) -> None:
         if self.rule not in FRAME_RULES:
@@ -55,20 +68,39 @@ class Sampling:
             raise ValueError(f"fps must be a positive number, got {self.fps}")
         if self.max_frames is not None and self.max_frames < 1:
             raise ValueError(f"max_frames must be at least 1, got {self.max_frames}")
+        if self.min_frames < 1 or self.min_rule not in (ROUNDED, STEPPED):
+            raise ValueError(
+                f"min_frames must be at least 1, by a known rule; got {self.min_frames}, {self.min_rule!r}"
+            )
         if self.snap_to_keyframes_s is not None and not 0 < self.snap_to_keyframes_s < math.inf:
             raise ValueError(f"snap_to_keyframes_s must be a positive number, got {self.snap_to_keyframes_s}")
 
 
+def older_rule(settings: Mapping[str, int | float | str | None]) -> str:
+    """Say that a cache's frames were taken by an older rule of ``fps``, by the sampling in its identity; "" if not."""
+    if settings.get("fps") is None or settings.get("time_rule") == TIME_RULE:
+        return ""
+    return (
+        "an older version took the frames of the cache by an older rule of --fps: some early or twice where a "
+        "container counts milliseconds, and those of a long video of variable rate evenly over its frames"
+    )
+
+
 def clip_range(
-    timestamps: NDArray[np.float64], start_s: float | None, end_s: float | None, duration_s: float
+    timestamps: NDArray[np.float64],
+    start_s: float | None,
+    end_s: float | None,
+    duration_s: float,
+    tick_s: float = 0.0,
 ) -> tuple[int, int]:
-    """Return the range of frames (first, stop) whose timestamps lie in [start_s, end_s).
+    """Return the range of frames (first, stop) whose timestamps lie in [start_s, end_s), up to ``tolerances``.
 
     Args:
         timestamps: [F] seconds, ascending.
         start_s: start of the clip, seconds; None: of the video.
         end_s: end of the clip, seconds; may lie behind the end of the video; None: its end.
         duration_s: end of the last frame, seconds.
+        tick_s: seconds of a tick, in which the container counts time; 0 where nothing is rounded.
 
     Raises VideoFault("unsupported") where the clip is empty, backwards, outside the video or holds no frame.
     """
@@ -78,10 +110,79 @@ def clip_range(
         raise VideoFault("unsupported", f"{clip} must start at 0 s or later and end after its start")
     if start >= duration_s:
         raise VideoFault("unsupported", f"{clip} starts behind the end of the video")
-    first, stop = (int(i) for i in np.searchsorted(timestamps, [start - _EPSILON, end - _EPSILON]))
+    latest = timestamps + tolerances(timestamps, tick_s)
+    first, stop = (int(i) for i in np.searchsorted(latest, [start, end]))
     if first >= stop:
         raise VideoFault("unsupported", f"{clip} holds no frame")
     return first, stop
+
+
+def tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[np.float64]:
+    """Return how far from a frame's timestamp a time still means that frame, [F] seconds.
+
+    This is half a millisecond and half a tick, and less than half the way to the next frame at another time. Where
+    frames are a tick apart, as in AVI, a tick counts frames and rounds nothing.
+
+    Args:
+        timestamps: [F] seconds, ascending; several frames may share one.
+        tick_s: as in ``clip_range``.
+    """
+    steps = np.diff(timestamps, prepend=-math.inf, append=math.inf)
+    before, after = steps[:-1], steps[1:]
+    if not (after > 0).all():  # frames at one time have the same neighbours
+        _, places = np.unique(timestamps, return_inverse=True)
+        distinct = np.append(before[before > 0], math.inf)
+        before, after = distinct[places], distinct[places + 1]
+    nearest = np.minimum(before, after)
+    return np.minimum(np.clip(nearest - tick_s, 0.0, tick_s) / 2 + _HALF_MS + _EPSILON, 0.49 * nearest)
+
+
+def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
+    """Return whether frames follow each other at one rate, but for what ticks round. Arguments as of ``tolerances``."""
+    if len(timestamps) < 3:
+        return True
+    step = (timestamps[-1] - timestamps[0]) / (len(timestamps) - 1)
+    return _is_near(timestamps, timestamps[0] + step * np.arange(len(timestamps)), step, tick_s)
+
+
+def unrounded(
+    timestamps: NDArray[np.float64], duration_s: float, fps: float, tick_s: float
+) -> tuple[NDArray[np.float64], float, float]:
+    """Return times, duration and tick without what a container's ticks round, so that frames are those of any other.
+
+    Where the rate varies they are as given. The tick is 0 where nothing is rounded any more.
+    """
+    even = timestamps[0] + np.arange(len(timestamps)) / fps
+    if not _is_near(timestamps, even, 1 / fps, tick_s):
+        return timestamps, duration_s, tick_s
+    end = float(even[-1] + 1 / fps)
+    is_rounded = abs(duration_s - end) <= max(_TICKS * tick_s, _MS)
+    # A first frame behind the start of the container is rounded itself.
+    return even, end if is_rounded else duration_s, tick_s if timestamps[0] else 0.0
+
+
+def _is_near(timestamps: NDArray[np.float64], even: NDArray[np.float64], step: float, tick_s: float) -> bool:
+    """Return whether timestamps are ``even`` ones, ``step`` seconds apart, that were rounded.
+
+    They are rounded to ticks, or to the milliseconds of a container that the file was copied from.
+    """
+    return bool(np.abs(timestamps - even).max() <= min(max(_TICKS * tick_s, _MS) + _EPSILON, step / 2))
+
+
+def clip_rate(
+    timestamps: NDArray[np.float64],
+    fps: float,
+    start_s: float | None,
+    end_s: float | None,
+    duration_s: float,
+    tick_s: float = 0.0,
+) -> float:
+    """Return the frames a second of a clip: the file's own ``fps`` unless its rate varies. Raise as ``clip_range``."""
+    if is_even(timestamps, tick_s):
+        return fps
+    first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
+    start, end = _bounds(timestamps, start_s, end_s, duration_s)
+    return (stop - first) / (end - start)
 
 
 def choose_frames(
@@ -90,13 +191,15 @@ def choose_frames(
     start_s: float | None = None,
     end_s: float | None = None,
     duration_s: float | None = None,
+    tick_s: float = 0.0,
 ) -> NDArray[np.int64]:
     """Choose the frames to use: [T] indices, ascending; an index repeats where the clip has too few frames.
 
     Uniform sampling goes by ``sampling.rule``, by default the integer ``linspace`` over the clip's frames that
     lmms-eval uses for LLaVA-OneVision.
     Sampling by fps takes, for k = 0, 1, ..., the frame on screen at start + k / fps: the last one whose timestamp is
-    not later, so the first one may have come up just before the clip starts.
+    not later (up to ``tolerances``), so the first one may have come up just before the clip starts. No frame at or
+    behind the end of the clip is taken.
 
     Args:
         timestamps: [F] seconds of every frame of the file in presentation order, ascending.
@@ -104,6 +207,7 @@ def choose_frames(
         start_s: start of the clip in seconds, None for the start of the video.
         end_s: end of the clip in seconds (not included), None for the end of the video.
         duration_s: end of the last frame in seconds; by default its timestamp plus the mean distance of frames.
+        tick_s: seconds of a tick, in which the container counts time; 0 where nothing is rounded.
 
     Raises VideoFault("unsupported") where the clip holds no frame (see ``clip_range``).
     """
@@ -112,18 +216,33 @@ def choose_frames(
     if duration_s is None:
         duration_s = float(timestamps[-1]) + float(timestamps[-1] - timestamps[0]) / max(1, len(timestamps) - 1)
         duration_s = np.nextafter(duration_s, math.inf)
-    first, stop = clip_range(timestamps, start_s, end_s, duration_s)
+    first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
     if sampling.fps is None:
         assert sampling.num_frames is not None
         spread = _spread if sampling.rule == TRUNCATE else _rounded
         return spread(first, stop, sampling.num_frames)
+    start, end = _bounds(timestamps, start_s, end_s, duration_s)
+    fps, most = sampling.fps, sampling.max_frames
+    count = max(1, math.ceil((end - start) * fps - _EPSILON))
+    if most is not None and count > most:
+        if is_even(timestamps, tick_s):
+            return _spread(first, stop, most)
+        count, fps = most, most / (end - start)
+    allowed = tolerances(timestamps, tick_s)
+    times = start + np.arange(count) / fps
+    times = times[: max(1, int(np.searchsorted(times, end - min(allowed[stop - 1], 0.5 / fps))))]
+    chosen = np.searchsorted(timestamps - allowed, times, side="right").astype(np.int64) - 1
+    chosen = chosen[chosen < stop]
+    least = min(sampling.min_frames, most or sampling.min_frames, stop - first)
+    return chosen if len(chosen) >= least else _at_least(chosen, first, stop, least, sampling.min_rule)
+
+
+def _bounds(
+    timestamps: NDArray[np.float64], start_s: float | None, end_s: float | None, duration_s: float
+) -> tuple[float, float]:
+    """Return the part of the clip [start, end) in which the video shows something, seconds."""
     start = float(timestamps[0]) if start_s is None else max(start_s, float(timestamps[0]))
-    end = duration_s if end_s is None else min(end_s, duration_s)
-    count = max(1, math.ceil((end - start) * sampling.fps - _EPSILON))
-    if sampling.max_frames is not None and count > sampling.max_frames:
-        return _spread(first, stop, sampling.max_frames)
-    times = start + np.arange(count) / sampling.fps
-    return np.searchsorted(timestamps, times + _EPSILON, side="right").astype(np.int64) - 1
+    return start, duration_s if end_s is None else min(end_s, duration_s)
 
 
 def snapped(
@@ -172,6 +291,21 @@ def _rounded(first: int, stop: int, count: int) -> NDArray[np.int64]:
     step, places = last / np.float32(count - 1), np.arange(count // 2, dtype=np.float32)
     halves = (step * places, (last - step * places)[::-1])
     return first + np.rint(np.concatenate(halves)).astype(np.int64)
+
+
+def _at_least(chosen: NDArray[np.int64], first: int, stop: int, least: int, rule: str) -> NDArray[np.int64]:
+    """Return ``least`` frames of [first, stop) by the rule of a Qwen processor, or ``chosen`` where that gives no more.
+
+    As sample_frames of transformers 5.24: np.linspace(...).round() in models/qwen3_vl/video_processing_qwen3_vl.py,
+    torch.arange(0, n, n / count).int() in models/qwen2_vl/video_processing_qwen2_vl.py.
+    """
+    if rule == STEPPED:
+        least = least // 2 * 2
+        places = np.arange(least) * ((stop - first) / max(1, least))
+        spread = places.astype(np.float32).astype(np.int64)
+    else:
+        spread = np.linspace(0, stop - first - 1, least).round().astype(np.int64)
+    return first + spread if len(spread) > len(chosen) else chosen
 
 
 def _seconds(value: float | None, none: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gstep.backbones.preprocess.base import Preprocessor, check_settings, rgb_triple
-from gstep.errors import ModelError, UnsupportedVideo
+from gstep.errors import ModelError, TooFewFrames, UnsupportedVideo
 
 if TYPE_CHECKING:
     import torch
@@ -67,12 +67,12 @@ class DynamicSizePreprocessor(Preprocessor):
         return cls(
             image_mean=rgb_triple(settings, "image_mean"),
             image_std=rgb_triple(settings, "image_std"),
-            patch_size=_count(settings, "patch_size"),
-            temporal_patch_size=_count(settings, "temporal_patch_size"),
-            merge_size=_count(settings, "merge_size"),
-            min_pixels=_count(size, "shortest_edge"),
-            max_pixels=_count(size, "longest_edge"),
-            max_video_tokens=_count(settings, "max_video_tokens") if capped else None,
+            patch_size=positive_count(settings, "patch_size"),
+            temporal_patch_size=positive_count(settings, "temporal_patch_size"),
+            merge_size=positive_count(settings, "merge_size"),
+            min_pixels=positive_count(size, "shortest_edge"),
+            max_pixels=positive_count(size, "longest_edge"),
+            max_video_tokens=positive_count(settings, "max_video_tokens") if capped else None,
         )
 
     @property
@@ -137,12 +137,13 @@ class PerVideoPreprocessor(DynamicSizePreprocessor):
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) in pixels, multiples of ``factor``.
 
-        Raises UnsupportedVideo above an aspect ratio of 200, and for fewer frames than a temporal patch has.
+        Raises UnsupportedVideo above an aspect ratio of 200, TooFewFrames for fewer than a temporal patch has.
         """
         times = self.temporal_patch_size
         if n_frames < times:
-            raise UnsupportedVideo(
-                f"the model takes no video of fewer than {times} sampled frames, this one has {n_frames}: sample more"
+            raise TooFewFrames(
+                f"the model takes no video of fewer than {times} sampled frames, this one has {n_frames}: sample more, "
+                "or take a longer clip"
             )
         most = self.max_pixels
         if self.max_video_tokens is not None:
@@ -185,7 +186,7 @@ def fit(
     return rows, columns
 
 
-def _count(settings: Mapping[str, Any], name: str) -> int:
+def positive_count(settings: Mapping[str, Any], name: str) -> int:
     """Return the setting ``name`` if it is a positive integer, else raise ModelError."""
     value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

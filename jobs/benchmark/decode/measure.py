@@ -65,7 +65,8 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
     index = probe(str(path), sniff(path))
     assert index.packets is not None and index.pts is not None
     index.packets.close()
-    chosen = np.unique(choose_frames(index.timestamps, sampling, duration_s=index.duration_s))
+    shown, *end = index.unrounded()
+    chosen = np.unique(choose_frames(shown, sampling, None, None, *end))
     times, keys = index.pts[chosen].tolist(), index.keyframes.tolist()
     request = DecodeRequest(path, sampling, _PREPROCESSOR)
     snapped = replace(request, sampling=replace(sampling, snap_to_keyframes_s=snap_s))

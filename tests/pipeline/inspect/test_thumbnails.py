@@ -34,6 +34,8 @@ def test_the_page_shows_the_sampled_frames_of_the_source(cache, decoded):
         ({"start_s": 5.0}, "gives other frames than those that were sampled"),
         ({"end_s": -1.0}, "decoding failed: unsupported: the clip"),
         ({"sampling": {}}, "does not say how frames were sampled"),
+        ({"sampling": {"fps": 1.0, "max_frames": 32}}, "older rule of --fps"),
+        ({"start_s": 5.0, "clip_fps": None}, "were sampled: an older version cut the clip"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -65,6 +67,8 @@ def test_pictures_of_a_folder_of_frames_are_found_again_while_it_is_the_same(tmp
     folder, clip = write_jpegs(tmp_path / "frames_fps3" / "x", 12), {"start_s": 1.0, "end_s": 3.0}
     video = decode_video(DecodeRequest(folder, Sampling(4), Thumbnails(64), **clip))
     row = {"uri": str(folder), **clip, **decoded_columns(video, 1), "source_offset": None}
+    by_time = {"fps": 2.0, "max_frames": 32, "min_frames": 4, "min_rule": "rounded", "time_rule": 2}
+    assert len(source_pictures({**row, "frame_indices": [2, 3, 5, 6, 8]}, by_time, Objects()).jpegs) == 5
     pictures = source_pictures(row, {"num_frames": 4}, Objects())
     assert len(pictures.jpegs) == 4 and not pictures.missing
     (folder / "00012.jpg").unlink()

@@ -9,6 +9,7 @@ import pytest
 import ray
 from rich.console import Console
 
+from gstep.backbones import ModelSource, family_of
 from jobs import prune
 from pipeline.errors import UsageError
 from pipeline.inputs.forms import FORMS
@@ -122,6 +123,17 @@ def test_a_model_needs_no_weights_for_that(tmp_path):
     assert shared.peak_gpu_bytes == plan.peak_gpu_bytes.scaled(3) and shared.gpu_s == plan.gpu_s
     assert (shared.stage_s, shared.wall_s) == (plan.stage_s, plan.wall_s)
     assert cluster_text(shared) == "8 x H100 with 3 encoders each, 192 vCPUs"
+
+
+@pytest.mark.parametrize(("model", "patches"), [("tiny", 1), ("tiny-qwen2-5-vl", 2), ("tiny-qwen3-vl", 2)])
+def test_short_videos_are_planned_with_the_least_frames_of_the_family(model, patches):
+    config = PruneConfig(plan=True, model=model, fps=1.0, corpus_videos=10, seconds=1, size="64x64", pruner="none")
+    config = replace(config, retention_ratio=1.0)
+    family = family_of(ModelSource.resolve(model))
+    _, n_tokens = family.token_counts(4, *family.preprocessor().target_size(4, 64, 64))
+    static = family.static()
+    a_token = 12 + 2 * static.hidden_size * (1 + static.deepstack_levels)
+    assert plan_run(config, Console(quiet=True)).output_bytes.expected == 10 * patches * n_tokens * a_token
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,17 @@ import gstep
 from gstep.backbones import BACKBONES
 from gstep.checkpoints import tiny
 from gstep.evidence import SINGLE_PATCHES
+from jobs import prune
+from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
+from pipeline.cache.writer import PrunedVideo
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import prepare, sampling_of
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
+from tests.jobs.jobs import forbid_ray
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.videos import sample
 
@@ -36,16 +40,53 @@ def request_for(tmp_path):
     return make
 
 
+def cache_with(folder: Path, identity: CacheIdentity, *videos: PrunedVideo) -> None:
+    store = LocalStore(folder)
+    store.make()
+    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
+    write_shard(store, "run", *videos)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl"])
+def test_a_cache_of_the_older_rule_of_fps_is_refused_with_the_remedy(request_for, tmp_path, model):
+    identity = request_for(model=model, fps=1.0).identity("float32")
+    older = {name: identity["sampling"][name] for name in ("fps", "max_frames")}
+    cache_with(tmp_path / "c", {**identity, "sampling": older}, encoded("v", random_tokens(0), 1.0, "none"))
+    with pytest.raises(
+        IdentityMismatch, match=r"(?s)sampling\.time_rule: .*older rule of --fps.*Use another --out"
+    ) as told:
+        request_for(model=model, fps=1.0)
+    assert "Use the cache's settings" not in str(told.value)
+
+
+def test_caches_of_a_number_of_frames_say_what_they_said(request_for):
+    """Their identity has no word of the rule of time, so that new videos go beside older ones."""
+    assert request_for(num_frames=8).identity("float32")["sampling"] == {"num_frames": 8}
+    assert request_for(fps=1.0).identity("float32")["sampling"] == {"fps": 1.0, "max_frames": 32, "time_rule": 2}
+    qwen = request_for(fps=1.0, model="tiny-qwen2-5-vl").identity("float32")["sampling"]
+    assert qwen == {"fps": 1.0, "max_frames": 768, "min_frames": 4, "min_rule": "stepped", "time_rule": 2}
+
+
+def test_a_run_says_which_cached_clips_would_have_other_frames_now(request_for, tmp_path, monkeypatch, capsys):
+    """The end lies half a millisecond behind the last frame, which an older version took."""
+    video = tmp_path / "videos" / "bikes.mp4"
+    clip = encoded("v", random_tokens(0), 1.0, "none", uri=str(video), end_s=0.7505)
+    cache_with(tmp_path / "c", request_for().identity("float32"), clip)
+    (tmp_path / "m.jsonl").write_text(json.dumps({"video_id": "v", "uri": "videos/bikes.mp4", "end_s": 0.7505}))
+    forbid_ray(monkeypatch)
+    argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--pruner", "none", "--dtype", "float32"]
+    assert prune.main(argv) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "note: 1 cached clips would have other frames now (v)" in said and "beside new ones" in said
+
+
 def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request_for, tmp_path):
     asked = {"evidence": ["image_embedding"], "siglip": "tiny"}
     job = request_for(**asked)
     assert job.evidence == {
         "image_embedding_single_patches": SINGLE_PATCHES
     } and "evidence" not in request_for().identity("float32")
-    store = LocalStore(tmp_path / "c")
-    store.make()
-    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": job.identity("float32")}).encode())
-    write_shard(store, "run", encoded("v", random_tokens(0), 1.0, "none"))
+    cache_with(tmp_path / "c", job.identity("float32"), encoded("v", random_tokens(0), 1.0, "none"))
     assert request_for(**asked).identity("float32") == job.identity("float32")
     with pytest.raises(
         IdentityMismatch, match=r"evidence: the cache has \{'image_embedding_single_patches'.*this run None"

@@ -149,13 +149,13 @@ def test_videos_of_a_shape_that_the_model_does_not_take(tmp_path):
     short = write_clip(tmp_path / "short.mp4", size=(64, 96), count=4)
     per_frame = PerFramePreprocessor.from_settings(Qwen2_5VL.pixel_defaults)
     per_video = PerVideoPreprocessor.from_settings(Qwen3VL.pixel_defaults)
-    for path, sampling, preprocessor, message in (
-        (wide, Sampling(4), per_frame, "frames of 1616x8 pixels have an aspect ratio of 202"),
-        (short, Sampling(None, fps=1.0), per_video, "fewer than 2 sampled frames, this one has 1"),
+    for path, sampling, preprocessor, message, fault_class in (
+        (wide, Sampling(4), per_frame, "frames of 1616x8 pixels have an aspect ratio of 202", "unsupported"),
+        (short, Sampling(None, fps=1.0), per_video, "fewer than 2 sampled frames, this one has 1", "too-short"),
     ):
         with pytest.raises(VideoFault, match=message) as caught:
             decode_video(DecodeRequest(path, sampling, preprocessor))
-        assert (caught.value.fault_class, caught.value.retryable) == ("unsupported", False)
+        assert (caught.value.fault_class, caught.value.retryable) == (fault_class, False)
 
 
 def test_frames_that_move_to_keyframes_have_the_times_at_which_they_are_shown(tmp_path):

@@ -1,0 +1,283 @@
+"""Times in every container: shots and --fps take the frames of MP4, and the rate is what the timestamps show."""
+
+import json
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gstep.backbones import ModelSource, family_of
+from pipeline.prune.decode_stage import decoded_columns
+from pipeline.prune.encode_stage import without_pixels
+from pipeline.video.containers import sniff
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.probe import VideoIndex, probe
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, tolerances
+from tests.gstep.backbones.encoders import FLOAT32
+from tests.pipeline.ffmpeg import ffmpeg
+from tests.pipeline.videos import KeepSize, write_jpegs
+
+X264 = ("-c:v", "libx264", "-preset", "ultrafast")
+B_FRAMES = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2)
+VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8)
+MPEG2 = ("-c:v", "mpeg2video", "-bf", 2)
+CONTAINERS = {
+    "a.mp4": X264,
+    "b.mp4": B_FRAMES,
+    "a.mov": X264,
+    "a.mkv": X264,
+    "b.mkv": B_FRAMES,  # its first frame is shown later than 0, and rounded too
+    "a.webm": VP9,
+    "a.flv": X264,
+    "b.flv": B_FRAMES,
+    "a.wmv": ("-c:v", "wmv2"),
+    "a.avi": ("-c:v", "mpeg4"),  # a tick is a frame
+    "a.ts": X264,
+    "b.ts": B_FRAMES,
+    "a.m2ts": X264,
+    "a.mpg": MPEG2,
+    "a.ogv": ("-c:v", "libtheora"),
+}
+RAW = {
+    "a.h264": X264,
+    "b.h264": B_FRAMES,
+    "a.hevc": ("-c:v", "libx265", "-preset", "ultrafast", "-x265-params", "log-level=none:pools=none"),
+    "a.m2v": ("-c:v", "mpeg2video"),
+}
+GIF_RATES = ["25", "50", "24000/1001", "30"]  # its ticks are hundredths
+RATES = ["24000/1001", "25", "30000/1001", "30", "50", "60000/1001", "60"]
+COUNT, SHOT = 120, 20
+HALF_MS = Fraction(1, 2000)
+UNEVEN = ("a.mp4", "a.mkv", "a.webm", "a.flv", "a.wmv", "a.avi", "a.ts")
+FAST_S, SLOW_S = 2, 10  # a video of 30 frames a second for two seconds, then of 5
+
+
+def range_of(index: VideoIndex, start: float | None, end: float | None) -> tuple[int, int]:
+    times, *duration = index.unrounded()
+    return clip_range(times, start, end, *duration)
+
+
+def chosen_of(index: VideoIndex, sampling: Sampling, start: float | None = None, end: float | None = None) -> list[int]:
+    times, *duration = index.unrounded()
+    return choose_frames(times, sampling, start, end, *duration).tolist()
+
+
+def index_of(path: Path) -> VideoIndex:
+    index = probe(str(path), sniff(path))
+    if index.packets is not None:
+        index.packets.close()
+    return index
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory):
+    """The index of COUNT frames in a container at a rate; each is made once."""
+    folder, held = tmp_path_factory.mktemp("even"), {}
+
+    def make(name: str, rate: str, count: int = COUNT) -> VideoIndex:
+        if (name, rate, count) not in held:
+            path = folder / f"{rate.replace('/', '_')}-{count}-{name}"
+            source = ("-f", "lavfi", "-i", f"testsrc2=s=64x64:r={rate}", "-frames:v", count)
+            ffmpeg(*source, "-threads", 1, *{**CONTAINERS, **RAW}.get(name, ()), path)
+            held[name, rate, count] = index_of(path)
+        return held[name, rate, count]
+
+    return make
+
+
+def uneven(path: Path) -> Path:
+    """Write 60 frames in two seconds and 50 in the ten after these, with milliseconds as the encoder's ticks."""
+    codec = {".webm": "libvpx-vp9", ".wmv": "wmv2", ".avi": "mpeg4"}.get(path.suffix, "libx264")
+    times = [round(1000 * i / 30) for i in range(30 * FAST_S)]
+    times += [1000 * FAST_S + 200 * i for i in range(5 * SLOW_S)]
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream(codec, rate=1000 if path.suffix == ".avi" else 30)
+        stream.width = stream.height = 64
+        stream.pix_fmt, stream.codec_context.time_base = "yuv420p", Fraction(1, 1000)
+        if codec == "libx264":
+            stream.codec_context.options = {"preset": "ultrafast"}
+        for number, time in enumerate(times):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), number, np.uint8), "rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return path
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_shot_holds_its_frames_and_none_of_the_next(even, name, rate):
+    """Bounds in milliseconds, as shot detectors write them, and exact ones."""
+    index = even(name, rate)
+    assert len(index.timestamps) == COUNT
+    for digits in (3, 17):
+        bounds = [round(float(number / Fraction(rate)), digits) for number in range(0, COUNT + 1, SHOT)]
+        shots = [range_of(index, *shot) for shot in pairwise(bounds)]
+        assert shots == [(number, number + SHOT) for number in range(0, COUNT, SHOT)], digits
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("name", [*CONTAINERS, *RAW])
+def test_fps_takes_the_frames_that_are_on_screen(even, name, rate):
+    """At k / fps that is frame k * rate / fps, cut to a whole number, half a millisecond ahead: what MP4 gives."""
+    index, exact = even(name, rate), Fraction(rate)
+    for fps in (exact, exact / 2, Fraction(1), Fraction(3), Fraction(7)):
+        places = ((k / fps + HALF_MS) * exact for k in range(COUNT) if (k / fps + HALF_MS) * exact < COUNT)
+        assert chosen_of(index, Sampling(None, float(fps), None)) == [int(place) for place in places], fps
+
+
+@pytest.mark.parametrize("rate", GIF_RATES)
+def test_a_gif_whose_ticks_are_a_third_of_a_frame(even, rate):
+    index, exact = even("a.gif", rate), Fraction(rate)
+    assert index.fps == pytest.approx(float(exact), rel=1e-9)
+    for start in range(0, COUNT, SHOT):
+        assert range_of(index, float(start / exact), float((start + SHOT) / exact)) == (start, start + SHOT)
+    assert chosen_of(index, Sampling(None, float(exact), None)) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize(("source", "copy"), [("b.mkv", "c.mp4"), ("b.flv", "c.mp4"), ("b.mkv", "c.ts")])
+def test_milliseconds_stay_in_a_copy_with_finer_ticks(even, tmp_path, rate, source, copy):
+    """As of a recording that was copied to MP4 without encoding: it is no file of variable rate."""
+    ffmpeg("-i", even(source, rate).path, "-c", "copy", tmp_path / copy)
+    index, exact = index_of(tmp_path / copy), Fraction(rate)
+    assert index.fps == pytest.approx(float(exact), rel=1e-6)
+    for start in range(0, COUNT, SHOT):
+        bounds = (round(float(place / exact), 3) for place in (start, start + SHOT))
+        assert range_of(index, *bounds) == (start, start + SHOT)
+    assert chosen_of(index, Sampling(None, float(exact), None)) == list(range(COUNT))
+    assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_fps_takes_no_frame_of_the_next_shot(even, name):
+    index = even(name, "30")
+    for start, end in ((0.667, 1.333), (1.333, 2.0), (2.0, 2.667)):
+        assert chosen_of(index, Sampling(None, 30.0, None), start, end) == list(
+            range(round(start * 30), round(end * 30))
+        )
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("name", [*CONTAINERS, *RAW])
+def test_the_rate_of_a_regular_file_is_exact(even, name, rate):
+    index = even(name, rate)
+    stated = {".flv": 1e-4, ".mkv": 1e-6, ".webm": 1e-6}  # their headers round the rate, or the time of a frame
+    assert index.fps == pytest.approx(float(Fraction(rate)), rel=stated.get(Path(name).suffix, 1e-15), abs=0)
+    exact = np.arange(COUNT) / float(Fraction(rate))
+    assert np.abs(index.timestamps - exact).max() <= 1.5 * index.tick_s + 1e-6
+    times, end, tick_s = index.unrounded()
+    assert np.abs(times - exact).max() < 1e-4 and end == pytest.approx(COUNT / Fraction(rate), rel=1e-4)
+    assert tick_s == 0
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.webm", "a.flv", "a.avi"])
+def test_a_header_that_states_a_thousand_frames_a_second_is_not_believed(tmp_path, name):
+    codec = {"a.webm": "libvpx-vp9", "a.flv": "flv", "a.avi": "mpeg4"}.get(name, "libx264")
+    with av.open(str(tmp_path / name), "w") as out:
+        stream = out.add_stream(codec, rate=1000)
+        stream.width = stream.height = 64
+        stream.pix_fmt, stream.codec_context.time_base = "yuv420p", Fraction(1, 1000)
+        for number in range(50):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 5 * number, np.uint8), "rgb24")
+            frame.pts, frame.time_base = 40 * number, Fraction(1, 1000)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    index = index_of(tmp_path / name)
+    assert index.fps == pytest.approx(25.0, abs=1e-9)
+    assert clip_rate(index.timestamps, index.fps, None, None, index.duration_s, index.tick_s) == index.fps
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_variable_rate_is_that_of_the_timestamps(tmp_path, name):
+    index = index_of(uneven(tmp_path / name))
+    n_frames, span = 30 * FAST_S + 5 * SLOW_S, FAST_S + SLOW_S - 0.2
+    assert len(index.timestamps) == n_frames
+    assert index.fps == pytest.approx((n_frames - 1) / span, rel=1e-3)
+    seconds = {(None, None): FAST_S + SLOW_S, (0.0, 2.0): 2, (0.5, 1.5): 1, (4.0, 10.0): 6}
+    for clip, length in seconds.items():
+        first, stop = range_of(index, *clip)
+        rate = clip_rate(index.timestamps, index.fps, *clip, index.duration_s, index.tick_s)
+        assert rate == pytest.approx((stop - first) / length, rel=0.02)
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_the_cap_of_a_variable_rate_is_even_over_time(tmp_path, name):
+    index = index_of(uneven(tmp_path / name))
+    chosen = chosen_of(index, Sampling(None, 4.0, 12))
+    steps = np.diff(index.timestamps[chosen])
+    assert len(chosen) == 12 and (steps > 0.75).all() and (steps < 1.25).all()
+    assert chosen_of(index, Sampling(12)) == np.linspace(0, len(index.timestamps) - 1, 12, dtype=int).tolist()
+
+
+@pytest.mark.parametrize("name", [*CONTAINERS, *RAW])
+@pytest.mark.parametrize("rate", ["24000/1001", "30"])
+def test_the_cap_of_a_constant_rate_is_even_over_frames(even, name, rate):
+    index = even(name, rate)
+    assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
+
+
+def extra_of(path: Path, model: str, sampling: Sampling, *clip: float | None) -> dict:
+    """What a family's positions go by, of the frames that a run would take."""
+    family = family_of(ModelSource.resolve(model))
+    video = decode_video(DecodeRequest(path, sampling, family.preprocessor(), *clip))
+    start = {} if not clip or clip[0] is None else {"start_s": clip[0]}
+    record = json.loads(json.dumps(decoded_columns(video, 1)))
+    return dict(family.load(FLOAT32).model_extra(without_pixels({**record, **start})))
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_positions_of_a_clip_go_by_its_own_seconds(tmp_path, name):
+    path, sampling = uneven(tmp_path / name), Sampling(None, 1.0, 768)
+    for clip in ((0.0, 2.0), (4.0, 10.0), (None, None)):
+        extra = extra_of(path, "tiny-qwen2-5-vl", sampling, *clip)
+        assert extra["second_per_grid_ts"] == pytest.approx(2.0, rel=0.02), clip
+    qwen3 = extra_of(path, "tiny-qwen3-vl", sampling, 4.0, 10.0)
+    assert qwen3["patch_timestamps"] == pytest.approx([0.5, 2.5, 4.5], abs=0.002)
+    assert "second_per_grid_ts" not in extra_of(path, "tiny", sampling, 4.0, 10.0)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_positions_at_a_constant_rate_are_the_stock_ones_to_the_bit(even, name):
+    """VideoMetadata.sampled_fps: 8 of 300 frames at 30 a second make 2.5 s a patch of two."""
+    index = even(name, "30", 300)
+    extra = extra_of(Path(index.path), "tiny-qwen2-5-vl", Sampling(8))
+    assert extra["second_per_grid_ts"] == 2 / (8 / 300 * index.fps) == pytest.approx(2.5, rel=1e-9)
+
+
+def test_frames_at_one_time_are_all_in_a_clip_or_none(tmp_path):
+    times = np.repeat(np.arange(0, 2, 0.04), 2)
+    for start, end in ((0.4, 0.8), (0.4004, 0.8003), (0.3996, 0.7997)):
+        assert clip_range(times, start, end, 2.0, 0.001) == (20, 40)
+    assert choose_frames(times, Sampling(None, 25.0, None), 0.4004, 0.8, 2.0, 0.001).tolist() == list(range(21, 40, 2))
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=60), st.sampled_from([0.0, 1e-5, 1e-3, 0.01, 1 / 30]), st.data()
+)
+def test_no_tolerance_reaches_another_frame(steps, tick_s, data):
+    """A bound within half a millisecond of a frame means that frame, where frames are two apart; and only its own."""
+    times = np.concatenate([[0.0], np.cumsum(steps)]) * (tick_s or 0.001)
+    allowed = tolerances(times, tick_s)
+    assert (times[:-1] + allowed[:-1] < times[1:] - allowed[1:]).all()
+    number = data.draw(st.integers(0, len(times) - 1))
+    for bound in (times[number] - 0.9 * allowed[number], times[number] + 0.9 * allowed[number]):
+        if 0 <= bound < times[-1] + 1:
+            assert clip_range(times, float(bound), None, times[-1] + 1, tick_s)[0] == number
+
+
+def test_a_bound_between_frames_of_a_coarse_tick_is_no_frame(even):
+    """In AVI half a tick would be half of the way to the next frame."""
+    index = even("a.avi", "25")
+    assert range_of(index, 0.485, 0.995) == range_of(index, 0.5, 1.0) == (13, 25)
+
+
+def test_a_folder_of_frames_has_no_ticks(tmp_path):
+    folder = write_jpegs(tmp_path / "frames_fps3" / "x", 9)
+    video = decode_video(DecodeRequest(folder, Sampling(None, 3.0, None), KeepSize()))
+    assert video.frame_indices.tolist() == list(range(9)) and video.clip_fps == video.fps == 3.0
