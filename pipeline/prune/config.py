@@ -154,7 +154,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     decoder: str = option(
         "auto",
-        "auto, pyav, decord, torchcodec, nvdec (the GPU; not measured), or the import path module:Class of a decoder",
+        "auto, pyav, decord, torchcodec, nvdec (the GPU), or the import path module:Class of a decoder",
         metavar="DECODER",
         group="decoding",
     )

@@ -1,7 +1,6 @@
 """Density-guided farthest point sampling on a GPU in O(M * D) memory, for videos of many tokens.
 
-``launch`` takes this form where the distances of all pairs are too many for the first one (``gram``). The slower of the
-two goes once both are measured on a GPU, unless it alone serves long videos.
+``launch`` takes this form where the distances of all pairs are too many for the first one (``gram``), which is faster.
 
 Distances only shrink, so that a key computed against earlier picks is an upper bound. A round takes the K best such
 keys, brings them up to date, and runs the exact greedy among them for as long as it beats the best other one.
