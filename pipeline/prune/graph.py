@@ -149,8 +149,8 @@ MOST_OF_A_UNIT = 256  # videos of a container that one call reads, and decodes a
 DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
 # Bytes of video files for which another decoder is worth its start of a second: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20
-# With --decoder nvdec, the share of a GPU that its decoders reserve, and how many they are. Four did 5.3 clips of 720p a
-# second on an H200; more were not measured.
+# With --decoder nvdec, the share of a GPU that its decoders reserve, and how many they are. Four did 5.3 clips a second
+# of 10 s of 720p on an H200; more were not measured.
 DECODING_OF_A_GPU, DECODERS_A_GPU = 0.2, 4
 CPU_ENCODERS_PER_WRITER = 4  # encoders without a GPU that share a writer: each is far slower than one can write
 CALLS = 2  # calls at a time in a worker: one moves data while the other computes

@@ -2,7 +2,7 @@
 
 FFmpeg loads the driver's libnvcuvid. Only the packets that the chosen frames need go to the GPU, decoded frames stay
 there, and the chosen ones alone come back to the host, where they are unpacked to the layout that FFmpeg's software
-gives. From there on all is as with PyAV on a core, colours too. Not yet compared with it on a GPU.
+gives. From there on all is as with PyAV on a core, colours too: on an H200 four clips had the same bits.
 """
 
 from __future__ import annotations
