@@ -11,7 +11,7 @@ from typing import NamedTuple
 import av
 from av.codec.context import Flags
 from av.container import InputContainer
-from av.error import InvalidDataError
+from av.error import FFmpegError
 from av.stream import Disposition
 
 from pipeline.errors import VideoFault
@@ -24,6 +24,11 @@ _SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe
 # Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
 _PARSED = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
 _SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark reliably which frames nothing refers to
+# Decoders that may refuse every packet behind an error until they are flushed. Others lose frames by a flush.
+_STUCK_AFTER_ERRORS = ("libdav1d",)
+_STATING = ("matroska", "avi", "flv", "asf")  # demuxers of containers that state how long a stream is
+_WHOLE = 0.9  # share of a file up to its last packet; what other streams have behind it is less than the rest
+_CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 _HEAD = 1024  # bytes of a packet that are searched for parameter sets
 _HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence parameter set; then its number of sub-layers
 
@@ -57,6 +62,10 @@ class VideoPackets:
         n_streams: how many video streams the file has.
         table: the container's facts about each packet.
         parameters_change: whether the container gives the decoder new parameters on the way.
+        stated_s: how long the video is by the container's own word, seconds; None where it states nothing, and for MP4,
+            which lists every frame.
+        fault: the last error that a packet or the demuxer gave; None while all of them decode.
+        n_corrupt: packets that the demuxer marks as damaged, and errors that end reading.
 
     Of a file of more than ``most_kept`` bytes no packets are kept, and what is asked for is read a second time.
 
@@ -79,6 +88,9 @@ class VideoPackets:
             self.n_streams = len(self._container.streams.video)
             self.table: list[PacketInfo] = []
             self.parameters_change = False
+            self.stated_s = _stated_seconds(self._container, self.stream, demuxer)
+            self.fault: FFmpegError | None = None
+            self.n_corrupt = self._reached = 0
             self._sub_layers: set[int] = _sub_layers(self.stream.codec_context.extradata or b"")
             self._read(most_kept)
         except BaseException:
@@ -92,6 +104,16 @@ class VideoPackets:
         if self._again is not None:
             self._again.close()
 
+    def end_of(self, duration_s: float) -> float:
+        """Return where a video ends by the container's word, or else by the bytes behind its last packet; seconds.
+
+        ``duration_s`` is the end of its last frame, which is returned where nothing tells of more.
+        """
+        if self.stated_s is not None or self.demuxer == "mov" or not self._reached:
+            return self.stated_s or duration_s
+        share = self._reached / max(self._container.size, 1)
+        return duration_s / share if share < _WHOLE else duration_s
+
     def first_frame(self) -> av.VideoFrame | None:
         """Decode and return the file's first frame, or None if no packet can be decoded."""
         tries = (next(self.decoded(0, stop), None) for stop in (1, len(self.table)))
@@ -102,21 +124,26 @@ class VideoPackets:
     def decoded(self, start: int, stop: int, wanted: Sequence[int] | None = None) -> Iterator[av.VideoFrame]:
         """Yield the frames of packets number ``start`` to ``stop`` - 1 in the order in which they are shown.
 
-        A damaged packet gives no frame, and FFmpeg logs it. Of the frames that are not shown at one of the ``wanted``
-        times, the decoder leaves out those to which no other refers, where the codec marks them; None wants all.
+        A damaged packet gives no frame, and FFmpeg logs it; ``fault`` is its error. Decoding goes on behind it. Of the
+        frames that are not shown at one of the ``wanted`` times, the decoder leaves out those to which no other
+        refers, where the codec marks them; None wants all.
         """
         codec = self.stream.codec_context
         codec.flush_buffers()
+        flushes, fault = codec.codec.name in _STUCK_AFTER_ERRORS, self.fault
         skips = wanted is not None and self._tells_references()
         times = frozenset(wanted or ())
         try:
             for packet in self.between(start, stop):
                 if skips:
                     codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
-                yield from _frames_of(codec, packet)
+                if flushes and packet.is_keyframe and self.fault is not fault:
+                    codec.flush_buffers()
+                    fault = self.fault
+                yield from self._frames_of(packet)
         finally:
             codec.skip_frame = "DEFAULT"  # or the frames that the decoder still holds would be lost
-        yield from _frames_of(codec, None)
+        yield from self._frames_of(None)
 
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
         """Yield the packets to decode for the frames that are shown at ``times`` (ascending), each run from a keyframe.
@@ -142,6 +169,19 @@ class VideoPackets:
             return iter(self._kept[start:stop])
         return islice(self._read_again(start), stop - start)
 
+    def _frames_of(self, packet: av.Packet | None) -> list[av.VideoFrame]:
+        """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds.
+
+        A packet that does not decode gives none. Raises MemoryError.
+        """
+        try:
+            return list(self.stream.codec_context.decode(packet))
+        except FFmpegError as error:  # some decoders answer broken data with EPERM or an error of a library of theirs
+            if isinstance(error, MemoryError):
+                raise
+            self.fault = error
+            return []
+
     def _can_jump(self) -> bool:
         """Return whether the decoder can begin at any keyframe."""
         return not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED)
@@ -157,9 +197,11 @@ class VideoPackets:
     def _read(self, most_kept: int) -> None:
         """Read all packets into the table, and keep their data up to ``most_kept`` bytes."""
         size = 0
-        for packet in self._container.demux(self.stream):
+        for packet in self._demuxed():
             if not packet.size:
                 continue
+            self.n_corrupt += packet.is_corrupt
+            self._reached = max(self._reached, (packet.pos or 0) + packet.size)
             self.table.append(
                 PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, packet.is_discard)
             )
@@ -171,6 +213,23 @@ class VideoPackets:
                 self._kept = None
             elif self._kept is not None:
                 self._kept.append(packet)
+
+    def _demuxed(self) -> Iterator[av.Packet]:
+        """Yield the packets of the stream up to the end of the file, or up to what the demuxer cannot read.
+
+        Raises MemoryError.
+        """
+        while True:
+            try:
+                yield from self._container.demux(self.stream)
+                return
+            except BlockingIOError:  # of damage in a transport stream, behind which it looks for the next packet
+                continue
+            except FFmpegError as error:
+                if isinstance(error, MemoryError):
+                    raise
+                self.fault, self.n_corrupt = error, self.n_corrupt + 1
+                return
 
     def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
         """Yield the packets from number ``start`` on: seek where that surely arrives, else read up to it."""
@@ -233,9 +292,13 @@ def _sub_layers(data: bytes | memoryview) -> set[int]:
     return {1 + (found[1][0] >> 1 & 7) for found in _HEVC_PARAMETERS.finditer(data)}
 
 
-def _frames_of(codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
-    """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds."""
-    try:
-        return list(codec.decode(packet))
-    except InvalidDataError:
-        return []
+def _stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
+    """Return the seconds of a video by its stream's header or tag, or by the file's where it has no sound; or None."""
+    if demuxer not in _STATING:
+        return None
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    for name, text in stream.metadata.items():  # Matroska: "00:00:08.000000000", perhaps with the language's name
+        if name.upper().startswith("DURATION") and (found := _CLOCK.match(text)):
+            return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3])
+    return container.duration / 1_000_000 if container.duration and not container.streams.audio else None
