@@ -161,6 +161,11 @@ class PruneConfig(PlanOptions, PrunerOptions):
     decode_memory: int = option(
         4096, "let a decode process grow by at most MIB beyond its size at start", metavar="MIB"
     )
+    max_decode_warnings: int | None = option(
+        None,
+        "a video that is decoded with more than N warnings is corrupt (default: it is taken, and its row counts them)",
+        metavar="N",
+    )
     fetch_memory: int = option(
         2048,
         "fetch videos of at most MIB from S3. They are held in memory, never on disk, two for each decode process: the "
@@ -297,6 +302,8 @@ class PruneConfig(PlanOptions, PrunerOptions):
         given = all(name.strip() for name in self.videos) and len(self.videos) > 0
         check(given, "videos", "at least one folder, glob, file or manifest", self.videos)
         check(all(root.strip() for root in self.video_root), "video_root", "a folder or prefix", self.video_root)
+        most = self.max_decode_warnings
+        check(most is None or most >= 0, "max_decode_warnings", "at least 0", most)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         counts = ("num_frames", "max_frames", "min_pixels", "max_pixels", "max_video_tokens")

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
+from gstep.backbones.base import ModelExtra
+from gstep.backbones.positions import position_faults
 from gstep.backbones.preprocess.base import as_frames
 from gstep.evidence import is_per_frame, name_of
 from gstep.lazy import importing_much
@@ -53,6 +55,7 @@ class EncodeSetup:
     codec: str = BFLOAT16.name
     batch_frames: int | None = None  # in one pass of the tower, of several videos too; None: of one video
     compiled: bool = False
+    even: bool = False  # whether frames are taken at even times
     sample_limit: int = -1  # of the videos whose bfloat16 rows are kept too (pipeline.cache.codecs.sample)
     tower_hash: str | None = None  # of the source (gstep.checkpoints.tower), which rows say
 
@@ -202,14 +205,16 @@ class VideoEncoder:
         runtime = self._described | ({"shared_pass": f"{n_videos} videos"} if shared else {})
         # The default stream runs the kernels of the next video by now, and these copies would wait for them.
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():
+            extra = self.backbone.model_extra(without_pixels(record))
             done: VideoRecord = {
                 **record,
                 **pruned_columns(pruned, visual),
+                **_position_columns(extra, record, even=self._setup.even),
                 "encode_s": encode_s,
                 "prune_s": prune_s,
                 "runtime": json.dumps(runtime),
                 "tower_hash": self._setup.tower_hash,
-                "model_extra": json.dumps(self.backbone.model_extra(without_pixels(record))),
+                "model_extra": json.dumps(extra),
             }
             return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
 
@@ -407,6 +412,12 @@ def _check_finite(what: str, values: Tensor) -> None:
     """Raise VideoFault("internal") if a value is not finite."""
     if not values.isfinite().all():
         raise VideoFault("internal", f"{what} has values that are not finite", stage="encode")
+
+
+def _position_columns(extra: ModelExtra, record: VideoRecord, *, even: bool) -> VideoRecord:
+    """Return the columns that count patches whose positions do not tell their times; none for models without such."""
+    found = position_faults(extra, record["timestamps"], even=even)
+    return {} if found is None else {"uneven_positions": found.uneven, "shared_positions": found.shared}
 
 
 def without_pixels(record: VideoRecord) -> SampledVideo:

@@ -15,7 +15,7 @@ from gstep.types import budget_for
 from pipeline.cache.header import CacheHeader, fingerprint
 from pipeline.cache.live_rows import INDEX_COLUMNS, completed, with_place
 from pipeline.cache.method import declared_method
-from pipeline.cache.schema import CURRENT_VERSIONS, KEY_COLUMNS, RESERVED, VIDEO_SCHEMA, tier_row_counts
+from pipeline.cache.schema import CURRENT_VERSIONS, KEY_COLUMNS, LATER, RESERVED, VIDEO_SCHEMA, tier_row_counts
 from pipeline.cache.table import SortedFile, TableFile, file_named, made_with_of, read_small
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.rows import JSON_COLUMNS, VideoRow
@@ -101,7 +101,9 @@ def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
 
 def _wrong_columns(schema: pa.Schema, version: int | str) -> Iterator[str]:
     """Yield the columns that are missing or of another type than caches of this version have."""
-    since = set() if version in CURRENT_VERSIONS else {*KEY_COLUMNS, *RESERVED}
+    since = {*LATER} - {*schema.names}
+    if version not in CURRENT_VERSIONS:
+        since |= {*KEY_COLUMNS, *RESERVED}
     for name in (name for name in VIDEO_SCHEMA.names if name not in since):
         if name not in schema.names or not schema.field(name).type.equals(VIDEO_SCHEMA.field(name).type):
             yield name

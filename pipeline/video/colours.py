@@ -25,14 +25,10 @@ _TRANSFERS = {
     17: "smpte428",
     18: "arib-std-b67",
 }
-#: The transfer functions of high dynamic range: PQ and HLG.
-HDR = ("smpte2084", "arib-std-b67")
-#: A pixel as wide as it is high.
-SQUARE = "1:1"
 
 
 def color_transfer(frame: av.VideoFrame, stream: av.VideoStream) -> str | None:
-    """Return FFmpeg's name of the transfer function that a file states, in its container or its first frame; or None."""
+    """Return FFmpeg's name of the transfer function that a file or its first frame states; None where neither does."""
     stated = (int(stream.codec_context.color_trc), int(frame.color_trc))
     return next((_TRANSFERS[number] for number in stated if number in _TRANSFERS), None)
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: The share of a clip that may not decode: its frames are then chosen among the others. Beyond it a clip is corrupt.
 MAX_LOST = 0.25
+#: Likewise where FFmpeg reports no errors: some codecs store frames that are not shown.
+MAX_UNSHOWN = 0.5
 # A single frame that does not come out is no hole: the second field of a picture, or a frame that is never shown.
 _MIN_LOST_FRAMES = 2
 # Codecs whose decoder passes over broken packets without a word.
@@ -50,7 +52,7 @@ def lost_stretches(timestamps: NDArray[np.float64], lost: NDArray[np.bool_], dur
 
 
 def skipped(timestamps: NDArray[np.float64], fps: float) -> tuple[Hole, ...]:
-    """Return the holes between decoded frames at [F] seconds of a file of constant rate that does not list its times."""
+    """Return the holes between decoded frames, at [F] seconds, of a file of constant rate that lists no times."""
     long = np.flatnonzero(np.diff(timestamps) > (_MIN_LOST_FRAMES + 0.5) / fps)
     return tuple(Hole(float(timestamps[i]) + 1 / fps, float(timestamps[i + 1])) for i in long)
 
@@ -63,9 +65,9 @@ def unlisted(duration_s: float, end_s: float, fps: float) -> tuple[Hole, ...]:
 def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], warnings: int) -> tuple[Hole, ...]:
     """Return the holes that damage made in a clip, small enough for its frames to be chosen among the others.
 
-    A hole counts as damage where FFmpeg reported errors, since some codecs store frames that are not shown. What is
-    lost in front of the first frame is none: a recording may begin anywhere. But a clip without any frame that lies in
-    what the file lists or states is damaged in any case.
+    Where FFmpeg reported no errors, holes are no damage up to MAX_UNSHOWN. What is lost in front of the first frame is
+    none: a recording may begin anywhere. But a clip without any frame that lies in what the file lists or states is
+    damaged in any case.
 
     Args:
         clip: start and end in seconds; None for those of the video.
@@ -80,18 +82,20 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
     inside = tuple(hole for hole in index.holes if hole.start < end and hole.end > start)
     counted = inside
     has_frames = bool(((index.timestamps >= start) & (index.timestamps < end)).any())
+    damaged = bool(warnings) or index.codec in _SILENT or not has_frames
+    counted = inside
     if has_frames:
         behind = tuple(hole for hole in inside if hole.start > index.timestamps[0])
-        counted = tuple(hole for hole in behind if warnings or (hole.listed and index.codec in _SILENT))
+        counted = tuple(hole for hole in behind if hole.listed or warnings)
     lost = sum(min(hole.end, end) - max(hole.start, start) for hole in counted)
     where = "the video" if clip == (None, None) else f"the clip [{start:g} s, {end:g} s)"
-    if counted and lost > MAX_LOST * (end - start):
+    if counted and lost > (MAX_LOST if damaged else MAX_UNSHOWN) * (end - start):
         largest = max(counted, key=lambda hole: hole.end - hole.start)
         raise VideoFault("corrupt", f"{lost:.2f} s of {where} do not decode: the file is damaged {largest}")
     if warnings and not has_frames and start < (stop if _open_ended(index) else end):
         errors = f"the file is damaged (FFmpeg reported {warnings} errors)"
         raise VideoFault("corrupt", f"no frame of {where} of a video of {index.duration_s:.2f} s can be read: {errors}")
-    return counted
+    return counted if damaged else ()
 
 
 def _open_ended(index: VideoIndex) -> bool:

@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from gstep.errors import UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
+from pipeline.rows import BY_DECODING
 from pipeline.video.containers import missing_bytes, open_regular, overstated_table, sniff
 from pipeline.video.damage import check_decodable
 from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder
@@ -39,8 +40,6 @@ Allocate = Callable[[tuple[int, ...]], Frames]
 # A line of FFmpeg's log, except the one that is normal where decoding begins at an open group.
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\] (?!mmco: unref short failure)", re.MULTILINE)
 _HOLES_NAMED = 3  # in a note about a damaged file
-#: The beginning of the note of a video whose frames had to be found by decoding all of it.
-BY_DECODING = "index made by decoding"
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
 _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
 
