@@ -80,8 +80,8 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
     last = max([index.duration_s, *(hole.end for hole in index.holes)])
     end = min(stop, last)
     inside = tuple(hole for hole in index.holes if hole.start < end and hole.end > start)
-    counted = inside
     has_frames = bool(((index.timestamps >= start) & (index.timestamps < end)).any())
+    warnings = warnings or int(_cut_short(index))
     damaged = bool(warnings) or index.codec in _SILENT or not has_frames
     counted = inside
     if has_frames:
@@ -96,6 +96,12 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
         errors = f"the file is damaged (FFmpeg reported {warnings} errors)"
         raise VideoFault("corrupt", f"no frame of {where} of a video of {index.duration_s:.2f} s can be read: {errors}")
     return counted if damaged else ()
+
+
+def _cut_short(index: VideoIndex) -> bool:
+    """Return whether the video is shorter than its container states, and the rest of the file was not read."""
+    unlisted_ones = any(not hole.listed for hole in index.holes)
+    return unlisted_ones and index.packets is not None and index.packets.unread and not _open_ended(index)
 
 
 def _open_ended(index: VideoIndex) -> bool:

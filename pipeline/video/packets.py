@@ -24,7 +24,8 @@ _SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe
 # Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
 _PARSED = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
 _SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark reliably which frames nothing refers to
-# Decoders that may refuse every packet behind an error until they are flushed. Others lose frames by a flush.
+# Decoders that may refuse every packet behind an error, keyframes too, until they are flushed. A flush that is not
+# needed costs frames, which other decoders would still show.
 _STUCK_AFTER_ERRORS = ("libdav1d",)
 _STATING = ("matroska", "avi", "flv", "asf")  # demuxers of containers that state how long a stream is
 _WHOLE = 0.9  # share of a file up to its last packet; what other streams have behind it is less than the rest
@@ -109,10 +110,19 @@ class VideoPackets:
 
         ``duration_s`` is the end of its last frame, which is returned where nothing tells of more.
         """
-        if self.stated_s is not None or self.demuxer == "mov" or not self._reached:
+        if self.stated_s is not None or self.demuxer == "mov":
             return self.stated_s or duration_s
-        share = self._reached / max(self._container.size, 1)
-        return duration_s / share if share < _WHOLE else duration_s
+        return duration_s / self._share if self.unread else duration_s
+
+    @property
+    def unread(self) -> bool:
+        """Whether a good part of the file lies behind its last packet."""
+        return 0 < self._share < _WHOLE
+
+    @property
+    def _share(self) -> float:
+        """The share of the file up to its last packet."""
+        return self._reached / max(self._container.size, 1)
 
     def first_frame(self) -> av.VideoFrame | None:
         """Decode and return the file's first frame, or None if no packet can be decoded."""
@@ -130,17 +140,20 @@ class VideoPackets:
         """
         codec = self.stream.codec_context
         codec.flush_buffers()
-        flushes, fault = codec.codec.name in _STUCK_AFTER_ERRORS, self.fault
+        gets_stuck, failed = codec.codec.name in _STUCK_AFTER_ERRORS, False
         skips = wanted is not None and self._tells_references()
         times = frozenset(wanted or ())
         try:
             for packet in self.between(start, stop):
                 if skips:
                     codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
-                if flushes and packet.is_keyframe and self.fault is not fault:
+                before, failed_before = self.fault, failed
+                frames = self._frames_of(packet)
+                failed = self.fault is not before
+                if failed and failed_before and gets_stuck and packet.is_keyframe:
                     codec.flush_buffers()
-                    fault = self.fault
-                yield from self._frames_of(packet)
+                    frames = self._frames_of(packet)
+                yield from frames
         finally:
             codec.skip_frame = "DEFAULT"  # or the frames that the decoder still holds would be lost
         yield from self._frames_of(None)
@@ -197,7 +210,7 @@ class VideoPackets:
     def _read(self, most_kept: int) -> None:
         """Read all packets into the table, and keep their data up to ``most_kept`` bytes."""
         size = 0
-        for packet in self._demuxed():
+        for packet in self._readable():
             if not packet.size:
                 continue
             self.n_corrupt += packet.is_corrupt
@@ -214,22 +227,17 @@ class VideoPackets:
             elif self._kept is not None:
                 self._kept.append(packet)
 
-    def _demuxed(self) -> Iterator[av.Packet]:
+    def _readable(self) -> Iterator[av.Packet]:
         """Yield the packets of the stream up to the end of the file, or up to what the demuxer cannot read.
 
         Raises MemoryError.
         """
-        while True:
-            try:
-                yield from self._container.demux(self.stream)
-                return
-            except BlockingIOError:  # of damage in a transport stream, behind which it looks for the next packet
-                continue
-            except FFmpegError as error:
-                if isinstance(error, MemoryError):
-                    raise
-                self.fault, self.n_corrupt = error, self.n_corrupt + 1
-                return
+        try:
+            yield from _demuxed(self._container, self.stream)
+        except FFmpegError as error:
+            if isinstance(error, MemoryError):
+                raise
+            self.fault, self.n_corrupt = error, self.n_corrupt + 1
 
     def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
         """Yield the packets from number ``start`` on: seek where that surely arrives, else read up to it."""
@@ -241,7 +249,7 @@ class VideoPackets:
         if seeks and time is not None:
             # In MP4 FFmpeg seeks by presentation time, so a decoding time would lead to the keyframe before.
             self._again.seek(time, stream=stream)
-        packets = (packet for packet in self._again.demux(stream) if packet.size)
+        packets = (packet for packet in _demuxed(self._again, stream) if packet.size)
         skipped = islice(packets, start - self._next, None)
         self._next = start
         for packet in dropwhile(lambda packet: packet.pts != time, packets) if seeks else skipped:
@@ -290,6 +298,16 @@ def _other_streams(container: InputContainer) -> str:
 def _sub_layers(data: bytes | memoryview) -> set[int]:
     """Return the numbers of temporal sub-layers that the parameter sets in HEVC data declare."""
     return {1 + (found[1][0] >> 1 & 7) for found in _HEVC_PARAMETERS.finditer(data)}
+
+
+def _demuxed(container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
+    """Yield the packets of a stream; behind damage a transport stream's demuxer asks to be called again."""
+    while True:
+        try:
+            yield from container.demux(stream)
+        except BlockingIOError:
+            continue
+        return
 
 
 def _stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
