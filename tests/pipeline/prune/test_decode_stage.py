@@ -134,7 +134,7 @@ def test_positions_that_do_not_tell_the_times_of_frames_are_counted(model, times
         assert (uneven, shared) == (None, None)
     else:
         assert (uneven > 0, shared > 0) == expected
-        assert not shared or shared == done["n_frames"] // 2  # at 8 frames a second and 2 positions
+        assert not shared or abs(shared - done["n_frames"] / 2) < 1  # at 8 frames a second and 2 positions
 
 
 def test_a_limit_of_decode_warnings_goes_from_the_option_to_the_row(tmp_path):
