@@ -5,8 +5,8 @@ import pytest
 from tests.code_measures import lines_of_code, measures, sources
 
 FLOORS = {
-    "modules in a folder": 16,
-    "lines of a file": 421,
+    "modules in a folder": 17,
+    "lines of a file": 427,
     "lines of code of a function": 40,
     "mappings of Any or object": 106,
     "mentions of Any": 313,

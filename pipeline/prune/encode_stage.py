@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
-from gstep.backbones.base import ModelExtra
 from gstep.backbones.positions import position_faults
 from gstep.backbones.preprocess.base import as_frames
 from gstep.evidence import is_per_frame, name_of
@@ -206,10 +205,12 @@ class VideoEncoder:
         # The default stream runs the kernels of the next video by now, and these copies would wait for them.
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():
             extra = self.backbone.model_extra(without_pixels(record))
+            faults = position_faults(extra, record["timestamps"], even=self._setup.even)
             done: VideoRecord = {
                 **record,
                 **pruned_columns(pruned, visual),
-                **_position_columns(extra, record, even=self._setup.even),
+                "uneven_positions": faults.uneven,
+                "shared_positions": faults.shared,
                 "encode_s": encode_s,
                 "prune_s": prune_s,
                 "runtime": json.dumps(runtime),
@@ -412,12 +413,6 @@ def _check_finite(what: str, values: Tensor) -> None:
     """Raise VideoFault("internal") if a value is not finite."""
     if not values.isfinite().all():
         raise VideoFault("internal", f"{what} has values that are not finite", stage="encode")
-
-
-def _position_columns(extra: ModelExtra, record: VideoRecord, *, even: bool) -> VideoRecord:
-    """Return the columns that count patches whose positions do not tell their times; none for models without such."""
-    found = position_faults(extra, record["timestamps"], even=even)
-    return {} if found is None else {"uneven_positions": found.uneven, "shared_positions": found.shared}
 
 
 def without_pixels(record: VideoRecord) -> SampledVideo:

@@ -23,7 +23,7 @@ from pipeline.plan.render import number, percent, ranged, time_text
 from pipeline.rows import JsonObject
 
 _SHOWN = 3  # lost videos, and reasons, that a summary names
-_REMARKS = (HDR, STRETCHED, UNEVEN, SHARED)
+_REMARKS = {"hdr": HDR, "stretched": STRETCHED, "uneven": UNEVEN, "shared": SHARED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,8 @@ class Summary(Outcome):
         seconds: stage -> seconds, summed over the videos.
         n_warned: videos decoded with warnings.
         other_decoder: why another decoder than asked served -> videos.
-        n_hdr: videos whose colours are of high dynamic range (PQ, HLG).
-        n_stretched: videos whose pixels are not square.
-        n_uneven: videos whose frames are not where the model's positions in time put them.
-        n_shared: videos of which temporal patches share a position.
+        remarks: videos "hdr" (of high dynamic range), "stretched" (of pixels that are not square), "uneven" (frames
+            are not where the model's positions in time put them) and "shared" (patches share a position).
         n_removed: videos that were removed for good, and are not counted otherwise.
         fetched_bytes: of videos and indexes that this run read from stores.
         n_lost: videos that a run committed, and of which no file of the table has a row now.
@@ -57,10 +55,7 @@ class Summary(Outcome):
     seconds: dict[str, float] = field(default_factory=dict)
     n_warned: int = 0
     other_decoder: Mapping[str, int] = field(default_factory=dict)
-    n_hdr: int = 0
-    n_stretched: int = 0
-    n_uneven: int = 0
-    n_shared: int = 0
+    remarks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REMARKS, 0))
     n_removed: int = 0
     fetched_bytes: int = 0
     n_lost: int = 0
@@ -95,16 +90,7 @@ def summarise(
 
     ``committed`` are the token shards that records of runs name (``committed_shards``), for what the table has lost.
     """
-    failed: dict[str, str] = {}
-    counts = _Counts(ledger)
-    if manifest is None:
-        counts.add(np.arange(len(ledger)))
-    else:
-        for ids in parts_of(manifest["video_id"]):
-            rows = ledger.find(ids)
-            counts.add(rows[rows >= 0])
-            if list_failed:
-                failed |= _failed_of(ledger, ids, rows)
+    counts, failed = _counted(ledger, manifest, list_failed=list_failed)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
     failures, examples = counts.failures()
     return Summary(
@@ -121,15 +107,27 @@ def summarise(
         seconds=dict(zip(TIMED, counts.seconds.tolist(), strict=True)),
         n_warned=counts.n_warned,
         other_decoder=counts.other_decoder(),
-        n_hdr=counts.remarks[HDR],
-        n_stretched=counts.remarks[STRETCHED],
-        n_uneven=counts.remarks[UNEVEN],
-        n_shared=counts.remarks[SHARED],
+        remarks=counts.remarks,
         n_removed=counts.n_removed,
         failed=failed,
         n_lost=len(lost := ledger.lost(committed)),
         lost=lost[:_SHOWN],
     )
+
+
+def _counted(ledger: Ledger, manifest: pa.Table | None, *, list_failed: bool) -> tuple[_Counts, dict[str, str]]:
+    """Count the rows of a manifest's videos, or all; return beside them the error classes of failed ones, if asked."""
+    failed: dict[str, str] = {}
+    counts = _Counts(ledger)
+    if manifest is None:
+        counts.add(np.arange(len(ledger)))
+        return counts, failed
+    for ids in parts_of(manifest["video_id"]):
+        rows = ledger.find(ids)
+        counts.add(rows[rows >= 0])
+        if list_failed:
+            failed |= _failed_of(ledger, ids, rows)
+    return counts, failed
 
 
 def lost_line(n_lost: int, examples: Sequence[str]) -> str:
@@ -175,8 +173,8 @@ class _Counts:
         self.tokens_in += int(columns["n_total"][good].sum(dtype=np.int64))
         self.tokens_kept += int(columns["n_tokens"][good].sum(dtype=np.int64))
         self.n_warned += int(self._ledger.warned(good).sum())
-        for remark in _REMARKS:
-            self.remarks[remark] += int(self._ledger.remarked(good, remark).sum())
+        for name, remark in _REMARKS.items():
+            self.remarks[name] += int(self._ledger.remarked(good, remark).sum())
         self._by_note += np.bincount(columns["note"][good], minlength=len(self._by_note))
         self.n_outside += int(self._ledger.outside(rows).sum())
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
@@ -210,11 +208,12 @@ def remark_lines(summary: Summary) -> Iterator[tuple[str, str]]:
         reasons = [f"{why} ({count})" for why, count in summary.other_decoder.items()]
         more = "; ..." if len(reasons) > _SHOWN else ""
         yield "decoder", f"{n_other} videos by another decoder than asked, because {'; '.join(reasons[:_SHOWN])}{more}"
-    if summary.n_hdr or summary.n_stretched:
-        kinds = f"{summary.n_hdr} videos in HDR (PQ or HLG), {summary.n_stretched} of pixels that are not square"
+    hdr, stretched, uneven, shared = (summary.remarks[name] for name in _REMARKS)
+    if hdr or stretched:
+        kinds = f"{hdr} videos in HDR (PQ or HLG), {stretched} of pixels that are not square"
         yield "pictures", f"{kinds}: taken as they are stored, as the models' own loaders do"
-    if summary.n_uneven or summary.n_shared:
-        kinds = f"{summary.n_uneven} videos of unevenly spaced frames, {summary.n_shared} whose patches share positions"
+    if uneven or shared:
+        kinds = f"{uneven} videos of unevenly spaced frames, {shared} whose patches share positions"
         yield "positions", f"{kinds}: this model's positions in time are as if frames were even, as its own loader's"
 
 

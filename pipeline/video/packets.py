@@ -29,6 +29,7 @@ _SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark rel
 _STUCK_AFTER_ERRORS = ("libdav1d",)
 _STATING = ("matroska", "avi", "flv", "asf")  # demuxers of containers that state how long a stream is
 _WHOLE = 0.9  # share of a file up to its last packet; what other streams have behind it is less than the rest
+_PADDING = 2**16  # bytes that may follow the last packet in any file
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 _HEAD = 1024  # bytes of a packet that are searched for parameter sets
 _HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence parameter set; then its number of sub-layers
@@ -117,7 +118,7 @@ class VideoPackets:
     @property
     def unread(self) -> bool:
         """Whether a good part of the file lies behind its last packet."""
-        return 0 < self._share < _WHOLE
+        return 0 < self._share < _WHOLE and self._container.size - self._reached > _PADDING
 
     @property
     def _share(self) -> float:
@@ -316,7 +317,8 @@ def _stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: 
         return None
     if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
+    start_s = (container.start_time or 0) / 1_000_000  # the others say when it ends
     for name, text in stream.metadata.items():  # Matroska: "00:00:08.000000000", perhaps with the language's name
         if name.upper().startswith("DURATION") and (found := _CLOCK.match(text)):
-            return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3])
-    return container.duration / 1_000_000 if container.duration and not container.streams.audio else None
+            return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3]) - start_s
+    return container.duration / 1_000_000 - start_s if container.duration and not container.streams.audio else None

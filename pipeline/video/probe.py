@@ -53,6 +53,7 @@ class VideoIndex:
         pts: [F] int64 presentation times in the stream's ticks, by which decoded frames are told apart; None where the
             file has no usable ones and only counting decoded frames tells.
         keyframes: [K] int64 presentation times at which decoding can start, ascending.
+        whole: whether frames come out at these ``pts`` only where all packets are decoded, since some are damaged.
         holes: (start, end) in seconds of stretches that the file lists and that do not decode, as far as known.
         color_transfer: the transfer function that the file states, as FFmpeg calls it ("smpte2084"); None for none.
         sample_aspect_ratio: width by height of a shown pixel ("16:15"); None where the file does not state it.
@@ -72,6 +73,7 @@ class VideoIndex:
     orientation: Orientation = _AS_STORED
     pts: NDArray[np.int64] | None = None
     keyframes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    whole: bool = False
     holes: tuple[Hole, ...] = ()
     color_transfer: str | None = None
     sample_aspect_ratio: str | None = None
@@ -144,7 +146,13 @@ def scan(index: VideoIndex) -> VideoIndex:
         raise VideoFault("corrupt", f"none of the {len(index.timestamps)} frames of the video can be decoded")
     times = [pts for pts, _ in frames]
     listed, index = index, replace(index, pts=None)
-    if None in times or any(b < a for a, b in pairwise(times)):
+    ascends = None not in times and all(a <= b for a, b in pairwise(times))
+    if not ascends and listed.pts is not None:  # behind an error H.264 gives frames late, which no player can show
+        pts = np.array([time for time in times if time is not None], np.int64)
+        pts = pts[np.append(True, pts[1:] > np.maximum.accumulate(pts)[:-1])]
+        times = pts.tolist()
+        index = _timed(replace(index, pts=pts, whole=True), packets, pts, frames[-1][1])
+    elif not ascends:
         timestamps = np.arange(len(frames)) / index.fps
         index = replace(index, timestamps=timestamps, duration_s=len(frames) / index.fps)
     else:

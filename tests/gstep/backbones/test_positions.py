@@ -20,7 +20,7 @@ def extra_of(second_per_grid_ts, tokens_per_second=2):
 
 
 def test_a_family_without_positions_in_time_has_no_faults():
-    assert position_faults({"grid": [2, 2]}, [0.0, 1.0], even=False) is None
+    assert position_faults({"grid": [2, 2]}, [0.0, 1.0], even=False) == PositionFaults(None, None)
 
 
 @pytest.mark.parametrize(("fps", "seconds", "shared"), [(1, 8, 0), (4, 8, 0), (8, 4, 8), (16, 4, 24)])

@@ -126,8 +126,7 @@ def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
     for ledger in (Ledger(store).refresh(), merged(store)):
         summary = summarise(ledger)
         assert summary.other_decoder == {missing: 2, counted.format("N").replace("250", "N"): 2, other: 1}
-        assert (summary.n_hdr, summary.n_stretched, summary.n_warned) == (2, 1, 1)
-        assert (summary.n_uneven, summary.n_shared) == (2, 1)
+        assert summary.remarks == {"hdr": 2, "stretched": 1, "uneven": 2, "shared": 1} and summary.n_warned == 1
         lines = shown(summary)
         for said in (
             f"5 videos by another decoder than asked, because {missing} (2); ",

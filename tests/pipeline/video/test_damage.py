@@ -23,6 +23,7 @@ from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
 from tests.pipeline.videos import KeepSize, numbers, write_clip
 
 COUNT, RATE = 100, 25
+NOISE = ("-vf", "noise=alls=16:allf=t:all_seed=1")  # which makes packets of some KB
 CLUSTERS = ("-cluster_time_limit", 400)  # of Matroska, which is read on at the next one
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2, "-g", 10, "-pix_fmt", "yuv420p")
 X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-x265-params", "log-level=none:keyint=10:pools=none")
@@ -74,7 +75,7 @@ def clips(tmp_path_factory):
     def clip(name: str) -> Path:
         path = folder / name
         if not path.exists():
-            make_clip(path, *CLIPS[name].options, count=COUNT)
+            make_clip(path, *NOISE, *CLIPS[name].options, count=COUNT, size=(96, 160))
         return path
 
     return clip
@@ -139,10 +140,32 @@ def test_with_a_hole_in_the_middle(name, clips, tmp_path):
     whole = decoded(path, num_frames=32)
     assert whole.timestamps[-1] > 3.8
     if CLIPS[name].lists:
-        assert whole.source_frames == left and whole.decode_warnings > 0
+        assert left - 3 <= whole.source_frames <= left and whole.decode_warnings > 0  # frames that come late are none
         assert whole.backend_note.startswith("index made by decoding") or name == "mpeg4.avi"
     fault = fault_of(path, 1.76, 2.1)
     assert (fault.fault_class, "the file is damaged" in fault.message) == ("corrupt", True), fault.message
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_clip_behind_the_end_of_a_sound_file_is_no_damage(name, clips):
+    index = probe(str(path := clips(name)), sniff(path))
+    index.packets.close()
+    assert not any(hole.end - hole.start > 0.1 for hole in index.holes)
+    for clip in ((index.duration_s + 0.1, index.duration_s + 0.5), (9.0, 10.0)):
+        fault = fault_of(path, *clip)
+        assert fault.fault_class == "unsupported" and "starts behind the end of the video" in fault.message
+
+
+@pytest.mark.parametrize("name", ["late.mkv", "late.ts", "late.flv", "late.webm", "small.mpg", "small.m2ts"])
+def test_a_late_start_and_padding_are_no_damage(name, tmp_path):
+    """What a container states is the end of its time line; the last packets of a small file are mostly padding."""
+    late = ("-output_ts_offset", 1.5) if name.startswith("late") else ()
+    codec = {"webm": VP9, "mpg": MPEG2}.get(name.partition(".")[2], X264)
+    path = make_clip(tmp_path / name, *codec, *late)
+    index = probe(str(path), sniff(path))
+    index.packets.close()
+    assert index.holes == ()
+    assert fault_of(path, index.duration_s + 0.1, index.duration_s + 0.5).fault_class == "unsupported"
 
 
 @pytest.mark.parametrize("name", ["png.mov", "msmpeg4.avi", "mjpeg.avi", "h264.mp4", "hevc.mp4", "vp9.mp4", "av1.mp4"])
@@ -191,7 +214,7 @@ def test_a_file_whose_end_was_never_written(name, clips, tmp_path):
     """All bytes behind 60 % are zeros, which a transport stream's demuxer answers with "try again"."""
     path, data = tmp_path / name, clips(name).read_bytes()
     there = len(data) * 6 // 10
-    path.write_bytes(data[:there] + bytes(max(len(data) - there, 400_000 if name.endswith(".ts") else 0)))
+    path.write_bytes(data[:there] + bytes(max(len(data) - there, 400_000)))
     index = probe(str(path), sniff(path))
     index.packets.close()
     assert len(index.timestamps) >= len(shown(path).timestamps) > 30
@@ -259,6 +282,20 @@ def test_when_a_hole_makes_a_clip_corrupt(hole, clip, warnings, codec, corrupt):
     else:
         check_decodable(index, clip, warnings)
     assert MAX_LOST == 0.25
+
+
+def test_frames_that_come_late_behind_damage_shift_no_other(clips, tmp_path):
+    """Behind an error H.264 gives some frames after later ones; counted, all others would be taken for earlier ones."""
+    path = zeroed(clips("h264.mp4"), tmp_path / "a.mp4", 40, 55)
+    packets = VideoPackets(str(path), sniff(path))
+    times = [frame.pts for frame in packets.decoded(0, len(packets.table))]
+    packets.close()
+    assert times != sorted(times)
+    video = decoded(path, num_frames=len(times))
+    assert video.source_frames == sum(time == max(times[: i + 1]) for i, time in enumerate(times))
+    assert video.timestamps[-1] == pytest.approx((COUNT - 1) / RATE)
+    late = np.array(numbers(video.frames)) != np.round(video.timestamps * RATE)
+    assert late.sum() <= 10 and not late[-30:].any()  # those of the damaged group are what FFmpeg makes of it
 
 
 def test_a_file_that_does_not_hold_what_it_promises_says_where(tmp_path):
