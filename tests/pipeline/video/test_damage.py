@@ -26,7 +26,7 @@ COUNT, RATE = 100, 25
 NOISE = ("-vf", "noise=alls=16:allf=t:all_seed=1")  # which makes packets of some KB
 CLUSTERS = ("-cluster_time_limit", 400)  # of Matroska, which is read on at the next one
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2, "-g", 10, "-pix_fmt", "yuv420p")
-X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-x265-params", "log-level=none:keyint=10:pools=none")
+X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "log-level=none:keyint=10:pools=none")
 VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-g", 10, "-pix_fmt", "yuv420p")
 AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-g", 10, "-pix_fmt", "yuv420p")
 MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2, "-g", 10)
