@@ -145,23 +145,23 @@ def scan(index: VideoIndex) -> VideoIndex:
     if not frames:
         raise VideoFault("corrupt", f"none of the {len(index.timestamps)} frames of the video can be decoded")
     times = [pts for pts, _ in frames]
+    known = np.array([time for time in times if time is not None], np.int64)
     listed, index = index, replace(index, pts=None)
-    ascends = None not in times and all(a <= b for a, b in pairwise(times))
-    if not ascends and listed.pts is not None:  # behind an error H.264 gives frames late, which no player can show
-        pts = np.array([time for time in times if time is not None], np.int64)
-        pts = pts[np.append(True, pts[1:] > np.maximum.accumulate(pts)[:-1])]
-        times = pts.tolist()
+    ascends = len(known) == len(times) and all(a <= b for a, b in pairwise(times))
+    if not ascends and listed.pts is not None and len(known):
+        # Behind an error H.264 gives some frames late, when later ones have been shown.
+        known = pts = known[np.append(True, known[1:] > np.maximum.accumulate(known)[:-1])]
         index = _timed(replace(index, pts=pts, whole=True), packets, pts, frames[-1][1])
     elif not ascends:
         timestamps = np.arange(len(frames)) / index.fps
         index = replace(index, timestamps=timestamps, duration_s=len(frames) / index.fps)
     else:
-        index = _timed(index, packets, np.array(times, dtype=np.int64), frames[-1][1])
+        index = _timed(index, packets, known, frames[-1][1])
     if listed.pts is None:
         between = skipped(index.timestamps, index.fps) if index.demuxer == "avi" else ()  # whose rate is constant
         behind = unlisted(index.duration_s, packets.end_of(index.duration_s), index.fps)
         return replace(index, holes=(*between, *behind))
-    lost = ~np.isin(listed.pts, np.array([time for time in times if time is not None], np.int64))
+    lost = ~np.isin(listed.pts, known)
     return replace(index, holes=(*lost_stretches(listed.timestamps, lost, listed.duration_s), *listed.holes))
 
 

@@ -271,6 +271,7 @@ def index_with(holes, *, duration_s=10.0, codec="h264", lost=()) -> VideoIndex:
         (Hole(10, 16, listed=False), (None, None), 0, "h264", False),  # a header that states too much
         (Hole(10, 16, listed=False), (12, 14), 0, "h264", True),
         (Hole(10, 16, listed=False), (9, 11), 1, "h264", True),
+        (Hole(10, 16, listed=False), (14, 12), 1, "h264", False),  # backwards: what is wrong is the clip
     ],
 )
 def test_when_a_hole_makes_a_clip_corrupt(hole, clip, warnings, codec, corrupt):
