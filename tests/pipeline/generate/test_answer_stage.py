@@ -339,7 +339,7 @@ def test_an_answer_tells_the_decode_warnings_of_its_videos(cache, tmp_path):
     rows = [
         {"question_id": "one", "video_id": "a", "prompt": "p"},
         {"question_id": "broken", "video_id": "c", "prompt": "p"},
-        {"question_id": "both", "video_ids": ["c", "a", "c"], "prompt": "p"},
+        {"question_id": "both", "video_id": ["c", "a", "c"], "prompt": "p <video> p <video> p <video>"},
     ]
     asked = questions(tmp_path, rows)
     answers = by_id(Answerer(setup_of(cache)).answer(asked))
