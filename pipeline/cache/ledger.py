@@ -259,7 +259,7 @@ class Ledger:
         if not pc.any(pc.not_equal(notes, "")).as_py():
             return np.zeros(len(notes), np.uint8)
         notes = pc.if_else(pc.starts_with(notes, BY_DECODING), "", notes)
-        notes = pc.replace_substring_regex(notes, r"\b[0-9]+\b", "N")
+        notes = pc.replace_substring_regex(notes, r" [0-9]+\b", " N")
         new = [note for note in pc.unique(notes).to_pylist() if note not in self.notes]
         self.notes += new[: _MOST_NOTES - len(self.notes)]
         found = pc.index_in(notes, value_set=pa.array(self.notes, pa.string()))

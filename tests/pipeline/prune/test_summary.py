@@ -105,7 +105,7 @@ def test_it_is_shown_with_the_remedies(ledger):
 
 def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
     missing, other = "decord: ModuleNotFoundError: No module named 'decord'", "decord: IndexMismatch: it is rotated"
-    counted = "decord: IndexMismatch: the decoder counts {} frames, the file lists 250"
+    counted = "decord: IndexMismatch: of H.264 the decoder counts {} frames, the file lists 250"
     by_decoding = "index made by decoding: the frame at 78848 does not come out of the decoder"
     remarks = [
         {"backend_note": missing, "color_transfer": "smpte2084"},
