@@ -15,6 +15,8 @@ from pipeline.errors import ON_THE_GPU, OUTSIDE, FaultClass, QuestionFault, Ques
 Status = Literal["ok", "failed", "removed"]
 #: Columns of the videos table that hold JSON.
 JSON_COLUMNS: tuple[Literal["manifest", "model_extra", "runtime"], ...] = ("manifest", "model_extra", "runtime")
+#: The beginning of a video's ``backend_note`` where the decoder that was asked for served all the same.
+BY_DECODING = "index made by decoding"
 #: A JSON value, and a JSON object that is only read.
 Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 JsonObject = Mapping[str, Json]
@@ -89,6 +91,10 @@ class VideoRecord(TypedDict, total=False):
     backend_note: str | None
     codec: str | None
     decode_warnings: int | None
+    color_transfer: str | None
+    sample_aspect_ratio: str | None
+    uneven_positions: int | None
+    shared_positions: int | None
     token_shard: str
     first_row_group: int
     row_counts: list[int]
@@ -176,6 +182,7 @@ class AnswerRecord(QuestionRecord, total=False):
     kept_per_frame: list[int]
     n_new_tokens: int
     retention_ratio: float
+    decode_warnings: int
     load_s: float
     prefill_s: float
     decode_s: float

@@ -20,11 +20,12 @@ GROUPS = {
     ),
     "the source": (
         "uri", "start_s", "end_s", "source_size", "source_hash", "codec", "fps", "duration_s", "source_frames",
-        "source_width", "source_height", "manifest", "source_shard", "source_offset",
+        "source_width", "source_height", "color_transfer", "sample_aspect_ratio", "manifest", "source_shard",
+        "source_offset",
     ),
     "what the encoder saw": (
         "n_frames", "tokens_per_frame", "frame_indices", "timestamps", "clip_frames", "clip_fps", "n_repeated", "width",
-        "height", "kept_per_frame", "temporal_density", "model_extra",
+        "height", "kept_per_frame", "temporal_density", "model_extra", "uneven_positions", "shared_positions",
     ),
     "a failure": ("error_class", "error_stage", "error_message", "error_signal", "retryable"),
     "how it was made": (

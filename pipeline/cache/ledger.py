@@ -1,4 +1,4 @@
-"""What a cache holds, as the driver of a run keeps it: 78 bytes for each video, whatever its row says.
+"""What a cache holds, as the driver of a run keeps it: 80 bytes for each video, whatever its row says.
 
 An id is a hash of 16 bytes, the clip that it was made of one of 8; of the rest there are the numbers that resume and
 the summary add up. Anything else of a row is read again from its file.
@@ -35,7 +35,7 @@ from pipeline.cache.writer import run_of
 from pipeline.errors import ON_THE_GPU, CorruptShard
 from pipeline.errors import OUTSIDE as OUTSIDE_CLASSES
 from pipeline.keys import find, keys_of, tie_keys
-from pipeline.rows import VideoRow
+from pipeline.rows import BY_DECODING, VideoRow
 from pipeline.storage.stores import Store
 
 TIMED: Final = ("decode", "encode", "prune", "write")  # the steps whose seconds a row of the videos table has
@@ -55,14 +55,20 @@ _COLUMNS: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "state": (np.int8, ()),  # 0 removed, 1 ok, 2 failed
     "older": (np.bool_, ()),  # made before clips had a tolerance
     "code": (np.uint8, ()),  # 0 ok or removed, else the fault's number in ``classes``; and the bits below
+    "remarks": (np.uint8, ()),  # the bits HDR to SHARED
+    "note": (np.uint8, ()),  # 0, or why another decoder than asked served: its number in ``notes``
     "seconds": (np.float32, (4,)),  # seconds of each step in TIMED
 }
+HDR, STRETCHED, UNEVEN, SHARED = 1, 2, 4, 8  # what rows remark on their video: colours, pixels, positions in time
+_HDR_TRANSFERS = ("smpte2084", "arib-std-b67")  # PQ and HLG
+_SQUARE = "1:1"
+_MOST_NOTES = 255  # all further ones share the last number
 FAULT, OUTSIDE, WARNED = 0x3F, 0x40, 0x80  # bits of ``code``
 # Columns of a row that the ledger is made of.
 _READ = (
     *KEY_COLUMNS,
     *("run_id", "source_size", "status", "error_class", "error_stage", "attempts"),
-    *("n_tokens", "n_total", "hidden_size", "decode_warnings"),
+    *("n_tokens", "n_total", "hidden_size", "decode_warnings", "backend_note"),
     *LATER,
     *(f"{stage}_s" for stage in TIMED),
 )
@@ -78,6 +84,7 @@ class Ledger:
         columns: name -> an array of all rows; see ``_COLUMNS``.
         classes: the classes of faults by their numbers; 0 is "ok".
         runs: the ids of runs by their numbers.
+        notes: why another decoder than asked served, by number, with numbers in the text replaced by N; 0 is "".
         hidden_size: D of the tokens; 0 while no video is ok.
         names: the files that were read; ``starts`` is the number of the first row of each.
         n_rows: of all files, live or not.
@@ -95,6 +102,7 @@ class Ledger:
         self.columns: Columns = {name: np.empty((0, *shape), kind) for name, (kind, shape) in _COLUMNS.items()}
         self.classes = ["ok"]
         self.runs: list[str] = []
+        self.notes = [""]
         self.hidden_size = 0
 
     def __len__(self) -> int:
@@ -238,8 +246,26 @@ class Ledger:
             "state": states_of(table["status"]),
             "older": table["clip_fps"].is_null().to_numpy(),
             "code": self._codes(table),
+            "remarks": _remarks(table),
+            "note": self._notes_of(table["backend_note"]),
             "seconds": seconds.astype(np.float32),
         }
+
+    def remarked(self, rows: NDArray[np.int64], remark: int) -> NDArray[np.bool_]:
+        """Return whether these rows [n] make a remark: HDR, STRETCHED, UNEVEN or SHARED."""
+        return np.not_equal(np.bitwise_and(self.columns["remarks"][rows], np.uint8(remark)), 0)
+
+    def _notes_of(self, notes: pa.ChunkedArray) -> NDArray[np.uint8]:
+        """Return the number in ``notes`` of each row's reason for another decoder, [n]; 0 where none served."""
+        notes = pc.fill_null(notes, "")
+        if not pc.any(pc.not_equal(notes, "")).as_py():
+            return np.zeros(len(notes), np.uint8)
+        notes = pc.if_else(pc.starts_with(notes, BY_DECODING), "", notes)
+        notes = pc.replace_substring_regex(notes, r" [0-9]+\b", " N")
+        new = [note for note in pc.unique(notes).to_pylist() if note not in self.notes]
+        self.notes += new[: _MOST_NOTES - len(self.notes)]
+        found = pc.index_in(notes, value_set=pa.array(self.notes, pa.string()))
+        return np.asarray(pc.fill_null(found, len(self.notes) - 1).to_numpy(), np.uint8)
 
     def _runs_of(self, run_ids: pa.ChunkedArray) -> NDArray[np.uint16]:
         """Return the number in ``runs`` of each run, [n]; all runs after the first 65,535 share the last number."""
@@ -267,6 +293,19 @@ class Ledger:
         for name, column in self.columns.items():
             self.columns[name] = column[order]
         self.columns["earlier"] = np.minimum(earlier, 255).astype(np.uint8)
+
+
+def _remarks(table: pa.Table) -> NDArray[np.uint8]:
+    """Return the bits HDR to SHARED of rows, [n]."""
+    shape = table["sample_aspect_ratio"]
+    stretched = pc.fill_null(pc.not_equal(shape, _SQUARE), False)
+    bits = (
+        (HDR, _among(table["color_transfer"], _HDR_TRANSFERS).to_numpy()),
+        (STRETCHED, stretched.to_numpy()),
+        (UNEVEN, filled(table["uneven_positions"]) > 0),
+        (SHARED, filled(table["shared_positions"]) > 0),
+    )
+    return np.asarray(sum((np.where(made, bit, 0) for bit, made in bits), np.zeros(len(table), np.int64)), np.uint8)
 
 
 def _among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:

@@ -106,6 +106,11 @@ VIDEO_SCHEMA = pa.schema(
         column("n_total", pa.int32(), "tokens before pruning, M = T*N"),
         column("hidden_size", pa.int32(), "D"),
         column("decode_warnings", pa.int32(), "warnings the decoder printed: frames may be damaged"),
+        column("backend_note", pa.string(), "why the decoder tried first did not serve; empty where it did"),
+        column("color_transfer", pa.string(), "FFmpeg's name of the source's transfer function; null: not stated"),
+        column("sample_aspect_ratio", pa.string(), "W:H of the source's pixels as shown; null: not stated"),
+        column("uneven_positions", pa.int32(), "patches not where positions in time put them; null: none have times"),
+        column("shared_positions", pa.int32(), "patches at the position in time of the one before; null likewise"),
         column(
             "error_class", pa.string(), "unsupported too-short corrupt timeout crash out-of-memory policy io internal"
         ),
@@ -125,7 +130,6 @@ VIDEO_SCHEMA = pa.schema(
         column("retryable", pa.bool_(), "whether another attempt may succeed"),
         column("backend", pa.string(), "the decoder that served, or failed"),
         column("backend_version", pa.string(), "its version"),
-        column("backend_note", pa.string(), "why the decoder tried first did not serve; empty where it did"),
         column("codec", pa.string(), "video codec of the source"),
         column("first_row_group", pa.int32(), "the video's first row group in it"),
         column("row_counts", pa.list_(pa.int32()), "rows of each of the video's row groups"),
@@ -146,8 +150,8 @@ VIDEO_SCHEMA = pa.schema(
         column("source_frames", pa.int64(), "frames of the source"),
         column("clip_frames", pa.int64(), "frames of it inside [start_s, end_s)"),
         column("n_repeated", pa.int32(), "sampled frames that repeat another one"),
-        column("source_width", pa.int32(), "pixels"),
-        column("source_height", pa.int32(), "pixels"),
+        column("source_width", pa.int32(), "pixels stored in a row as shown; sample_aspect_ratio stretches nothing"),
+        column("source_height", pa.int32(), "rows of pixels as shown"),
         column("width", pa.int32(), "pixels the encoder saw"),
         column("height", pa.int32(), "pixels the encoder saw"),
         column("kept_per_frame", pa.list_(pa.int32()), "stored tokens of each frame; 0 is legal"),
@@ -168,7 +172,7 @@ VIDEO_SCHEMA = pa.schema(
 # Columns that caches of versions before 3 lack.
 RESERVED = ("content_name", "token_codec", "token_block", "tower_hash", "gate", "source_shard", "source_offset")
 # Nullable columns that came later: a cache without them is whole, whatever its version.
-LATER = ("clip_fps",)
+LATER = ("clip_fps", "color_transfer", "sample_aspect_ratio", "uneven_positions", "shared_positions")
 # Columns by which rows of one id are found and compared, computed from the others.
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
 

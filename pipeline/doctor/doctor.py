@@ -10,6 +10,7 @@ from pipeline.doctor.decoding import check_balance, check_decoding, first_videos
 from pipeline.doctor.device import DeviceReport, check_device, check_links
 from pipeline.doctor.finding import Finding, guarded
 from pipeline.doctor.nodes import Node, alive_nodes, clock_skews, judge_nodes, look_here, on_each_node, silent_node
+from pipeline.doctor.positions import check_positions
 from pipeline.doctor.store import check_store, reachable
 from pipeline.doctor.vllm import check_vllm
 from pipeline.errors import UsageError
@@ -42,6 +43,8 @@ def examine(config: PruneConfig, say: Callable[[str], object]) -> Iterator[Findi
     except UsageError as error:
         remedy = "name a folder or a Hugging Face id that is cached or can be reached (HF_TOKEN, HF_HUB_OFFLINE)"
         yield Finding("model", "wrong", str(error), remedy)
+    if request is not None:
+        yield from guarded("positions", partial(check_positions, request.source, request.sampling))
     if request is not None and cluster:
         say("decoding some of the videos")
         yield from guarded("decoding", partial(_decoding, config, request, decode_s))

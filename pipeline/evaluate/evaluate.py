@@ -23,6 +23,7 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.files import write_results
 from pipeline.evaluate.pages import video_pages
 from pipeline.evaluate.protocols import LETTER
+from pipeline.evaluate.report.faults import warned_line
 from pipeline.evaluate.report.page import Presentation
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, write_results_header
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, arms_of, drop_tokens, score_answers
@@ -97,9 +98,12 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
     """
     try:
-        return _evaluate_answers(config, console) if config.score else _evaluate_benchmark(config, console)
+        done = _evaluate_answers(config, console) if config.score else _evaluate_benchmark(config, console)
     except OSError as error:
         raise RunFailed(f"{config.out}: the results cannot be written: {error.strerror or error}") from error
+    if line := warned_line(done.done.scores):
+        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+    return done
 
 
 def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:

@@ -38,14 +38,18 @@ SCORE_SCHEMA = pa.schema(
         column("n_kept", pa.int32(), "visual tokens that were kept"),
         column("n_total", pa.int32(), "visual tokens before pruning"),
         column("kept_per_frame", pa.list_(pa.int32()), "kept tokens of each frame; null where the model prunes inside"),
+        column("decode_warnings", pa.int32(), "warnings while its videos were decoded: their frames may be damaged"),
     ]
 )
 
 
 _NEEDED = [
     *("question_id", "status", "error_class", "answer", "choice", "choice_scores"),
-    *("n_kept", "n_total", "kept_per_frame"),
+    *("n_kept", "n_total", "kept_per_frame", "decode_warnings"),
 ]
+
+
+_COUNTS = ("choice_scores", "n_kept", "n_total", "kept_per_frame", "decode_warnings")
 
 
 class Reply(NamedTuple):
@@ -106,5 +110,5 @@ def _row(item: Item, arm: Arm, row: AnswerRecord | None, protocol: Protocol) -> 
         nothing = (None, None) if item.expected is None else (False, 0.0)
         return {**common, "status": "failed", "error_class": why, **Reply(None, *nothing)._asdict()}
     reply = read_reply(item, row, protocol)
-    counts = {name: row.get(name) for name in ("choice_scores", "n_kept", "n_total", "kept_per_frame")}
+    counts = {name: row.get(name) for name in _COUNTS}
     return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **counts}

@@ -70,6 +70,7 @@ ANSWER_SCHEMA = pa.schema(
         ),
         column("n_new_tokens", pa.int32(), "tokens that were generated; null where choices were scored"),
         column("retention_ratio", pa.float64(), "nominal share of the visual tokens that was read"),
+        column("decode_warnings", pa.int32(), "warnings while its videos were decoded: their frames may be damaged"),
         column("load_s", pa.float64(), "seconds reading tokens for this question; 0 where they were in memory"),
         column("prefill_s", pa.float64(), "seconds to the first token, or of scoring; of the whole batch"),
         column("decode_s", pa.float64(), "seconds from there to the last token; of the whole batch"),

@@ -190,6 +190,7 @@ class Asker:
             "n_visual_tokens": builder.n_visual(visuals),
             "n_total": sum(visual.n_frames * visual.tokens_per_frame for visual in visuals),
             "retention_ratio": late.retention_ratio if late else min(video.retention_ratio for video in held),
+            "decode_warnings": sum(video.decode_warnings for video in held),
             "load_s": sum(video.seconds for video in held),
         }
         if late is None or late.inside is None:

@@ -88,11 +88,12 @@ class SharedReads(Generic[K, V]):
 
 
 class HeldVideo(NamedTuple):
-    """A video as a prompt takes it, its nominal ratio, and the seconds of reading it (0 from memory)."""
+    """A video as a prompt takes it, its nominal ratio, seconds of reading it (0 from memory), and decode warnings."""
 
     visual: Visual
     retention_ratio: float
     seconds: float
+    decode_warnings: int = 0
 
 
 class HeldVideos:
@@ -123,17 +124,18 @@ class HeldVideos:
             return held._replace(seconds=0.0)
         started = time.perf_counter()
         with self._heartbeat.busy(f"the tokens of {video_id}, being read"):
-            visual, stored = self._read(video_id)
-        ratio = self._ratio if self._ratio is not None else stored
-        return self._held.put(video_id, HeldVideo(visual, ratio, time.perf_counter() - started))
+            visual, row = self._read(video_id)
+        ratio = self._ratio if self._ratio is not None else float(row["retention_ratio"])
+        seconds = time.perf_counter() - started
+        return self._held.put(video_id, HeldVideo(visual, ratio, seconds, row["decode_warnings"] or 0))
 
-    def _read(self, video_id: str) -> tuple[Visual, float]:
-        """Return a video and the share of its tokens that is stored."""
+    def _read(self, video_id: str) -> tuple[Visual, VideoRow]:
+        """Return a video and its row."""
         if self._outline is not None:
             row = self._cache.metadata(video_id)
-            return self._outline(self._cache, row, self._ratio, self._order), float(row["retention_ratio"])
+            return self._outline(self._cache, row, self._ratio, self._order), row
         video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
-        return video.visual, float(video.metadata["retention_ratio"])
+        return video.visual, video.metadata
 
 
 class ChosenVideos:
@@ -165,11 +167,11 @@ class ChosenVideos:
             return held
         if not late.pruner.cacheable:
             pruned = late.select(held.visual, self._device, words)
-            return HeldVideo(self._kept(late, held, pruned), late.retention_ratio, held.seconds)
+            return held._replace(visual=self._kept(late, held, pruned), retention_ratio=late.retention_ratio)
         visual = self._visuals.get((video_id, late))
         if visual is None:
             visual = self._visuals.put((video_id, late), self._kept(late, held, self._select(video_id, held, late)))
-        return HeldVideo(visual, late.retention_ratio, held.seconds)
+        return held._replace(visual=visual, retention_ratio=late.retention_ratio)
 
     def _select(self, video_id: str, held: HeldVideo, late: LatePruning) -> PrunedTokens:
         """Return the video's selection under a pruning, sharing one selection among a nested method's ratios."""

@@ -15,6 +15,7 @@ from pipeline.execution.outcome import Outcome, as_text, count_failures
 
 _COLUMNS = (
     *("question_id", "pruning", "status", "error_class", "error_message"),
+    "decode_warnings",
     *("n_visual_tokens", "n_prompt_tokens", "n_new_tokens", "load_s", "prefill_s", "decode_s", "batch_size"),
 )
 
@@ -28,6 +29,7 @@ class AnswerSummary(Outcome):
         visual_tokens: of a prompt that was answered, on average.
         prompt_tokens: likewise, text and visual.
         new_tokens: that were generated, in all.
+        n_warned: answers about videos that were decoded with warnings.
         seconds: of this run, by the work: load, prefill, decode; each batch counts once.
     """
 
@@ -36,6 +38,7 @@ class AnswerSummary(Outcome):
     prompt_tokens: float
     new_tokens: int
     seconds: dict[str, float]
+    n_warned: int = 0
 
     def __str__(self) -> str:
         return as_text(render_answers(self))
@@ -68,6 +71,7 @@ def summarise_answers(
         failed={row["question_id"]: row["error_class"] for row in bad},
         visual_tokens=_mean(good, "n_visual_tokens"),
         prompt_tokens=_mean(good, "n_prompt_tokens"),
+        n_warned=sum((row["decode_warnings"] or 0) > 0 for row in good),
         new_tokens=sum(row["n_new_tokens"] or 0 for row in good),
         seconds={
             "load": sum(row["load_s"] for row in mine),
@@ -84,11 +88,18 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
     table.add_row("tokens", f"{summary.visual_tokens:.0f} visual of {summary.prompt_tokens:.0f} in a prompt on average")
     table.add_row("answers", f"{summary.new_tokens:,} tokens generated")
     table.add_row("seconds", ", ".join(f"{name} {value:.2f}" for name, value in summary.seconds.items()))
+    if summary.n_warned:
+        table.add_row("warnings", warned_answers(summary.n_warned))
     table.add_row("this run", summary.pace("question"))
     failures: list[RenderableType] = (
         ["", summary.failures_table("question", QUESTION_FAULTS)] if summary.failures else []
     )
     return Group(table, *failures)
+
+
+def warned_answers(n_warned: int) -> str:
+    """Say how many answers are about videos whose frames may be damaged."""
+    return f"{n_warned} answers are about videos that were decoded with warnings: their frames may be damaged"
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pipeline.errors import QUESTION_FAULTS, UsageError
 from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers_header
-from pipeline.generate.summary import AnswerSummary, summarise_answers
+from pipeline.generate.summary import AnswerSummary, summarise_answers, warned_answers
 from pipeline.inspect.facts import facts_table, flat
 from pipeline.rows import AnswerRecord, JsonObject
 from pipeline.storage.stores import Store
@@ -90,6 +90,8 @@ class Answers:
                 ("prunings", ", ".join(name or "none" for name in pc.unique(self.rows["pruning"]).to_pylist()))
             )
         tokens = f"{counts.visual_tokens:.0f} visual of {counts.prompt_tokens:.0f} in a prompt on average"
+        if counts.n_warned:
+            facts.append(("warnings", warned_answers(counts.n_warned)))
         return [
             *facts,
             ("questions", f"{counts.n_ok} answered, {counts.n_failed} failed"),
@@ -141,6 +143,8 @@ def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
         yield "failed", f"{row['error_class']}: {row['error_message']}"
     if row["target"] is not None:
         yield "target", row["target"]
+    if row["decode_warnings"]:
+        yield "warnings", f"{row['decode_warnings']} while its videos were decoded: their frames may be damaged"
     if row["n_kept"] is not None:
         yield "tokens", f"{row['n_kept']} of {row['n_total']} visual ones, {row['n_prompt_tokens']} in the prompt"
     yield "run", f"{row['run_id']}, attempt {row['attempts']}"

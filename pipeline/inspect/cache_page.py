@@ -24,6 +24,7 @@ from pipeline.inspect.page import draw_page, grid_of
 from pipeline.inspect.page_files import asset, check_file, render, write_file
 from pipeline.inspect.report import Counted, count
 from pipeline.inspect.thumbnails import Pictures, source_pictures
+from pipeline.prune.summary import remark_lines
 from pipeline.storage.s3 import Objects
 
 STAGES: Final = ("decode", "encode", "prune", "write")
@@ -173,6 +174,7 @@ def _render(cache: TokenCache, counted: Counted, videos: pa.Table, drawn: list[C
         style=asset("page.css") + asset("answers.css") + asset("cache.css"),
         place=str(cache.store),
         counts=summary,
+        remarks=list(remark_lines(summary)),
         faults=fault_rows(summary, FAULTS),
         ticks=[(100 * tick / ticks[-1], f"{tick:g}") for tick in ticks],
         heights=[10000 * share / ticks[-1] for share in shares],

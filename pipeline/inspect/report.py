@@ -145,6 +145,9 @@ def source_facts(row: VideoRow) -> list[tuple[str, str]]:
         sampled = f"{len(row['frame_indices'])} frames{repeated}, resized to {row['width']}x{row['height']}"
         facts.append(("sampled", sampled))
     if row["backend"]:
+        if row["color_transfer"] or row["sample_aspect_ratio"]:
+            pixels = f"pixels {row['sample_aspect_ratio']}" if row["sample_aspect_ratio"] else "no shape of pixels"
+            facts.append(("states", f"{row['color_transfer'] or 'no transfer function'}, {pixels}"))
         warned = f", {row['decode_warnings']} warnings" if row["decode_warnings"] else ""
         facts.append(("decoder", f"{row['backend']} {row['backend_version'] or ''}{warned}"))
     return [*facts, ("run", f"{row['run_id']}, attempt {row['attempts']}")]

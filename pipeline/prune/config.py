@@ -164,6 +164,11 @@ class PruneConfig(PlanOptions, PrunerOptions):
     decode_memory: int = option(
         4096, "let a decode process grow by at most MIB beyond its size at start", metavar="MIB"
     )
+    max_decode_warnings: int | None = option(
+        None,
+        "a video that is decoded with more than N warnings is corrupt (default: it is taken, and its row counts them)",
+        metavar="N",
+    )
     fetch_memory: int = option(
         2048,
         "fetch videos of at most MIB from S3. They are held in memory, never on disk, two for each decode process: the "
@@ -300,7 +305,9 @@ class PruneConfig(PlanOptions, PrunerOptions):
         given = all(name.strip() for name in self.videos) and len(self.videos) > 0
         check(given, "videos", "at least one folder, glob, file or manifest", self.videos)
         check(all(root.strip() for root in self.video_root), "video_root", "a folder or prefix", self.video_root)
-        check(self.seed >= 0, "seed", "at least 0", self.seed)
+        for name in ("seed", "gate_sample", "max_decode_warnings"):
+            value = getattr(self, name)
+            check(value is None or value >= 0, name, "at least 0", value)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         counts = ("num_frames", "max_frames", "min_pixels", "max_pixels", "max_video_tokens")
         workers = ("decode_workers", "encode_workers", "encoders_per_gpu", "encode_batch_frames")
@@ -316,7 +323,6 @@ class PruneConfig(PlanOptions, PrunerOptions):
                 "one video may take that long"
             )
         check(0.0 < self.retention_ratio <= 1.0, "retention_ratio", "in (0, 1]", self.retention_ratio)
-        check(self.gate_sample >= 0, "gate_sample", "at least 0", self.gate_sample)
         if self.gate is not None and (self.token_codec == BFLOAT16.name or not self.gate_sample):
             raise UsageError("--gate goes with --token-codec int8 or int4 and a --gate-sample: it compares the two")
         check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)

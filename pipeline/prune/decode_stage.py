@@ -49,6 +49,7 @@ _OF_ITS_VIDEO = (
         "codec",
     ),
     *("backend", "backend_version", "backend_note", "decode_warnings", "source_size", "source_hash"),
+    *("color_transfer", "sample_aspect_ratio"),
 )
 
 
@@ -63,6 +64,7 @@ class DecodeSetup:
     memory_mb: int = 4096
     objects: Objects = field(default_factory=Objects)
     fetch_mb: int = 2048
+    max_warnings: int | None = None
 
     def largest_frames(self) -> tuple[int, int, int]:
         """Return the (frames, height, width) that a long full HD video gets: the largest that planning must expect."""
@@ -112,7 +114,8 @@ class VideoDecoder:
         """Return the record of a video and its frames [t,h,w,3]; a fault of the video makes an error row and None."""
         started, setup = time.perf_counter() - self._sandbox.starting_s, self._setup
         record, clip = _first_record(row), (row["start_s"], row["end_s"])
-        request = DecodeRequest(row["uri"], setup.sampling, setup.preprocessor, *clip, setup.decoder)
+        kind = setup.sampling, setup.preprocessor
+        request = DecodeRequest(row["uri"], *kind, *clip, setup.decoder, setup.max_warnings)
         try:
             video = source.decode(self._sandbox, request)
         except VideoFault as fault:

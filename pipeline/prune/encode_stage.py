@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
+from gstep.backbones.positions import position_faults
 from gstep.backbones.preprocess.base import as_frames
 from gstep.errors import is_out_of_memory
 from gstep.evidence import is_per_frame, name_of
@@ -55,6 +56,7 @@ class EncodeSetup:
     codec: str = BFLOAT16.name
     batch_frames: int | None = None  # in one pass of the tower, of several videos too; None: of one video
     compiled: bool = False
+    even: bool = False  # whether frames are taken at even times
     sample_limit: int = -1  # of the videos whose bfloat16 rows are kept too (pipeline.cache.codecs.sample)
     tower_hash: str | None = None  # of the source (gstep.checkpoints.tower), which rows say
     shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos: a GPU compiles for it ahead
@@ -267,14 +269,18 @@ class VideoEncoder:
         runtime = self._described | ({"shared_pass": f"{n_videos} videos"} if shared else {})
         # The default stream runs the kernels of the next video by now, and these copies would wait for them.
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():
+            extra = self.backbone.model_extra(without_pixels(record))
+            faults = position_faults(extra, record["timestamps"], even=self._setup.even)
             done: VideoRecord = {
                 **record,
                 **pruned_columns(pruned, visual),
+                "uneven_positions": faults.uneven,
+                "shared_positions": faults.shared,
                 "encode_s": encode_s,
                 "prune_s": prune_s,
                 "runtime": json.dumps(runtime),
                 "tower_hash": self._setup.tower_hash,
-                "model_extra": json.dumps(self.backbone.model_extra(without_pixels(record))),
+                "model_extra": json.dumps(extra),
             }
             return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
 

@@ -83,6 +83,7 @@ class PruneRequest:
             memory_mb=self.config.decode_memory,
             objects=self.objects,
             fetch_mb=self.config.fetch_memory,
+            max_warnings=self.config.max_decode_warnings,
         )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
@@ -101,6 +102,7 @@ class PruneRequest:
             batch_frames=self.config.encode_batch_frames,
             compiled=self.config.compile,
             shape=self.decode_setup().largest_frames(),
+            even=self.sampling.fps is not None and self.sampling.snap_to_keyframes_s is None,
         )
 
     def identity(self, dtype: str) -> CacheIdentity:

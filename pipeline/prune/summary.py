@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
-from pipeline.cache.ledger import TIMED, Ledger
+from pipeline.cache.ledger import HDR, SHARED, STRETCHED, TIMED, UNEVEN, Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.errors import FAULTS
 from pipeline.execution.outcome import Outcome, as_text
@@ -22,7 +22,8 @@ from pipeline.plan.estimate import Plan
 from pipeline.plan.render import number, percent, ranged, time_text
 from pipeline.rows import JsonObject
 
-_SHOWN = 3  # lost videos that a summary names
+_SHOWN = 3  # lost videos, and reasons, that a summary names
+_REMARKS = {"hdr": HDR, "stretched": STRETCHED, "uneven": UNEVEN, "shared": SHARED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,9 @@ class Summary(Outcome):
         token_bytes: bytes of the stored tokens, deepstack levels included.
         seconds: stage -> seconds, summed over the videos.
         n_warned: videos decoded with warnings.
+        other_decoder: why another decoder than asked served -> videos.
+        remarks: videos "hdr" (of high dynamic range), "stretched" (of pixels that are not square), "uneven" (frames
+            are not where the model's positions in time put them) and "shared" (patches share a position).
         n_removed: videos that were removed for good, and are not counted otherwise.
         fetched_bytes: of videos and indexes that this run read from stores.
         n_lost: videos that a run committed, and of which no file of the table has a row now.
@@ -50,6 +54,8 @@ class Summary(Outcome):
     token_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
     n_warned: int = 0
+    other_decoder: Mapping[str, int] = field(default_factory=dict)
+    remarks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REMARKS, 0))
     n_removed: int = 0
     fetched_bytes: int = 0
     n_lost: int = 0
@@ -84,16 +90,7 @@ def summarise(
 
     ``committed`` are the token shards that records of runs name (``committed_shards``), for what the table has lost.
     """
-    failed: dict[str, str] = {}
-    counts = _Counts(ledger)
-    if manifest is None:
-        counts.add(np.arange(len(ledger)))
-    else:
-        for ids in parts_of(manifest["video_id"]):
-            rows = ledger.find(ids)
-            counts.add(rows[rows >= 0])
-            if list_failed:
-                failed |= _failed_of(ledger, ids, rows)
+    counts, failed = _counted(ledger, manifest, list_failed=list_failed)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
     failures, examples = counts.failures()
     return Summary(
@@ -109,11 +106,28 @@ def summarise(
         token_bytes=counts.tokens_kept * codec.token_bytes(ledger.hidden_size, deepstack_levels),
         seconds=dict(zip(TIMED, counts.seconds.tolist(), strict=True)),
         n_warned=counts.n_warned,
+        other_decoder=counts.other_decoder(),
+        remarks=counts.remarks,
         n_removed=counts.n_removed,
         failed=failed,
         n_lost=len(lost := ledger.lost(committed)),
         lost=lost[:_SHOWN],
     )
+
+
+def _counted(ledger: Ledger, manifest: pa.Table | None, *, list_failed: bool) -> tuple[_Counts, dict[str, str]]:
+    """Count the rows of a manifest's videos, or all; return beside them the error classes of failed ones, if asked."""
+    failed: dict[str, str] = {}
+    counts = _Counts(ledger)
+    if manifest is None:
+        counts.add(np.arange(len(ledger)))
+        return counts, failed
+    for ids in parts_of(manifest["video_id"]):
+        rows = ledger.find(ids)
+        counts.add(rows[rows >= 0])
+        if list_failed:
+            failed |= _failed_of(ledger, ids, rows)
+    return counts, failed
 
 
 def lost_line(n_lost: int, examples: Sequence[str]) -> str:
@@ -142,6 +156,8 @@ class _Counts:
         self._first: dict[int, int] = {}  # class -> its first row
         self.n_rows = self.tokens_in = self.tokens_kept = self.n_warned = self.n_outside = self.n_removed = 0
         self.seconds = np.zeros(len(TIMED))
+        self.remarks = dict.fromkeys(_REMARKS, 0)
+        self._by_note = np.zeros(len(ledger.notes), np.int64)
 
     def add(self, rows: NDArray[np.int64]) -> None:
         """Count these rows of the ledger; removed videos are counted apart."""
@@ -157,6 +173,9 @@ class _Counts:
         self.tokens_in += int(columns["n_total"][good].sum(dtype=np.int64))
         self.tokens_kept += int(columns["n_tokens"][good].sum(dtype=np.int64))
         self.n_warned += int(self._ledger.warned(good).sum())
+        for name, remark in _REMARKS.items():
+            self.remarks[name] += int(self._ledger.remarked(good, remark).sum())
+        self._by_note += np.bincount(columns["note"][good], minlength=len(self._by_note))
         self.n_outside += int(self._ledger.outside(rows).sum())
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
 
@@ -165,6 +184,13 @@ class _Counts:
         """The number of videos with tokens."""
         return int(self._by_class[0])
 
+    def other_decoder(self) -> dict[str, int]:
+        """Return why another decoder than asked served -> videos, the most frequent reason first."""
+        order = [
+            place for place in np.argsort(-self._by_note, kind="stable").tolist() if place and self._by_note[place]
+        ]
+        return {self._ledger.notes[place]: int(self._by_note[place]) for place in order}
+
     def failures(self) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
         """Return ``failures`` and ``examples`` of an Outcome, the most frequent class first."""
         order = [int(fault) for fault in np.argsort(-self._by_class, kind="stable") if fault in self._first]
@@ -172,6 +198,23 @@ class _Counts:
         rows = {fault: self._ledger.read(self._first[fault]) for fault in order}
         counts = {names[fault]: int(self._by_class[fault]) for fault in order}
         return counts, {names[fault]: (row["video_id"], row["error_message"] or "") for fault, row in rows.items()}
+
+
+def remark_lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield (name, line) of what a reader of a cache's videos should know of them."""
+    if summary.n_warned:
+        yield "warnings", f"{summary.n_warned} videos decoded with warnings: their frames may be damaged"
+    if n_other := sum(summary.other_decoder.values()):
+        reasons = [f"{why} ({count})" for why, count in summary.other_decoder.items()]
+        more = "; ..." if len(reasons) > _SHOWN else ""
+        yield "decoder", f"{n_other} videos by another decoder than asked, because {'; '.join(reasons[:_SHOWN])}{more}"
+    hdr, stretched, uneven, shared = (summary.remarks[name] for name in _REMARKS)
+    if hdr or stretched:
+        kinds = f"{hdr} videos in HDR (PQ or HLG), {stretched} of pixels that are not square"
+        yield "pictures", f"{kinds}: taken as they are stored, as the models' own loaders do"
+    if uneven or shared:
+        kinds = f"{uneven} videos of unevenly spaced frames, {shared} whose patches share positions"
+        yield "positions", f"{kinds}: this model's positions in time are as if frames were even, as its own loader's"
 
 
 def render(summary: Summary) -> RenderableType:
@@ -190,8 +233,8 @@ def render(summary: Summary) -> RenderableType:
         table.add_row("removed", f"{summary.n_removed} videos, for good")
     if summary.n_lost:
         table.add_row("lost", Text(lost_line(summary.n_lost, summary.lost)))
-    if summary.n_warned:
-        table.add_row("warnings", f"{summary.n_warned} videos decoded with warnings: their frames may be damaged")
+    for name, line in remark_lines(summary):
+        table.add_row(name, Text(line))
     if summary.wall_s is not None:
         table.add_row("this run", summary.pace("video"))
     if summary.facts and summary.plan:

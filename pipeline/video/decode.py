@@ -26,7 +26,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
+from pipeline.rows import BY_DECODING
 from pipeline.video.containers import missing_bytes, open_regular, overstated_table, sniff
+from pipeline.video.damage import check_decodable
 from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder
 from pipeline.video.frame_folders import fingerprint_frames, frame_names, whole_frames
 from pipeline.video.jpegs import JPEGS, index_frames
@@ -37,6 +39,7 @@ from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_ra
 Allocate = Callable[[tuple[int, ...]], Frames]
 # A line of FFmpeg's log, except the one that is normal where decoding begins at an open group.
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\] (?!mmco: unref short failure)", re.MULTILINE)
+_HOLES_NAMED = 3  # in a note about a damaged file
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
 _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
 
@@ -67,6 +70,7 @@ class DecodeRequest:
         decoder: "auto" or "pyav" (PyAV); "decord", "torchcodec" or "nvdec" (PyAV where they fail or are known to be
             wrong); or the import path "package.module:Class" of a ``pipeline.video.decoders.FrameDecoder``, which has
             no fallback.
+        max_warnings: decode warnings above which the video is corrupt; None for no limit.
 
     Raises ValueError for an unknown decoder.
     """
@@ -77,6 +81,7 @@ class DecodeRequest:
     start_s: float | None = None
     end_s: float | None = None
     decoder: str = "auto"
+    max_warnings: int | None = None
 
     def __post_init__(self) -> None:
         if self.decoder != "auto" and self.decoder not in DECODERS and ":" not in self.decoder:
@@ -99,13 +104,16 @@ class DecodedVideo:
         source_frames: frames in the file.
         clip_frames: frames in the clip [start_s, end_s).
         n_repeated: how many of the T frames repeat an earlier one.
-        source_width: pixels, as shown.
-        source_height: pixels, as shown.
+        source_width: pixels of the stored frames, turned as they are shown; ``sample_aspect_ratio`` stretches nothing.
+        source_height: likewise.
         codec: of the video stream, as FFmpeg calls it.
         backend: the decoder that served: a name of ``decoders.DECODERS`` or an import path.
         backend_version: its version.
         backend_note: why the decoder tried first did not serve; empty where it did.
-        decode_warnings: lines FFmpeg logged as errors while it read the file; above 0, frames may be damaged.
+        decode_warnings: lines FFmpeg logged as errors while it read the file, or else holes in what decodes; above 0,
+            frames may be damaged.
+        color_transfer: the transfer function of the colours, as FFmpeg calls it; None where the file states none.
+        sample_aspect_ratio: width by height of a shown pixel ("16:15"); None where the file does not state it.
         source_size: bytes of the file.
         source_hash: "blake2b:" and the 16 byte digest of the whole file in hex.
         seconds: what decoding took, from opening the file on.
@@ -132,6 +140,8 @@ class DecodedVideo:
     source_hash: str = ""
     seconds: float = 0.0
     attempts: int = 1
+    color_transfer: str | None = None
+    sample_aspect_ratio: str | None = None
 
 
 def frames_array(shape: tuple[int, ...]) -> Frames:
@@ -158,8 +168,12 @@ def decode_video(
     decoding = _Decoding(request, announce, allocate)
     try:
         with counted_warnings() as count:
-            video = decoding.video()
-            return replace(video, decode_warnings=count(), seconds=time.perf_counter() - started)
+            video = decoding.video(count)
+            warnings = max(count(), video.decode_warnings)
+        if request.max_warnings is not None and warnings > request.max_warnings:
+            many = f"{warnings} warnings while the video was decoded, more than --max-decode-warnings"
+            raise VideoFault("corrupt", f"{many} {request.max_warnings}: its frames may be damaged")
+        return replace(video, decode_warnings=warnings, seconds=time.perf_counter() - started)
     except VideoFault as fault:
         fault.backend = fault.backend or decoding.backend
         raise
@@ -172,10 +186,15 @@ class _Decoding:
 
     def __init__(self, request: DecodeRequest, announce: Callable[[str], None], allocate: Allocate) -> None:
         self._request, self._announce, self._allocate = request, announce, allocate
+        self._warnings: Callable[[], int] = int
         self.backend: str | None = None
 
-    def video(self) -> DecodedVideo:
-        """Decode the file or folder of frames, and record its size and hash. Raises VideoFault or a decoder's error."""
+    def video(self, warnings: Callable[[], int]) -> DecodedVideo:
+        """Decode the file or folder of frames, and record its size and hash. Raises VideoFault or a decoder's error.
+
+        ``warnings`` returns how many errors FFmpeg has logged so far.
+        """
+        self._warnings = warnings
         # A relative "http:x" must not look like an address to FFmpeg.
         path = os.path.abspath(self._request.path)  # noqa: PTH100
         if os.path.isdir(path):  # noqa: PTH112
@@ -216,13 +235,16 @@ class _Decoding:
         except IndexMismatch as error:
             if last != "pyav":
                 raise
-            note = note or f"index made by decoding: {error}"
-            video = self._read(scan(index), last, clip)
+            found = scan(index)
+            lost = "".join(f"; nothing decodes {hole}" for hole in found.holes[:_HOLES_NAMED])
+            note = note or f"{BY_DECODING}: {error}{lost}"
+            video = self._read(found, last, clip)
         return replace(video, backend_note=note)
 
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
         """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder."""
         sampling = self._request.sampling
+        self._check(index, clip)
         times, *end = index.unrounded()
         chosen = choose_frames(times, sampling, *clip, *end)
         first, stop = clip_range(times, *clip, *end)
@@ -250,7 +272,15 @@ class _Decoding:
             codec=index.codec,
             backend=backend,
             backend_version=version,
+            decode_warnings=self._check(index, clip),  # again: decoding may have met what reading had not
+            color_transfer=index.color_transfer,
+            sample_aspect_ratio=index.sample_aspect_ratio,
         )
+
+    def _check(self, index: VideoIndex, clip: tuple[float | None, float | None]) -> int:
+        """Return how often damage is known of without FFmpeg's log. Raises VideoFault as ``check_decodable``."""
+        n_corrupt = 0 if index.packets is None else index.packets.n_corrupt
+        return max(n_corrupt, len(check_decodable(index, clip, max(n_corrupt, self._warnings()))))
 
     def _resized(self, chunks: Iterator[Frames], chosen: NDArray[np.int64], index: VideoIndex) -> Frames:
         """Resize frames chunk by chunk, so that full-size ones never pile up, and copy repeated ones; [T,h,w,3]."""

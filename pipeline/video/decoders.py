@@ -168,10 +168,11 @@ class PyavDecoder:
         Frames are told apart by their presentation times, or by counting from the beginning of a file without any.
         """
         table, pts = self._packets.table, self._index.pts
-        whole = Run(0, len(table), tuple(indices.tolist()))
-        for run in [whole] if pts is None else self._packets.runs(pts[indices].tolist()):
+        whole = pts is None or self._index.whole
+        wanted = (indices if pts is None else pts[indices]).tolist()
+        for run in [Run(0, len(table), tuple(wanted))] if whole else self._packets.runs(wanted):
             missing = deque(run.times)
-            times = None if pts is None else run.times
+            times = None if whole else run.times
             for number, frame in enumerate(self._packets.decoded(run.start, run.stop, times, self._codec)):
                 if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
                     raise IndexMismatch(f"the frame at {frame.pts} is no keyframe, as the file says")

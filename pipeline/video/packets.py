@@ -11,7 +11,7 @@ from typing import NamedTuple
 import av
 from av.codec.context import Flags
 from av.container import InputContainer
-from av.error import InvalidDataError
+from av.error import FFmpegError
 from av.stream import Disposition
 
 from pipeline.errors import VideoFault
@@ -24,6 +24,13 @@ _SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe
 # Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
 _PARSED = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
 _SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark reliably which frames nothing refers to
+# Decoders that may refuse every packet behind an error, keyframes too, until they are flushed. A flush that is not
+# needed costs frames, which other decoders would still show.
+_STUCK_AFTER_ERRORS = ("libdav1d",)
+_STATING = ("matroska", "avi", "flv", "asf")  # demuxers of containers that state how long a stream is
+_WHOLE = 0.9  # share of a file up to its last packet; what other streams have behind it is less than the rest
+_PADDING = 2**16  # bytes that may follow the last packet in any file
+_CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 _HEAD = 1024  # bytes of a packet that are searched for parameter sets
 _HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence parameter set; then its number of sub-layers
 
@@ -57,6 +64,10 @@ class VideoPackets:
         n_streams: how many video streams the file has.
         table: the container's facts about each packet.
         parameters_change: whether the container gives the decoder new parameters on the way.
+        stated_s: how long the video is by the container's own word, seconds; None where it states nothing, and for MP4,
+            which lists every frame.
+        fault: the last error that a packet or the demuxer gave; None while all of them decode.
+        n_corrupt: packets that the demuxer marks as damaged, and errors that end reading.
 
     Of a file of more than ``most_kept`` bytes no packets are kept, and what is asked for is read a second time.
 
@@ -79,6 +90,9 @@ class VideoPackets:
             self.n_streams = len(self._container.streams.video)
             self.table: list[PacketInfo] = []
             self.parameters_change = False
+            self.stated_s = _stated_seconds(self._container, self.stream, demuxer)
+            self.fault: FFmpegError | None = None
+            self.n_corrupt = self._reached = 0
             self._sub_layers: set[int] = _sub_layers(self.stream.codec_context.extradata or b"")
             self._read(most_kept)
         except BaseException:
@@ -92,6 +106,25 @@ class VideoPackets:
         if self._again is not None:
             self._again.close()
 
+    def end_of(self, duration_s: float) -> float:
+        """Return where a video ends by the container's word, or else by the bytes behind its last packet; seconds.
+
+        ``duration_s`` is the end of its last frame, which is returned where nothing tells of more.
+        """
+        if self.stated_s is not None or self.demuxer == "mov":
+            return self.stated_s or duration_s
+        return duration_s / self._share if self.unread else duration_s
+
+    @property
+    def unread(self) -> bool:
+        """Whether a good part of the file lies behind its last packet."""
+        return 0 < self._share < _WHOLE and self._container.size - self._reached > _PADDING
+
+    @property
+    def _share(self) -> float:
+        """The share of the file up to its last packet."""
+        return self._reached / max(self._container.size, 1)
+
     def first_frame(self) -> av.VideoFrame | None:
         """Decode and return the file's first frame, or None if no packet can be decoded."""
         tries = (next(self.decoded(0, stop), None) for stop in (1, len(self.table)))
@@ -104,22 +137,30 @@ class VideoPackets:
     ) -> Iterator[av.VideoFrame]:
         """Yield the frames of packets number ``start`` to ``stop`` - 1 in the order in which they are shown.
 
-        A damaged packet gives no frame, and FFmpeg logs it. Of the frames that are not shown at one of the ``wanted``
-        times, the decoder leaves out those to which no other refers, where the codec marks them; None wants all.
+        A damaged packet gives no frame, and FFmpeg logs it; ``fault`` is its error. Decoding goes on behind it. Of the
+        frames that are not shown at one of the ``wanted`` times, the decoder leaves out those to which no other
+        refers, where the codec marks them; None wants all.
         ``codec`` is the decoder, by default the stream's own.
         """
         codec = codec or self.stream.codec_context
         codec.flush_buffers()
+        gets_stuck, failed = codec.codec.name in _STUCK_AFTER_ERRORS, False
         skips = wanted is not None and self._tells_references()
         times = frozenset(wanted or ())
         try:
             for packet in self.between(start, stop):
                 if skips:
                     codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
-                yield from _frames_of(codec, packet)
+                before, failed_before = self.fault, failed
+                frames = self._frames_of(packet)
+                failed = self.fault is not before
+                if failed and failed_before and gets_stuck and packet.is_keyframe:
+                    codec.flush_buffers()
+                    frames = self._frames_of(packet)
+                yield from frames
         finally:
             codec.skip_frame = "DEFAULT"  # or the frames that the decoder still holds would be lost
-        yield from _frames_of(codec, None)
+        yield from self._frames_of(None)
 
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
         """Yield the packets to decode for the frames that are shown at ``times`` (ascending), each run from a keyframe.
@@ -145,6 +186,19 @@ class VideoPackets:
             return iter(self._kept[start:stop])
         return islice(self._read_again(start), stop - start)
 
+    def _frames_of(self, packet: av.Packet | None) -> list[av.VideoFrame]:
+        """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds.
+
+        A packet that does not decode gives none. Raises MemoryError.
+        """
+        try:
+            return list(self.stream.codec_context.decode(packet))
+        except FFmpegError as error:  # some decoders answer broken data with EPERM or an error of a library of theirs
+            if isinstance(error, MemoryError):
+                raise
+            self.fault = error
+            return []
+
     def _can_jump(self) -> bool:
         """Return whether the decoder can begin at any keyframe."""
         return not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED)
@@ -160,9 +214,11 @@ class VideoPackets:
     def _read(self, most_kept: int) -> None:
         """Read all packets into the table, and keep their data up to ``most_kept`` bytes."""
         size = 0
-        for packet in self._container.demux(self.stream):
+        for packet in self._readable():
             if not packet.size:
                 continue
+            self.n_corrupt += packet.is_corrupt
+            self._reached = max(self._reached, (packet.pos or 0) + packet.size)
             self.table.append(
                 PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, packet.is_discard)
             )
@@ -175,6 +231,18 @@ class VideoPackets:
             elif self._kept is not None:
                 self._kept.append(packet)
 
+    def _readable(self) -> Iterator[av.Packet]:
+        """Yield the packets of the stream up to the end of the file, or up to what the demuxer cannot read.
+
+        Raises MemoryError.
+        """
+        try:
+            yield from _demuxed(self._container, self.stream)
+        except FFmpegError as error:
+            if isinstance(error, MemoryError):
+                raise
+            self.fault, self.n_corrupt = error, self.n_corrupt + 1
+
     def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
         """Yield the packets from number ``start`` on: seek where that surely arrives, else read up to it."""
         if self._again is None or start < self._next:
@@ -185,7 +253,7 @@ class VideoPackets:
         if seeks and time is not None:
             # In MP4 FFmpeg seeks by presentation time, so a decoding time would lead to the keyframe before.
             self._again.seek(time, stream=stream)
-        packets = (packet for packet in self._again.demux(stream) if packet.size)
+        packets = (packet for packet in _demuxed(self._again, stream) if packet.size)
         skipped = islice(packets, start - self._next, None)
         self._next = start
         for packet in dropwhile(lambda packet: packet.pts != time, packets) if seeks else skipped:
@@ -236,9 +304,24 @@ def _sub_layers(data: bytes | memoryview) -> set[int]:
     return {1 + (found[1][0] >> 1 & 7) for found in _HEVC_PARAMETERS.finditer(data)}
 
 
-def _frames_of(codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
-    """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds."""
-    try:
-        return list(codec.decode(packet))
-    except InvalidDataError:
-        return []
+def _demuxed(container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
+    """Yield the packets of a stream; behind damage a transport stream's demuxer asks to be called again."""
+    while True:
+        try:
+            yield from container.demux(stream)
+        except BlockingIOError:
+            continue
+        return
+
+
+def _stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
+    """Return the seconds of a video by its stream's header or tag, or by the file's where it has no sound; or None."""
+    if demuxer not in _STATING:
+        return None
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    start_s = (container.start_time or 0) / 1_000_000  # the others say when it ends
+    for name, text in stream.metadata.items():  # Matroska: "00:00:08.000000000", perhaps with the language's name
+        if name.upper().startswith("DURATION") and (found := _CLOCK.match(text)):
+            return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3]) - start_s
+    return container.duration / 1_000_000 - start_s if container.duration and not container.streams.audio else None

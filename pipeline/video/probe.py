@@ -14,9 +14,12 @@ from typing import NamedTuple
 
 import av
 import numpy as np
+from av.error import DecoderNotFoundError, PatchWelcomeError
 from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
+from pipeline.video.colours import color_transfer, pixel_shape
+from pipeline.video.damage import Hole, lost_stretches, skipped, unlisted
 from pipeline.video.packets import MOST_KEPT, PacketInfo, VideoPackets
 from pipeline.video.sampling import unrounded
 
@@ -54,6 +57,10 @@ class VideoIndex:
         pts: [F] int64 presentation times in the stream's ticks, by which decoded frames are told apart; None where the
             file has no usable ones and only counting decoded frames tells.
         keyframes: [K] int64 presentation times at which decoding can start, ascending.
+        whole: whether frames come out at these ``pts`` only where all packets are decoded, since some are damaged.
+        holes: (start, end) in seconds of stretches that the file lists and that do not decode, as far as known.
+        color_transfer: the transfer function that the file states, as FFmpeg calls it ("smpte2084"); None for none.
+        sample_aspect_ratio: width by height of a shown pixel ("16:15"); None where the file does not state it.
         packets: the open file; None for a folder of frames. A decoder may close it.
     """
 
@@ -71,6 +78,10 @@ class VideoIndex:
     orientation: Orientation = _AS_STORED
     pts: NDArray[np.int64] | None = None
     keyframes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    whole: bool = False
+    holes: tuple[Hole, ...] = ()
+    color_transfer: str | None = None
+    sample_aspect_ratio: str | None = None
     packets: VideoPackets | None = field(default=None, repr=False, compare=False)
 
     def unrounded(self) -> tuple[NDArray[np.float64], float, float]:
@@ -102,6 +113,8 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
     """Make the index of a file from its packets. Raises VideoFault, or an error of PyAV's."""
     first = packets.first_frame()
     if first is None:
+        if isinstance(packets.fault, DecoderNotFoundError | PatchWelcomeError):
+            raise packets.fault
         raise VideoFault("corrupt", f"none of the {len(packets.table)} packets of the video stream can be decoded")
     shown = [p for p in packets.table if not p.discard]
     orientation = _orientation(first)
@@ -116,31 +129,49 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
         pixel_format=first.format.name,
         fps=float(_stated_rates(packets)[0]),
         orientation=orientation,
+        color_transfer=color_transfer(first, packets.stream),
+        sample_aspect_ratio=pixel_shape(packets.stream, turned=orientation.transpose),
         keyframes=np.array(sorted(p.pts for p in shown if p.keyframe and p.pts is not None), dtype=np.int64),
         packets=packets,
     )
     if not _timestamps_usable(shown, packets):
         return scan(index)
     pts = np.sort(np.array([p.pts for p in shown], dtype=np.int64))
-    return _timed(replace(index, pts=pts), packets, pts, max(shown, key=lambda p: p.pts or 0).duration)
+    index = _timed(replace(index, pts=pts), packets, pts, max(shown, key=lambda p: p.pts or 0).duration)
+    return replace(index, holes=unlisted(index.duration_s, packets.end_of(index.duration_s), index.fps))
 
 
 def scan(index: VideoIndex) -> VideoIndex:
     """Rebuild an index by decoding the whole file, whose packets do not tell which frames come out.
 
-    Raises VideoFault("corrupt") where nothing can be decoded, or less than half of what the packets promised.
+    The holes are the stretches of the index whose frames do not come out, and what the container states beyond it.
+
+    Raises VideoFault("corrupt") where nothing can be decoded.
     """
     packets = index.packets
     assert packets is not None
     frames = [(frame.pts, frame.duration or 0) for frame in packets.decoded(0, len(packets.table))]
-    if not frames or len(frames) < len(index.timestamps) // 2:
-        raise VideoFault("corrupt", f"only {len(frames)} of {len(index.timestamps)} frames can be decoded")
+    if not frames:
+        raise VideoFault("corrupt", f"none of the {len(index.timestamps)} frames of the video can be decoded")
     times = [pts for pts, _ in frames]
-    index = replace(index, pts=None)
-    if None in times or any(b < a for a, b in pairwise(times)):
+    known = np.array([time for time in times if time is not None], np.int64)
+    listed, index = index, replace(index, pts=None)
+    ascends = len(known) == len(times) and all(a <= b for a, b in pairwise(times))
+    if not ascends and listed.pts is not None and len(known):
+        # Behind an error H.264 gives some frames late, when later ones have been shown.
+        known = pts = known[np.append(True, known[1:] > np.maximum.accumulate(known)[:-1])]
+        index = _timed(replace(index, pts=pts, whole=True), packets, pts, frames[-1][1])
+    elif not ascends:
         timestamps = np.arange(len(frames)) / index.fps
-        return replace(index, timestamps=timestamps, duration_s=len(frames) / index.fps)
-    return _timed(index, packets, np.array(times, dtype=np.int64), frames[-1][1])
+        index = replace(index, timestamps=timestamps, duration_s=len(frames) / index.fps)
+    else:
+        index = _timed(index, packets, known, frames[-1][1])
+    if listed.pts is None:
+        between = skipped(index.timestamps, index.fps) if index.demuxer == "avi" else ()  # whose rate is constant
+        behind = unlisted(index.duration_s, packets.end_of(index.duration_s), index.fps)
+        return replace(index, holes=(*between, *behind))
+    lost = ~np.isin(listed.pts, known)
+    return replace(index, holes=(*lost_stretches(listed.timestamps, lost, listed.duration_s), *listed.holes))
 
 
 def _timed(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], last_duration: int) -> VideoIndex:

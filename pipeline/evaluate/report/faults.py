@@ -72,6 +72,18 @@ def failure_counts(scores: pa.Table, answers: Answers) -> Iterator[FailureCount]
         yield FailureCount(error_class, len(rows), len({question for question, _ in rows}), named)
 
 
+def warned_line(scores: pa.Table) -> str:
+    """Say how many answers are about videos whose frames may be damaged; "" for none."""
+    warned = scores.filter(pc.greater(pc.fill_null(scores["decode_warnings"], 0), 0))
+    if not len(warned):
+        return ""
+    videos = len(pc.unique(warned["video_id"]))
+    return (
+        f"{len(warned):,} of {len(scores):,} answers, about {videos:,} videos, come from frames that were decoded with "
+        "warnings and may be damaged"
+    )
+
+
 def _arm_text(arm: Arm) -> str:
     """Format an arm's title with its ratio."""
     title = title_of(arm.method)

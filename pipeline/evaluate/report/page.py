@@ -18,7 +18,7 @@ from pipeline.evaluate.report import text
 from pipeline.evaluate.report.cards import Links, cards
 from pipeline.evaluate.report.charts import line_charts, styles
 from pipeline.evaluate.report.disagreements import answers_of, disagreements
-from pipeline.evaluate.report.faults import failure_counts, fault_counts
+from pipeline.evaluate.report.faults import failure_counts, fault_counts, warned_line
 from pipeline.evaluate.statistics.bootstrap import FEW, FEWEST
 from pipeline.evaluate.statistics.render import NOISE, few_mark, few_videos, p_text
 from pipeline.evaluate.statistics.results import SIGNIFICANT, ResultsTable
@@ -97,6 +97,7 @@ def report_page(report: Report) -> str:
             n_scored=len(answers.questions),
             faults=fault_counts(report.loaded.faults),
             n_askable=report.loaded.n_annotated - sum(fault.left_out for fault in report.loaded.faults),
+            warned=warned_line(report.scores),
             failures=list(failure_counts(report.scores, answers)),
             protocol=list(_flat(report.shown.described)),
             data={"counts": {f"{ratio:g}": counts.tolist() for ratio, counts in found.counts.items()}},

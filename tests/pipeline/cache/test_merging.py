@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
 from contextlib import suppress
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from pipeline import TokenCache
 from pipeline.cache.header import header_bytes
@@ -22,11 +24,12 @@ from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS, keyed, read_file
 from pipeline.cache.merging import KEEP, merge, surviving, try_merge, upgrade
 from pipeline.cache.reader import HEADER, made_with, read_header
-from pipeline.cache.schema import KEY_COLUMNS, MADE_WITH, RESERVED, VIDEO_SCHEMA, write_parquet
+from pipeline.cache.schema import KEY_COLUMNS, LATER, MADE_WITH, RESERVED, VIDEO_SCHEMA, write_parquet
 from pipeline.cache.table import small_name, table_files
 from pipeline.errors import VideoFault
 from pipeline.inspect.failed import failed_videos
 from pipeline.storage.stores import LocalStore
+from pipeline.verify.verify import Request, verify
 from tests.pipeline.caches import (
     encoded,
     encoded_failure,
@@ -336,6 +339,30 @@ def test_what_a_superseded_row_says_of_attempts_on_another_file_stays(tmp_path):
     assert (row["attempts"], row["earlier_attempts"]) == (4, 2)
     ledger = Ledger(store).refresh()
     assert ledger.columns["earlier"].tolist() == [2]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_cache_without_the_columns_that_came_later_is_whole(wrong, tmp_path):
+    """It is read, verified, and merged with rows that have them; the columns are not there, or of the right type."""
+    store = write_header(tmp_path, hidden_size=8)
+    write_shard(store, "r", encoded("v", random_tokens(0, (4, 9, 8)), 0.25, "gstep"))
+    (file,) = table_files(store, VIDEOS)
+    table = read_file(store, file).drop_columns([*LATER])
+    if wrong:
+        table = table.append_column(LATER[0], pa.array([1], pa.int32()))
+    store.delete(file.name)
+    data = write_parquet(table.replace_schema_metadata({MADE_WITH: made_with(store)}))
+    store.put(small_name(VIDEOS, "r", 0, data), data)
+    problems = verify(store, Request(), Console(file=io.StringIO())).problems
+    assert any(LATER[0] in problem.what for problem in problems) == bool(problems) == wrong
+    if wrong:
+        return
+    assert [TokenCache(tmp_path).metadata("v")[name] for name in LATER] == [None] * len(LATER)
+    write_shard(store, "s", encoded("w", random_tokens(1, (4, 9, 8)), 0.25, "gstep", color_transfer="smpte2084"))
+    merge(store, made_with(store), everything=True, keep=NOW)
+    cache = TokenCache(tmp_path)
+    assert [cache.metadata(name)["color_transfer"] for name in ("v", "w")] == [None, "smpte2084"]
+    assert not verify(store, Request(), Console(file=io.StringIO())).problems
 
 
 def test_a_cache_of_an_earlier_version_is_read_and_becomes_one_of_this(tmp_path):

@@ -6,15 +6,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gstep.backbones import ModelSource
 from pipeline.doctor.decoding import check_balance, check_decoding, first_videos
 from pipeline.doctor.finding import Finding, guarded
 from pipeline.doctor.nodes import CODECS, judge_nodes, look_here, on_each_node, silent_node
+from pipeline.doctor.positions import check_positions
 from pipeline.doctor.store import check_store, reachable
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.one_video import request_of
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
+from pipeline.video.sampling import Sampling
 from tests.pipeline.rays import ray_here
 from tests.pipeline.tars import write_tar
 from tests.pipeline.videos import sample
@@ -162,3 +165,28 @@ def test_a_check_that_fails_itself_is_a_finding_behind_what_it_found_before():
 
     first, failed = guarded("gpu", broken)
     assert first.name == "first" and failed.state == "wrong" and failed.says == "OSError: no such device"
+
+
+@pytest.mark.parametrize(
+    ("model", "sampling", "says", "remedy"),
+    [
+        ("tiny", Sampling(None, fps=8.0), None, None),
+        ("tiny-qwen3-vl", Sampling(None, fps=8.0), None, None),
+        ("tiny-qwen2-5-vl", Sampling(None, fps=4.0), "frames are even in time, as positions are", ""),
+        ("tiny-qwen2-5-vl", Sampling(None, fps=8.0), "at --fps 8 patches share positions", "take at most --fps 4"),
+        (
+            "tiny-qwen2-5-vl",
+            Sampling(None, fps=1.0, snap_to_keyframes_s=1.0),
+            "frames that move to keyframes get positions in time as if they were evenly spaced",
+            "leave --snap-to-keyframes out",
+        ),
+        ("tiny-qwen2-5-vl", Sampling(32), "in videos under 8 s patches share positions", ""),
+    ],
+)
+def test_positions_that_cannot_tell_the_times_of_frames_are_said(model, sampling, says, remedy):
+    found = list(check_positions(ModelSource.resolve(model), sampling))
+    if says is None:
+        assert found == []
+    else:
+        assert [(one.name, one.state, one.remedy) for one in found] == [("positions", "ok", remedy)]
+        assert says in found[0].says

@@ -9,6 +9,7 @@ from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.parsers import without_reasoning
 from pipeline.evaluate.protocols import Prompt, Protocol
+from pipeline.evaluate.report.faults import warned_line
 from pipeline.evaluate.scores import SCORE_SCHEMA, Reply, read_reply, score_table
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.generate.answers import ANSWER_SCHEMA
@@ -140,3 +141,14 @@ def test_counts_of_tokens_come_along_as_far_as_they_are_known():
 def test_answers_under_other_prunings_and_to_other_questions_are_not_looked_at():
     rows = scored([item()], row("A", pruning="gstep@0.25"), row("A", question_id="other"), row("B"))
     assert [(r["question_id"], r["reply"]) for r in rows] == [("q", "B"), ("q", None)]
+
+
+def test_decode_warnings_reach_the_scores_and_one_line_of_them():
+    rows = [row(question_id="1", decode_warnings=4), row(question_id="2", decode_warnings=0), row(question_id="3")]
+    items = [item(name) for name in "123"]
+    table = score_table(items, {"none@1": ORIGINAL}, pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA), by("letter"))
+    assert table["decode_warnings"].to_pylist() == [4, 0, None]
+    assert warned_line(table) == (
+        "1 of 3 answers, about 1 videos, come from frames that were decoded with warnings and may be damaged"
+    )
+    assert warned_line(table.slice(1)) == ""

@@ -15,10 +15,13 @@ from gstep.pruners.cdpruner import CDPruner
 from pipeline import TokenCache
 from pipeline.execution import gpu_fault
 from pipeline.generate.answer_stage import ANSWERED, GROW_AFTER, Answerer, BatchSize, answered_rows, question_blocks
+from pipeline.generate.answers import AnswersTable, commit_answers
 from pipeline.generate.engines.transformers import TransformersEngine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.summary import summarise_answers
 from pipeline.rows import QuestionRecord, without_nulls
+from pipeline.storage.stores import LocalStore
 from tests.gstep.llms import llm
 from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -342,3 +345,22 @@ def test_a_damaged_shard_costs_the_questions_on_its_videos(tmp_path):
     rows = by_id(Answerer(setup_of(store)).answer(asked))
     assert [rows[str(i)].get("error_class") for i in range(5)] == [None, "corrupt", None, "corrupt", "corrupt"]
     assert rows["1"]["retryable"]
+
+
+def test_an_answer_tells_the_decode_warnings_of_its_videos(cache, tmp_path):
+    """Under each pruning, and 0 where there were none; the summary counts the answers."""
+    write_shard(cache, "later", encoded("c", random_tokens(5, SHAPE), 0.25, "gstep", decode_warnings=3))
+    rows = [
+        {"question_id": "one", "video_id": "a", "prompt": "p"},
+        {"question_id": "broken", "video_id": "c", "prompt": "p"},
+        {"question_id": "both", "video_id": ["c", "a", "c"], "prompt": "p <video> p <video> p <video>"},
+    ]
+    asked = questions(tmp_path, rows)
+    answers = by_id(Answerer(setup_of(cache)).answer(asked))
+    assert {name: row["decode_warnings"] for name, row in answers.items()} == {"one": 0, "broken": 3, "both": 6}
+    store = LocalStore(tmp_path / "answers")
+    store.make()
+    commit_answers(store, "run", 0, list(answers.values()))
+    live = AnswersTable(store).live()
+    summary = summarise_answers(live, 3, set(), 0.0)
+    assert summary.n_warned == 2 and "2 answers are about videos that were decoded with warnings" in str(summary)

@@ -10,8 +10,8 @@ def test_a_video_is_read_once_and_few_are_held(tmp_path):
     opened = TokenCache(str(cache), store=cache)
     size = n_bytes(opened.get("a").visual)
     held = HeldVideos(opened, None, limit=2 * size)
-    a, ratio, seconds = held.get("a")
-    assert ratio == 0.25 and seconds > 0
+    a, ratio, seconds, warnings = held.get("a")
+    assert (ratio, warnings) == (0.25, 0) and seconds > 0
     assert held.get("a")[0] is a and held.get("a")[2] == 0
     held.get("b")
     assert held.get("a")[0] is a  # both fit

@@ -94,3 +94,15 @@ def test_a_place_that_cannot_be_written_is_refused(many, tmp_path):
     (tmp_path / "p-videos").write_text("")
     with pytest.raises(UsageError, match="the folder cannot be made"):
         write_cache_page(many, tmp_path / "p.html")
+
+
+def test_what_the_summary_remarks_is_on_the_page_and_in_the_terminal(tmp_path, capsys):
+    store = write_header(tmp_path / "c", hidden_size=8)
+    more = {"decode_warnings": 2, "color_transfer": "smpte2084", "shared_positions": 4, "uneven_positions": 0}
+    write_shard(store, "r", encoded("v", random_tokens(0, (3, 16, 8)), 0.25, "gstep", **more))
+    file = tmp_path / "page.html"
+    assert inspect.main([str(tmp_path / "c"), "--html", str(file)]) == 0
+    assert inspect.main([str(tmp_path / "c")]) == 0
+    terminal = " ".join(capsys.readouterr().out.split())
+    for said in ("1 videos decoded with warnings", "1 videos in HDR (PQ or HLG)", "1 whose patches share positions"):
+        assert said in terminal and said in file.read_text()

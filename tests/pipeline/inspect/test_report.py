@@ -78,6 +78,8 @@ def test_facts_name_the_clip_and_what_was_repeated(cache):
     assert dict(source_facts({**row, "start_s": 1.5, "end_s": None}))["clip"] == "1.5 s to the end"
     assert "8 frames, 3 of them repeated" in dict(source_facts({**row, "n_repeated": 3}))["sampled"]
     assert dict(source_facts({**row, "decode_warnings": 2}))["decoder"].endswith(", 2 warnings")
+    stated = {**row, "color_transfer": "smpte2084", "sample_aspect_ratio": "16:15"}
+    assert dict(source_facts(stated))["states"] == "smpte2084, pixels 16:15"
 
 
 def test_frames_of_a_pair_stand_together_and_the_last_may_be_alone():

@@ -2,13 +2,17 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import av
 import pyarrow as pa
 import pytest
 
 from pipeline.errors import UsageError
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import decoded_videos
+from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder, check_decoder_device
+from pipeline.prune.one_video import request_of
+from pipeline.rows import todo_row
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.pipeline.s3 import KEY, SECRET, S3Server
@@ -96,3 +100,58 @@ def test_a_decoder_of_gpus_is_refused_where_a_run_has_none():
         check_decoder_device(decoder, device)
     with pytest.raises(UsageError, match="--decoder nvdec needs a GPU"):
         check_decoder_device("nvdec", "cpu")
+
+
+FALLING = [*range(0, 2000, 40), *range(2000, 9000, 160)]  # two seconds at 25 frames a second, then at 6
+EVEN = list(range(0, 30_000, 40))
+
+
+@pytest.mark.parametrize(
+    ("model", "times", "options", "expected"),
+    [
+        ("tiny-qwen2-5-vl", FALLING, {"num_frames": 16}, (True, False)),
+        ("tiny-qwen2-5-vl", FALLING, {"fps": 2.0}, (False, False)),
+        ("tiny-qwen2-5-vl", FALLING, {"fps": 8.0}, (False, True)),
+        ("tiny-qwen2-5-vl", EVEN, {"fps": 0.5}, (False, False)),
+        ("tiny-qwen2-5-vl", EVEN, {"num_frames": 16}, (False, False)),
+        ("tiny-qwen2-5-vl", EVEN, {"fps": 0.5, "snap_to_keyframes": 1.0}, (True, False)),
+        ("tiny-qwen3-vl", FALLING, {"num_frames": 16}, None),
+        ("tiny", FALLING, {"num_frames": 8}, None),
+    ],
+)
+def test_positions_that_do_not_tell_the_times_of_frames_are_counted(model, times, options, expected, tmp_path):
+    path = write_clip(tmp_path / "a.mp4", count=len(times), gop=70, pts=times, codec_options={"sc_threshold": "0"})
+    config = PruneConfig(videos=[str(path)], model=model, out=str(tmp_path / "c"), retention_ratio=1.0, **options)
+    request = request_of(config)
+    decoder, encoder = VideoDecoder(request.decode_setup()), request.encode_setup("cpu", "float32").encoder()
+    row = todo_row("a", str(path))
+    with decoder.open(row) as source:
+        record, frames = decoder.decode_one(row, source)
+    decoder.close()
+    done = encoder.encode_one(record, frames).record
+    uneven, shared = done.get("uneven_positions"), done.get("shared_positions")
+    if expected is None:
+        assert (uneven, shared) == (None, None)
+    else:
+        assert (uneven > 0, shared > 0) == expected
+        assert not shared or abs(shared - done["n_frames"] / 2) < 1  # at 8 frames a second and 2 positions
+
+
+def test_a_limit_of_decode_warnings_goes_from_the_option_to_the_row(tmp_path):
+    path = write_clip(tmp_path / "a.mp4", count=60, codec="libx265")
+    data = bytearray(path.read_bytes())
+    with av.open(str(path)) as container:
+        place, size = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size][30]
+    data[place : place + size] = bytes(size)
+    path.write_bytes(data)
+    for limit, status in ((None, "ok"), (10_000, "ok"), (0, "failed")):
+        config = PruneConfig(videos=[str(path)], model="tiny", out=str(tmp_path / "c"), max_decode_warnings=limit)
+        decoder, row = VideoDecoder(request_of(config).decode_setup()), todo_row("a", str(path))
+        with decoder.open(row) as source:
+            record, _ = decoder.decode_one(row, source)
+        decoder.close()
+        assert record["status"] == status
+        if limit == 0:
+            assert record["error_class"] == "corrupt" and "--max-decode-warnings 0" in record["error_message"]
+        else:
+            assert record["decode_warnings"] > 0

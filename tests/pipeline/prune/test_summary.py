@@ -1,6 +1,7 @@
 """What a cache holds for a manifest: counted from its rows, whatever a run believes."""
 
 import io
+import json
 from dataclasses import replace
 
 import pyarrow as pa
@@ -8,6 +9,8 @@ import pytest
 from rich.console import Console
 
 from pipeline.cache.ledger import Ledger
+from pipeline.cache.merging import merge
+from pipeline.cache.reader import made_with
 from pipeline.errors import FAULTS, VideoFault
 from pipeline.prune.summary import render, summarise
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
@@ -98,3 +101,47 @@ def test_it_is_shown_with_the_remedies(ledger):
     assert "1 videos decoded with warnings" in said and "4 videos (1 failed) in 2.0 s" in said
     assert FAULTS["timeout"].remedy in said and "d: slow" in said
     assert "this run" not in shown(summarise(ledger))
+
+
+def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
+    missing, other = "decord: ModuleNotFoundError: No module named 'decord'", "decord: IndexMismatch: it is rotated"
+    counted = "decord: IndexMismatch: of H.264 the decoder counts {} frames, the file lists 250"
+    by_decoding = "index made by decoding: the frame at 78848 does not come out of the decoder"
+    remarks = [
+        {"backend_note": missing, "color_transfer": "smpte2084"},
+        {"backend_note": missing, "color_transfer": "arib-std-b67", "sample_aspect_ratio": "16:15"},
+        {"backend_note": other, "color_transfer": "bt709", "sample_aspect_ratio": "1:1"},
+        {"backend_note": counted.format(249), "uneven_positions": 3, "shared_positions": 0},
+        {"backend_note": counted.format(12), "uneven_positions": 0, "shared_positions": 8},
+        {"backend_note": by_decoding, "decode_warnings": 7, "uneven_positions": 1},
+        {"backend_note": ""},
+        {},
+    ]
+    store = write_header(tmp_path)
+    videos = [encoded(f"v{i}", random_tokens(i, SHAPE), 0.25, "gstep", **more) for i, more in enumerate(remarks)]
+    write_shard(store, "r1", *videos[:4])
+    write_shard(
+        store, "r2", *videos[4:], encoded_failure("bad", VideoFault("corrupt", "x"), color_transfer="smpte2084")
+    )
+    for ledger in (Ledger(store).refresh(), merged(store)):
+        summary = summarise(ledger)
+        assert summary.other_decoder == {missing: 2, counted.format("N").replace("250", "N"): 2, other: 1}
+        assert summary.remarks == {"hdr": 2, "stretched": 1, "uneven": 2, "shared": 1} and summary.n_warned == 1
+        lines = shown(summary)
+        for said in (
+            f"5 videos by another decoder than asked, because {missing} (2); ",
+            "warnings 1 videos decoded with warnings",
+            "2 videos in HDR (PQ or HLG), 1 of pixels that are not square: taken as they are stored",
+            "2 videos of unevenly spaced frames, 1 whose patches share positions",
+        ):
+            assert said in lines, lines
+        assert summarise(ledger, manifest("v6", "v7")).other_decoder == {}
+        json.dumps(summary.as_record())
+    quiet = shown(summarise(Ledger(write_header(tmp_path / "empty")).refresh()))
+    assert "decoder" not in quiet and "pictures" not in quiet and "positions" not in quiet
+
+
+def merged(store) -> Ledger:
+    """The same cache, once its rows lie in a sorted file."""
+    merge(store, made_with(store), everything=True)
+    return Ledger(store).refresh()

@@ -82,6 +82,17 @@ def test_what_decord_cannot_read_pyav_does(tmp_path):
     assert numbers(video.frames) == list(range(30))
 
 
+@pytest.mark.parametrize("name", ["decord", "torchcodec"])
+def test_a_decoder_that_is_missing_is_replaced_and_named(name, monkeypatch):
+    """As on a worker without it: its package is not there."""
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"pipeline.video.{name}_decoder", raising=False)
+    path = sample("carphone_pristine.mp4")
+    video, by_pyav = decode_video(request(path, decoder=name)), decode_video(request(path))
+    assert (video.backend, np.array_equal(video.frames, by_pyav.frames)) == ("pyav", True)
+    assert video.backend_note.startswith(f"{name}: ModuleNotFoundError: ")
+
+
 def test_damaged_data_is_counted_and_ends_no_decoding(tmp_path, capfd):
     path = write_clip(tmp_path / "a.ts", count=60, size=(240, 320))
     data = bytearray(path.read_bytes())

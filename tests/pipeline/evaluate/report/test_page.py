@@ -389,3 +389,11 @@ def test_a_page_of_2700_questions_and_60_arms_stays_small():
 def test_a_name_that_is_not_given_is_an_error():
     with pytest.raises(UndefinedError):
         templates().from_string("{{ nothing }}").render()
+
+
+def test_answers_about_frames_that_may_be_damaged_are_a_line(report, scores):
+    said = "come from frames that were decoded with warnings and may be damaged"
+    assert said not in report_page(report)
+    place = scores.schema.get_field_index("decode_warnings")
+    warned = scores.set_column(place, scores.schema.field(place), pa.array([2] + [0] * (len(scores) - 1), pa.int32()))
+    assert f"1 of {len(scores):,} answers, about 1 videos, {said}." in report_page(replace(report, scores=warned))

@@ -1,0 +1,112 @@
+"""Stretches of a video that its file lists and that do not decode, and when they make a video corrupt."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import VideoFault
+
+if TYPE_CHECKING:
+    from pipeline.video.probe import VideoIndex
+
+#: The share of a clip that may not decode: its frames are then chosen among the others. Beyond it a clip is corrupt.
+MAX_LOST = 0.25
+#: Likewise where FFmpeg reports no errors: some codecs store frames that are not shown.
+MAX_UNSHOWN = 0.5
+# A single frame that does not come out is no hole: the second field of a picture, or a frame that is never shown.
+_MIN_LOST_FRAMES = 2
+# Codecs whose decoder passes over broken packets without a word.
+_SILENT = ("av1",)
+
+
+class Hole(NamedTuple):
+    """A stretch that does not decode: from its first frame to the next frame that does, or to the end; seconds."""
+
+    start: float
+    end: float
+    #: Whether the file lists frames there; otherwise it only states that it is so long.
+    listed: bool = True
+
+    def __str__(self) -> str:
+        if self.listed:
+            return f"from {self.start:.2f} s to {self.end:.2f} s"
+        return f"behind {self.start:.2f} s, and goes on to about {self.end:.2f} s"
+
+
+def lost_stretches(timestamps: NDArray[np.float64], lost: NDArray[np.bool_], duration_s: float) -> tuple[Hole, ...]:
+    """Return the holes that several lost frames in a row make.
+
+    Args:
+        timestamps: [F] seconds of the listed frames, ascending.
+        lost: [F], whether a frame does not come out of the decoder.
+        duration_s: end of the last listed frame, seconds.
+    """
+    starts = [*timestamps.tolist(), duration_s]
+    runs = ([place for place, _ in run] for is_lost, run in groupby(enumerate(lost), lambda item: item[1]) if is_lost)
+    return tuple(Hole(starts[run[0]], starts[run[-1] + 1]) for run in runs if len(run) >= _MIN_LOST_FRAMES)
+
+
+def skipped(timestamps: NDArray[np.float64], fps: float) -> tuple[Hole, ...]:
+    """Return the holes between decoded frames, at [F] seconds, of a file of constant rate that lists no times."""
+    long = np.flatnonzero(np.diff(timestamps) > (_MIN_LOST_FRAMES + 0.5) / fps)
+    return tuple(Hole(float(timestamps[i]) + 1 / fps, float(timestamps[i + 1])) for i in long)
+
+
+def unlisted(duration_s: float, end_s: float, fps: float) -> tuple[Hole, ...]:
+    """Return the hole behind the last frame, at ``duration_s``, of a video that seems to go on to ``end_s``."""
+    return (Hole(duration_s, end_s, listed=False),) if end_s - duration_s > _MIN_LOST_FRAMES / fps else ()
+
+
+def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], warnings: int) -> tuple[Hole, ...]:
+    """Return the holes that damage made in a clip, small enough for its frames to be chosen among the others.
+
+    Where FFmpeg reported no errors, holes are no damage up to MAX_UNSHOWN. What is lost in front of the first frame is
+    none: a recording may begin anywhere. But a clip without any frame that lies in what the file lists or states is
+    damaged in any case.
+
+    Args:
+        clip: start and end in seconds; None for those of the video.
+        warnings: errors that FFmpeg logged while it read the file.
+
+    Raises VideoFault("corrupt") where more than MAX_LOST of the clip does not decode, or where FFmpeg reported errors
+    and the clip holds no frame.
+    """
+    start, stop = 0.0 if clip[0] is None else clip[0], math.inf if clip[1] is None else clip[1]
+    if not start < stop:
+        return ()  # which ``clip_range`` refuses
+    last = max([index.duration_s, *(hole.end for hole in index.holes)])
+    end = min(stop, last)
+    inside = tuple(hole for hole in index.holes if hole.start < end and hole.end > start)
+    has_frames = bool(((index.timestamps >= start) & (index.timestamps < end)).any())
+    warnings = warnings or int(_cut_short(index))
+    damaged = bool(warnings) or index.codec in _SILENT or not has_frames
+    counted = inside
+    if has_frames:
+        behind = tuple(hole for hole in inside if hole.start > index.timestamps[0])
+        counted = tuple(hole for hole in behind if hole.listed or warnings)
+    lost = sum(min(hole.end, end) - max(hole.start, start) for hole in counted)
+    where = "the video" if clip == (None, None) else f"the clip [{start:g} s, {end:g} s)"
+    if counted and lost > (MAX_LOST if damaged else MAX_UNSHOWN) * (end - start):
+        largest = max(counted, key=lambda hole: hole.end - hole.start)
+        raise VideoFault("corrupt", f"{lost:.2f} s of {where} do not decode: the file is damaged {largest}")
+    if warnings and not has_frames and start < (stop if _open_ended(index) else end):
+        errors = f"the file is damaged (FFmpeg reported {warnings} errors)"
+        raise VideoFault("corrupt", f"no frame of {where} of a video of {index.duration_s:.2f} s can be read: {errors}")
+    return counted if damaged else ()
+
+
+def _cut_short(index: VideoIndex) -> bool:
+    """Return whether the video is shorter than its container states, and the rest of the file was not read."""
+    unlisted_ones = any(not hole.listed for hole in index.holes)
+    return unlisted_ones and index.packets is not None and index.packets.unread and not _open_ended(index)
+
+
+def _open_ended(index: VideoIndex) -> bool:
+    """Return whether a part of the file was not read, and only its bytes tell how long the video may be."""
+    unread = any(not hole.listed for hole in index.holes)
+    return unread and index.packets is not None and index.packets.stated_s is None

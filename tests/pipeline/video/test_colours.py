@@ -1,0 +1,105 @@
+"""What files state of their colours and pixels is found in every container; the pixels stay as they are stored."""
+
+import re
+
+import numpy as np
+import pytest
+
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
+from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
+from tests.pipeline.videos import KeepSize, write_jpegs
+
+X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
+X265 = (
+    "-c:v",
+    "libx265",
+    "-preset",
+    "ultrafast",
+    "-x265-params",
+    "log-level=none:pools=none",
+    "-pix_fmt",
+    "yuv420p10le",
+)
+VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-pix_fmt", "yuv420p10le")
+AV1 = ("-c:v", "libsvtav1", "-preset", 12)
+PQ, HLG = "smpte2084", "arib-std-b67"
+
+
+def decoded(path):
+    return decode_video(DecodeRequest(path, Sampling(4), KeepSize()))
+
+
+def stating(transfer):
+    return ("-vf", f"setparams=color_primaries=bt2020:color_trc={transfer}:colorspace=bt2020nc")
+
+
+@pytest.mark.parametrize("transfer", [PQ, HLG, "bt709"])
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        *((f"h264.{container}", X264) for container in ("mp4", "mkv", "ts", "flv", "mov", "avi")),
+        *((f"hevc.{container}", X265) for container in ("mp4", "mkv", "ts")),
+        *((f"vp9.{container}", VP9) for container in ("webm", "mp4")),
+        *((f"av1.{container}", AV1) for container in ("webm", "mp4")),
+        ("prores.mov", ("-c:v", "prores")),
+        ("mpeg2.ts", ("-c:v", "mpeg2video", "-q:v", 2)),
+    ],
+)
+def test_a_transfer_function_is_told_as_ffmpeg_tells_it(name, codec, transfer, tmp_path):
+    path = make_clip(tmp_path / name, *codec, *stating(transfer), count=8)
+    assert f"/{transfer}" in ffmpeg("-i", path, "-f", "null", "-") or f", {transfer}" in ffmpeg(
+        "-i", path, "-f", "null", "-"
+    )
+    assert decoded(path).color_transfer == transfer
+
+
+def test_high_dynamic_range_changes_no_pixel(tmp_path):
+    """The loaders of the models take PQ and HLG as any other samples; what can change is which matrix a file states."""
+    pictures = [decoded(make_clip(tmp_path / f"{t}.mp4", *X264, *stating(t), count=8)) for t in (PQ, HLG, "bt709")]
+    assert np.array_equal(pictures[0].frames, pictures[2].frames) and np.array_equal(
+        pictures[1].frames, pictures[2].frames
+    )
+    assert np.abs(pictures[0].frames - shown(tmp_path / f"{PQ}.mp4").frames[[0, 2, 4, 7]].astype(int)).mean() < 2
+
+
+def test_a_file_that_states_nothing(tmp_path):
+    video = decoded(make_clip(tmp_path / "a.mp4", *X264, count=8))
+    assert (video.color_transfer, video.sample_aspect_ratio) == (None, None)
+    video = decoded(write_jpegs(tmp_path / "frames_fps3" / "a", 8))
+    assert (video.color_transfer, video.sample_aspect_ratio) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        *((f"h264.{container}", X264) for container in ("mp4", "mkv", "ts", "flv", "avi")),
+        ("hevc.mp4", X265),
+        ("mpeg4.avi", ("-c:v", "mpeg4", "-q:v", 2)),
+        ("mpeg4.mkv", ("-c:v", "mpeg4", "-q:v", 2)),
+    ],
+)
+@pytest.mark.parametrize("shape", ["16:15", "1:1"])
+def test_the_shape_of_pixels_is_told_and_stretches_nothing(name, codec, shape, tmp_path):
+    path = make_clip(tmp_path / name, *codec, "-vf", f"setsar={shape.replace(':', '/')}", count=8)
+    assert f"SAR {shape} " in ffmpeg("-i", path, "-f", "null", "-")
+    video = decoded(path)
+    assert video.sample_aspect_ratio == shape
+    assert (video.source_width, video.source_height) == (96, 64) == video.frames.shape[2:0:-1]
+
+
+def test_a_pal_recording_of_a_camera(tmp_path):
+    """DV states 4:3 in its frames: 720 pixels in a row are as wide as 768."""
+    path = make_clip(
+        tmp_path / "a.avi", "-c:v", "dvvideo", "-pix_fmt", "yuv420p", "-aspect", "4:3", count=4, size=(576, 720)
+    )
+    video = decoded(path)
+    assert (video.sample_aspect_ratio, video.source_width, video.source_height) == ("16:15", 720, 576)
+
+
+def test_a_picture_that_is_turned_has_its_pixels_turned(tmp_path):
+    whole = make_clip(tmp_path / "whole.mp4", *X264, "-vf", "setsar=16/15", count=8)
+    ffmpeg("-display_rotation", 90, "-i", whole, "-c", "copy", tmp_path / "a.mp4")
+    video = decoded(tmp_path / "a.mp4")
+    assert (video.sample_aspect_ratio, video.source_width, video.source_height) == ("15:16", 64, 96)
+    assert re.search(r"SAR 16:15 ", ffmpeg("-i", tmp_path / "a.mp4", "-f", "null", "-"))

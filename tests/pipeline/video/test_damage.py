@@ -1,0 +1,310 @@
+"""Files whose container lists, or states, more than decodes: what is read on, and what is corrupt, in every container.
+
+Clips of 100 numbered frames at 25 a second are made by ffmpeg, and a part of their bytes is overwritten with zeros, as
+in a sparse download. How many frames are left is what ffmpeg itself shows.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import av
+import numpy as np
+import pytest
+
+from pipeline.errors import VideoFault
+from pipeline.video.containers import sniff
+from pipeline.video.damage import MAX_LOST, Hole, check_decodable
+from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
+from pipeline.video.packets import VideoPackets
+from pipeline.video.probe import VideoIndex, probe, scan
+from pipeline.video.sampling import Sampling
+from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
+from tests.pipeline.videos import KeepSize, numbers, write_clip
+
+COUNT, RATE = 100, 25
+NOISE = ("-vf", "noise=alls=16:allf=t:all_seed=1")  # which makes packets of some KB
+CLUSTERS = ("-cluster_time_limit", 400)  # of Matroska, which is read on at the next one
+X264 = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2, "-g", 10, "-pix_fmt", "yuv420p")
+X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "log-level=none:keyint=10:pools=none")
+VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-g", 10, "-pix_fmt", "yuv420p")
+AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-g", 10, "-pix_fmt", "yuv420p")
+MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2, "-g", 10)
+
+
+class Clip(NamedTuple):
+    """How a clip is made, and whether its container lists frames whose data is gone."""
+
+    options: tuple[object, ...]
+    lists: bool
+
+
+CLIPS = {
+    "h264.mp4": Clip(X264, lists=True),
+    "h264.mkv": Clip((*X264, *CLUSTERS), lists=False),
+    "h264.flv": Clip(X264, lists=False),
+    "h264.ts": Clip(X264, lists=False),
+    "h264.avi": Clip((*X264, "-bf", 0), lists=True),
+    "hevc.mp4": Clip(X265, lists=True),
+    "hevc.mkv": Clip((*X265, *CLUSTERS), lists=False),
+    "hevc.ts": Clip(X265, lists=False),
+    "av1.mp4": Clip(AV1, lists=True),
+    "av1.webm": Clip(AV1, lists=False),
+    "vp9.mp4": Clip(VP9, lists=True),
+    "vp9.webm": Clip(VP9, lists=False),
+    "vp8.webm": Clip(("-c:v", "libvpx", "-deadline", "realtime", "-cpu-used", 8, "-g", 10, "-b:v", "2M"), lists=False),
+    "mpeg4.mp4": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, "-g", 10), lists=True),
+    "mpeg4.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, "-g", 10), lists=True),
+    "msmpeg4.avi": Clip(("-c:v", "msmpeg4", "-q:v", 2, "-g", 10), lists=True),
+    "mpeg2.ts": Clip(MPEG2, lists=False),
+    "mpeg2.mkv": Clip((*MPEG2, *CLUSTERS), lists=False),
+    "mjpeg.avi": Clip(("-c:v", "mjpeg", "-q:v", 2), lists=True),
+    "mjpeg.mov": Clip(("-c:v", "mjpeg", "-q:v", 2), lists=True),
+    "png.mov": Clip(("-c:v", "png"), lists=True),
+    "prores.mov": Clip(("-c:v", "prores"), lists=True),
+    "wmv2.wmv": Clip(("-c:v", "wmv2", "-q:v", 2, "-g", 10), lists=False),
+    "ffv1.mkv": Clip(("-c:v", "ffv1", "-g", 10), lists=False),
+}
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    """Makes each clip once."""
+    folder = tmp_path_factory.mktemp("clips")
+
+    def clip(name: str) -> Path:
+        path = folder / name
+        if not path.exists():
+            make_clip(path, *NOISE, *CLIPS[name].options, count=COUNT, size=(96, 160))
+        return path
+
+    return clip
+
+
+def zeroed(path: Path, into: Path, first: int, stop: int) -> Path:
+    """Copy a file with zeros for packets number ``first`` to ``stop`` - 1, by the places that the demuxer tells."""
+    data = bytearray(path.read_bytes())
+    with av.open(str(path)) as container:
+        places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
+    for place, size in places[first:stop]:
+        data[place : place + size] = bytes(size)
+    into.write_bytes(data)
+    return into
+
+
+def decoded(path: Path, *clip: float, num_frames: int = 8, **options) -> DecodedVideo:
+    return decode_video(DecodeRequest(path, Sampling(num_frames), KeepSize(), *clip, **options))
+
+
+def fault_of(path: Path, *clip: float, **options) -> VideoFault:
+    with pytest.raises(VideoFault) as caught:
+        decoded(path, *clip, **options)
+    return caught.value
+
+
+def assert_true_frames(video: DecodedVideo) -> None:
+    """The frames are those of their times, which damage has not shifted; one beside the damage may be concealed.
+
+    AVI states no presentation times: where frames were reordered all of them may be a frame late, as ffmpeg has it.
+    """
+    late = np.round(video.timestamps * RATE) - np.array(numbers(video.frames))
+    assert min((late != 0).sum(), (late != 1).sum()) <= 1, (numbers(video.frames), video.timestamps)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_without_its_last_40_percent(name, clips, tmp_path):
+    path = zeroed(clips(name), tmp_path / name, 60, COUNT)
+    before = decoded(path, 0.0, 2.0)
+    assert_true_frames(before)
+    assert before.timestamps[-1] > 1.8
+    for clip in ((), (2.8, 3.8), (3.2, 3.9)):
+        fault = fault_of(path, *clip)
+        assert (fault.fault_class, fault.retryable) == ("corrupt", False), (clip, fault.message)
+        assert "the file is damaged" in fault.message
+    if CLIPS[name].lists:
+        assert re.search(
+            r"do not decode: the file is damaged from 2\.[0-4]\d s to [34]\.\d\d s", fault_of(path).message
+        )
+        wrong = fault_of(path, 9.0, 10.0)  # the file itself says that it never was so long
+        assert wrong.fault_class == "unsupported" and "starts behind the end" in wrong.message
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_with_a_hole_in_the_middle(name, clips, tmp_path):
+    """The whole video and the clips on both sides are read as ffmpeg shows them; a clip in the hole is corrupt."""
+    path = zeroed(clips(name), tmp_path / name, 40, 55)
+    left = len(shown(path).timestamps)
+    assert left < COUNT - 10
+    for clip in ((0.0, 1.2), (3.0, 3.9)):
+        assert_true_frames(decoded(path, *clip))
+    whole = decoded(path, num_frames=32)
+    assert whole.timestamps[-1] > 3.8
+    if CLIPS[name].lists:
+        assert left - 3 <= whole.source_frames <= left and whole.decode_warnings > 0  # frames that come late are none
+        assert whole.backend_note.startswith("index made by decoding") or name == "mpeg4.avi"
+    fault = fault_of(path, 1.76, 2.1)
+    assert (fault.fault_class, "the file is damaged" in fault.message) == ("corrupt", True), fault.message
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_clip_behind_the_end_of_a_sound_file_is_no_damage(name, clips):
+    index = probe(str(path := clips(name)), sniff(path))
+    index.packets.close()
+    assert not any(hole.end - hole.start > 0.1 for hole in index.holes)
+    for clip in ((index.duration_s + 0.1, index.duration_s + 0.5), (9.0, 10.0)):
+        fault = fault_of(path, *clip)
+        assert fault.fault_class == "unsupported" and "starts behind the end of the video" in fault.message
+
+
+@pytest.mark.parametrize("name", ["late.mkv", "late.ts", "late.flv", "late.webm", "small.mpg", "small.m2ts"])
+def test_a_late_start_and_padding_are_no_damage(name, tmp_path):
+    """What a container states is the end of its time line; the last packets of a small file are mostly padding."""
+    late = ("-output_ts_offset", 1.5) if name.startswith("late") else ()
+    codec = {"webm": VP9, "mpg": MPEG2}.get(name.partition(".")[2], X264)
+    path = make_clip(tmp_path / name, *codec, *late)
+    index = probe(str(path), sniff(path))
+    index.packets.close()
+    assert index.holes == ()
+    assert fault_of(path, index.duration_s + 0.1, index.duration_s + 0.5).fault_class == "unsupported"
+
+
+@pytest.mark.parametrize("name", ["png.mov", "msmpeg4.avi", "mjpeg.avi", "h264.mp4", "hevc.mp4", "vp9.mp4", "av1.mp4"])
+def test_a_frame_that_does_not_decode_costs_no_other(name, clips, tmp_path):
+    """Whatever error the decoder has for it: some answer with EPERM, or an error of zlib's."""
+    path = zeroed(clips(name), tmp_path / name, 50, 51)
+    truth = shown(path)
+    video = decoded(path, num_frames=COUNT)
+    assert (video.source_frames, video.decode_warnings > 0) == (len(truth.timestamps), True)
+    assert np.abs(video.frames[:40].astype(int) - truth.frames[video.frame_indices[:40]]).mean() < 2
+
+
+def test_av1_goes_on_behind_an_error_that_its_decoder_does_not_recover_from(tmp_path):
+    """2 KB of zeros at the half of 12 s: players that decode in several threads show 275 of 300 frames."""
+    path, lavfi = tmp_path / "a.mp4", "testsrc2=s=128x128:r=25:d=12"
+    ffmpeg("-f", "lavfi", "-i", lavfi, "-c:v", "libsvtav1", "-preset", 12, "-g", 25, path)
+    data = bytearray(path.read_bytes())
+    box = data.index(b"mdat")
+    at = box + 4 + int.from_bytes(data[box - 4 : box], "big") // 2
+    data[at : at + 2048] = bytes(2048)
+    path.write_bytes(data)
+    video = decoded(path, num_frames=32)
+    assert (video.source_frames, video.timestamps[-1]) == (275, pytest.approx(11.96))
+    assert video.backend_note.endswith("nothing decodes from 6.00 s to 7.00 s") and video.decode_warnings > 0
+    clip = decoded(path, 8.0, 12.0, num_frames=32)
+    assert (clip.timestamps[-1], clip.decode_warnings) == (pytest.approx(11.96), 0)
+    assert fault_of(path, 5.8, 7.0).fault_class == "corrupt"
+
+
+@pytest.mark.parametrize("name", ["av1.mp4", "av1.webm"])
+@pytest.mark.parametrize("first", [0, 1, 20, 21, 55])
+def test_av1_loses_no_frame_by_going_on(name, first, clips, tmp_path):
+    """A flush that is not needed would cost frames that ffmpeg shows."""
+    path = zeroed(clips(name), tmp_path / name, first, first + 2)
+    packets = VideoPackets(str(path), sniff(path))
+    try:
+        assert len(list(packets.decoded(0, len(packets.table)))) >= len(shown(path).timestamps)
+    finally:
+        packets.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["h264.ts", "hevc.ts", "mpeg2.ts", "h264.mkv", "vp9.webm", "h264.flv", "wmv2.wmv", "mpeg4.avi"]
+)
+def test_a_file_whose_end_was_never_written(name, clips, tmp_path):
+    """All bytes behind 60 % are zeros, which a transport stream's demuxer answers with "try again"."""
+    path, data = tmp_path / name, clips(name).read_bytes()
+    there = len(data) * 6 // 10
+    path.write_bytes(data[:there] + bytes(max(len(data) - there, 400_000)))
+    index = probe(str(path), sniff(path))
+    index.packets.close()
+    assert len(index.timestamps) >= len(shown(path).timestamps) > 30
+    assert_true_frames(decoded(path, 0.0, 1.0))
+    for clip in ((), (3.2, 3.9)):
+        fault = fault_of(path, *clip)
+        assert (fault.fault_class, "the file is damaged" in fault.message) == ("corrupt", True), (clip, fault.message)
+
+
+def test_what_is_missing_in_front_of_the_first_frame_is_no_damage(clips, tmp_path):
+    """A recording may begin anywhere: its first frames have nothing to refer to."""
+    path = zeroed(clips("hevc.mp4"), tmp_path / "a.mp4", 0, 40)
+    first = shown(path).timestamps[0]
+    assert first > 1.2
+    video = decoded(path)
+    assert video.timestamps[0] == pytest.approx(first) and video.timestamps[-1] == pytest.approx(3.96)
+    fault = fault_of(path, 0.0, 0.3)
+    assert fault.fault_class == "corrupt" and "0.30 s of the clip [0 s, 0.3 s) do not decode" in fault.message
+
+
+def test_a_limit_of_warnings_makes_a_video_corrupt(clips, tmp_path):
+    path = zeroed(clips("hevc.mp4"), tmp_path / "a.mp4", 50, 52)
+    warnings = decoded(path, num_frames=COUNT).decode_warnings
+    assert warnings > 1
+    assert decoded(path, num_frames=COUNT, max_warnings=warnings).decode_warnings == warnings
+    fault = fault_of(path, num_frames=COUNT, max_warnings=warnings - 1)
+    assert fault.fault_class == "corrupt" and f"{warnings} warnings" in fault.message
+    assert f"--max-decode-warnings {warnings - 1}" in fault.message
+    assert decoded(clips("hevc.mp4"), max_warnings=0).decode_warnings == 0
+
+
+def index_with(holes, *, duration_s=10.0, codec="h264", lost=()) -> VideoIndex:
+    """An index of 10 s at 25 frames/s without those from ``lost``, [start, end)."""
+    times = np.arange(int(duration_s * RATE)) / RATE
+    for start, end in lost:
+        times = times[(times < start) | (times >= end)]
+    return VideoIndex("a.mp4", "mov", 0, codec, 96, 64, "yuv420p", 25.0, times, duration_s, holes=tuple(holes))
+
+
+@pytest.mark.parametrize(
+    ("hole", "clip", "warnings", "codec", "corrupt"),
+    [
+        (Hole(4, 6.5), (None, None), 1, "h264", False),  # a quarter of the video
+        (Hole(4, 6.6), (None, None), 1, "h264", True),
+        (Hole(4, 6.6), (None, None), 0, "mpeg4", False),  # frames that a codec stores and does not show
+        (Hole(4, 6.6), (None, None), 0, "av1", True),  # whose decoder passes over zeros without a word
+        (Hole(4, 9.2), (None, None), 0, "mpeg4", True),  # more than half is never so
+        (Hole(4, 6), (3, 9), 1, "h264", True),
+        (Hole(4, 6), (0, 5), 1, "h264", False),
+        (Hole(4, 6), (4.5, 5.5), 0, "h264", True),  # nothing is left of the clip
+        (Hole(0, 4), (None, None), 1, "h264", False),
+        (Hole(0, 4), (1, 2), 0, "h264", True),
+        (Hole(10, 16, listed=False), (None, None), 1, "h264", True),
+        (Hole(10, 16, listed=False), (None, None), 0, "h264", False),  # a header that states too much
+        (Hole(10, 16, listed=False), (12, 14), 0, "h264", True),
+        (Hole(10, 16, listed=False), (9, 11), 1, "h264", True),
+        (Hole(10, 16, listed=False), (14, 12), 1, "h264", False),  # backwards: what is wrong is the clip
+    ],
+)
+def test_when_a_hole_makes_a_clip_corrupt(hole, clip, warnings, codec, corrupt):
+    index = index_with([hole], codec=codec, lost=[hole[:2]])
+    if corrupt:
+        with pytest.raises(VideoFault, match="the file is damaged") as caught:
+            check_decodable(index, clip, warnings)
+        assert caught.value.fault_class == "corrupt"
+    else:
+        check_decodable(index, clip, warnings)
+    assert MAX_LOST == 0.25
+
+
+def test_frames_that_come_late_behind_damage_shift_no_other(clips, tmp_path):
+    """Behind an error H.264 gives some frames after later ones; counted, all others would be taken for earlier ones."""
+    path = zeroed(clips("h264.mp4"), tmp_path / "a.mp4", 40, 55)
+    packets = VideoPackets(str(path), sniff(path))
+    times = [frame.pts for frame in packets.decoded(0, len(packets.table))]
+    packets.close()
+    assert times != sorted(times)
+    video = decoded(path, num_frames=len(times))
+    assert video.source_frames == sum(time == max(times[: i + 1]) for i, time in enumerate(times))
+    assert video.timestamps[-1] == pytest.approx((COUNT - 1) / RATE)
+    late = np.array(numbers(video.frames)) != np.round(video.timestamps * RATE)
+    assert late.sum() <= 10 and not late[-30:].any()  # those of the damaged group are what FFmpeg makes of it
+
+
+def test_a_file_that_does_not_hold_what_it_promises_says_where(tmp_path):
+    index = probe(str(path := write_clip(tmp_path / "a.mp4", count=30)), sniff(path))
+    path.write_bytes(zeroed(path, tmp_path / "b.mp4", 10, 30).read_bytes())
+    damaged = probe(str(path), sniff(path))
+    found = scan(damaged)
+    damaged.packets.close()
+    index.packets.close()
+    assert len(found.timestamps) == 10 and found.holes == (Hole(pytest.approx(0.4), pytest.approx(1.2)),)
+    assert index.holes == () and len(index.timestamps) == 30
