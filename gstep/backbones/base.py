@@ -218,14 +218,20 @@ class Backbone(ABC):
             layer.compile(dynamic=True)
 
     def _encoded(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode chunks of frames one after the other, and join their tokens, evidence and deepstack levels."""
-        chunks = [self.encode_chunk(chunk, evidence) for chunk in frames]
-        levels = zip(*(chunk.deepstack for chunk in chunks), strict=True)
-        return VisualTokens(
-            torch.cat([chunk.tokens for chunk in chunks]),
-            {name: torch.cat([chunk.evidence[name] for chunk in chunks]) for name in evidence},
-            tuple(map(torch.cat, levels)),
-        )
+        """Encode chunks of frames one after the other into the tensors of the whole video: tokens, evidence, levels."""
+        if len(frames) == 1:
+            return self.encode_chunk(frames[0], evidence)
+        n_patches, done = sum(-(-len(chunk) // self.preprocessor.frames_per_patch) for chunk in frames), 0
+        wholes: list[Tensor] = []
+        for chunk in frames:
+            visual = self.encode_chunk(chunk, evidence)
+            parts = (visual.tokens, *(visual.evidence[name] for name in evidence), *visual.deepstack)
+            wholes = wholes or [part.new_empty((n_patches, *part.shape[1:])) for part in parts]
+            for whole, part in zip(wholes, parts, strict=True):
+                whole[done : done + len(part)] = part
+            done += len(visual.tokens)
+        tokens, *others = wholes
+        return VisualTokens(tokens, dict(zip(evidence, others, strict=False)), tuple(others[len(evidence) :]))
 
     @abstractmethod
     def model_extra(self, video: SampledVideo) -> ModelExtra:
