@@ -5,11 +5,11 @@ import pytest
 from tests.code_measures import lines_of_code, measures, sources
 
 FLOORS = {
-    "modules in a folder": 17,
-    "lines of a file": 450,
+    "modules in a folder": 18,
+    "lines of a file": 485,
     "lines of code of a function": 40,
-    "mappings of Any or object": 106,
-    "mentions of Any": 313,
+    "mappings of Any or object": 109,
+    "mentions of Any": 333,
     "docstrings of functions without a verb": 0,
 }
 
