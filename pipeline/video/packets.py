@@ -152,15 +152,15 @@ class VideoPackets:
                 if skips:
                     codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
                 before, failed_before = self.fault, failed
-                frames = self._frames_of(packet)
+                frames = self._frames_of(codec, packet)
                 failed = self.fault is not before
                 if failed and failed_before and gets_stuck and packet.is_keyframe:
                     codec.flush_buffers()
-                    frames = self._frames_of(packet)
+                    frames = self._frames_of(codec, packet)
                 yield from frames
         finally:
             codec.skip_frame = "DEFAULT"  # or the frames that the decoder still holds would be lost
-        yield from self._frames_of(None)
+        yield from self._frames_of(codec, None)
 
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
         """Yield the packets to decode for the frames that are shown at ``times`` (ascending), each run from a keyframe.
@@ -186,13 +186,13 @@ class VideoPackets:
             return iter(self._kept[start:stop])
         return islice(self._read_again(start), stop - start)
 
-    def _frames_of(self, packet: av.Packet | None) -> list[av.VideoFrame]:
+    def _frames_of(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
         """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds.
 
         A packet that does not decode gives none. Raises MemoryError.
         """
         try:
-            return list(self.stream.codec_context.decode(packet))
+            return list(codec.decode(packet))
         except FFmpegError as error:  # some decoders answer broken data with EPERM or an error of a library of theirs
             if isinstance(error, MemoryError):
                 raise

@@ -1,5 +1,6 @@
 """Packets are read once, and only those that a chosen frame needs reach the codec; no frame's pixels change by that."""
 
+import av
 import numpy as np
 import pytest
 
@@ -139,3 +140,26 @@ def test_close_gives_the_file_back(tmp_path):
     held.close()
     held.close()
     assert list(held.between(0, 30)) == []
+
+
+def test_the_decoder_that_is_given_decodes(tmp_path):
+    class Counted:
+        def __init__(self, codec):
+            self.inner, self.n = codec, 0
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def decode(self, packet):
+            self.n += 1
+            return self.inner.decode(packet)
+
+    packets = VideoPackets(str(write_clip(tmp_path / "a.mp4")), "mov")
+    stream = packets.stream.codec_context
+    codec = av.CodecContext.create(stream.name, "r")
+    codec.extradata, codec.width, codec.height = stream.extradata, stream.width, stream.height
+    counted = Counted(codec)
+    frames = list(packets.decoded(0, 5, codec=counted))
+    assert counted.n == 6 and len(frames) == 5  # the last call ends the stream
+    assert [frame.pts for frame in frames] == [frame.pts for frame in packets.decoded(0, 5)]
+    packets.close()
