@@ -2,8 +2,8 @@
 
 The videos of one call become one token shard; a driver then commits their records as a small file of the videos table.
 Nothing is kept between calls. A token shard is named by its content: a repeated call that made the same bytes
-overwrites its own file, and one that made others (on another kind of GPU) never replaces a committed one. The bytes of
-vectors, nearly all of a shard, are hashed once: for the checksum of their video, while Arrow serialises the shard.
+overwrites its own file, and one that made others (on another kind of GPU) never replaces a committed one. The checksum
+of a video's vectors is computed while Arrow serialises the shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from pipeline.cache.schema import (
     digest,
     footer_of,
     hex_digest,
-    parse_footer,
     tier_row_counts,
     token_schema,
     write_parquet,
@@ -175,23 +174,11 @@ def put_token_shard(
         record["checksum"] = checksum.result()
     ids = hex_digest(*(record["video_id"].encode() + b"\0" for record in records))
     # The first hash names the videos, the second the content, so that no other bytes ever replace these.
-    content = hex_digest(*(record["checksum"].encode() for record in records), *_beside_vectors(memoryview(data)))
-    name = f"{TOKENS}/{run_id}-{ids[:16]}-{content}.parquet"
+    name = f"{TOKENS}/{run_id}-{ids[:16]}-{hex_digest(data)}.parquet"
     store.put(name, data)
     footer = digest(footer_of(memoryview(data)))
     for record in records:
         record["token_shard"], record["footer_hash"] = name, footer
-
-
-def _beside_vectors(data: memoryview) -> Iterator[memoryview]:
-    """Yield the parts of a whole token shard that lie between its columns of vectors, which the checksums cover."""
-    footer, start = parse_footer(bytes(footer_of(data))), 0
-    for group in map(footer.row_group, range(footer.num_row_groups)):
-        for column in map(group.column, range(group.num_columns)):
-            if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
-                yield data[start : column.data_page_offset]
-                start = column.data_page_offset + column.total_compressed_size
-    yield data[start:]
 
 
 def bundled(

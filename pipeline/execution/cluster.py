@@ -250,6 +250,14 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     return device, dtype
 
 
+def gpus_can_be_had() -> bool:
+    """Return whether a run may get a GPU: this machine has one, or a cluster is joined, whatever that has.
+
+    Ray is not started for this. Raises RunFailed where RAY_ADDRESS names no cluster.
+    """
+    return ray.is_initialized() or address_to_join() is not None or torch.cuda.device_count() > 0
+
+
 def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
     """Raise UsageError where ``--device cuda`` cannot be had, for a run that has nothing left to compute.
 

@@ -28,13 +28,14 @@ from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, check_version, read_header
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
+from pipeline.execution.cluster import gpus_can_be_had
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.inputs.container import Asked
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import given_manifest, read_manifest
 from pipeline.keys import column_keys
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import DecodeSetup
+from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.storage.s3 import Objects
@@ -200,6 +201,8 @@ def resolve(
         evidence = evidence_sources(config.evidence, config.evidence_for, source.model_type, pruner)
         source = _with_evidence(source, pruner, evidence, config)
     _check_decoder(config.decoder)
+    if config.decoder == "nvdec" and not config.plan and (config.device == "cpu" or not gpus_can_be_had()):
+        check_decoder_device(config.decoder, "cpu")
     return PruneRequest(
         config=config,
         objects=objects,

@@ -105,7 +105,7 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     own, plain = job("auto"), job("index")
     assert (own.order, plain.order) == ("selection", "index") and own.identity != plain.identity
     opened = TokenCache(tmp_path / "c")
-    prompted, _, _ = HeldVideos(opened, None, own.order).get("a")
+    prompted = HeldVideos(opened, None, own.order).get("a").visual
     assert torch.equal(prompted.tokens, pruned.tokens[pruned.order])
     assert torch.equal(prompted.index, pruned.index[pruned.order]) and not torch.equal(prompted.index, pruned.index)
     merged = pruned.merged[pruned.order]

@@ -244,7 +244,7 @@ def test_senseless_seed_and_decoder(refuse, videos, tmp_path):
     said = refuse(prune, [str(videos), *out, "--decoder", "decrod"])
     assert "--decoder decrod: unknown (did you mean decord?); known: auto, pyav," in said
     if not torch.cuda.is_available():
-        assert "--decoder nvdec:" in refuse(prune, [str(videos), *out, "--decoder", "nvdec"])
+        assert "--decoder nvdec needs a GPU" in refuse(prune, [str(videos), *out, "--decoder", "nvdec"])
 
 
 @pytest.mark.parametrize("frames", [["--num-frames", "1"], ["--fps", "1", "--max-frames", "1"]])

@@ -46,7 +46,7 @@ def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path, method):
 @pytest.mark.parametrize("method", ["gstep", "visionzip"])
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 def test_a_shard_is_named_by_every_byte_of_its_columns(tmp_path, method, codec):
-    """The checksums stand for the vectors, so one bit anywhere gives another name, and the same bytes the same."""
+    """One bit anywhere gives another name, and the same bytes the same."""
     store = write_header(tmp_path, method=method)
 
     def name_of(**change) -> str:

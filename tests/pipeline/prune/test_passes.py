@@ -61,7 +61,7 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_said():
     assert said(4, 10**4, decode_workers=9) == ["the cluster has room for 4 of --decode-workers 9"]
     assert said(64, 2, decode_workers=9) == []  # no more than videos are needed
     (note,) = said(64, 10**4, store_bytes=10**8)
-    assert note == "shards get 1 videos: more would not fit Ray's object stores"
+    assert note == "shards get 5 videos: more would not fit Ray's object stores"
 
 
 def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp_path):

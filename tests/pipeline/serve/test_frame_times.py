@@ -31,7 +31,7 @@ def test_the_flag_decides_the_times_of_every_prompt(tmp_path):
     cache_of(tmp_path / "c", source, video)
     config = ServeConfig(cache=str(tmp_path / "c"), frame_times="stock")
     told = json.loads(json.dumps(asdict(served_cache(config))))  # as it reaches the renderer
-    assert told["frame_times"] == "stock" and times(ServedCache(**told)) == ["0.2", "1.3", "2.1"]
+    assert told["frame_times"] == "stock" and times(ServedCache(**told)) == ["0.3", "1.4", "2.2"]
     assert times(ServedCache(cache=config.cache, model=NAME)) == ["0.2", "1.0", "2.2"]
 
 
