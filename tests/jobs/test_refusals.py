@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import ray
 import torch
 
 from jobs import inspect, prune, recode, reprune
@@ -243,8 +244,16 @@ def test_senseless_seed_and_decoder(refuse, videos, tmp_path):
     assert "no decoder" in refuse(prune, [str(videos), *out, "--decoder", "json:dumps"])
     said = refuse(prune, [str(videos), *out, "--decoder", "decrod"])
     assert "--decoder decrod: unknown (did you mean decord?); known: auto, pyav," in said
-    if not torch.cuda.is_available():
-        assert "--decoder nvdec needs a GPU" in refuse(prune, [str(videos), *out, "--decoder", "nvdec"])
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_nvdec_without_a_gpu_is_refused_before_ray_starts(videos, tmp_path, monkeypatch, capsys, device):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *_given, **_more: pytest.fail("Ray was started"))
+    argv = [str(videos), "--out", str(tmp_path / "c"), "--decoder", "nvdec", "--device", device]
+    assert prune.main(argv) == 2
+    assert "--decoder nvdec needs a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("frames", [["--num-frames", "1"], ["--fps", "1", "--max-frames", "1"]])
