@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -120,7 +121,10 @@ def test_quantized_language_models_answer_and_both_models_are_in_the_identity(cl
     assert run_here(generate, [*common, "--out", str(tmp_path / "plain")]).returncode == 0
     plain = answers(tmp_path / "plain")
     # Their scores are near those of the model that they were made from.
-    for method, dtype, off in (("compressed-tensors", "float32", 0.2), ("awq", "bfloat16", 0.8)):
+    # On a CPU with AMX vLLM multiplies 8-bit weights by bfloat16 alone.
+    amx = "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    of_8_bits = ("compressed-tensors", "bfloat16", 0.8) if amx else ("compressed-tensors", "float32", 0.2)
+    for method, dtype, off in (of_8_bits, ("awq", "bfloat16", 0.8)):
         folder, out = quantize("tiny", method, tmp_path / method), tmp_path / f"{method}-answers"
         done = run_here(generate, [*common, "--model", str(folder), "--dtype", dtype, "--out", str(out)])
         assert done.returncode == 0, done.stdout
