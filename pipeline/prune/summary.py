@@ -209,12 +209,20 @@ def remark_lines(summary: Summary) -> Iterator[tuple[str, str]]:
         more = "; ..." if len(reasons) > _SHOWN else ""
         yield "decoder", f"{n_other} videos by another decoder than asked, because {'; '.join(reasons[:_SHOWN])}{more}"
     hdr, stretched, uneven, shared = (summary.remarks[name] for name in _REMARKS)
-    if hdr or stretched:
-        kinds = f"{hdr} videos in HDR (PQ or HLG), {stretched} of pixels that are not square"
-        yield "pictures", f"{kinds}: taken as they are stored, as the models' own loaders do"
-    if uneven or shared:
-        kinds = f"{uneven} videos of unevenly spaced frames, {shared} whose patches share positions"
-        yield "positions", f"{kinds}: this model's positions in time are as if frames were even, as its own loader's"
+    pictures = _counted_kinds(((hdr, "in HDR (PQ or HLG)"), (stretched, "of pixels that are not square")))
+    if pictures:
+        yield "pictures", f"{pictures}: taken as they are stored, as the models' own loaders do"
+    positions = _counted_kinds(((uneven, "of unevenly spaced frames"), (shared, "whose patches share positions")))
+    if positions:
+        yield (
+            "positions",
+            f"{positions}: this model's positions in time are as if frames were even, as its own loader's",
+        )
+
+
+def _counted_kinds(kinds: Sequence[tuple[int, str]]) -> str:
+    """Say how many videos there are of each kind that has any; "" for none."""
+    return ", ".join(f"{count} videos {kind}" for count, kind in kinds if count)
 
 
 def render(summary: Summary) -> RenderableType:

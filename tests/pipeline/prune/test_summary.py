@@ -131,8 +131,8 @@ def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
         for said in (
             f"5 videos by another decoder than asked, because {missing} (2); ",
             "warnings 1 videos decoded with warnings",
-            "2 videos in HDR (PQ or HLG), 1 of pixels that are not square: taken as they are stored",
-            "2 videos of unevenly spaced frames, 1 whose patches share positions",
+            "2 videos in HDR (PQ or HLG), 1 videos of pixels that are not square: taken as they are stored",
+            "2 videos of unevenly spaced frames, 1 videos whose patches share positions",
         ):
             assert said in lines, lines
         assert summarise(ledger, manifest("v6", "v7")).other_decoder == {}
