@@ -104,5 +104,9 @@ def test_what_the_summary_remarks_is_on_the_page_and_in_the_terminal(tmp_path, c
     assert inspect.main([str(tmp_path / "c"), "--html", str(file)]) == 0
     assert inspect.main([str(tmp_path / "c")]) == 0
     terminal = " ".join(capsys.readouterr().out.split())
-    for said in ("1 videos decoded with warnings", "1 videos in HDR (PQ or HLG)", "1 videos whose patches share positions"):
+    for said in (
+        "1 videos decoded with warnings",
+        "1 videos in HDR (PQ or HLG)",
+        "1 videos whose patches share positions",
+    ):
         assert said in terminal and said in file.read_text()
