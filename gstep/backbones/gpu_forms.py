@@ -131,12 +131,12 @@ def _power_of_2(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def suit_llava(model: Any) -> FusedSteps:
+def suit_llava(model: Any, vision: Any) -> FusedSteps:
     """Change a LlavaOnevisionModel: contiguous states, fused steps, pooling with the channels last.
 
-    Returns the steps that its layers take. Their kernels serve on a GPU where the first layer proves them.
+    ``vision`` is its module that holds the vision tower's embeddings and layers. Returns the steps that the layers
+    take. Their kernels serve on a GPU where the first layer proves them.
     """
-    vision = getattr(model.vision_tower, "vision_model", model.vision_tower)
     steps, embeddings = FusedSteps(), vision.embeddings
     kernel_CK = embeddings.patch_embedding.weight.flatten(1)
     kernel_CK = pad(kernel_CK, (0, -kernel_CK.shape[1] % _ALIGNED))

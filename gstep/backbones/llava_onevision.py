@@ -167,7 +167,7 @@ class LlavaOnevisionBackbone(Backbone):
         return pooled.flatten(0, 1)
 
     def _suit_gpu(self) -> FusedSteps:
-        return suit_llava(self.model)
+        return suit_llava(self.model, self._vision)
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
         """Encode videos of [t,384,384,3] uint8 together, each to [t,196,D]."""

@@ -255,7 +255,12 @@ def gpus_can_be_had() -> bool:
 
     Ray is not started for this. Raises RunFailed where RAY_ADDRESS names no cluster.
     """
-    return ray.is_initialized() or address_to_join() is not None or torch.cuda.device_count() > 0
+    return _joins_a_cluster() or torch.cuda.device_count() > 0
+
+
+def _joins_a_cluster() -> bool:
+    """Return whether a run computes on a cluster that is there. Raises RunFailed as ``address_to_join``."""
+    return ray.is_initialized() or address_to_join() is not None
 
 
 def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
@@ -263,7 +268,7 @@ def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
 
     Ray is not started for this check.
     """
-    if options.device == "cuda" and (ray.is_initialized() or address_to_join() is not None):
+    if options.device == "cuda" and _joins_a_cluster():
         choose_device(options, "auto", say)
     elif options.device == "cuda" and not torch.cuda.device_count():
         raise UsageError("--device cuda: this machine has no GPU, and no Ray cluster is named or runs here")
