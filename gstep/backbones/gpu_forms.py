@@ -219,7 +219,12 @@ def _run_siglip_layer(
 
 
 def _run_qwen_block(
-    block: Any, steps: FusedSteps, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: Any, **options: Any
+    block: Any,
+    steps: FusedSteps,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    **options: Any,
 ) -> Tensor:
     """Compute the forward of a vision block of either Qwen family."""
     _, normed = steps.norm(block.norm1, hidden_states)
