@@ -155,7 +155,3 @@ def test_commands_and_files_that_a_page_names_exist(page):
     missing = {name for name in named if not any((ROOT / place / name).is_file() for place in places)}
     examples = {"gstep/backbones/patches.py", "gstep/language/patches.py", "gstep/pruners/mine.py"}
     assert missing <= examples | {"tests/gstep/pruners/test_mine.py"}
-
-
-def test_the_first_page_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 140

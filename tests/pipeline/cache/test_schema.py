@@ -17,12 +17,6 @@ from pipeline.cache.schema import (
     token_schema,
     write_parquet,
 )
-from tests.paths import ROOT
-from tests.schema_picture import picture
-
-
-def test_the_picture_is_of_this_schema():
-    assert (ROOT / "pipeline/cache/schema.svg").read_text() == picture()
 
 
 def test_row_groups_end_at_the_tiers():
