@@ -17,7 +17,7 @@ C = TypeVar("C", bound=PlanOptions)
 
 def show_plan(config: C, console: Console, planned: Callable[[C, Console], Plan]) -> Done:
     """Print the plan of a configuration, write its page where ``--html`` names a file, and return its document."""
-    from pipeline.inspect.page_files import check_file, write_file  # noqa: PLC0415 - most runs plan nothing
+    from pipeline.inspect.page import check_file, write_file  # noqa: PLC0415 - most runs plan nothing
     from pipeline.plan.page import plan_page  # noqa: PLC0415
     from pipeline.plan.render import render_plan  # noqa: PLC0415
 

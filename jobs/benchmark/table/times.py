@@ -24,7 +24,6 @@ from pipeline.cache.merging import WAITING, level_of, merge
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.schema import SCHEMA_VERSION, VIDEO_SCHEMA
 from pipeline.cache.table import FILE_ROWS, small_file, sorted_file, table_files
-from pipeline.inspect.cache_page import write_cache_page
 from pipeline.keys import ROWS_AT_ONCE, keys_of
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import LocalStore, Store
@@ -98,9 +97,6 @@ def measure(videos: int, request_s: float, folder: Path) -> list[Step]:
     resume_s, ledger = seconds_of(lambda: Ledger(store).refresh())
     assert len(ledger) == videos
     del ledger
-    page = folder / "page.html"
-    page_s, _ = seconds_of(partial(write_cache_page, TokenCache(folder), page))
-    page_kb = page.stat().st_size / 1e3
     find_mb = peak_memory(lambda: TokenCache(folder).metadata(ids[0]))
     resume_mb = peak_memory(lambda: Ledger(store).refresh())
     say(f"merging {WAITING} commits of {A_COMMIT} videos")
@@ -114,7 +110,6 @@ def measure(videos: int, request_s: float, folder: Path) -> list[Step]:
         Step(f"open it, {late}", {"far_open_s": far_open_s, "far_open_requests": opened}),
         Step(f"find a video, {late}", {"far_find_s": far_find_s, "far_find_requests": far.requests - opened}),
         Step("what a run that resumes reads", {"resume_s": resume_s, "resume_mb": resume_mb}),
-        Step(f"write its page, {page_kb:,.0f} kB", {"page_s": page_s, "page_kb": page_kb}),
         Step(f"merge {WAITING} commits", {"merge_s": merge_s}),
     ]
 
