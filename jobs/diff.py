@@ -40,7 +40,7 @@ def _diff(arguments: argparse.Namespace, objects: Objects, _: Console) -> Done:
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
     difference = compare(store_at(arguments.first, objects), store_at(arguments.second, objects))
-    if arguments.json is None:
+    if not arguments.json:
         wide_console().print(render(difference))
     record = {"first": arguments.first, "second": arguments.second, "equal": difference.equal, **asdict(difference)}
     return Done(0 if difference.equal else 1, record)

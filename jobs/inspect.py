@@ -109,10 +109,10 @@ def _answers(store: Store, arguments: argparse.Namespace) -> Done:
     if arguments.failed:
         return _failed(answers.failed(), {"answers": str(store)}, arguments)
     if arguments.item is not None:
-        if arguments.json is None:
+        if not arguments.json:
             return Done(0, {}, [question_report(answers)])
         return Done(0, {"answers": str(store), "question_id": arguments.item, "rows": answers.rows.to_pylist()})
-    if arguments.json is None:
+    if not arguments.json:
         return Done(0, {}, [answers_report(answers)])
     return Done(0, answers.as_record())
 
@@ -131,7 +131,7 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
     if video_id is None:
         counted = report.count(cache)
         code = 1 if counted.summary.n_lost else 0
-        if arguments.json is None:
+        if not arguments.json:
             return Done(code, {}, [report.cache_report(cache, counted)])
         return Done(code, report.cache_record(cache, counted))
     _check_id(cache, video_id)
@@ -140,7 +140,7 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
 
         saying(Console())(write_page(cache, video_id, arguments.html, ratio, objects))
         return Done(0, {"cache": str(store), "video_id": video_id, "page": str(arguments.html)})
-    if arguments.json is None:
+    if not arguments.json:
         return Done(0, {}, [report.video_report(cache, video_id, ratio)])
     return Done(0, report.video_record(cache, video_id, ratio))
 
@@ -149,7 +149,7 @@ def _watched(cache: TokenCache, arguments: argparse.Namespace) -> Done:
     """Show the cache's run until it ends, and return its last state; the exit code is 1 where it did not finish."""
     from pipeline.inspect.watch import watch  # noqa: PLC0415
 
-    run = watch(cache, Console(stderr=arguments.json is not None))
+    run = watch(cache, Console(stderr=arguments.json))
     record = None if run is None else asdict(run)
     return Done(int(run is not None and run.status != "finished"), {"cache": str(cache.store), "last_run": record})
 
@@ -171,7 +171,7 @@ def _failed(failures: Failures, where: JsonObject, arguments: argparse.Namespace
     """Print the failed items unless ``--json`` is given, and return their record."""
     from pipeline.inspect.report import failed_lines  # noqa: PLC0415
 
-    if arguments.json is None:
+    if not arguments.json:
         print_lines(failed_lines(failures))
     return Done(0, {**where, "n_failed": len(failures), "failed": failures})
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import Parser, add_json_or_file, count, wide_console
-from jobs.frame.json_document import Done
+from jobs.command import Parser, count, wide_console
+from jobs.frame.json_document import Done, add_json
 from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores, saying
 from pipeline.options import positive
 
@@ -69,7 +69,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "CACHE/repaired/",
     )
     _add_sampling(parser)
-    add_json_or_file(parser)
+    add_json(parser)
     parser.add_argument("--log-interval", type=float, default=30.0, metavar="S", help="seconds between progress lines")
 
 

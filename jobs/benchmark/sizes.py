@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jobs.command import add_json_or_file, count
+from jobs.command import count
+from jobs.frame.json_document import add_json
 
 
 def add_sizes(parser: argparse.ArgumentParser, frames: list[int]) -> None:
@@ -17,7 +18,7 @@ def add_sizes(parser: argparse.ArgumentParser, frames: list[int]) -> None:
     parser.add_argument("--tokens-per-frame", type=count, default=196, metavar="N", help="[196]")
     parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
-    add_json_or_file(parser)
+    add_json(parser)
 
 
 def add_folder(parser: argparse.ArgumentParser) -> None:

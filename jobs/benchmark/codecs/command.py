@@ -6,8 +6,8 @@ import argparse
 from importlib.util import find_spec
 
 from jobs.benchmark.machine import machine, machine_line
-from jobs.command import add_json_or_file, count, file_in_folder, share
-from jobs.frame.json_document import Done
+from jobs.command import count, file_in_folder, share
+from jobs.frame.json_document import Done, add_json
 from pipeline.errors import UsageError
 
 HELP = "bytes, seconds and answers of int8 and int4 tokens"
@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--retention-ratio", type=share, nargs="+", default=[0.5, 0.25, 0.10, 0.05], metavar="R")
     parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")
-    add_json_or_file(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> Done:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from jobs.benchmark.machine import machine, machine_line
 from jobs.benchmark.shown import figure_table, say
-from jobs.command import add_json_or_file, count
-from jobs.frame.json_document import Done
+from jobs.command import count
+from jobs.frame.json_document import Done, add_json
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--loop", nargs=2, type=count, metavar="N", help="the whole job too, and DataLoader loops, over N and N videos"
     )
     parser.add_argument("--workers", type=count, default=2, metavar="N", help="decode workers of these loops [2]")
-    add_json_or_file(parser)
+    add_json(parser)
 
 
 def _positive(text: str) -> float:

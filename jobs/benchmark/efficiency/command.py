@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from jobs.benchmark.machine import machine, machine_line
 from jobs.benchmark.shown import say
-from jobs.command import add_json_or_file, count, file_in_folder, seldom, share
-from jobs.frame.json_document import Done
+from jobs.command import count, file_in_folder, seldom, share
+from jobs.frame.json_document import Done, add_json
 from pipeline.options import ATTN, DEVICES, DTYPES
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: bfloat16 on GPUs, else float32 [auto]")
     parser.add_argument("--attn", default="auto", choices=ATTN, help="attention kernel [auto]")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
-    add_json_or_file(parser)
+    add_json(parser)
     parser.add_argument("--latex", type=file_in_folder, metavar="FILE", help="write the paper's Table 3 there")
 
 

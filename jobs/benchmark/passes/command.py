@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from jobs.benchmark.machine import machine, machine_line
 from jobs.benchmark.shown import figure_table
 from jobs.benchmark.timing import medians_in_turn
-from jobs.command import add_json_or_file, count
-from jobs.frame.json_document import Done
+from jobs.command import count
+from jobs.frame.json_document import Done, add_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="that encodes [auto]")
     parser.add_argument("--dtype", default="auto", metavar="TYPE", help="of the tower [auto]")
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="times each; medians are shown [5]")
-    add_json_or_file(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> Done:

@@ -30,8 +30,8 @@ from jobs.benchmark.pipeline.work import (
 )
 from jobs.benchmark.shown import say
 from jobs.benchmark.sizes import add_folder
-from jobs.command import add_json_or_file, count, file_in_folder
-from jobs.frame.json_document import Done
+from jobs.command import count, file_in_folder
+from jobs.frame.json_document import Done, add_json
 from pipeline.errors import RunFailed, UsageError
 from pipeline.rows import JsonObject
 
@@ -75,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=count, default=value, metavar=unit, help=what)
     parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")
     add_folder(parser)
-    add_json_or_file(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> Done:

@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 
 from jobs.benchmark.machine import machine, machine_line
 from jobs.benchmark.sizes import folder
-from jobs.command import add_json_or_file, count
+from jobs.command import count
 from jobs.frame.flags import from_flags
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import Done, add_json
 
 HELP = "reading tokens out of a cache, beside plain pyarrow"
 
@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--folder", type=folder, metavar="DIR", help="make the cache below it, and remove it [a temporary folder]"
     )
     parser.add_argument("--s3", action="store_true", help="from a server of moto's in a process of its own, too")
-    add_json_or_file(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> Done:

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 
 from jobs.benchmark.machine import machine, machine_line
 from jobs.benchmark.shown import figure_table, say
-from jobs.command import add_json_or_file, count, file_in_folder, share
-from jobs.frame.json_document import Done
+from jobs.command import count, file_in_folder, share
+from jobs.frame.json_document import Done, add_json
 from pipeline.errors import UsageError
 
 HELP = "answering from a cache, by vLLM and by transformers, beside vLLM on the videos themselves"
@@ -51,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
     parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")
     _add_server_flags(parser)
-    add_json_or_file(parser)
+    add_json(parser)
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:

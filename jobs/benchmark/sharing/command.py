@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 
 from jobs.benchmark.machine import machine, machine_line
 from jobs.benchmark.sizes import add_folder
-from jobs.command import add_json_or_file, count
-from jobs.frame.json_document import Done
+from jobs.command import count
+from jobs.frame.json_document import Done, add_json
 
 HELP = "merging two large caches, and saying where two differ"
 
@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--videos", type=count, default=100_000, metavar="N", help="of each cache [100000]")
     parser.add_argument("--shard-kb", type=count, default=60, metavar="KB", help="of a token shard of 22 videos [60]")
     add_folder(parser)
-    add_json_or_file(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> Done:

@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 
 from jobs.benchmark.machine import machine, machine_line
 from jobs.benchmark.sizes import add_folder
-from jobs.command import add_json_or_file, count
-from jobs.frame.json_document import Done
+from jobs.command import count
+from jobs.frame.json_document import Done, add_json
 
 HELP = "opening a cache of millions of videos, finding one, resuming, merging"
 
@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--videos", type=count, default=1_000_000, metavar="N", help="of the cache [1000000]")
     parser.add_argument("--request-ms", type=float, default=30.0, metavar="MS", help="of a store that is far away [30]")
     add_folder(parser)
-    add_json_or_file(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> Done:
