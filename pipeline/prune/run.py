@@ -8,7 +8,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import family_of
-from gstep.checkpoints.tower import tower_hash
+from gstep.checkpoints.identity import tower_hash
 from pipeline.cache.codecs import BFLOAT16, codec_of
 from pipeline.cache.codecs.sample import sample_limit, sample_share, sample_store
 from pipeline.cache.header import deepstack_levels, header_bytes
