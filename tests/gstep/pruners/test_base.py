@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import pytest
 import torch
 
 import gstep
@@ -25,14 +24,6 @@ class Needy(Pruner):
     def select(self, visual: gstep.VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         index = torch.arange(budget).flip(0)
         return Selection(index, tokens=index[:, None].float().expand(-1, 4), merged=index > 0)
-
-
-def test_missing_evidence_is_named() -> None:
-    noise = {"noise": torch.zeros(6)}
-    with pytest.raises(gstep.MissingEvidence, match=r"'needy' .*: noise, token_key$"):
-        Needy().prune(gstep.VisualTokens(video(2, 3, 4)))
-    with pytest.raises(gstep.MissingEvidence, match=r": token_key$"):
-        Needy().prune(gstep.VisualTokens(video(2, 3, 4), noise))
 
 
 def test_merged_tokens_follow_their_index() -> None:
