@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,8 +12,15 @@ import pyarrow as pa
 
 from gstep.evidence import name_of
 from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
-from pipeline.cache.codecs import BFLOAT16, TokenCodec, codec_of
-from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, fingerprint, read_header_file
+from pipeline.cache.codecs import TokenCodec, codec_of
+from pipeline.cache.header import (
+    CHECKSUM,
+    CacheHeader,
+    CacheIdentity,
+    deepstack_levels,
+    fingerprint,
+    read_header_file,
+)
 from pipeline.cache.live_videos import LiveShards, LiveVideos, Place
 from pipeline.cache.loaded_once import LoadedOnce
 from pipeline.cache.reading import Reading, TokenOrder, read_json, rows_wanted, token_columns
@@ -55,22 +61,7 @@ def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
     """Return the header of a cache that holds the same tokens in another codec."""
     identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
     made = {**header, "schema_version": CODED_VERSIONS.get(codec, SCHEMA_VERSION), "identity": identity}
-    return cast(CacheHeader, {name: value for name, value in made.items() if name not in ("checksum", "gate")})
-
-
-class UngatedCache(UserWarning):
-    """A cache's tokens are coded, and no gate has passed that compares answers with those from bfloat16 tokens."""
-
-
-def warn_of_gate(store: Store, header: CacheHeader) -> None:
-    """Warn whoever opens a cache of coded tokens that passed no gate."""
-    gate, codec = header.get("gate"), codec_of(header["identity"]).name
-    if codec == BFLOAT16.name or (gate is not None and gate["passed"]):
-        return
-    what = "no gate has compared its answers with those from bfloat16 tokens (--gate of jobs.prune and jobs.recode)"
-    if gate is not None:
-        what = f"the gate refused it: {gate['changed']['mean']:.1%} more of its answers than of the noise floor changed"
-    warnings.warn(f"{store} holds tokens as {codec}, and {what}", UngatedCache, stacklevel=3)
+    return cast(CacheHeader, {name: value for name, value in made.items() if name != CHECKSUM})
 
 
 def check_version(store: Store) -> None:
@@ -117,7 +108,6 @@ class TokenCache:
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         self.store = store or store_at(path)
         self.header = read_header(self.store)
-        warn_of_gate(self.store, self.header)
         made_with = fingerprint(self.identity)
         self._live = (
             LiveVideos.open(self.store, made_with) if live is None else LiveVideos(self.store, made_with, live, ())

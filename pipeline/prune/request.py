@@ -21,7 +21,6 @@ from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
-from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, PrunerIdentity, differences
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
@@ -153,10 +152,10 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
     list_only = config.dry_run and not config.index
     keeps = not (config.dry_run or config.plan)
     indexing = Indexing(Asked(config.column, config.clip_names()), store, keeps=keeps, only_known=list_only, say=say)
-    # A plan, and a gate's sample, a share of all videos, need the indexes of all containers; a limit asks for few.
+    # A plan needs the indexes of all containers; a limit asks for few.
     indexing.limited = config.limit is not None
     few = indexing.limited and not config.dry_run
-    indexing.later = few or (keeps and config.token_codec == BFLOAT16.name)
+    indexing.later = few or keeps
     with store_refusing():
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")

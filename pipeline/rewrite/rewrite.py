@@ -121,7 +121,7 @@ def rewrite(what: Rewrite, out: Store, say: Callable[[str], object]) -> Rewritte
     done, made_with = Rewritten(new_run_id()), fingerprint(what.header["identity"])
     with Claim(out, done.run_id, say):
         check_place(out, what.header)
-        if "gate" in what.header or not out.names(VIDEOS, ".parquet"):
+        if not out.names(VIDEOS, ".parquet"):
             out.put(HEADER, header_bytes(what.header))
         todo = _todo(what.source, out, made_with, done)
         if len(todo):

@@ -18,10 +18,9 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.codecs.sample import sample_store
 from pipeline.cache.live_rows import RULE_COLUMNS, TOKENS, VIDEOS, VideoRows, live_rows, ok_rows, read_file, with_place
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import HEADER, check_version, made_with
+from pipeline.cache.reader import check_version, made_with
 from pipeline.cache.runs import in_order
 from pipeline.cache.table import table_files
 from pipeline.cache.token_shard import ids_in_footer
@@ -93,8 +92,6 @@ def remove_videos(
                 store.delete(name)
             done.deleted += left
         done.deleted += merge(store, identity, everything=True, keep=keep).deleted
-    if (sample := sample_store(store)).exists(HEADER):  # nobody reads that but a gate
-        done.deleted += remove_videos(sample, ids, reason, say, timedelta(0)).deleted
     return done
 
 

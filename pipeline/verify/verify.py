@@ -21,7 +21,7 @@ from pipeline.cache.header import CHECKSUM, CacheHeader
 from pipeline.cache.live_rows import VIDEOS, VideoRows, live_rows, no_rows, ok_rows
 from pipeline.cache.merging import KEEP
 from pipeline.cache.method import declared_method
-from pipeline.cache.reader import HEADER, TokenCache, read_header, warn_of_gate
+from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.cache.runs import in_order
 from pipeline.cache.token_shard import videos_in
 from pipeline.errors import NotACache
@@ -144,7 +144,6 @@ class _Verification:
         store, report = self.store, self.report
         try:
             header = read_header(store)
-            warn_of_gate(store, header)
         except NotACache as error:
             report.problems.append(Problem(Kind.HEADER, str(error), HEADER))
             return None

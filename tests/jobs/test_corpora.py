@@ -320,19 +320,3 @@ def test_a_limit_opens_of_a_single_tar_and_of_tables_what_it_needs(cluster, file
         done = run_here(prune, [*argv, str(limit)])
         assert done.returncode == 0 and f"videos of {left} containers are not known yet" in done.stdout, done.stdout
         assert_complete(tmp_path / "rows", ids)
-
-
-def test_a_limit_opens_for_a_cache_of_codes_no_tar_that_it_does_not_need(cluster, files, tmp_path):
-    place, cache = tmp_path / "tars", tmp_path / "cache"
-    place.mkdir()
-    for number in range(4):
-        write_tar(place / f"{number}.tar", {f"{part}.mp4": files["carphone_distorted.mp4"] for part in "ab"})
-    argv = [str(place), "--out", str(cache), *OPTIONS, "--token-codec", "int8", "--gate-sample", "4"]
-    sample, ids = cache / "gate-sample", [f"{number}.tar/{part}.mp4" for number in range(4) for part in "ab"]
-    for limit, done in ((3, 3), (2, 5)):
-        assert run_here(prune, [*argv, "--limit", str(limit)]).returncode == 0
-        assert_complete(cache, ids[:done])
-        assert len(list((cache / "sources").iterdir())) == (done + 1) // 2
-        assert 3 <= len(TokenCache(sample).video_ids) <= 5
-    assert run_here(prune, argv).returncode == 0
-    assert_complete(cache, ids)

@@ -178,13 +178,6 @@ def test_inspect_says_what_is_wrong(refuse, tmp_path):
     assert "larger" in refuse(inspect, [str(tmp_path / "c"), "v", "--retention-ratio", "0.9"])
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_a_gate_without_its_questions_is_refused_before_the_run(refuse, videos, tmp_path, dry):
-    gate = ["--token-codec", "int4", "--gate", str(tmp_path / "none.jsonl")]
-    said = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), *gate, *dry])
-    assert "none.jsonl: cannot be read" in said and not (tmp_path / "c").exists()
-
-
 @pytest.mark.parametrize("command", [recode, reprune])
 def test_a_rewriting_says_what_its_source_is_and_why_its_store_failed(refuse, tmp_path, capsys, command):
     (tmp_path / "file").write_text("x")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TypedDict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.table import Table
 from torch import Tensor
 
@@ -18,7 +20,6 @@ from gstep.language import Decoding, LanguageModel, Visual, load_language_model,
 from gstep.language.prompt import text_ids
 from jobs.benchmark.shown import figure_table, say
 from pipeline.cache.codecs import CODECS, TokenCodec
-from pipeline.cache.header import Excess
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.execution.request import refusing
@@ -26,12 +27,20 @@ from pipeline.generate.choices import lettered_prompt, letters
 from pipeline.generate.late_pruning import is_whole
 from pipeline.generate.model import model_source
 from pipeline.generate.questions import Way, read_questions
-from pipeline.rewrite.gate import excess
 
 #: Codecs by how many bits a number has; of 3 and 2 bits nothing is stored, they only show where answers go.
 BY_BITS = (*CODECS.values(), TokenCodec("int3", 3, 32, kept=8), TokenCodec("int2", 2, 32, kept=8))
 WIDE, VIDEO_TOKENS = 3584, 32 * 196  # what a video's megabytes are counted by: LLaVA-OneVision-7B
+_DRAWS, _CLUSTERS = 10_000, 10  # fewer videos than that, and answers are resampled one by one
 Arm = tuple[str, float, str]  # method, ratio, codec
+
+
+class Excess(TypedDict):
+    """A mean difference and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -104,9 +113,20 @@ def _cell(
     method, ratio, _ = arm
     whole, found = (np.array(right[method, ratio, name]) for name in ("bfloat16", codec.name))
     mb = 1e-6 * ratio * VIDEO_TOKENS * codec.token_bytes(WIDE)
-    return Cell(
-        method, ratio, codec.name, mb, float(found.mean()), excess(whole, found, about, 0.0), float(np.mean(kl))
-    )
+    return Cell(method, ratio, codec.name, mb, float(found.mean()), _excess(whole, found, about), float(np.mean(kl)))
+
+
+def _excess(values: NDArray[np.float64], floor: NDArray[np.float64], about: Iterable[tuple[str, ...]]) -> Excess:
+    """Return the mean of ``values`` less ``floor``, and its 95 % interval from draws of whole videos, ``about``."""
+    difference = values - floor
+    _, cluster = np.unique(["\0".join(names) for names in about], return_inverse=True)
+    if cluster.max() + 1 < _CLUSTERS:
+        cluster = np.arange(len(difference))
+    sums, counts = np.bincount(cluster, difference), np.bincount(cluster)
+    drawn = np.random.default_rng(0).integers(len(counts), size=(_DRAWS, len(counts)))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = np.quantile(means, (0.025, 0.975)).tolist()
+    return {"mean": float(difference.mean()), "low": low, "high": high}
 
 
 def _questions(place: str, known: frozenset[str]) -> list[_Question]:
