@@ -17,7 +17,6 @@ from jobs.benchmark.pipeline import command as whole_job
 from jobs.benchmark.read import command as read
 from jobs.benchmark.selection import command as selection
 from jobs.benchmark.serving import command as serving
-from jobs.benchmark.sharing import command as sharing
 from jobs.benchmark.table import command as table
 from jobs.command import Parser, add_commands, exit_code_of
 from jobs.frame.json_document import Done
@@ -30,7 +29,6 @@ _COMMANDS = {
     "methods": methods,
     "selection": selection,
     "table": table,
-    "sharing": sharing,
     "read": read,
     "codecs": codecs,
     "serving": serving,
