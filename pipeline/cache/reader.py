@@ -25,7 +25,7 @@ from pipeline.cache.live_videos import LiveShards, LiveVideos, Place
 from pipeline.cache.loaded_once import LoadedOnce
 from pipeline.cache.reading import Reading, TokenOrder, read_json, rows_wanted, token_columns
 from pipeline.cache.runs import read_runs
-from pipeline.cache.schema import CODED_VERSIONS, CURRENT_VERSIONS, READABLE_VERSIONS, SCHEMA_VERSION
+from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS
 from pipeline.cache.token_shard import Rows, TokenShard
 from pipeline.errors import (
     CorruptShard,
@@ -34,7 +34,6 @@ from pipeline.errors import (
     NotACache,
     RemovedVideo,
     UnknownVideo,
-    UsageError,
 )
 from pipeline.rows import VideoRow
 from pipeline.storage.random_access import Fetched
@@ -52,7 +51,7 @@ V = TypeVar("V")
 def read_header(store: Store) -> CacheHeader:
     """Read the cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
-    header = cast(CacheHeader, read_header_file(store, HEADER, READABLE_VERSIONS, NotACache, absent))
+    header = cast(CacheHeader, read_header_file(store, HEADER, VERSIONS, NotACache, absent))
     codec_of(header["identity"], store)
     return header
 
@@ -62,16 +61,6 @@ def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
     identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
     made = {**header, "schema_version": CODED_VERSIONS.get(codec, SCHEMA_VERSION), "identity": identity}
     return cast(CacheHeader, {name: value for name, value in made.items() if name != CHECKSUM})
-
-
-def check_version(store: Store) -> None:
-    """Raise UsageError where rows cannot be added to a cache, since it is of an earlier version."""
-    version = read_header(store)["schema_version"]
-    if version not in CURRENT_VERSIONS:
-        raise UsageError(
-            f"{store} is a cache of version {version}, which is only read; python -m jobs.compact {store} makes "
-            f"version {SCHEMA_VERSION} of it, without copying tokens"
-        )
 
 
 def made_with(store: Store, *, required: bool = False) -> str | None:

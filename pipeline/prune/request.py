@@ -24,7 +24,7 @@ from gstep.pruners.base import Pruner
 from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, PrunerIdentity, differences
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
-from pipeline.cache.reader import HEADER, check_version, read_header
+from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
 from pipeline.execution.cluster import gpus_can_be_had
@@ -124,7 +124,7 @@ class PruneRequest:
         if self.evidence:
             identity["evidence"] = self.evidence
         if self.evidence or self.pruner.sources:
-            identity["dtype"]["evidence"] = "bfloat16"  # caches of version 1 were pruned by evidence in float32
+            identity["dtype"]["evidence"] = "bfloat16"
         return identity
 
     def header(self, dtype: str, static: StaticParts) -> CacheHeader:
@@ -327,7 +327,6 @@ def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
     held = read_header(request.store)["identity"]
     if not request.store.names(VIDEOS, ".parquet"):
         return request
-    check_version(request.store)
     if request.dtype == "auto":
         request = replace(request, dtype=held["dtype"]["compute"])
     stored = held["retention_ratio"]

@@ -21,7 +21,7 @@ from pipeline.cache.header import CacheHeader, differences, fingerprint, header_
 from pipeline.cache.live_rows import RULE_COLUMNS, TOKENS, live_and_earlier, ok_rows, rule_columns
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import HEADER, check_version, read_header
+from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.table import check_content, file_named
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.execution.claim import Claim
@@ -91,8 +91,8 @@ def merge_caches(
     Of a video that several caches have the rule of live rows takes one, removed ones first. With ``refuse`` a video
     whose tokens differ is an error.
 
-    Raises NotACache, IdentityMismatch, UsageError for equal ids or a cache of an earlier version, all before anything
-    is written; CorruptShard where a file is damaged, and OSError.
+    Raises NotACache, IdentityMismatch, UsageError for equal ids, all before anything is written; CorruptShard where a
+    file is damaged, and OSError.
     """
     held = [*[out] * out.exists(HEADER), *(source for source in sources if source.root != out.root)]
     header = _common_header(held)
@@ -118,9 +118,7 @@ def merge_caches(
 
 
 def _common_header(stores: Sequence[Store]) -> CacheHeader:
-    """Return the header that all caches share. Raises NotACache, UsageError, IdentityMismatch."""
-    for store in stores:
-        check_version(store)
+    """Return the header that all caches share. Raises NotACache, IdentityMismatch."""
     first, *others = headers = [read_header(store) for store in stores]
     for store, header in zip(stores[1:], others, strict=True):
         wrong = differences(first["identity"], header["identity"], has=f"{stores[0]} has", other=str(store))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.reader import TokenCache, check_version, coded_header
+from pipeline.cache.reader import TokenCache, coded_header
 from pipeline.cache.writer import PrunedVideo
 from pipeline.errors import UsageError
 from pipeline.rewrite.rewrite import Rewrite, config_of, kept_of
@@ -12,8 +12,7 @@ from pipeline.rows import VideoRecord
 
 
 def check_source(cache: TokenCache, why: str) -> None:
-    """Raise UsageError where a cache does not hold what the encoder gave, or is of an earlier version."""
-    check_version(cache.store)
+    """Raise UsageError where a cache does not hold what the encoder gave."""
     if cache.codec is not BFLOAT16:
         raise UsageError(
             f"{cache.store} holds tokens as {cache.codec.name} already: {why} the cache of bfloat16 tokens that it was "

@@ -39,7 +39,7 @@ _VERSIONS = ("gstep-cache", "torch", "pyarrow")
 _SHARD_VIDEOS = 1024
 # Columns that say where and how the source stores a video.
 _PLACED = frozenset({"run_id", "token_shard", "first_row_group", "row_counts", "footer_hash", "checksum"})
-_PLACED |= {"content_name", "token_codec", "token_block", *KEY_COLUMNS}
+_PLACED |= {"token_codec", "token_block", *KEY_COLUMNS}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pipeline.cache.header import fingerprint
 from pipeline.cache.live_rows import TOKENS, VideoRows, in_shard_order, ok_rows
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import check_version, read_header
+from pipeline.cache.reader import read_header
 from pipeline.cache.writer import SHARD_BYTES, bundled, commit, token_shard_id
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
@@ -66,11 +66,9 @@ class Joined:
 def join_tokens(store: Store, say: Callable[[str], object], keep: timedelta, shard_bytes: int = SHARD_BYTES) -> Joined:
     """Join token shards of less than half of ``shard_bytes``, and delete those that were emptied ``keep`` ago.
 
-    Raises NotACache, UsageError for a cache of an earlier version, CacheLocked where a run writes to it, CorruptShard
-    where a token shard is damaged, and OSError.
+    Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
     """
     header = read_header(store)
-    check_version(store)
     done, run_id, made_with = Joined(), new_run_id(), fingerprint(header["identity"])
     with Claim(store, run_id, say):
         live = ok_rows(LiveVideos.open(store, made_with).live(("status", "token_shard", "first_row_group")))

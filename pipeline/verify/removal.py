@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from pipeline.cache.live_rows import RULE_COLUMNS, TOKENS, VIDEOS, VideoRows, live_rows, ok_rows, read_file, with_place
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import check_version, made_with
+from pipeline.cache.reader import made_with
 from pipeline.cache.runs import in_order
 from pipeline.cache.table import table_files
 from pipeline.cache.token_shard import ids_in_footer
@@ -71,11 +71,9 @@ def remove_videos(
 ) -> Removed:
     """Remove these videos for ``reason``; files that held them are deleted when they are unused for ``keep``.
 
-    Raises NotACache, UsageError for a cache of an earlier version, CacheLocked where a run writes to it, CorruptShard
-    where a token shard is damaged, and OSError.
+    Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
     """
     identity = made_with(store, required=True)
-    check_version(store)
     done = Removed(new_run_id(), len(ids))
     record: JsonObject = {**provenance(done.run_id, _VERSIONS), "removed": len(ids), "reason": reason}
     with Claim(store, done.run_id, say), RunFile(store, record):

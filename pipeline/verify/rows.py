@@ -15,7 +15,7 @@ from gstep.types import budget_for
 from pipeline.cache.header import CacheHeader, fingerprint
 from pipeline.cache.live_rows import INDEX_COLUMNS, completed, with_place
 from pipeline.cache.method import declared_method
-from pipeline.cache.schema import CURRENT_VERSIONS, KEY_COLUMNS, LATER, RESERVED, VIDEO_SCHEMA, tier_row_counts
+from pipeline.cache.schema import LATER, VIDEO_SCHEMA, tier_row_counts
 from pipeline.cache.table import SortedFile, TableFile, file_named, made_with_of, read_small
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.rows import JSON_COLUMNS, VideoRow
@@ -40,14 +40,12 @@ class CheckedCommit:
             cache's.
         problems: what is wrong.
         n_bytes: of the file.
-        made_with: the fingerprint that it carries; None for one written before they did.
         bad: rows that contradict themselves, so that their tokens cannot be judged by them.
     """
 
     rows: pa.Table | None
     problems: list[Problem]
     n_bytes: int = 0
-    made_with: str | None = None
     bad: frozenset[int] = field(default_factory=frozenset)
 
 
@@ -67,12 +65,12 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
         return CheckedCommit(None, [Problem(Kind.COMMIT, f"{store}/{name}: {error}", name)])
     except OSError as error:
         return CheckedCommit(None, [Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name)])
-    if wrong := sorted(_wrong_columns(table.schema, header["schema_version"])):
+    if wrong := sorted(_wrong_columns(table.schema)):
         what = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
         return CheckedCommit(None, [Problem(Kind.SCHEMA, what, name)], n_bytes)
-    if made_with not in (None, fingerprint(header["identity"])):
+    if made_with != fingerprint(header["identity"]):
         what = f"{store}/{name}: its rows were made with other settings, and no reader takes them"
-        return CheckedCommit(None, [Problem(Kind.FINGERPRINT, what, name)], n_bytes, made_with)
+        return CheckedCommit(None, [Problem(Kind.FINGERPRINT, what, name)], n_bytes)
     problems = []
     table = completed(table, VIDEO_SCHEMA.names)
     if file.level and (fault := _sorted_fault(table, file)):
@@ -83,7 +81,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
         problems += [Problem(Kind.ROW, f"{fault} ({name})", name, row["video_id"]) for fault in faults]
         if faults:
             bad.add(place)
-    return CheckedCommit(with_place(table.select(JUDGED_COLUMNS), name), problems, n_bytes, made_with, frozenset(bad))
+    return CheckedCommit(with_place(table.select(JUDGED_COLUMNS), name), problems, n_bytes, frozenset(bad))
 
 
 def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
@@ -99,13 +97,11 @@ def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
     return table, made_with_of(table.schema.metadata), len(data)
 
 
-def _wrong_columns(schema: pa.Schema, version: int | str) -> Iterator[str]:
-    """Yield the columns that are missing or of another type than caches of this version have."""
-    since = {*LATER} - {*schema.names}
-    if version not in CURRENT_VERSIONS:
-        since |= {*KEY_COLUMNS, *RESERVED}
-    for name in (name for name in VIDEO_SCHEMA.names if name not in since):
-        if name not in schema.names or not schema.field(name).type.equals(VIDEO_SCHEMA.field(name).type):
+def _wrong_columns(schema: pa.Schema) -> Iterator[str]:
+    """Yield the columns that are missing or of another type than VIDEO_SCHEMA has."""
+    for expected in VIDEO_SCHEMA:
+        name = expected.name
+        if schema.field(name).type != expected.type if name in schema.names else name not in LATER:
             yield name
 
 

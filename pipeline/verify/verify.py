@@ -172,18 +172,15 @@ class _Verification:
         """
         report = self.report
         names = self.store.names(VIDEOS, ".parquet")
-        tables, bad, unmarked = [no_rows(JUDGED_COLUMNS)], set(), 0
+        tables, bad = [no_rows(JUDGED_COLUMNS)], set()
         check = partial(check_commit, self.store, header=header)
         for name, checked in self._checked(check, names, "videos shard"):
             report.problems += checked.problems
             report.bytes_read += checked.n_bytes
             if checked.rows is not None:
                 tables.append(checked.rows)
-                unmarked += checked.made_with is None
             bad |= {(name, place) for place in checked.bad}
         report.counts["videos_shards"] = len(names)
-        if unmarked:
-            report.notes.append(f"{unmarked} videos shards carry no fingerprint: they were written before they did")
         return pa.concat_tables(tables), bad
 
     def _count(self, live: pa.Table) -> None:

@@ -226,7 +226,7 @@ def test_places_where_no_cache_can_be(refuse, videos, tmp_path):
     assert "cannot be made" in refuse(prune, [str(videos), "--out", str(tmp_path / "file" / "sub")])
     assert "is a folder, s3://" in refuse(prune, [str(videos), "--out", "ftp://bucket/cache"])
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "cache.json").write_text('{"schema_version": 1}')
+    (tmp_path / "c" / "cache.json").write_text('{"schema_version": 3}')
     assert "no identity" in refuse(prune, [str(videos), "--out", str(tmp_path / "c")])
     assert "no identity" in refuse(inspect, [str(tmp_path / "c")])
 

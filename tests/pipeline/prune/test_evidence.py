@@ -15,6 +15,7 @@ from pipeline import CorruptShard, EvidenceNotCached, TokenCache
 from pipeline.cache.header import header_bytes
 from pipeline.cache.live_rows import VideoRows
 from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import UsageError, VideoFault
 from pipeline.inspect.report import cache_report, count
 from pipeline.prune.batches import encoded_bundle, encoded_videos
@@ -172,7 +173,7 @@ def test_what_the_encoder_gives_is_stored_at_the_kept_places(source, tmp_path, m
     assert more == 2 * round(ratio * 2 * 196) * (64 + 32 + 1)  # numbers of a token's evidence
     store = LocalStore(tmp_path)
     identity = {"retention_ratio": ratio, "evidence": asked}
-    store.put(HEADER, json.dumps({"schema_version": 1, "identity": identity}).encode())
+    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
     write_shard(store, "run", VideoEncoder(setup).encode_one(*decoded()))
     visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, asked)
     video = TokenCache(tmp_path).get("v", evidence=tuple(asked))
@@ -263,7 +264,7 @@ def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(so
     assert more == 2 * 2 * (196 * (1 + 1 + 32) + 64)  # two attentions and a key a token, a feature a frame
     store = LocalStore(tmp_path)
     identity = {"pruner": {"method": "none"}, "retention_ratio": 1.0, "evidence": asked}
-    store.put(HEADER, json.dumps({"schema_version": 2, "identity": identity}).encode())
+    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
     video = VideoEncoder(setup).encode_one(*decoded())
     assert video.kept is not None
     commit = write_shard(store, "run", *encoded_videos(encoded_bundle([video])))  # as it crosses the object store
@@ -305,5 +306,5 @@ def test_methods_see_evidence_as_it_is_stored(source):
 
 def write_shard_of(store, encoder, asked):
     identity = {"pruner": {"method": "none"}, "retention_ratio": 1.0, "evidence": asked}
-    store.put(HEADER, json.dumps({"schema_version": 2, "identity": identity}).encode())
+    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
     write_shard(store, "run", encoder.encode_one(*decoded()))
