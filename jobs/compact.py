@@ -51,7 +51,7 @@ def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) 
     from pipeline.execution.run_record import committed_shards  # noqa: PLC0415
     from pipeline.prune.summary import lost_line  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
-    from pipeline.verify.joining import Joined, join_tokens  # noqa: PLC0415
+    from pipeline.verify.moves import Joined, join_tokens  # noqa: PLC0415
 
     store, say = store_at(arguments.cache, objects), saying(console)
     identity = made_with(store, required=True)

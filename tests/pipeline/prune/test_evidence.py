@@ -23,7 +23,7 @@ from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.request import evidence_sources
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
-from pipeline.verify.tokens import check_token_shard
+from pipeline.verify.checks import check_token_shard
 from tests.pipeline.cache.test_reader import CountingStore
 from tests.pipeline.caches import encoded, make_cache, random_tokens, source_record, write_shard
 from tests.pipeline.evidence import WIDTH, evidence_cache, random_evidence

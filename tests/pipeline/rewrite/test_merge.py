@@ -14,7 +14,7 @@ from pipeline.execution.run_record import committed_shards
 from pipeline.rewrite import merge as merge_module
 from pipeline.rewrite.merge import merge_caches
 from pipeline.storage.stores import LocalStore, ObjectStore, store_at
-from pipeline.verify.removal import remove_videos
+from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
 from tests.pipeline.s3 import S3Server

@@ -15,7 +15,7 @@ from pipeline.cache.reader import made_with
 from pipeline.errors import CacheLocked, NotACache, RemovedVideo, VideoFault
 from pipeline.execution.claim import Claim
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.removal import remove_videos
+from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying
 from tests.pipeline.verifying import SHAPE, kinds, verified

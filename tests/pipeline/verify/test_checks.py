@@ -1,4 +1,6 @@
-"""Token shards: every byte is read, and the tokens of a video are held against its row."""
+"""Files of the table and token shards: every byte is read, and rows are held against themselves and their tokens."""
+
+import shutil
 
 import numpy as np
 import pytest
@@ -34,7 +36,25 @@ def replace_video(store: LocalStore) -> None:
     shards(store)[1].unlink()
 
 
+def of_another_cache(store: LocalStore) -> None:
+    other = write_header(store.root.parent / "other", 0.25, "topk", hidden_size=8)
+    write_shard(other, "elsewhere", encoded("x", random_tokens(2, SHAPE), 0.25, "topk"))
+    for folder in ("tokens", "videos"):
+        shutil.copy(shards(other, folder)[0], store.root / folder)
+
+
 DAMAGE = {
+    "a flipped bit in a commit": (lambda s: flip(shards(s, "videos")[0], 600), {"commit"}),
+    "a commit that is no Parquet": (lambda s: shards(s, "videos")[0].write_bytes(b"PAR1"), {"commit"}),
+    "a shard of other settings": (of_another_cache, {"fingerprint"}),
+    "fewer tokens": (lambda s: rewrite_row(s, "a", lambda r: r.update(n_tokens=5)), {"row"}),
+    "another ratio": (lambda s: rewrite_row(s, "a", lambda r: r.update(retention_ratio=0.5)), {"row"}),
+    "another size": (lambda s: rewrite_row(s, "a", lambda r: r.update(hidden_size=4)), {"row"}),
+    "frames backwards": (lambda s: rewrite_row(s, "a", lambda r: r["frame_indices"].reverse()), {"row"}),
+    "times backwards": (lambda s: rewrite_row(s, "a", lambda r: r["timestamps"].reverse()), {"row"}),
+    "an ok row without tokens": (lambda s: rewrite_row(s, "a", lambda r: r.update(token_shard=None)), {"row"}),
+    "a failed row without a class": (lambda s: rewrite_row(s, "bad", lambda r: r.update(error_class=None)), {"row"}),
+    "no JSON": (lambda s: rewrite_row(s, "a", lambda r: r.update(runtime="{")), {"row"}),
     "a shard deleted": (lambda s: shards(s)[0].unlink(), {"missing"}),
     "a shard cut off": (lambda s: shards(s)[0].write_bytes(shards(s)[0].read_bytes()[:-100]), {"footer"}),
     "a shard emptied": (lambda s: shards(s)[0].write_bytes(b""), {"footer"}),
@@ -55,7 +75,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_and_named(store, damage):
-    check_damage(store, *DAMAGE[damage], {None, "a", "b" if damage == "tokens of another video" else "a"})
+    other = {"tokens of another video": "b", "a failed row without a class": "bad"}.get(damage)
+    check_damage(store, *DAMAGE[damage], {None, "a", other})
 
 
 @pytest.mark.parametrize("method", [name for name in PRUNERS if PRUNERS[name].cacheable])
