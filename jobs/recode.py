@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _recode(config: RecodeConfig, console: Console) -> Done:
     """Make a cache of another with its tokens in another codec, print what was done, and return the record."""
-    from pipeline.rewrite.recode import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
+    from pipeline.rewrite.rewrite import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
     assert config.cache is not None and config.out is not None
     codec, out = config.token_codec, config.out
