@@ -12,7 +12,6 @@ from rich.console import Console
 
 from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
 from jobs.frame.json_document import Done
-from jobs.frame.planning import show_plan
 from jobs.frame.stores import objects_of, saying
 from pipeline.prune.config import PruneConfig
 
@@ -66,7 +65,10 @@ def _prune(config: PruneConfig, console: Console) -> Done:
 
         read_gate(config.gate, objects_of(config))  # a fault in the file is not for the end of a long run
     if config.plan:
-        return show_plan(config, console, plan_run)
+        from pipeline.plan.render import render_plan  # noqa: PLC0415 - as above
+
+        planned = plan_run(config, console)
+        return Done(0, planned.as_record(), [render_plan(planned)])
     if config.dry_run:
         plan = forecast(config, console)
         return Done(0, plan.as_record(), [render_forecast(plan)])

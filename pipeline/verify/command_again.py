@@ -12,7 +12,7 @@ from pipeline.rows import JsonObject
 from pipeline.storage.stores import Store
 
 # Damaged videos may be of any part of the corpus, whichever part the newest run did.
-_NOT_AGAIN = {"out", "limit", "shard", "join", "max_hours", "max_cost", "dry_run", "retry_failed", "max_attempts"}
+_NOT_AGAIN = {"out", "limit", "shard", "join", "max_hours", "dry_run", "retry_failed", "max_attempts"}
 
 
 def command_again(store: Store, attempts: int) -> str:
