@@ -11,7 +11,6 @@ from rich.console import Console
 
 from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
 from jobs.frame.json_document import Done
-from jobs.frame.planning import show_plan
 from jobs.frame.stores import saying
 from pipeline.prune.config import PruneConfig
 
@@ -58,7 +57,10 @@ def _prune(config: PruneConfig, console: Console) -> Done:
         from pipeline.prune.summary import render  # noqa: PLC0415
 
     if config.plan:
-        return show_plan(config, console, plan_run)
+        from pipeline.plan.render import render_plan  # noqa: PLC0415 - as above
+
+        planned = plan_run(config, console)
+        return Done(0, planned.as_record(), [render_plan(planned)])
     if config.dry_run:
         plan = forecast(config, console)
         return Done(0, plan.as_record(), [render_forecast(plan)])
