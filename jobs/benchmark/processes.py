@@ -1,10 +1,10 @@
-"""Watch a process and all that it starts: CPU seconds by kind of process, and the memory of all together."""
+"""CPU seconds by kind of process, and memory, of a process and all that it starts."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,8 +16,6 @@ KINDS = {
     "ray::Writer": "write actor",
     ":Writer.": "write actor",
     "ray::Heartbeats": "heartbeat actor",
-    "ray::SimulatedWriters": "writers",
-    "ray::Reporters": "reporters",
     "multiprocessing.": "decode child",
     "/raylet/raylet ": "raylet",
     "/gcs/gcs_server ": "gcs",
@@ -27,7 +25,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def kind_of(command: str) -> str:
-    """Return the kind of a process (such as driver or decode worker) by its command line."""
+    """Return the kind of a process by its command line, such as "decode actor"."""
     return next((kind for part, kind in KINDS.items() if part in command), OTHER)
 
 
@@ -56,9 +54,9 @@ class ProcessTree:
 
     def cpu_s(self) -> dict[str, float]:
         """Return the recorded CPU seconds summed by kind of process, ended ones included."""
-        seconds: Counter[str] = Counter()
+        seconds: dict[str, float] = defaultdict(float)
         for pid, used in self._cpu_s.items():
-            seconds[self._kinds[pid]] += used  # type: ignore[assignment]  # of floats as well
+            seconds[self._kinds[pid]] += used
         return dict(seconds)
 
     def end(self) -> None:
@@ -69,7 +67,7 @@ class ProcessTree:
 
     def _living(self) -> dict[int, float]:
         """Return the CPU seconds of the tree's running processes by process id."""
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
+        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         stats = {pid: fields for pid in pids if (fields := _read(pid, "stat").rpartition(")")[2].split())}
         inside = stats.keys() & self._kinds.keys()
         while more := {pid for pid, fields in stats.items() if int(fields[1]) in inside} - inside:
@@ -79,9 +77,8 @@ class ProcessTree:
 
 def _pss(pid: int) -> int:
     """Return the proportional set size in bytes; 0 of a process that has ended."""
-    return next(
-        (int(line.split()[1]) << 10 for line in _read(pid, "smaps_rollup").splitlines() if line[:4] == "Pss:"), 0
-    )
+    sizes = (line.split()[1] for line in _read(pid, "smaps_rollup").splitlines() if line.startswith("Pss:"))
+    return int(next(sizes, 0)) << 10
 
 
 def _read(pid: int, name: str) -> str:

@@ -1,12 +1,14 @@
-"""Measure the selection of GSTEP: the paper's loop, what gstep.prune runs instead, and whole methods.
+"""The selection of GSTEP: the paper's loop, what gstep.prune runs instead, and whole methods, on the same tokens.
 
 Shapes: T frames, N tokens a frame, M = T*N tokens, D hidden size, B budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.table import Table
@@ -14,29 +16,19 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from gstep import VisualTokens, budget_for, make_pruner
+from gstep.backbones import choose_runtime
 from gstep.density import ZERO_DISTANCE, spatio_temporal_density
 from gstep.selection.dispatch import fast_density_guided_fps
-from jobs.benchmark.shown import figure_table
-from jobs.benchmark.timing import medians_in_turn
+from jobs.benchmark.shared import figure_table, machine, machine_line, medians_in_turn, say
 from jobs.benchmark.tokens import INPUTS
+from jobs.command import count, share
+from jobs.frame.json_document import Done
+from pipeline.execution.request import refusing
 
 ALPHA, BETA = 0.5, 1e-6  # those of gstep.prune
 PREFIX = 200  # steps of the loop that are timed where all of them would take too long; all cost the same
 # The loop runs whole up to here: about 20 s at 10 GB/s.
 _WHOLE_TOKENS, _WHOLE_BYTES = 25_000, 2e11
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a measurement: every input (a name in INPUTS) with every number of frames at every ratio."""
-
-    inputs: Sequence[str]
-    frames: Sequence[int]
-    tokens_per_frame: int
-    hidden: int
-    ratios: Sequence[float]
-    repeats: int
-    device: str
 
 
 @dataclass(frozen=True)
@@ -63,16 +55,45 @@ class SelectionTimes:
     same: float
 
 
-def measure(settings: Settings) -> Iterator[SelectionTimes]:
-    """Measure every input, size and ratio in turn."""
-    for name in settings.inputs:
-        for n_frames in settings.frames:
-            tokens = INPUTS[name].make(n_frames, settings.tokens_per_frame, settings.hidden).to(settings.device)
-            for ratio in settings.ratios:
-                yield _measured(name, tokens, ratio, settings.repeats)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument(
+        "--frames",
+        type=count,
+        nargs="+",
+        default=[8, 32, 128, 384],
+        metavar="T",
+        help="frames, one made-up video each [8 32 128 384]",
+    )
+    parser.add_argument("--tokens-per-frame", type=count, default=196, metavar="N", help="[196]")
+    parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
+    parser.add_argument(
+        "--retention-ratios", type=share, nargs="+", default=[0.25, 0.10], metavar="R", help="[0.25 0.10]"
+    )
+    parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=[*INPUTS], help="kinds of tokens [all]")
+    parser.add_argument("--threads", type=count, default=1, metavar="N", help="of the processor [1]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the tokens [cpu]")
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
 
 
-def _measured(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure every input, size and ratio in turn, and show. Raises UsageError where there is no such device."""
+    with refusing():
+        choose_runtime(arguments.device)
+    torch.set_num_threads(arguments.threads)
+    times = []
+    for name in arguments.inputs:
+        for n_frames in arguments.frames:
+            made = INPUTS[name].make(n_frames, arguments.tokens_per_frame, arguments.hidden).to(arguments.device)
+            for ratio in arguments.retention_ratios:
+                times.append(measure(name, made, ratio, arguments.repeats))
+                say(f"{name}, {times[-1].n_tokens} tokens, {ratio:g}: done")
+    about = {"machine": machine(arguments.device), "hidden": arguments.hidden, "repeats": arguments.repeats}
+    title = f"Seconds of a selection, D = {arguments.hidden}, on {machine_line(arguments.device)}"
+    return Done(0, {**about, "times": times}, [as_table(times, title)])
+
+
+def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
     """Run all forms in turn, again and again, so that a disturbance of the machine falls on all of them."""
     tokens_MD = tokens_TND.flatten(0, 1)
     density_M = spatio_temporal_density(tokens_TND)[0].flatten()
@@ -81,16 +102,21 @@ def _measured(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Sele
     steps = loop_steps(n_tokens, hidden, budget)
     unit_DM = normalize(tokens_MD.float(), dim=1).T.contiguous()  # the layout that torch.mv reads fastest
     whole = {method: make_pruner(method) for method in ("gstep", "vidcom2")}
+
+    def prune(method: str) -> Tensor:
+        return whole[method].prune(VisualTokens(tokens_TND), ratio).index.cpu()
+
+    # A result that is on the CPU is complete: a GPU only queues its work.
     forms: dict[str, Callable[[], Tensor]] = {
-        "loop": lambda: loop(unit_DM, density_M, steps),
-        "selection": lambda: fast_density_guided_fps(tokens_MD, density_M, budget, alpha=ALPHA, beta=BETA),
-        "gstep": lambda: whole["gstep"].prune(VisualTokens(tokens_TND), ratio).index,
-        "vidcom2": lambda: whole["vidcom2"].prune(VisualTokens(tokens_TND), ratio).index,
+        "loop": lambda: loop(unit_DM, density_M, steps).cpu(),
+        "selection": lambda: fast_density_guided_fps(tokens_MD, density_M, budget, alpha=ALPHA, beta=BETA).cpu(),
+        "gstep": partial(prune, "gstep"),
+        "vidcom2": partial(prune, "vidcom2"),
     }
     loop(unit_DM, density_M, 1)  # what libraries take on their first use is no form's
-    whole["gstep"].prune(VisualTokens(tokens_TND), ratio)
-    found = medians_in_turn(forms, repeats, Tensor.cpu)
-    medians = {name: seconds for name, (seconds, _) in found.items()}
+    prune("gstep")
+    found = medians_in_turn(forms, repeats)
+    medians = {form: seconds for form, (seconds, _) in found.items()}
     medians["loop"] *= max(1, budget - 1) / steps
     same = torch.isin(found["selection"][1][: steps + 1], found["loop"][1]).float().mean().item()
     return SelectionTimes(name, n_tokens, ratio, budget, loop_steps=steps, same=same, **medians)
