@@ -2,8 +2,7 @@
 
 ``python -m tests.corpora_forms DIR`` makes 240 videos of 1 MiB in DIR (once; most of each is a box that holds nothing,
 so that files are as large as real ones), and prints what fetching them costs a core. Then it prunes them from 40 tars
-with a model that costs next to nothing, and kills the run. ``--kills 0`` leaves that out. What a whole run takes of
-each form is measured by ``python -m jobs.benchmark pipeline --forms``.
+with a model that costs next to nothing, and kills the run. ``--kills 0`` leaves that out.
 """
 
 from __future__ import annotations

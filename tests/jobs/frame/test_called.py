@@ -20,7 +20,7 @@ def by_name(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/gstep-cache"])
 
 
-HINT = "look: python -m jobs.inspect c; python -m jobs.benchmark table; that jobs.prune wrote"
+HINT = "look: python -m jobs.inspect c; python -m jobs.benchmark read; that jobs.prune wrote"
 
 
 def test_hints_stay_what_they_are_for_python_m():
@@ -28,7 +28,7 @@ def test_hints_stay_what_they_are_for_python_m():
 
 
 def test_hints_errors_and_help_name_the_console_script(by_name, capsys, tmp_path):
-    said = "look: gstep-cache inspect c; gstep-cache benchmark table; that jobs.prune wrote"
+    said = "look: gstep-cache inspect c; gstep-cache benchmark read; that jobs.prune wrote"
     assert as_called(HINT) == said
 
     def refuse():
@@ -52,7 +52,7 @@ def test_hints_errors_and_help_name_the_console_script(by_name, capsys, tmp_path
 
 
 def test_a_mistyped_command_or_choice_gets_the_likely_one(capsys):
-    for argv, near in ((["prnue"], "prune"), (["benchmark", "tabel"], "table"), (["prune", "--device", "cud"], "cuda")):
+    for argv, near in ((["prnue"], "prune"), (["benchmark", "raed"], "read"), (["prune", "--device", "cud"], "cuda")):
         with pytest.raises(SystemExit, match="2"):
             main(argv)
         assert f"(did you mean {near}?)" in capsys.readouterr().err
@@ -84,4 +84,4 @@ def test_a_shell_completes_commands_flags_and_choices(tmp_path):
     assert completions("gstep-cache pru", tmp_path) == ["prune"]
     assert completions("gstep-cache prune --retention", tmp_path) == ["--retention-ratio"]
     assert completions("gstep-cache prune --token-codec int", tmp_path) == ["int8", "int4"]
-    assert "table" in completions("gstep-cache benchmark ", tmp_path)
+    assert "selection" in completions("gstep-cache benchmark ", tmp_path)

@@ -13,7 +13,7 @@ from ray._private.node import Node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gstep.backbones import ModelSource, family_of
-from jobs.benchmark.pipeline.job import SleepingSetup
+from jobs.benchmark.pipeline_job import SleepingSetup
 from pipeline.errors import UsageError
 from pipeline.execution.cluster import at_most, choose_device, is_worth_showing, resources_without
 from pipeline.inputs.named_videos import TODO_SCHEMA
