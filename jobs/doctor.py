@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for finding in examine(config, lambda line: console.print(line, style="dim")):
             found.append(finding)
             console.print(_line(finding))
-        if arguments.json is None:
+        if not arguments.json:
             wide_console().print(_page(found))
         return Done(1 if any(finding.state == "wrong" for finding in found) else 0, found)
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import family_of
-from gstep.checkpoints.tower import tower_hash
+from gstep.checkpoints.identity import tower_hash
 from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import deepstack_levels, header_bytes
 from pipeline.cache.ledger import Ledger

@@ -3,6 +3,7 @@
 import pytest
 
 from jobs import evaluate, generate, inspect, prune
+from jobs.__main__ import main
 from tests.jobs.jobs import forbid_ray, run_here
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.rewrite.test_merge import cache_of
@@ -19,6 +20,23 @@ CASES = [
     (generate, ["tiny", "--questions", "question.jsonl", "--out", "a"], "questions.jsonl"),
     (inspect, ["cache", "bike.mp4"], "bikes.mp4"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        (["prnue"], "prune"),
+        (["benchmark", "pipelin"], "pipeline"),
+        (["prune", "--device", "cud"], "cuda"),
+        (["prune", "--retention-ration", "0.2"], "--retention-ratio"),
+        (["prune", "--drt-run=1"], "--dry-run"),
+    ],
+)
+def test_a_mistyped_command_flag_or_choice_gets_the_likely_one_in_two_lines(argv, near, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    said = capsys.readouterr().err
+    assert f"(did you mean {near}?)" in said and len(said.splitlines()) == 2
 
 
 @pytest.mark.parametrize(("command", "argv", "near"), CASES, ids=[near for _, _, near in CASES])

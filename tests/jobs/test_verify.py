@@ -12,7 +12,7 @@ import torch
 from jobs import inspect, prune, verify
 from pipeline import TokenCache
 from pipeline.storage.stores import LocalStore, ObjectStore
-from tests.jobs.jobs import forbid_ray, run_here, start, stop
+from tests.jobs.jobs import document_of, forbid_ray, run_here, start, stop
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
 from tests.pipeline.rays import ray_here
@@ -29,21 +29,14 @@ def cache(tmp_path) -> Path:
     return tmp_path / "c"
 
 
-def document(capsys, argv: list[str]) -> tuple[int, dict, str]:
-    """Run the command with --json: its exit code, the document, and what else it said."""
-    code = verify.main([*argv, "--json"])
-    said = capsys.readouterr()
-    return code, json.loads(said.out), said.err
-
-
-def test_exit_codes_and_the_report_as_json(cache, capsys):
-    code, record, said = document(capsys, [str(cache)])
-    assert code == 0 and "nothing is wrong" in said and "1/1 token shards" in said
-    assert record["counts"]["videos"] == 2 and record["bytes_read"] > 0
-    assert (record["problems"], record["exit_code"], record["repaired"]) == ([], 0, None)
+def test_exit_codes_and_the_report_as_json(cache):
+    code, record, said = document_of(verify, [str(cache)])
+    assert code == record["exit_code"] == 0 and record["repaired"] is None
+    assert "nothing is wrong" in said and "1/1 token shards" in said
+    assert record["counts"]["videos"] == 2 and record["bytes_read"] > 0 and record["problems"] == []
     (shard,) = shards(LocalStore(cache))
     shard.write_bytes(shard.read_bytes()[:-1])
-    code, record, said = document(capsys, [str(cache)])
+    code, record, said = document_of(verify, [str(cache)])
     assert code == 1 and "1 problems" in said
     (problem,) = record["problems"]
     assert (problem["class"], problem["shard"]) == ("footer", f"tokens/{shard.name}")
@@ -96,7 +89,7 @@ def test_live_finds_what_was_changed_with_every_checksum(pruned, tmp_path, monke
     forbid_ray(monkeypatch)
     out = tmp_path / "c"
     shutil.copytree(pruned, out)
-    code, record, said = document(capsys, [str(out), "--live", "9"])
+    code, record, said = document_of(verify, [str(out), "--live", "9"])
     assert code == 0, said
     live = record["live"]
     assert sorted(item["video_id"] for item in live) == sorted(CLIPS)
@@ -105,7 +98,7 @@ def test_live_finds_what_was_changed_with_every_checksum(pruned, tmp_path, monke
         assert item["versions"] == {}
     rewrite_tokens(LocalStore(out), CLIPS[0], other_tokens)
     assert run_here(verify, [str(out)]).returncode == 0  # the bytes are what their checksums say
-    code, record, said = document(capsys, [str(out), "--live", "9"])
+    code, record, said = document_of(verify, [str(out), "--live", "9"])
     assert code == 1 and "beyond rounding" in said
     assert [problem["video_id"] for problem in record["problems"]] == [CLIPS[0]]
     (changed,) = (item for item in record["live"] if item["state"] == "different")
@@ -113,7 +106,7 @@ def test_live_finds_what_was_changed_with_every_checksum(pruned, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path, capsys):
+def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path):
     out = tmp_path / "c"
     shutil.copytree(pruned, out)
     gone = Path(TokenCache(out).metadata(CLIPS[1])["uri"])
@@ -123,7 +116,7 @@ def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path, capsys):
     file.write_text(json.dumps(run))
     gone.rename(gone.with_suffix(".away"))
     try:
-        code, record, said = document(capsys, [str(out), "--live", "2"])
+        code, record, said = document_of(verify, [str(out), "--live", "2"])
     finally:
         gone.with_suffix(".away").rename(gone)
     assert code == 0, said
@@ -132,7 +125,7 @@ def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path, capsys):
     assert live[CLIPS[0]]["state"] == "same" and list(live[CLIPS[0]]["versions"]) == ["torch"]
     run["config"]["decode_timeout"] = 0.001
     file.write_text(json.dumps(run))
-    code, failed, said = document(capsys, [str(out), "--live", "2"])
+    code, failed, said = document_of(verify, [str(out), "--live", "2"])
     assert code == 1 and {item["state"] for item in failed["live"]} == {"failed"}
     assert {problem["class"] for problem in failed["problems"]} == {"live-failed"} and "timeout" in said
     run["config"]["decode_timeout"] = 120.0

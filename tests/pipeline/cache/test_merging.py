@@ -26,7 +26,7 @@ from pipeline.cache.reader import made_with
 from pipeline.cache.schema import LATER, MADE_WITH, write_parquet
 from pipeline.cache.table import small_name, table_files
 from pipeline.errors import VideoFault
-from pipeline.inspect.failed import failed_videos
+from pipeline.inspect.report import failed_videos
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.verify import Request, verify
 from tests.pipeline.caches import (
