@@ -57,28 +57,20 @@ SECONDS = [i * i * 7 / 1000 for i in range(30)]  # of a variable rate
 # name: (options of the clip, why decord must not read it or "")
 CLIPS = {
     "h264.mp4": ({}, ""),
-    "h264.mkv": ({}, ""),
     "variable.mp4": ({"pts": [round(1000 * s) for s in SECONDS]}, ""),
     "hevc.mp4": ({"codec": "libx265"}, "before a keyframe"),
     "closed.mp4": ({"codec": "libx265", "codec_options": {"x265-params": "log-level=none:open-gop=0"}}, ""),
     "open.mkv": ({"codec_options": {"x264-params": "open-gop=1:bframes=3:scenecut=0"}}, "before a keyframe"),
     "av1.mp4": ({"codec": "libsvtav1"}, "only the frame size"),
     "vp9.webm": ({"codec": "libvpx-vp9"}, "only the frame size"),
-    "vp8.webm": ({"codec": "libvpx", "codec_options": {"b": "500k", "lag-in-frames": "16"}}, "only the frame size"),
     "mpeg4.avi": ({"codec": "mpeg4"}, "neither"),
     "h264.avi": ({}, "no timestamps"),
     "mpeg2.ts": ({"codec": "mpeg2video"}, "neither"),
     "h264.ts": ({}, "neither"),
-    "mpeg2.mpg": ({"codec": "mpeg2video"}, "neither"),
-    "h264.flv": ({}, "neither"),
-    "wmv2.asf": ({"codec": "wmv2"}, "neither"),
     "raw.h264": ({"muxer": "h264"}, "no timestamps"),
-    "raw.hevc": ({"muxer": "hevc", "codec": "libx265"}, "no timestamps"),
     "paletted.gif": (GIF, "neither"),
-    "odd.mkv": ({"codec": "libvpx-vp9", "size": (33, 17)}, "only the frame size"),
     "odd.mp4": ({"size": (33, 17), "pix_fmt": "yuv444p"}, "its pixels"),
     "ten-bit.mp4": ({"pix_fmt": "yuv420p10le"}, "its pixels"),
-    "full-range.mp4": ({"pix_fmt": "yuvj420p"}, "its pixels"),
     "late.mp4": ({"pts": [1500 + 40 * i for i in range(30)]}, "start at 0"),
 }
 
@@ -146,9 +138,8 @@ def test_an_edit_list_hides_frames(tmp_path):
         DecordDecoder(index)
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.ts"])
-def test_frames_that_change_size_are_scaled_to_the_first(name, tmp_path):
-    index = index_of(two_sizes_clip(tmp_path / name))
+def test_frames_that_change_size_are_scaled_to_the_first(tmp_path):
+    index = index_of(two_sizes_clip(tmp_path / "a.mp4"))
     assert read_numbers("pyav", index, range(30)) == list(range(30))
     with pytest.raises(IndexMismatch):
         DecordDecoder(index)
@@ -161,8 +152,7 @@ def test_two_streams_the_default_one_is_read_as_ffmpeg_does(tmp_path):
     assert read_numbers("pyav", index, range(20)) == list(range(255, 235, -1))
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
-@pytest.mark.parametrize("degrees", [90, 180, 270])
+@pytest.mark.parametrize(("name", "degrees"), [("a.mp4", 90), ("a.mkv", 270), ("a.mp4", 180)])
 def test_rotation_is_applied(name, degrees, tmp_path):
     index = index_of(write_clip(tmp_path / name, rotation=degrees if degrees < 180 else degrees - 360))
     with pytest.raises(IndexMismatch, match="rotated"):
