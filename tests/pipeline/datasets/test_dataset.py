@@ -156,17 +156,3 @@ def test_each_worker_goes_on_where_it_was_left(folder):
     resuming.states = {state["worker"][0]: state for _, state in noted[:7]}
     rest = ids_of(DataLoader(resuming, batch_size=None, num_workers=2))
     assert sorted([name for name, _ in noted[:7]] + rest) == IDS
-
-
-def test_workers_that_persist_see_the_epoch(folder):
-    data = IterableTokenDataset(folder, shuffle=True)
-    loader = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True)
-    first = ids_of(loader)
-    data.set_epoch(1)
-    assert ids_of(loader) != first
-
-
-def test_ranks_that_are_none_are_refused(folder):
-    for ranks in ({"rank": 2, "world_size": 2}, {"rank": 0}):
-        with pytest.raises(ValueError, match="rank"):
-            IterableTokenDataset(folder, **ranks)

@@ -72,28 +72,6 @@ def test_workers_report_less_often_the_more_they_are():
     assert heartbeats.every_s() == SELDOM_S
 
 
-def test_a_worker_reports_as_often_as_the_actor_says_and_less_often_without_an_answer(monkeypatch):
-    slept, now, answers = [], [0.0], [4.0, None, None, 1.0, None]
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += seconds
-        if len(slept) == 100:
-            raise SystemExit
-
-    def ask(method: str, *arguments: object, otherwise: float) -> float:
-        assert method == "every_s"
-        return answers.pop(0) or otherwise
-
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
-    reporter = Heartbeat("decode")
-    reporter._ask = ask
-    with pytest.raises(SystemExit):
-        reporter._report_regularly()
-    # It asks after 4 s, 8 s more and so on, at last once a minute. Without an answer it reports half as often.
-    assert slept == [1.0] * 4 + [4.0] * 2 + [SELDOM_S] * (2 + 4) + [1.0] * 60 + [2.0] * 28
-
-
 def test_deaths_count_by_the_hour_and_not_over_the_run():
     now = 0.0
     heartbeats = Heartbeats(STAGES, clock=lambda: now)
@@ -110,14 +88,6 @@ def test_deaths_count_by_the_hour_and_not_over_the_run():
     assert said is not None
     assert said.startswith(f"{DEATHS + 1} processes of one encode worker died in ")
     assert said.endswith(" s, the last one on h1 with v9 in hand")
-
-
-def test_the_first_reason_to_give_up_is_kept():
-    heartbeats = Heartbeats(STAGES)
-    assert heartbeats.read().failure is None
-    heartbeats.fail("OSError: No space left on device")
-    heartbeats.fail("OSError: another")
-    assert heartbeats.read().failure == "OSError: No space left on device"
 
 
 @pytest.fixture
@@ -170,21 +140,6 @@ def test_how_it_went_is_known_by_node(actor):
     tried = actor.read().tried
     assert tried["encode"] == {"n1": NodeTally(socket.gethostname(), 1, 2), "n2": NodeTally("h2", 5, 0)}
     assert tried["decode"] == {}
-
-
-def test_what_failed_went_through_a_stage_and_is_not_what_it_made(actor):
-    mine = Heartbeat("decode", handle(actor))
-    for made in (True, False, False):
-        with mine.holding("v") as held:
-            held.done(made=made)
-    reading = actor.read()
-    assert (reading.left["decode"], reading.made["decode"], reading.made["encode"]) == (3, 1, 0)
-
-
-def test_other_work_is_shown_and_is_no_progress(actor):
-    with Heartbeat("encode", handle(actor)).busy("the model, being loaded"):
-        assert actor.read().inside["encode"] == [f"the model, being loaded on {socket.gethostname()}"]
-    assert actor.read().moves == 0
 
 
 def test_what_was_held_before_is_held_meanwhile_and_after(actor):
@@ -455,12 +410,6 @@ def test_a_worker_that_ends_with_nothing_in_hand_is_not_taken_to_be_at_work(hear
     ray.get(worker.take.remote())
     worker.end.remote()
     wait_until(lambda: not ray.get(heartbeats.read.remote()).inside["decode"], "the last statement")
-
-
-@pytest.mark.slow
-def test_a_reason_reaches_the_driver_before_the_worker_raises(heartbeats):
-    Heartbeat("write", heartbeats).fail("OSError: No space left on device")
-    assert ray.get(heartbeats.read.remote()).failure == "OSError: No space left on device"
 
 
 class Dying:

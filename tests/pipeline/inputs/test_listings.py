@@ -66,13 +66,6 @@ def test_keys_of_any_spelling_are_taken_literally(server):
     assert all(server.objects().read(row["uri"]).decode() == row["video_id"] for row in rows)
 
 
-def test_listed_keys_that_a_client_might_resolve_are_not_read(server):
-    for key in ("v/../w.mp4", "v/./x.mp4"):
-        server.upload(key)
-    rows = read(server, server.uri("v/"))
-    assert len(rows) == 2 and all("rename the object" in row["policy"] for row in rows)
-
-
 @pytest.mark.parametrize(
     ("glob", "expected"),
     [
@@ -136,15 +129,6 @@ def test_a_manifest_names_what_lies_below_its_folder_or_a_root(server, tmp_path)
     assert allowed(other, str(tmp_path)) == [True] * 2 + [False] * 2 + [True] * 3
     assert server.counts() == {"GET": 1}
     assert all("--video-root" in row["policy"] for row in read(server, manifest)[2:])
-
-
-def test_a_local_manifest_may_name_objects_below_a_root_only(tmp_path):
-    (tmp_path / "a.mp4").write_bytes(b"x")
-    rows = [{"video_id": uri, "uri": uri} for uri in ("a.mp4", "s3://bucket/v/a.mp4", "s3://bucket/w/a.mp4")]
-    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    manifest = read_manifest(str(tmp_path / "m.jsonl"), ["s3://bucket/v"], Objects(endpoint_url="http://127.0.0.1:1"))
-    assert manifest["uri"].to_pylist()[1] == "s3://bucket/v/a.mp4"
-    assert [policy is None for policy in manifest["policy"].to_pylist()] == [True, True, False]
 
 
 @pytest.mark.parametrize(

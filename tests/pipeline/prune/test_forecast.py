@@ -2,18 +2,14 @@
 
 import io
 import json
-import os
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from pipeline.errors import CacheLocked, UsageError
-from pipeline.execution.claim import Claim
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import Forecast, forecast, render_forecast
 from pipeline.prune.resume import Tally
-from pipeline.storage.stores import LocalStore
 from tests.pipeline.inputs.test_manifest import write_jsonl
 
 
@@ -88,28 +84,3 @@ def test_a_forecast_is_json_able(folder):
     record = json.loads(json.dumps(told(folder, limit=1).as_record()))
     assert record["tally"] == {"new": 3, "retried": 0, "redone": 0, "done": 0, "failed": 0}
     assert (record["n_todo"], record["first_ids"], record["identity"]["retention_ratio"]) == (1, ["a.mp4"], 0.25)
-
-
-def test_the_identity_is_shown_leaf_by_leaf(folder):
-    said = shown(told(folder, pruner_param=["alpha=0.25"]))
-    assert "pruner.method gstep" in said and "pruner.params.alpha 0.25" in said and "dtype.compute float32" in said
-
-
-def test_what_a_run_would_refuse_is_refused(folder):
-    (folder / "c").mkdir()
-    with Claim(LocalStore(folder / "c"), "r9", print), pytest.raises(CacheLocked, match="r9"):
-        told(folder)
-    (folder / "file").write_text("x")
-    (folder / "videos" / "link.mp4").symlink_to(folder / "file")
-    with pytest.raises(UsageError, match=rf"1 of 4 videos may not be read(.|\n)*--video-root {folder}"):
-        told(folder)
-    (folder / "videos" / "link.mp4").unlink()
-    with pytest.raises(UsageError, match=rf"{folder}/file/c: nothing can be written here: .*file is no folder"):
-        told(folder, out=str(folder / "file" / "c"))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="who may do anything is refused nothing")
-def test_a_folder_that_takes_nothing_is_refused(folder):
-    (folder / "closed").mkdir(mode=0o555)
-    with pytest.raises(UsageError, match="is not writable"):
-        told(folder, out=str(folder / "closed" / "c"))

@@ -12,7 +12,7 @@ from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import Tally, recut_clips, recut_line, remaining, retry_candidates, unfinished, within_limit
+from pipeline.prune.resume import Tally, recut_clips, recut_line, remaining, retry_candidates, unfinished
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
@@ -81,12 +81,6 @@ def test_a_changed_file_is_refused_skipped_or_redone(folder, live):
         left(folder, live)
     assert left(folder, live, on_changed="skip") == {"c.mp4": 1}
     assert left(folder, live, on_changed="redo") == {"a.mp4": 2, "c.mp4": 1}
-
-
-def test_a_changed_clip_is_noticed(folder, live):
-    (folder / "m.csv").write_text("video_id,uri,start_s\na.mp4,a.mp4,1.5\n")
-    with pytest.raises(SourceChanged, match=r"start_s was None, is 1\.5"):
-        remaining(read_manifest(str(folder / "m.csv")), live, PruneConfig())
 
 
 @pytest.mark.parametrize(
@@ -262,10 +256,3 @@ def test_parts_of_a_manifest_add_up(folder, live, in_the_first_part):
     rows = todo.select(["video_id", "attempts"]).to_pylist()
     assert rows[len(others) :] == [{"video_id": "b.mp4", "attempts": 2}, {"video_id": "c.mp4", "attempts": 1}]
     assert tally == Tally(new=len(others) + 1, retried=1, done=1)
-
-
-def test_a_share_is_the_first_of_what_is_left(folder, live):
-    todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
-    share, waiting = within_limit(todo, 1)
-    assert (share["video_id"].to_pylist(), waiting) == (["b.mp4"], 1)
-    assert within_limit(todo, 2)[1] == within_limit(todo, None)[1] == within_limit(todo, 9)[1] == 0

@@ -8,7 +8,7 @@ import pytest
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
-from tests.pipeline.videos import KeepSize, write_jpegs
+from tests.pipeline.videos import KeepSize
 
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
 X265 = (
@@ -60,13 +60,6 @@ def test_high_dynamic_range_changes_no_pixel(tmp_path):
         pictures[1].frames, pictures[2].frames
     )
     assert np.abs(pictures[0].frames - shown(tmp_path / f"{PQ}.mp4").frames[[0, 2, 4, 7]].astype(int)).mean() < 2
-
-
-def test_a_file_that_states_nothing(tmp_path):
-    video = decoded(make_clip(tmp_path / "a.mp4", *X264, count=8))
-    assert (video.color_transfer, video.sample_aspect_ratio) == (None, None)
-    video = decoded(write_jpegs(tmp_path / "frames_fps3" / "a", 8))
-    assert (video.color_transfer, video.sample_aspect_ratio) == (None, None)
 
 
 @pytest.mark.parametrize(

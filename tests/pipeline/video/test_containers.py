@@ -106,9 +106,3 @@ def test_a_cut_off_file_is_told_by_its_own_lengths(name, tmp_path):
     assert 0 < missing <= len(data) - cut  # a later box of an MP4 is not known to lack
     path.write_bytes(data + b"appended to the file")
     assert missing_bytes(path, demuxer) == 0
-
-
-def test_streams_without_a_stated_end_are_never_cut_off(tmp_path):
-    path = write_clip(tmp_path / "a.ts", codec="mpeg2video")
-    path.write_bytes(path.read_bytes()[:-1000])
-    assert missing_bytes(path, sniff(path)) == 0

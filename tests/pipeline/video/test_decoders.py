@@ -21,10 +21,9 @@ from pipeline.video.decoders import (
     decoder_version,
     decoders_for,
     load_decoder,
-    turned,
 )
 from pipeline.video.decord_decoder import DecordDecoder
-from pipeline.video.probe import IndexMismatch, Orientation, probe, scan
+from pipeline.video.probe import IndexMismatch, probe, scan
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.paths import ROOT
@@ -33,7 +32,6 @@ from tests.pipeline.videos import (
     SAMPLE_LENGTHS,
     SAMPLES,
     KeepSize,
-    numbered_frame,
     numbers,
     sample,
     two_sizes_clip,
@@ -108,12 +106,6 @@ def test_every_frame_of_every_kind(name, tmp_path):
             DecordDecoder(index)
 
 
-def test_to_write_av1_leaves_the_tests_at_their_priority(tmp_path):
-    before = os.sched_getscheduler(0)
-    write_clip(tmp_path / "a.mp4", codec="libsvtav1")
-    assert os.sched_getscheduler(0) == before
-
-
 @pytest.mark.parametrize(("name", "length"), list(zip(SAMPLES, SAMPLE_LENGTHS, strict=True)))
 def test_decord_and_pyav_agree_on_real_clips(name, length):
     index = index_of(sample(name))
@@ -161,12 +153,6 @@ def test_rotation_is_applied(name, degrees, tmp_path):
     stored = np.stack([np.rot90(frame, -degrees // 90) for frame in frames])  # set_display_rotation: anticlockwise
     assert numbers(stored) == list(range(30))
     assert frames.shape[1:3] == ((96, 64) if degrees != 180 else (64, 96)) == (index.height, index.width)
-
-
-def test_turning_covers_mirrored_frames():
-    frame = numbered_frame(0b10110, 4, 6)
-    assert np.array_equal(turned(frame, Orientation(False, False, True)), frame[:, ::-1])
-    assert np.array_equal(turned(frame, Orientation(True, False, False)), frame.transpose(1, 0, 2))
 
 
 def test_what_packets_do_not_tell_decoding_does(tmp_path):

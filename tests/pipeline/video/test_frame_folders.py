@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.frame_folders import frame_rate, is_frame_folder, source_bytes, whole_frames
+from pipeline.video.frame_folders import frame_rate, is_frame_folder, source_bytes
 from pipeline.video.jpegs import JPEGS
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
@@ -88,16 +88,6 @@ def test_a_clip_that_holds_no_frame_is_refused(frames, start_s, end_s):
     assert fault_of(frames, start_s=start_s, end_s=end_s).fault_class == "unsupported"
 
 
-def test_bounds_that_are_open_or_make_no_sense_stay_as_they_are():
-    assert whole_frames(None, None, 3.0) == (None, None)
-    assert whole_frames(-1.0, float("inf"), 3.0) == (-1.0, float("inf"))
-
-
-def test_fewer_frames_than_asked_for_are_repeated(few):
-    video = decode_video(request(few, 8))
-    assert video.n_repeated == 5 and sorted(set(numbers(video.frames))) == [1, 2, 3]
-
-
 def test_no_other_decoder_reads_them(few):
     for decoder in ("auto", "decord", "pyav", "tests.pipeline.videos:Instant"):
         assert decode_video(request(few, 3, decoder=decoder)).backend == JPEGS
@@ -174,12 +164,6 @@ def pipe(path: Path) -> None:
 
 def scramble(path: Path) -> None:
     path.write_bytes(b"\xff\xd8\xff" + b"\0" * 99 + b"\xff\xd9")
-
-
-def test_frames_of_another_size_are_scaled_to_the_first(few):
-    write_jpegs(few.parent / "large", 2, (128, 192))
-    (few.parent / "large" / "00002.jpg").rename(few / "00002.jpg")
-    assert numbers(decode_video(request(few, 3)).frames) == [1, 2, 3]
 
 
 def test_content_order_and_length_are_in_the_hash(few):

@@ -2,13 +2,12 @@
 
 from itertools import product
 
-import av
 import numpy as np
 import pytest
 
 from pipeline.video.containers import sniff
 from pipeline.video.decoders import PyavDecoder
-from pipeline.video.packets import MOST_KEPT, VideoPackets, open_container
+from pipeline.video.packets import MOST_KEPT, open_container
 from pipeline.video.probe import IndexMismatch, probe
 from tests.pipeline.ffmpeg import make_clip
 from tests.pipeline.videos import numbers, write_clip
@@ -16,7 +15,6 @@ from tests.pipeline.videos import numbers, write_clip
 SIZE = (120, 160)  # x265 has no temporal layers in smaller frames
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
 X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p")
-LAYERED = ("-c:v", "libx265", "-pix_fmt", "yuv420p", "-x265-params")
 #: Groups of pictures as encoders make them; the hard ones are those whose frames need what lies outside their group.
 GROUPS = {
     "closed.mp4": (*X264, "-g", 12, "-bf", 2, "-x264-params", "scenecut=0"),
@@ -129,34 +127,3 @@ class Astray:
 
     def seek(self, time, stream):
         self._container.seek(time + 10 * 512, stream=stream)
-
-
-def test_close_gives_the_file_back(tmp_path):
-    held = VideoPackets(str(write_clip(tmp_path / "a.mp4")), "mov", most_kept=0)
-    assert numbers([next(held.decoded(0, 30)).to_ndarray(format="rgb24")]) == [0]
-    held.close()
-    held.close()
-    assert list(held.between(0, 30)) == []
-
-
-def test_the_decoder_that_is_given_decodes(tmp_path):
-    class Counted:
-        def __init__(self, codec):
-            self.inner, self.n = codec, 0
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-        def decode(self, packet):
-            self.n += 1
-            return self.inner.decode(packet)
-
-    packets = VideoPackets(str(write_clip(tmp_path / "a.mp4")), "mov")
-    stream = packets.stream.codec_context
-    codec = av.CodecContext.create(stream.name, "r")
-    codec.extradata, codec.width, codec.height = stream.extradata, stream.width, stream.height
-    counted = Counted(codec)
-    frames = list(packets.decoded(0, 5, codec=counted))
-    assert counted.n == 6 and len(frames) == 5  # the last call ends the stream
-    assert [frame.pts for frame in frames] == [frame.pts for frame in packets.decoded(0, 5)]
-    packets.close()

@@ -28,15 +28,6 @@ def test_shares_are_those_of_the_last_looks_alone():
     assert load.busy() == {"decode": 0.0, "encode": 0.0, "write": pytest.approx(0.5)}
 
 
-def test_counts_that_begin_anew_in_another_actor_give_no_shares_beyond_0_and_1():
-    load = Load()
-    load.add(report(up_s=(50, 50, 50), busy_s=(50, 50, 50)))
-    load.add(report(up_s=(60, 60, 60), busy_s=(5, 60, 70)))
-    for _ in range(3):
-        load.add(report(up_s=(1, 1, 1), busy_s=(1, 1, 1)))
-    assert all(0 <= share <= 1 for share in load.busy().values())
-
-
 def test_queues_hold_what_the_stage_before_is_through_with():
     load = Load()
     load.add(report(left=(7, 4, 4)))
