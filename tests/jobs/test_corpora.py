@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = ["--num-frames", "4", "--max-failed", "9"]
+OPTIONS = ["--num-frames", "2", "--max-failed", "9"]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_every_form_gives_equal_tokens(cluster, corpus, tokens_of_files, tmp_pat
         assert done.returncode == 0, done.stdout
         assert tokens(tmp_path / form) == tokens_of_files
     lists = [corpus / "a.tar", str(corpus / "a.zip")]
-    told = pipeline.prune_videos(lists, out=tmp_path / "both", num_frames=4, progress=False)
+    told = pipeline.prune_videos(lists, out=tmp_path / "both", num_frames=2, progress=False)
     assert told.n_ok == 8 and tokens(tmp_path / "both") == tokens_of_files
     tar = TokenCache(tmp_path / "a.tar")
     row = tar.metadata("a.tar/bikes.mp4")

@@ -24,7 +24,7 @@ from tests.pipeline.videos import write_clip
 
 pytestmark = pytest.mark.slow
 
-FRAMES = 8
+FRAMES = 4
 GOOD = ["av1.mp4", "bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4"]
 
 

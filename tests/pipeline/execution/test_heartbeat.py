@@ -27,7 +27,7 @@ from pipeline.execution.monitoring.heartbeats import (
 from pipeline.execution.monitoring.report import NodeTally, ProgressDelta, Worker
 from pipeline.prune.graph import PRUNING
 from tests.jobs.processes import assert_all_gone
-from tests.pipeline.rays import handle_of, heartbeats_here, ray_here
+from tests.pipeline.rays import PLAIN, handle_of, heartbeats_here, ray_here
 from tests.waiting import wait_until
 
 STAGES = tuple(PRUNING.stages)
@@ -373,7 +373,7 @@ def test_what_was_in_hand_on_lost_nodes_is_not_blamed_for_them():
 
 @pytest.fixture(scope="module")
 def heartbeats():
-    with ray_here({"num_cpus": 1}), heartbeats_of(STAGES) as heartbeats:
+    with ray_here(*PLAIN), heartbeats_of(STAGES) as heartbeats:
         yield heartbeats
 
 
