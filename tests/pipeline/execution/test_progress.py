@@ -3,10 +3,12 @@
 import io
 import re
 
+import pytest
 from rich.console import Console
 
 from pipeline.execution.monitoring.report import WorkerReport
 from pipeline.execution.progress import LineReporter, Listening, OneLine, Pace, Progress, reporter
+from pipeline.generate.graph import ANSWERING
 from pipeline.prune.graph import PRUNING
 from tests.waiting import wait_until
 
@@ -64,6 +66,15 @@ def test_rate_and_time_left_are_of_what_came_through_since_the_first_though_noth
     assert str(pace) == ""
 
 
+def test_where_nobody_says_what_came_through_what_is_done_counts():
+    now = 0.0
+    pace = Pace(11, "file", lambda: now)
+    pace.done(1)
+    now = 10.0
+    pace.done(5)
+    assert str(pace) == "0.50 files/s, 10 s left"
+
+
 def test_a_function_is_told_numbers_and_notes():
     told: list[Progress] = []
     console = Listening(told.append)
@@ -82,6 +93,22 @@ def test_a_function_is_told_numbers_and_notes():
         (3, 1, {"decoded": 2, "encoded": 2}),  # what is ok has gone through them
     ]
     assert str(numbers[-1]) == "3/3 videos, 1 failed, 2 decoded, 2 encoded"
+
+
+def test_of_a_run_of_one_stage_its_own_is_told():
+    told: list[Progress] = []
+    with reporter(Listening(told.append), 2, 30.0, ANSWERING) as progress:
+        progress.stages(WorkerReport(made={"answer": 1}))
+    assert (told[-1].item, dict(told[-1].ahead)) == ("question", {"asked": 1})
+
+
+def test_what_the_function_raises_leaves_the_reporter():
+    def stop(progress: Progress) -> None:
+        if progress.done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), reporter(Listening(stop), 2, 30.0, PRUNING) as progress:
+        progress.advance(1, 0)
 
 
 def test_a_notebook_has_one_line_written_over_and_notes_above_it(capsys):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.errors import IdentityMismatch, RunFailed, UsageError
-from pipeline.execution.claim import holder
+from pipeline.errors import CacheLocked, IdentityMismatch, RunFailed, UsageError
+from pipeline.execution.claim import Claim, holder
 from pipeline.execution.outcome import Outcome
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
@@ -88,6 +88,13 @@ def test_the_steps_come_in_order_and_all_but_the_first_under_the_lock(tmp_path):
     assert holder(run.request.store) is None
 
 
+def test_the_record_has_the_summary_once_it_is_known(tmp_path):
+    WordRun(tmp_path, "a").carry_out()
+    record = record_of(tmp_path)
+    assert (record["status"], record["error"]) == ("finished", None)
+    assert record["summary"]["n_ok"] == 1 and record["summary"]["n_failed"] == 0
+
+
 def test_where_nothing_is_left_nothing_is_streamed_or_recorded(tmp_path):
     WordRun(tmp_path, "a").carry_out()
     (tmp_path / "runs" / "r1.json").unlink()
@@ -146,3 +153,10 @@ def test_a_refusal_stays_one(tmp_path, refusal):
     with pytest.raises(type(refusal), match=str(refusal)):
         Refusing(tmp_path, "a").carry_out()
     assert not (tmp_path / "words").exists()
+
+
+def test_a_place_that_another_run_holds_is_not_touched(tmp_path):
+    run = WordRun(tmp_path, "a")
+    with Claim(LocalStore(tmp_path), "other", print), pytest.raises(CacheLocked, match="other"):
+        run.carry_out()
+    assert [name for name, _ in run.steps] == ["prepare"] and not (tmp_path / "words").exists()

@@ -62,6 +62,17 @@ def test_every_shard_is_committed_and_failures_are_counted(tmp_path):
     assert committing.said.getvalue().splitlines()[-1].startswith("5/5 videos, 2 failed")
 
 
+def test_a_shard_is_on_disk_before_the_next_is_taken(tmp_path):
+    committing = Committing(tmp_path, 2)
+
+    def shards() -> Iterator[pa.Table]:
+        for number in range(2):
+            assert committing.store.names("shards", "") == [f"shards/{i}" for i in range(number)]
+            yield shard("ok")
+
+    assert committing.run(shards()) == 0
+
+
 def test_rows_that_are_missing_fail_the_run(tmp_path):
     with pytest.raises(RunFailed, match="2 of 5 videos have no row; run the same command again"):
         Committing(tmp_path, 5).run([shard("ok"), shard("ok", "failed")])

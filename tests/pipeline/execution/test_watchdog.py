@@ -40,6 +40,10 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "graph"]
 
 
+def test_every_item_comes_in_order():
+    assert list(iterate_watched(iter(range(100)), nothing, 10)) == list(range(100))
+
+
 def test_nothing_is_taken_without_room_and_the_wait_is_for_something_else_then():
     room, unfinished = iter([True, False, False, True, True]), iter([True, True, False])
     items = iterate_watched(iter("ab"), nothing, 10, room=lambda: next(room), unfinished=lambda: next(unfinished))
