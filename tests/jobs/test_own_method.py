@@ -156,12 +156,3 @@ def test_parameters_of_a_wrong_type_are_refused_before_a_run(mine, tmp_path, mon
         else:
             assert re.search(rf"'{method}': {name} must be (an integer|a number)( or none)?; got '{value}'", said), said
     assert not (tmp_path / "c").exists() and not (tmp_path / "a").exists()
-
-
-@pytest.mark.parametrize(("path", "why"), [("nowhere:Mine", "cannot be imported"), ("json:JSONDecoder", "no subclass")])
-def test_what_is_no_method_is_refused_before_a_run(tmp_path, monkeypatch, path, why):
-    forbid_ray(monkeypatch)
-    (tmp_path / "videos").mkdir()
-    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
-    done = run_here(prune, [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", path])
-    assert done.returncode == 2 and f"method '{path}'" in done.stdout and why in done.stdout

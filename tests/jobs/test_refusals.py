@@ -9,7 +9,6 @@ import torch
 
 from jobs import inspect, prune, recode, reprune
 from tests.jobs.jobs import clips, forbid_ray, run
-from tests.pipeline.caches import make_cache, random_tokens
 
 
 @pytest.fixture
@@ -50,30 +49,6 @@ def test_what_the_list_alone_tells_is_told_at_once(refuse, tmp_path, videos, why
     said = refuse(prune, [str(tmp_path / videos), "--out", str(tmp_path / "c"), "--dry-run"])
     assert why in said and ("--video-root /etc, or correct the list" in said) == (videos == "m.jsonl")
     assert not (tmp_path / "c").exists()
-
-
-def test_no_video_in_the_folder(refuse, tmp_path):
-    (tmp_path / "notes.txt").write_text("no video")
-    assert "no video in this folder" in refuse(prune, [str(tmp_path), "--out", str(tmp_path / "c")])
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["not json"], "not JSON"),
-        (['{"uri": "a.mp4"}'], "no video_id"),
-        (['{"video_id": "a", "uri": "a.mp4"}'] * 2, "repeat a video_id"),
-    ],
-)
-def test_bad_manifest(refuse, tmp_path, lines, message):
-    (tmp_path / "m.jsonl").write_text("\n".join(lines))
-    assert message in refuse(prune, [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c")])
-
-
-@pytest.mark.parametrize("ratio", ["0", "-0.1", "1.01", "nan"])
-def test_retention_ratio_outside_its_range(refuse, videos, tmp_path, ratio):
-    argv = [str(videos), "--out", str(tmp_path / "c"), f"--retention-ratio={ratio}"]
-    assert "--retention-ratio must be in (0, 1]" in refuse(prune, argv)
 
 
 def test_unknown_pruner_and_parameter(refuse, videos, tmp_path):
@@ -168,13 +143,6 @@ def test_cache_of_another_schema(refuse, videos, tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "cache.json").write_text('{"schema_version": 99}')
     assert "schema version 99" in refuse(prune, [str(videos), "--out", str(tmp_path / "c")])
-
-
-def test_inspect_says_what_is_wrong(refuse, tmp_path):
-    assert "not a pruned-token cache" in refuse(inspect, [str(tmp_path / "none")])
-    make_cache(tmp_path / "c", {"v": random_tokens(0)})
-    assert "'nope' is not in the cache" in refuse(inspect, [str(tmp_path / "c"), "nope"])
-    assert "larger" in refuse(inspect, [str(tmp_path / "c"), "v", "--retention-ratio", "0.9"])
 
 
 @pytest.mark.parametrize("command", [recode, reprune])

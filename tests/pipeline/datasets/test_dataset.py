@@ -67,13 +67,6 @@ def test_workers_of_either_kind_make_batches_without_padding(folder, method):
         assert batch.metadata == tuple(video.metadata for video in videos)
 
 
-def test_shards_are_those_of_the_commits(folder):
-    assert shards_of(TokenCache(folder), ["v18", "v00", "v13", "v04"]) == [["v00", "v04"], ["v13", "v18"]]
-    assert list(map(len, shards_of(TokenCache(folder)))) == list(SIZES)
-    with pytest.raises(UnknownVideo, match="'nope' is not in the cache"):
-        IterableTokenDataset(folder, ["v00", "nope"])
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_video_comes_once_on_whatever_rank_and_worker(folder, world_size, shuffle):

@@ -43,13 +43,6 @@ def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch):
         assert state() == before
 
 
-def test_the_token_of_a_cluster_that_a_run_started_stays_for_the_next(monkeypatch):
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    with run_here():
-        monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
-    assert os.environ["RAY_AUTH_TOKEN"] == "t"
-
-
 def test_runs_beside_each_other_restore_the_process_when_the_last_one_ends(monkeypatch):
     before = state()
     with ExitStack() as first, ExitStack() as second:

@@ -44,11 +44,6 @@ def test_failures_are_counted_with_their_first_example():
     assert count_failures([], "video_id") == ({}, {})
 
 
-def test_the_pace_in_words():
-    assert outcome(n_new=4, n_new_failed=1, wall_s=2.0).pace("video") == "4 videos (1 failed) in 2.0 s, 2.00 videos/s"
-    assert outcome(n_new=1, wall_s=0.0).pace("question") == "1 questions in 0.0 s, 0.00 questions/s"
-
-
 def test_the_table_names_the_remedy_and_takes_no_id_for_markup():
     ended = Outcome(n_ok=1, failures={"io": 2, "strange": 1}, n_missing=0, examples={
         "io": ("[red]a[/red].mp4", "gone"), "strange": ("b.mp4", "?")

@@ -113,21 +113,6 @@ def test_a_column_of_bytes_gives_its_rows_in_order(tmp_path, form, struct_of):
     assert contents(mixed) == [list(FILES.values())[place] for place in (3, 11, 4, 4, 0, 7)]
 
 
-def test_columns_have_clips_and_holes(tmp_path):
-    pq.write_table(
-        pa.table({"v": [b"1", None, b"3"], "start_s": [1, None, 2], "end_s": [2.5, None, None]}), tmp_path / "a.parquet"
-    )
-    found = rows(str(tmp_path / "a.parquet"), "v")
-    assert [(row["start_s"], row["end_s"]) for row in found] == [(1.0, 2.5), (None, None), (2.0, None)]
-    assert [row["video_id"] for row in found] == [f"a.parquet/{number}" for number in range(3)]
-    assert [row["manifest"] for row in found] == ['{"start_s": 1, "end_s": 2.5}', None, '{"start_s": 2}']
-    asked = Indexing(Asked("v", ("start_s", "end_s")))
-    found_all = read_manifest(str(tmp_path / "a.parquet"), indexing=asked)
-    assert found_all["fault"].null_count == 1  # a clip that is asked for needs both of its ends
-    with pytest.raises(VideoFault, match="row 1 of the table holds no bytes"):
-        contents(found)
-
-
 IDS = {
     "category": pa.array(["x", "y"]).dictionary_encode(),
     "view": pa.array(["x", "y"], pa.string_view()),
@@ -143,13 +128,6 @@ def test_ids_and_what_is_carried_may_be_of_any_type_of_text_and_numbers(tmp_path
     assert [(row["video_id"], row["end_s"]) for row in found] == [("x", 1.5), ("y", None)]
     assert [json.loads(row["manifest"]) for row in found] == [{"end_s": 1.5, "kind": "x"}, {"kind": "y"}]
     assert contents(found) == [b"1", b"2"]
-
-
-def test_a_text_of_a_table_that_is_not_utf_8_is_carried_with_its_bytes_as_escapes(tmp_path):
-    text = pa.Array.from_buffers(pa.string(), 2, pa.array([b"caf\xe9", b"ok"]).buffers())
-    pq.write_table(pa.table({"v": [b"1", b"2"], "caption": text, "kind": IDS["category"]}), tmp_path / "a.parquet")
-    found = [json.loads(row["manifest"]) for row in rows(str(tmp_path / "a.parquet"), "v")]
-    assert found == [{"caption": r"caf\xe9", "kind": "x"}, {"caption": "ok", "kind": "y"}]
 
 
 @pytest.mark.parametrize(
@@ -271,14 +249,6 @@ def test_the_index_of_a_tar_of_small_videos_is_a_request_a_slice(server, tmp_pat
     assert [alike(row) for row in found] == [alike(row) for row in rows(str(path))]
 
 
-def test_the_index_of_a_tar_of_large_videos_is_a_small_request_a_video(server, tmp_path):
-    files = {f"{number}.mp4": random.Random(number).randbytes(2**16) * 200 for number in range(6)}
-    path = write_tar(tmp_path / "a.tar", files)
-    found, counts, fetched = indexed(server.upload("a.tar", path.read_bytes()), server)
-    assert counts["GET"] <= len(files) + 1 and fetched <= (len(files) + 1) * 2**14 + 2**16
-    assert [alike(row) for row in found] == [alike(row) for row in rows(str(path))]
-
-
 def test_a_store_that_is_too_slow_for_a_slice_is_asked_for_headers_alone(server, tmp_path, monkeypatch):
     monkeypatch.setattr(downloads, "_GRACE_S", -1)
     monkeypatch.setattr(downloads, "_SLOWEST", math.inf)  # every download is too slow
@@ -374,15 +344,6 @@ def test_a_glob_of_tars_on_s3_resumes_by_its_listing_and_kept_indexes(server, tm
     assert rows(server.uri("c/*.tar"), objects=server.objects(), store=store, keeps=True) == first
     assert server.counts() == {"LIST": 1}
     assert [row["video_id"] for row in first[:2]] == ["0.tar/00.mp4", "0.tar/01.mp4"]
-
-
-def test_a_tar_on_s3_that_may_not_be_read_is_a_row(server, tmp_path):
-    data = write_tar(tmp_path / "a.tar", FILES).read_bytes()
-    server.upload("c/0.tar", data)
-    server.upload("c/1.tar", data)
-    server.fail("GET", "c/1.tar", 403)
-    found = rows(server.uri("c"), objects=server.objects())
-    assert len(found) == 13 and found[-1]["video_id"] == "1.tar" and found[-1]["fault"].startswith("io: ")
 
 
 class Lengths:

@@ -175,21 +175,6 @@ def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypat
     assert len(listed(path, tmp_path, limited=True)[0]) == 3000  # the index is whole, and was kept
 
 
-def test_a_limit_opens_no_table_that_it_does_not_need(tmp_path):
-    (tmp_path / "tables").mkdir()
-    for number in range(4):
-        write_table(tmp_path / f"tables/{number}.parquet", [f"{number}-{part}" for part in range(3)])
-    (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
-    for limit, left in ((1, 3), (3, 3), (4, 2), (9, 1)):
-        todo, found, indexing = limited(tmp_path / "tables", tmp_path, limit, column="video")
-        assert ids(todo) == [f"{number}-{part}" for number in range(3) for part in range(3)][:limit]
-        assert (found.n_left, indexing._n_read) == (left, 4 - left) and indexing.unit == 2
-    write_table(tmp_path / "tables/1.parquet", ["1-0", "0-2"])
-    assert len(limited(tmp_path / "tables", tmp_path, 4, column="video")[0]) == 4
-    doubled = limited(tmp_path / "tables", tmp_path, 5, column="video")[0].to_pylist()[-1]
-    assert doubled["video_id"] == f"0-2@{doubled['uri']}" and "earlier video has the id 0-2" in doubled["fault"]
-
-
 def write_table(path, names):
     pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
 
@@ -217,16 +202,6 @@ def test_an_id_that_two_tars_give_is_an_error_row_with_and_without_a_limit(tmp_p
     assert whole.to_pylist() == rows and ids(whole) == expected
 
 
-def test_an_index_that_was_kept_before_changes_no_order(tmp_path):
-    places = doubled_tars(tmp_path)
-    listed(places[1], tmp_path)  # alone, its video has the id
-    assert len(list((tmp_path / "cache" / "sources").iterdir())) == 1
-    known, indexing = listed(places, tmp_path, limited=True)
-    assert len(known) == 0 and [place.uri for place in indexing.left] == places
-    with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, 9) as found:
-        assert ids(found.all().todo)[3] == f"0.tar/a.mp4@{places[1]}#a.mp4"
-
-
 def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
     p, q, _ = doubled_tars(tmp_path)
     with pytest.raises(ManifestError, match=r"p/0\.tar: it is named 2 times; name it once"):
@@ -239,12 +214,3 @@ def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
     assert (
         ids(found := listed([p, q], tmp_path)[0]) == ["0.tar/@0", f"0.tar/@0@{q}#@0"] and not found["fault"].null_count
     )
-
-
-def test_a_file_keeps_its_id_whatever_a_tar_named_before_it_holds(tmp_path):
-    place = doubled_tars(tmp_path)[0]
-    (tmp_path / "files" / "0.tar").mkdir(parents=True)
-    (tmp_path / "files" / "0.tar" / "b.mp4").write_bytes(b"b")
-    found, _ = listed([place, str(tmp_path / "files")], tmp_path)
-    assert ids(found) == ["0.tar/a.mp4", f"0.tar/b.mp4@{place}#b.mp4", "0.tar/b.mp4"]
-    assert [row["fault"] is None for row in found.to_pylist()] == [True, False, True]

@@ -1,6 +1,5 @@
 """Files of rows that a user wrote: the kinds agree, and what is wrong is said with its place."""
 
-import io
 import json
 
 import pyarrow as pa
@@ -9,7 +8,6 @@ import pytest
 
 from pipeline.errors import ManifestError
 from pipeline.inputs.manifest import given_manifest, read_manifest
-from pipeline.inputs.tables import read_rows
 from tests.pipeline.inputs.test_manifest import write_jsonl
 
 
@@ -27,24 +25,6 @@ def test_parts_know_where_their_rows_stand(tmp_path, end):
     for read in (lambda: read_manifest(str(tmp_path / "m.parquet")), lambda: given_manifest(table)):
         with pytest.raises(ManifestError, match=f"row {2**16 + end}: no uri"):
             read()
-
-
-def rows_of(name: str, data: bytes) -> list[tuple[str, dict]]:
-    return list(read_rows(name, io.BytesIO(data), "an id"))
-
-
-def test_each_row_comes_with_its_place():
-    assert rows_of("m.jsonl", b'\xef\xbb\xbf{"a": 1}\n\n {"a": null}\n') == [
-        ("line 1", {"a": 1}),
-        ("line 3", {"a": None}),
-    ]
-    assert rows_of("m.csv", b'\xef\xbb\xbfa,b\n1,\n"x\ny",z\n') == [
-        ("line 2", {"a": "1"}),
-        ("line 4", {"a": "x\ny", "b": "z"}),
-    ]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"a": [1, None]}), sink)
-    assert rows_of("m.parquet", sink.getvalue().to_pybytes()) == [("row 0", {"a": 1}), ("row 1", {"a": None})]
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary(1), pa.dictionary(pa.int8(), pa.binary())])

@@ -109,19 +109,6 @@ def test_an_object_store_is_asked_for_nothing_else_either():
         assert torch.equal(video.evidence["image_embedding"], expected[video.index])
 
 
-def test_the_checksum_covers_it_and_caches_without_any_stay_as_they_were(tmp_path):
-    videos = {"v": random_tokens(0, SHAPE)}
-    evidence_cache(tmp_path / "with", videos)
-    make_cache(tmp_path / "without", videos)
-    with_it, without = TokenCache(tmp_path / "with"), TokenCache(tmp_path / "without")
-    assert with_it.metadata("v")["checksum"] != without.metadata("v")["checksum"]
-    assert with_it.metadata("v").keys() == without.metadata("v").keys()
-    assert without.evidence == {} and torch.equal(with_it.get("v").tokens, without.get("v").tokens)
-    video = with_it.get("v", evidence=["image_embedding"], verify=True)
-    assert torch.equal(video.tokens, without.get("v", verify=True).tokens)
-    assert list(video.evidence) == ["image_embedding"]
-
-
 def test_what_is_not_there_is_said(tmp_path):
     evidence_cache(tmp_path / "c", {"v": random_tokens(0, SHAPE)})
     make_cache(tmp_path / "plain", {"v": random_tokens(0)})

@@ -18,14 +18,10 @@ from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import (
     BUNDLE_BYTES,
-    FRAME_RECORD_BYTES,
     PRUNING,
-    RECORD_BYTES,
-    RECORDS_BYTES,
     Resources,
     build_graph,
     plan_resources,
-    videos_for,
 )
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
@@ -40,11 +36,6 @@ def test_all_workers_and_a_writer_fit_at_once(asked):
         assert used + plan.write.num_cpus <= cpus
         assert plan.decode.workers >= 1 and plan.encode.workers >= 1 and plan.encode.num_gpus == min(gpus, 1)
         assert plan.encode.workers * plan.encode.num_gpus <= gpus and plan.videos_per_block >= 1
-
-
-def test_a_cluster_is_used_whole():
-    assert (plan_resources(64, 8, 1000).encode.workers, plan_resources(64, 8, 1000).decode.workers) == (8, 64)
-    assert (plan_resources(64, 0, 1000).encode.workers, plan_resources(64, 0, 1000).decode.workers) == (16, 64)
 
 
 @pytest.mark.parametrize("asked", [{}, {"decode_workers": 7}, {"encode_workers": 1}])
@@ -108,16 +99,6 @@ def test_videos_share_a_bundle_and_a_very_large_one_is_alone():
     )
 
 
-def test_encoders_have_enough_under_way_and_no_more_than_the_object_stores_hold():
-    for frames in (1, 2, 8, 32):
-        plan = fitted(10**5, frames)
-        assert plan.videos_per_bundle * plan.encode.in_flight >= 16
-    small = fitted(10**5, 32, store_bytes=8 * 20 * 32 * FRAME)
-    assert small.encode.in_flight * small.encode.workers * 32 * FRAME <= 8 * 20 * 32 * FRAME / 4
-    assert fitted(10**5, 768, store_bytes=10**9).encode.in_flight == 4  # what is computed and what comes next
-    assert fitted(8 * 64, 32).encode.in_flight == 8  # an eighth of its share of a short run
-
-
 def files(n_videos: int) -> pa.Table:
     """Rows of so many files, of which only the number matters."""
     return pa.table({"source_offset": pa.nulls(n_videos, pa.int64())})
@@ -134,15 +115,6 @@ def test_blocks_of_the_manifest_are_whole_bundles_and_the_last_ones_a_bundle_eac
     waiting = plan.decode.workers * plan.decode.in_flight
     assert all(size <= plan.videos_per_bundle for size in sizes[-waiting:])
     assert len(blocks) <= MAX_BLOCKS + waiting * plan.videos_per_block
-
-
-def test_shards_are_sized_by_what_videos_take():
-    assert videos_for(256 * 10**6, 11_239_424, 32) == 22  # LLaVA-OneVision-7B: 32 x 49 tokens of 3584 values
-    assert videos_for(256 * 10**6, 10**9, 768) == 1
-    assert videos_for(10**12, 1, 32) * (RECORD_BYTES + 32 * FRAME_RECORD_BYTES) <= RECORDS_BYTES
-    for n_videos in (1, 100, 10**4):
-        shard = plan_resources(64, 8, n_videos, videos_per_shard=1365).videos_per_shard
-        assert shard == max(1, min(1365, n_videos // 32))  # every one of 8 writers gets four
 
 
 @pytest.fixture(scope="module")

@@ -49,13 +49,6 @@ def test_videos_outside_are_refused_with_a_root_that_allows_them(tmp_path):
     refuse_forbidden(read_manifest(str(manifest), [f"{tmp_path}/data/a b"]), "m")
 
 
-def test_objects_outside_are_refused_with_their_prefix(tmp_path):
-    uris = ["s3://bucket/v/x/a.mp4", "s3://bucket/v/y/b.mp4", "s3://bucket/v/y/c/d.mp4"]
-    manifest = write_jsonl(tmp_path / "m.jsonl", [{"video_id": uri, "uri": uri} for uri in uris])
-    assert "Allow that with --video-root s3://bucket/v, or correct the list" in refused(manifest)
-    refuse_forbidden(read_manifest(str(manifest), ["s3://bucket/v"], NOWHERE), "m")
-
-
 def test_no_root_is_suggested_that_allows_everything_or_nothing(tmp_path):
     rows = [
         ("a", "/etc/hostname"),
@@ -88,13 +81,6 @@ def test_a_single_file_is_judged_by_its_content(tmp_path, suffix):
             refuse_other_files(read_manifest(named), named, NOWHERE)
     file.write_bytes(sample("bikes.mp4").read_bytes())
     refuse_other_files(read_manifest(str(file)), str(file), NOWHERE)
-
-
-def test_files_of_a_folder_or_a_list_are_left_to_the_run(tmp_path):
-    touch(tmp_path / "a.mp4")
-    refuse_other_files(read_manifest(str(tmp_path)), str(tmp_path), NOWHERE)
-    manifest = write_jsonl(tmp_path / "m.jsonl", [{"video_id": "a", "uri": "a.mp4"}])
-    refuse_other_files(read_manifest(str(manifest)), str(manifest), NOWHERE)
 
 
 def test_a_single_object_of_another_suffix_is_one_request(server):

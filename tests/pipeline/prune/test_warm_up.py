@@ -12,7 +12,7 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.types import VisualTokens
 from pipeline.prune import encode_stage
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.warm_up import MAX_TOKENS, compiled_beside
+from pipeline.prune.warm_up import compiled_beside
 from tests.gstep.synthetic import needs_cuda
 
 pruned: list[tuple[str, list[int], int]] = []
@@ -53,13 +53,6 @@ def test_a_method_compiles_in_a_thread_while_the_context_works():
         assert pruned == []
         begun.set()
     assert pruned == [("compile", [4, 9, 16], 9)]
-
-
-@pytest.mark.parametrize(("shape", "frames"), [((768, 200, 8), MAX_TOKENS // 200), ((2, 2 * MAX_TOKENS, 2), 1)])
-def test_a_long_video_is_cut(shape, frames):
-    with compiled_beside(Recorder(), 0.25, shape, "cpu"):
-        pass
-    assert [made[1] for made in pruned] == [[frames, *shape[1:]]]
 
 
 def test_a_failure_is_warned_of_and_raises_nothing():

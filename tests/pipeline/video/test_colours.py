@@ -79,15 +79,6 @@ def test_the_shape_of_pixels_is_told_and_stretches_nothing(name, codec, tmp_path
     assert (video.source_width, video.source_height) == (96, 64) == video.frames.shape[2:0:-1]
 
 
-def test_a_pal_recording_of_a_camera(tmp_path):
-    """DV states 4:3 in its frames: 720 pixels in a row are as wide as 768."""
-    path = make_clip(
-        tmp_path / "a.avi", "-c:v", "dvvideo", "-pix_fmt", "yuv420p", "-aspect", "4:3", count=4, size=(576, 720)
-    )
-    video = decoded(path)
-    assert (video.sample_aspect_ratio, video.source_width, video.source_height) == ("16:15", 720, 576)
-
-
 def test_a_picture_that_is_turned_has_its_pixels_turned(tmp_path):
     whole = make_clip(tmp_path / "whole.mp4", *X264, "-vf", "setsar=16/15", count=8)
     ffmpeg("-display_rotation", 90, "-i", whole, "-c", "copy", tmp_path / "a.mp4")

@@ -17,7 +17,6 @@ from pipeline.video.decode import DecodeRequest
 from pipeline.video.decoders import (
     DECODERS,
     PyavDecoder,
-    chunk_length,
     decoder_version,
     decoders_for,
     load_decoder,
@@ -166,15 +165,6 @@ def test_what_packets_do_not_tell_decoding_does(tmp_path):
     assert len(found.timestamps) < len(index.timestamps)
     read = read_numbers("pyav", found, range(len(found.timestamps)))
     assert read == list(range(read[0], 60))
-
-
-def test_chunks_shrink_with_the_frames(tmp_path, monkeypatch):
-    assert chunk_length(384, 384) == 8
-    assert chunk_length(2160, 3840) == 2
-    assert chunk_length(8192, 8192) == 1
-    index = index_of(write_clip(tmp_path / "a.mp4"))
-    assert [len(chunk) for chunk in PyavDecoder(index).read(np.arange(20))] == [1] * 20
-    assert [len(chunk) for chunk in DecordDecoder(index).read(np.arange(20))] == [8, 8, 4]
 
 
 def test_interlaced_frames_are_one_picture_as_in_the_loaders_of_the_models(tmp_path):

@@ -166,36 +166,10 @@ def test_credentials_of_the_parent_are_not_in_what_the_kernel_shows_of_the_child
     assert json.loads(done.stdout)["first"] == ["AWS_SECRET_ACCESS_KEY=", "HF_TOKEN=", "PLAIN=as it was"]
 
 
-UNGUARDED = """
-import sys
-from tests.pipeline.video.test_sandbox import DecodeSandbox, request
-print("the main module is run")
-with DecodeSandbox(timeout_s=300) as sandbox:
-    print(sandbox.decode(request(sys.argv[1])).source_frames)
-"""
-
-
-@pytest.mark.slow
-def test_a_child_does_not_import_the_main_module_again(clip, tmp_path):
-    """That of an actor is Ray's worker, with all of Ray."""
-    script = tmp_path / "parent.py"
-    script.write_text(UNGUARDED, encoding="utf-8")
-    command = [sys.executable, str(script), str(clip)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n") == ["the main module is run", "30", ""]
-
-
 def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
     pid = json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["pid"]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the fork server reaps it")
-    assert sandbox.decode(request(clip)).source_frames == 30
-
-
-def test_a_request_that_cannot_be_sent_leaves_the_sandbox_sound(sandbox, clip):
-    with pytest.raises(Exception, match="pickle"):
-        sandbox.decode(DecodeRequest(clip, Sampling(), lambda: None))  # type: ignore[arg-type]
     assert sandbox.decode(request(clip)).source_frames == 30
 
 

@@ -20,7 +20,6 @@ from pipeline.video.probe import VideoIndex, probe
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, tolerances
 from tests.gstep.backbones.encoders import FLOAT32
 from tests.pipeline.ffmpeg import ffmpeg
-from tests.pipeline.videos import KeepSize, write_jpegs
 
 X264 = ("-c:v", "libx264", "-preset", "ultrafast")
 B_FRAMES = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2)
@@ -266,9 +265,3 @@ def test_a_bound_between_frames_of_a_coarse_tick_is_no_frame(even):
     """In AVI half a tick would be half of the way to the next frame."""
     index = even("a.avi", "25")
     assert range_of(index, 0.485, 0.995) == range_of(index, 0.5, 1.0) == (13, 25)
-
-
-def test_a_folder_of_frames_has_no_ticks(tmp_path):
-    folder = write_jpegs(tmp_path / "frames_fps3" / "x", 9)
-    video = decode_video(DecodeRequest(folder, Sampling(None, 3.0, None), KeepSize()))
-    assert video.frame_indices.tolist() == list(range(9)) and video.clip_fps == video.fps == 3.0

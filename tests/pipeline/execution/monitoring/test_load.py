@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.execution.monitoring.load import Load, Progress, bottleneck
+from pipeline.execution.monitoring.load import Load, bottleneck
 from pipeline.execution.monitoring.report import WorkerReport
 
 
@@ -51,9 +51,3 @@ def test_queues_hold_what_the_stage_before_is_through_with():
 )
 def test_the_last_stage_that_is_always_busy_limits_the_run(busy, limits):
     assert bottleneck(busy) == limits
-
-
-def test_a_line_names_the_busy_shares_and_the_bottleneck():
-    at = Progress(item="video", total=9, ok=3, ahead={"decoded": 5}, busy={"decode": 0.97, "encode": 0.41})
-    assert str(at) == "3/9 videos, 0 failed, 5 decoded, busy: decode 97% encode 41%"
-    assert str(Progress(item="video", busy=at.busy, bottleneck="decode")).endswith("encode 41% (bottleneck: decode)")
