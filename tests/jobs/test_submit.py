@@ -110,20 +110,6 @@ def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(clus
     assert len({actor["node_id"] for actor in ours if actor["class_name"].startswith("MapWorker")}) == 2
 
 
-def test_stopped_while_workers_start_it_says_what_goes_on(cluster, submit, tmp_path):
-    """The job server sends SIGKILL three seconds after SIGTERM."""
-    shutil.copy(clips()[1], tmp_path)
-    submit("early", str(tmp_path), "--out", str(tmp_path / "c"), wait=False)
-    wait_until(
-        lambda: "starting workers" in cluster.logs("early"),
-        lambda: cluster.logs("early"),
-        meanwhile=lambda: time.sleep(0.1),
-    )
-    assert cluster.stop("early").returncode == 0
-    assert cluster.wait_for("early")["status"] == "STOPPED"
-    assert "the same command goes on from here" in cluster.logs("early")
-
-
 def test_only_who_has_the_token_gets_a_job_run(cluster, checkout, tmp_path):
     """All other tests here have it."""
     options, argv = ("--working-dir", "."), (*PRUNE, str(clips()[1]), "--out", str(tmp_path / "c"), *SHORT)

