@@ -21,8 +21,6 @@ COMMANDS = {
     "recode": ("jobs.recode", "store the tokens of a cache by another codec"),
     "reprune": ("jobs.reprune", "prune a cache of all tokens by another method, without videos"),
     "merge": ("jobs.merge", "merge caches that were made alike into one"),
-    "diff": ("jobs.diff", "say in which videos two caches differ, or in which questions two folders of answers"),
-    "export": ("jobs.export", "copy a cache for other people, with a card, or its tokens as WebDataset"),
     "remove": ("jobs.remove", "remove videos from a cache for good"),
     "doctor": ("jobs.doctor", "check a machine or a cluster before a run: what is slow or wrong, and what to do"),
     "serve": ("jobs.serve", "an OpenAI chat API on a cache, by vLLM"),

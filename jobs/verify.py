@@ -64,8 +64,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="give videos whose tokens or rows are damaged a failed row, which jobs.prune --retry-failed does again "
-        "(the command is printed), keep what is sound, then --clean; what was replaced stays in "
+        help="give videos whose tokens or rows are damaged a failed row, which jobs.prune --retry-failed does again, "
+        "keep what is sound, then --clean; what was replaced stays in "
         "CACHE/repaired/",
     )
     _add_sampling(parser)
@@ -96,17 +96,15 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Run the verification, print its report, and return the exit code and record."""
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
-    from pipeline.verify.report import render  # noqa: PLC0415
     from pipeline.verify.verify import Request, verify  # noqa: PLC0415
 
     names = ("jobs", "clean", "repair", "live", "sample", "seed", "model", "log_interval")
     keep = timedelta(minutes=arguments.keep_minutes)
     request = Request(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
     report = verify(store_at(arguments.cache, objects), request, console)
-    out = wide_console()
-    out.print(render(report))
-    if report.repaired is not None and report.repaired.command:
-        saying(out)(f"\nencode them again: {report.repaired.command}")
+    say = saying(wide_console())
+    for line in report.lines():
+        say(line)
     return Done(report.exit_code, report.as_record())
 
 
