@@ -1,4 +1,4 @@
-"""The tables of families, methods and sources of evidence, and what errors promise to their callers."""
+"""The tables of methods and of sources of evidence, and what errors promise to their callers."""
 
 import pickle
 import subprocess
@@ -8,34 +8,11 @@ import pytest
 
 import gstep
 from gstep import PRUNERS, make_pruner
-from gstep.backbones import BACKBONES, ModelSource, family_of
-from gstep.backbones.family import ModelFamily
-from gstep.checkpoints import tiny
+from gstep.backbones import BACKBONES
 from gstep.errors import MissingEvidence, ModelError, UnsupportedVideo
 from gstep.evidence import SOURCES
-from gstep.families import FAMILIES
-from gstep.language import BUILDERS, PromptBuilder, prompt_builder
 from gstep.lazy import load_object
 from gstep.methods import METHODS, OF_A_QUESTION, OF_A_VIDEO
-
-
-def test_both_halves_know_the_same_families():
-    assert list(BACKBONES) == list(BUILDERS) == list(FAMILIES)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_family_has_both_classes_and_goes_by_one_name(model_type):
-    assert issubclass(BACKBONES[model_type], ModelFamily) and issubclass(BUILDERS[model_type], PromptBuilder)
-    assert BACKBONES[model_type].model_type == model_type
-
-
-def test_every_family_has_a_tiny_model():
-    sources = [ModelSource.resolve(name) for name in tiny.TINY]
-    assert {source.model_type for source in sources} == set(FAMILIES)
-    for source in sources:
-        family = family_of(source)
-        assert isinstance(family, BACKBONES[source.model_type]) and family.source is source
-        assert isinstance(prompt_builder(source), BUILDERS[source.model_type])
 
 
 def test_every_line_names_a_class_by_its_own_name():
