@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         if self.usual is None:
             return super().format_help()
-        formatter = self.formatter_class(self.prog, width=_SHORT_WIDTH)
+        formatter = argparse.RawDescriptionHelpFormatter(self.prog, width=_SHORT_WIDTH)
         words = "".join(f" [{action.metavar}]" for action in self._actions if not action.option_strings)
         formatter.add_usage(f"{self.prog}{words} [options]", self._actions, ())
         formatter.add_text(self.description)
