@@ -68,7 +68,7 @@ def test_a_node_with_another_version_a_missing_codec_a_lying_store_and_no_model_
     assert [one["name"].split(" (")[0] for one in wrong] == ["versions", "codecs"]
     assert "av 99.0 on " in wrong[0]["says"] and wrong[1]["says"] == "PyAV cannot decode vp9"
     states = {one["name"].split(" (")[0]: one["state"] for one in listed}
-    assert states["store"] == states["decoding"] == states["encode"] == states["arithmetic"] == "ok"
+    assert states["store"] == states["model"] == states["decoding"] == states["encode"] == "ok"
     assert states["gpu"] == "unknown" and not (tmp_path / "cache").exists()
     page = " ".join(bad.stdout.split())
     assert bad.returncode == 1 and all(said in page for said in ("no-model", "is 3600 s old", "decode vp9", "av 99.0"))

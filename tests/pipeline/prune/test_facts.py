@@ -51,6 +51,6 @@ def test_the_limit_ends_a_run_at_its_time_and_not_before():
     clock.now += 9.9
     facts.check_limit()
     clock.now += 0.2
-    with pytest.raises(LimitReached, match="--max-hours .* is reached"):
+    with pytest.raises(LimitReached, match=r"--max-hours .* is reached"):
         facts.check_limit()
     assert facts.reached and issubclass(LimitReached, RunFailed)
