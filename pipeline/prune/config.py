@@ -204,16 +204,6 @@ class PruneConfig(PlanOptions, PrunerOptions):
         "and the largest channels kept",
         choices=tuple(CODECS),
     )
-    gate: str | None = option(
-        None,
-        "with int8 and int4: once all is written answer QUESTIONS (as jobs.generate takes them; without a file, fixed "
-        "prompts) from both forms of the --gate-sample, and end with 1 if more answers differ than noise",
-        metavar="QUESTIONS",
-        const="",
-    )
-    gate_sample: int = option(
-        200, "with int8 and int4: keep the bfloat16 rows of N random videos until a gate has passed", metavar="N"
-    )
     target_shard_mb: int = option(
         256,
         "put about MB (10^6 bytes) of tokens into one Parquet shard, by the planned size of its videos (as if in full "
@@ -268,7 +258,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         given = all(name.strip() for name in self.videos) and len(self.videos) > 0
         check(given, "videos", "at least one folder, glob, file or manifest", self.videos)
         check(all(root.strip() for root in self.video_root), "video_root", "a folder or prefix", self.video_root)
-        for name in ("seed", "gate_sample", "max_decode_warnings"):
+        for name in ("seed", "max_decode_warnings"):
             value = getattr(self, name)
             check(value is None or value >= 0, name, "at least 0", value)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
@@ -287,8 +277,6 @@ class PruneConfig(PlanOptions, PrunerOptions):
             )
         check(self.max_hours is None or positive(self.max_hours), "max_hours", "a positive number", self.max_hours)
         check(0.0 < self.retention_ratio <= 1.0, "retention_ratio", "in (0, 1]", self.retention_ratio)
-        if self.gate is not None and (self.token_codec == BFLOAT16.name or not self.gate_sample):
-            raise UsageError("--gate goes with --token-codec int8 or int4 and a --gate-sample: it compares the two")
         check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
         snap = self.snap_to_keyframes
         check(snap is None or positive(snap), "snap_to_keyframes", "a positive number of seconds", snap)

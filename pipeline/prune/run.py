@@ -8,14 +8,13 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import family_of
-from gstep.checkpoints.tower import tower_hash
-from pipeline.cache.codecs import BFLOAT16, codec_of
-from pipeline.cache.codecs.sample import sample_limit, sample_share, sample_store
+from gstep.checkpoints.identity import tower_hash
+from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import deepstack_levels, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import WAITING_AT_END, try_merge
-from pipeline.cache.reader import HEADER, coded_header, made_with, read_header
+from pipeline.cache.reader import HEADER, made_with, read_header
 from pipeline.errors import LimitReached
 from pipeline.execution.cluster import choose_device, provenance
 from pipeline.execution.request import refusing
@@ -67,23 +66,6 @@ class Todo:
 
     def __len__(self) -> int:
         return len(self.discovery)
-
-
-def _sample(request: PruneRequest, todo: Todo) -> int:
-    """Prepare the place of the sample that a gate will need, and return its limit; -1 where none is kept."""
-    header = read_header(request.store)
-    if request.config.token_codec == BFLOAT16.name or header.get("gate", {}).get("passed"):
-        return -1
-    sample, count = sample_store(request.store), request.config.gate_sample
-    if not request.indexing.left:
-        limit = sample_limit(request.manifest["video_id"], count)
-    else:  # --limit leaves containers closed: a share of this run's videos, until there are enough
-        held = len(Ledger(sample, made_with(sample)).refresh()) if sample.exists(HEADER) else 0
-        limit = sample_share(max(0, count - held), todo.discovery.expected())
-    if limit >= 0:
-        sample.make()
-        sample.put(HEADER, header_bytes(coded_header(header, BFLOAT16.name)))
-    return limit
 
 
 class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
@@ -144,7 +126,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             request.store.put(HEADER, header_bytes(request.header(dtype, static)))
         with refusing():
             tower = tower_hash(request.source)
-        encode = replace(request.encode_setup(device, dtype), sample_limit=_sample(request, todo), tower_hash=tower)
+        encode = replace(request.encode_setup(device, dtype), tower_hash=tower)
         setups = PruneStages(request.decode_setup(), encode)
         facts = self._facts = Facts(token_bytes(request), device == "cuda", config.max_hours)
         about: JsonObject = {

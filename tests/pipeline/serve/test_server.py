@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,8 +17,6 @@ from pathlib import Path
 import pytest
 
 from jobs import compact, remove
-from jobs.benchmark.serving.open_loop import as_table, measure_at
-from jobs.benchmark.serving.plot import write_rates
 from pipeline import TokenCache
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.jobs.jobs import environment
@@ -300,34 +297,6 @@ def test_a_merge_and_a_removal_fail_no_request(client, more):
             thread.join()
     assert all(same(answer.choices[0].message.content, texts[name]) for name, answer in found)
     assert set(refused) == {("old", 410)}
-
-
-def test_the_benchmark_measures_each_rate_cold_and_warm(cache, address):
-    found = asyncio.run(measure_at(address, TokenCache(cache), [20.0, 50.0], [1, 4], random.Random(0), KEY))
-    assert [(one.way, one.questions, one.rate, one.warm, one.requests) for one in found] == [
-        (way, number, rate, warm, 2 * number)
-        for way in ("names", "texts")
-        for number in (1, 4)
-        for rate in (20.0, 50.0)
-        for warm in (False, True)
-    ]
-    for one in found:
-        assert 0 < one.first_p50_s <= one.first_p99_s and one.first_p50_s <= one.p50_s <= one.p99_s
-        assert one.answers_per_s > 0
-        assert one.parts_s.keys() == {"read", "queue", "prefill", "decode"} and one.parts_s["prefill"] > 0
-        assert (one.parts_s["read"] > 0) == (one.way == "names" and not one.warm)  # rows of a share are read once
-    assert len(as_table(found).rows) == len(found) == 16
-
-
-def test_the_benchmark_doubles_the_rate_until_the_server_is_saturated(cache, address, tmp_path):
-    # Lower rates take the longest.
-    found = asyncio.run(measure_at(address, TokenCache(cache), [], [8], random.Random(0), KEY, first_rate=64.0))
-    for way in ("names", "texts"):
-        warm = [one for one in found if one.way == way and one.warm]
-        assert [one.rate for one in warm] == [64.0 * 2**step for step in range(len(warm))]
-        assert [one.answers_per_s >= 0.9 * one.rate for one in warm] == [True] * (len(warm) - 1) + [False]
-    write_rates(found, tmp_path / "rates.png")
-    assert (tmp_path / "rates.png").stat().st_size > 10_000
 
 
 def test_long_texts_are_refused(client, address):
