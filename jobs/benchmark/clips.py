@@ -10,7 +10,7 @@ from pathlib import Path
 
 import av
 
-from jobs.benchmark.tokens import sample_clips
+from pipeline.inputs.manifest import read_manifest
 
 FPS = 24
 _SOURCE = "bigbuckbunny.mp4"
@@ -79,7 +79,7 @@ def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:
     paths = {name: folder / f"{name}.mp4" for name in names}
     missing = [name for name in names if not paths[name].exists()]
     if missing:
-        source = next(clip for clip in sample_clips() if clip.endswith(_SOURCE))
+        source = next(row["uri"] for row in read_manifest("sample").to_pylist() if row["video_id"] == _SOURCE)
         with av.open(source) as container:
             frames = list(container.decode(video=0))
         frames += frames[::-1]

@@ -139,7 +139,6 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
             "read and hashed": lambda: fingerprint(path),
             "indexed": lambda: _read_index(path),
             f"ours, within {snap_s:g} s of keyframes": lambda: decode_video(snapped),
-            "plain PyAV": lambda: _by_plain_pyav(str(path), pts),
             **{library: partial(decode, str(path), found.frames) for library, decode in LIBRARIES.items()},
         }
         for way, call in [*ways.items()] * repeats:
@@ -170,16 +169,6 @@ def needed(path: str, pts: Sequence[int], keys: Sequence[int]) -> list[Any]:
                 if not missing:
                     break
     return kept
-
-
-def _by_plain_pyav(path: str, pts: Sequence[int]) -> None:
-    """Decode frames with PyAV in the obvious way: seek to the keyframe before each, and decode up to it."""
-    with av.open(path) as container:
-        stream = container.streams.video[0]
-        stream.codec_context.thread_count = 1
-        for time_of_frame in pts:
-            container.seek(time_of_frame, stream=stream)
-            _resized(next(frame for frame in container.decode(stream) if frame.pts == time_of_frame))
 
 
 def _by_decord(path: str, frames: list[int]) -> torch.Tensor:

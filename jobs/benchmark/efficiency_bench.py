@@ -298,7 +298,7 @@ class Bench:
             encoder = VideoEncoder(replace(setup, evidence=sources), self.tower)
             tokens, encode_s, peak = timed(lambda encoder=encoder: encoder.encoded(frames), self._device)  # type: ignore[misc]
             visual = self._visual(record, tokens)
-            about = {"mode": "online", "video_id": row["video_id"], "repeat": repeat}
+            about: dict[str, Any] = {"mode": "online", "video_id": row["video_id"], "repeat": repeat}
             about |= {"video_decode_s": decode_s, "encode_s": encode_s}
             for one in (one for one in found if one.arm.evidence == evidence):
                 for number in range(questions):
@@ -418,7 +418,7 @@ class Bench:
             stored = cache.metadata(video_id)
             wanted = cache.wanted(stored, cache.reading(None, "index", arm.cached_evidence, False))
             spans = TokenShard(cache.store, stored["token_shard"], stored["footer_hash"]).spans(wanted)
-            about = {"mode": "cached", "video_id": video_id, "repeat": repeat}
+            about: dict[str, Any] = {"mode": "cached", "video_id": video_id, "repeat": repeat}
             about["bytes_read"] = sum(end - start for start, end in spans)
             for number in range(questions):
                 video, read_s, _ = timed(lambda: cache.get(video_id, evidence=arm.cached_evidence), "cpu")  # noqa: B023

@@ -42,14 +42,12 @@ _FEW = 16  # fewest videos: fewer would not fill every stage
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    several = {"type": count, "nargs": "+", "metavar": "N"}
-    parser.add_argument("--frames", **several, default=[2, 32], help="of a video, 0.44 MB each [2 32]")
-    parser.add_argument(
-        "--encode-ms", **several, default=[15, 60, 250], help="that encoders sleep for a video [15 60 250]"
-    )
-    parser.add_argument(
-        "--nodes", **several, default=[], help="logical nodes, with a worker of each kind a node, beside a loop a node"
-    )
+    for name, default, what in (
+        ("--frames", [2, 32], "of a video, 0.44 MB each [2 32]"),
+        ("--encode-ms", [15, 60, 250], "that encoders sleep for a video [15 60 250]"),
+        ("--nodes", [], "logical nodes, with a worker of each kind a node, beside a loop a node"),
+    ):
+        parser.add_argument(name, type=count, nargs="+", default=default, metavar="N", help=what)
     parser.add_argument(
         "--driver",
         type=count,
