@@ -24,8 +24,7 @@ import numpy as np
 from rich.table import Table
 
 from jobs.benchmark.pipeline_work import DRIVER, FRAME_BYTES, JOB, LOOP, SIDE, Work
-from jobs.benchmark.processes import MAIN, ProcessTree
-from jobs.benchmark.shared import folder, machine, machine_line, say
+from jobs.benchmark.shared import MAIN, ProcessTree, folder, machine, machine_line, say
 from jobs.command import count
 from jobs.frame.json_document import Done
 from pipeline.errors import RunFailed, UsageError

@@ -25,9 +25,8 @@ import torch
 from rich.table import Table
 
 from gstep.serving.options import prepare_process
-from jobs.benchmark.processes import ProcessTree
 from jobs.benchmark.serving_ways import MODES, ONLINE, CachedWay, Job, OnlineWay, Pass, Way
-from jobs.benchmark.shared import figure_table, machine, machine_line, say
+from jobs.benchmark.shared import ProcessTree, figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, share
 from jobs.frame.json_document import Done
 from pipeline.errors import RunFailed, UsageError
