@@ -157,7 +157,7 @@ def run(arguments: argparse.Namespace) -> Done:
         raise UsageError("--loop takes two different numbers of videos: what a video more takes counts")
     sampling = Sampling(None if arguments.fps else arguments.frames, arguments.fps)
     torch.set_num_threads(1)
-    found = []
+    clip_times = []
     with TemporaryDirectory() as temporary:
         say("making the clips")
         for name, path in make_clips(arguments.folder or Path(temporary), names).items():
@@ -165,13 +165,13 @@ def run(arguments: argparse.Namespace) -> Done:
             times = measure(name, path, sampling, arguments.repeats, arguments.snap)
             if arguments.loop:
                 times.videos_per_s = videos_per_second(path, times.frames, arguments.loop, arguments.workers)
-            found.append(times)
+            clip_times.append(times)
     frames = f"{arguments.fps:g} frames a second" if arguments.fps else f"{arguments.frames} frames"
     title = f"CPU seconds for {frames} of a clip at 384 x 384, best of {arguments.repeats}, {machine_line()}"
     record = [
-        {"clip": one.clip, "bytes": one.n_bytes, "cpu_s": one.cpu_s, "videos_per_s": one.videos_per_s} for one in found
+        {"clip": t.clip, "bytes": t.n_bytes, "cpu_s": t.cpu_s, "videos_per_s": t.videos_per_s} for t in clip_times
     ]
-    return Done(0, {"machine": machine(), "clips": record}, [as_table(found, title)])
+    return Done(0, {"machine": machine(), "clips": record}, [as_table(clip_times, title)])
 
 
 def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: float) -> ClipTimes:
@@ -184,7 +184,7 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
     pts, keys = index.pts[chosen].tolist(), index.keyframes.tolist()
     request = DecodeRequest(path, sampling, _PREPROCESSOR)
     snapped = replace(request, sampling=replace(sampling, snap_to_keyframes_s=snap_s))
-    found = ClipTimes(name, chosen.tolist(), decode_video(request).frames.nbytes)
+    times = ClipTimes(name, chosen.tolist(), decode_video(request).frames.nbytes)
     decoded = needed(str(path), pts, keys)
     parts = ("needed packets decoded", "converted and resized")
     with DecodeSandbox(timeout_s=3600) as sandbox:
@@ -197,13 +197,13 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
             "read and hashed": lambda: fingerprint(path),
             "indexed": lambda: _read_index(path),
             f"ours, within {snap_s:g} s of keyframes": lambda: decode_video(snapped),
-            **{library: partial(decode, str(path), found.frames) for library, decode in LIBRARIES.items()},
+            **{library: partial(decode, str(path), times.frames) for library, decode in LIBRARIES.items()},
         }
         for way, call in [*ways.items()] * repeats:
-            seconds, best = _cpu_s(call), found.cpu_s.get(way)
-            found.cpu_s[way] = seconds if best is None or seconds is None else min(best, seconds)
-    found.cpu_s[FLOOR] = sum(found.cpu_s[part] or 0.0 for part in parts)
-    return found
+            seconds, best = _cpu_s(call), times.cpu_s.get(way)
+            times.cpu_s[way] = seconds if best is None or seconds is None else min(best, seconds)
+    times.cpu_s[FLOOR] = sum(times.cpu_s[part] or 0.0 for part in parts)
+    return times
 
 
 def needed(path: str, pts: Sequence[int], keys: Sequence[int]) -> list[Any]:
@@ -308,14 +308,14 @@ def videos_per_second(path: Path, frames: list[int], counts: Sequence[int], work
     few, many = sorted(counts)
     ways: dict[str, Callable[[int], object]] = {JOB: lambda count: encode_s.append(_job(path, len(frames), count))}
     ways |= {f"loop with {library}": partial(run_loop, library) for library in LIBRARIES}
-    found: dict[str, float | None] = {}
+    per_second: dict[str, float | None] = {}
     for way, run_way in ways.items():
         try:
             of_many, of_few = (seconds_of(partial(run_way, count))[0] for count in (many, few))
-            found[way] = (many - few) / (of_many - of_few)
+            per_second[way] = (many - few) / (of_many - of_few)
         except Exception:  # noqa: BLE001 - a library that is not here, or cannot read this clip, has no figure
-            found[way] = None
-    return found
+            per_second[way] = None
+    return per_second
 
 
 def _job(path: Path, n_frames: int, count: int) -> float:
@@ -332,20 +332,20 @@ def _job(path: Path, n_frames: int, count: int) -> float:
         return float(min(row["encode_s"] + row["prune_s"] for row in rows_of))
 
 
-def as_table(found: Sequence[ClipTimes], title: str) -> Table:
+def as_table(clip_times: Sequence[ClipTimes], title: str) -> Table:
     """Lay out a row a decoding way and a column a clip; the last rows are our ways over the floor."""
 
     def cells(values: Sequence[float | None]) -> list[str]:
         return ["-" if value is None else f"{value:.3f}" if value < 0.1 else f"{value:.2f}" for value in values]
 
-    table = figure_table(title, ["", *(one.clip for one in found)], [])
-    for way in (FLOOR, *(way for way in found[0].cpu_s if way != FLOOR)):
-        table.add_row(way, *cells([one.cpu_s[way] for one in found]))
+    table = figure_table(title, ["", *(times.clip for times in clip_times)], [])
+    for way in (FLOOR, *(way for way in clip_times[0].cpu_s if way != FLOOR)):
+        table.add_row(way, *cells([times.cpu_s[way] for times in clip_times]))
     for way in (HERE, CHILD, *LIBRARIES):
-        table.add_row(f"{way} / {FLOOR}", *cells([one.over_floor(way) for one in found]))
-    for way in found[0].videos_per_s:
-        table.add_row(f"{way}, videos/s", *cells([one.videos_per_s[way] for one in found]))
-    table.add_row("MB through the object store", *(f"{one.n_bytes / 1e6:.1f}" for one in found))
+        table.add_row(f"{way} / {FLOOR}", *cells([times.over_floor(way) for times in clip_times]))
+    for way in clip_times[0].videos_per_s:
+        table.add_row(f"{way}, videos/s", *cells([times.videos_per_s[way] for times in clip_times]))
+    table.add_row("MB through the object store", *(f"{times.n_bytes / 1e6:.1f}" for times in clip_times))
     return table
 
 

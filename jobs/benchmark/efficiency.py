@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from jobs.benchmark.efficiency_bench import Bench, Found, Job, Sample, prepare
+from jobs.benchmark.efficiency_bench import ArmResult, Bench, Job, Sample, prepare
 from jobs.benchmark.shared import figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, seldom, share
 from jobs.frame.json_document import Done
@@ -127,22 +127,22 @@ def run(arguments: argparse.Namespace) -> Done:
     with TemporaryDirectory() as folder:
         job = prepare(Path(folder), arguments)
         with closing(Bench(job, Path(folder), seldom(say, _EVERY_S))) as bench:
-            found = bench.run()
-    rows = [summarise(one) for one in found]
+            results = bench.run()
+    rows = [summarise(result) for result in results]
     title = _title(job, arguments, rows[0]["visual_tokens"])
     memory = "GPU GiB" if job.runtime.device != "cpu" else "process's GiB"
     if arguments.latex is not None:
-        arguments.latex.write_text(table3(found, title, memory), encoding="utf-8")
+        arguments.latex.write_text(table3(results, title, memory), encoding="utf-8")
     flags = {name: value for name, value in vars(arguments).items() if name not in ("run", "json", "latex")}
     samples = [
         {
-            "method": one.arm.method,
-            "retention_ratio": one.arm.retention_ratio,
+            "method": result.arm.method,
+            "retention_ratio": result.arm.retention_ratio,
             **asdict(sample),
             "total_s": sample.total_s,
         }
-        for one in found
-        for sample in (*one.online, *one.cached)
+        for result in results
+        for sample in (*result.online, *result.cached)
     ]
     about = {"machine": machine(job.runtime.device), "runtime": job.runtime.describe(), "random_weights": job.random}
     record = {"title": title, "memory": memory, **about, "arguments": flags, "rows": rows, "samples": samples}
@@ -158,7 +158,7 @@ def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str
     return f"{model} on {where}; {what}; {n_videos} videos x {job.questions} questions x {job.repeats} repeats"
 
 
-def summarise(found: Found) -> Row:
+def summarise(result: ArmResult) -> Row:
     """Return an arm's row: medians with their range, peaks, and from how many questions on a cache pays."""
 
     def spread(values: Sequence[float]) -> dict[str, float] | None:
@@ -170,21 +170,21 @@ def summarise(found: Found) -> Row:
     def peak(samples: Sequence[Sample]) -> float | None:
         return max((sample.peak_bytes for sample in samples if sample.peak_bytes is not None), default=None)
 
-    row: Row = {"method": found.arm.method, "retention_ratio": found.arm.retention_ratio}
-    for figures, samples in ((_ONLINE, found.online), (_CACHED, found.cached)):
+    row: Row = {"method": result.arm.method, "retention_ratio": result.arm.retention_ratio}
+    for figures, samples in ((_ONLINE, result.online), (_CACHED, result.cached)):
         for name, field in figures.items():
-            row[name] = spread([value for one in samples if (value := getattr(one, field)) is not None])
+            row[name] = spread([value for sample in samples if (value := getattr(sample, field)) is not None])
     for name in ("visual_tokens", "prompt_tokens", "kv_bytes"):
-        row[name] = median(getattr(one, name) for one in found.online)
-    row["build_s"] = spread(found.build_s)
+        row[name] = median(getattr(sample, name) for sample in result.online)
+    row["build_s"] = spread(result.build_s)
     seconds = [row[name]["median"] for name in ("build_s", "cached_s", "online_s")]
     return {
         **row,
-        "bytes_read": median(one.bytes_read for one in found.cached),
-        "online_peak_bytes": peak(found.online),
-        "cached_peak_bytes": peak(found.cached),
+        "bytes_read": median(sample.bytes_read for sample in result.cached),
+        "online_peak_bytes": peak(result.online),
+        "cached_peak_bytes": peak(result.cached),
         "break_even": break_even(*seconds),
-        "same_answers": answers(found.online) == answers(found.cached),
+        "same_answers": answers(result.online) == answers(result.cached),
     }
 
 
@@ -213,7 +213,7 @@ def _shown(name: str, figure: Any, full: Any) -> str:
     """Format a figure of a row, with its change to the figure ``full`` unless that is None; "-" for no figure."""
     if figure is None or isinstance(figure, bool):
         return {None: "-", True: "yes", False: "NO"}[figure]
-    value, before = (one["median"] if isinstance(one, dict) else one for one in (figure, full))
+    value, before = (x["median"] if isinstance(x, dict) else x for x in (figure, full))
     unit, digits = next((shown for end, shown in _UNITS.items() if name.endswith(end)), (1, 0))
     change = f" {value / before - 1:+.1%}" if name in _COMPARED and before else ""
     return f"{value / unit:.{digits}f}{change}"
@@ -225,23 +225,23 @@ def method_title(method: str) -> str:
     return ", ".join([_TITLES.get(name, name), *parameters])
 
 
-def table3(found: Sequence[Found], title: str, memory: str) -> str:
+def table3(results: Sequence[ArmResult], title: str, memory: str) -> str:
     """Return the paper's Table 3 in LaTeX; seconds are summed over all questions, LLM time with tower and pruning.
 
     GiB and MiB are what the paper calls GB and MB. In brackets is the change to full retention, which is the first of
-    ``found``. It needs the package booktabs.
+    ``results``. It needs the package booktabs.
     """
-    full, *others = found
+    full, *others = results
     lines = [f"% {title}", "% Needs booktabs.", r"\begin{tabular}{l cccc}", r"\toprule"]
     lines.append(_latex_row("\\textbf{Method}", [rf"\textbf{{{head.translate(_LATEX)}}}" for head in _LATEX_HEADS]))
     lines += [r"\midrule", _latex_row(r"Original (100\%)", _latex_cells(full, full))]
-    largest_first = sorted(others, key=lambda one: -one.arm.retention_ratio)
-    for ratio, block in groupby(largest_first, key=lambda one: one.arm.retention_ratio):
+    largest_first = sorted(others, key=lambda result: -result.arm.retention_ratio)
+    for ratio, block in groupby(largest_first, key=lambda result: result.arm.retention_ratio):
         pruned = rf"Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)"
         lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{\textit{{{pruned}}}}} \\"]
-        for one in block:
-            name = method_title(one.arm.method).translate(_LATEX)
-            lines.append(_latex_row(r"\textbf{GSTEP (Ours)}" if name == "GSTEP" else name, _latex_cells(one, full)))
+        for result in block:
+            name = method_title(result.arm.method).translate(_LATEX)
+            lines.append(_latex_row(r"\textbf{GSTEP (Ours)}" if name == "GSTEP" else name, _latex_cells(result, full)))
     note = f"{len(full.online)} questions a line; memory: {memory}.".translate(_LATEX)
     lines += [r"\bottomrule", rf"\multicolumn{{5}}{{p{{0.95\linewidth}}}}{{\footnotesize {note}}} \\"]
     return "\n".join([*lines, r"\end{tabular}"]) + "\n"
@@ -252,17 +252,17 @@ def _latex_row(title: str, cells: Sequence[str]) -> str:
     return " & ".join([title, *cells]) + r" \\"
 
 
-def _latex_cells(one: Found, full: Found) -> list[str]:
+def _latex_cells(result: ArmResult, full: ArmResult) -> list[str]:
     """Return an arm's E2E seconds, LLM seconds, peak GiB and KV MiB in LaTeX, each with its change to ``full``."""
 
-    def values(of: Found) -> list[float | None]:
+    def values(of: ArmResult) -> list[float | None]:
         peaks = [sample.peak_bytes / GIB for sample in of.online if sample.peak_bytes is not None]
         seconds = [sum(s.total_s for s in of.online), sum(s.llm_with_tower_s for s in of.online)]
         return [*seconds, max(peaks, default=None), max(sample.kv_bytes for sample in of.online) / MIB]
 
     cells = []
-    for value, before, digits in zip(values(one), values(full), (1, 1, 2, 0), strict=True):
+    for value, before, digits in zip(values(result), values(full), (1, 1, 2, 0), strict=True):
         change = 0.0 if value is None or not before else 100 * (value / before - 1)
-        arrow = "" if one is full or value is None else f" ({'↑' if change > 0 else '↓'}{abs(change):.1f}%)"
+        arrow = "" if result is full or value is None else f" ({'↑' if change > 0 else '↓'}{abs(change):.1f}%)"
         cells.append("--" if value is None else f"{value:.{digits}f}{arrow}".translate(_LATEX))
     return cells
