@@ -174,6 +174,58 @@ def run(arguments: argparse.Namespace) -> Done:
     return Done(0, {"machine": machine(), "clips": record}, [as_table(clip_times, title)])
 
 
+def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Make the named clips that ``folder`` lacks, and return all by name.
+
+    Raises ManifestError without the sample clips.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"{name}.mp4" for name in names}
+    missing = [name for name in names if not paths[name].exists()]
+    if missing:
+        source = next(row["uri"] for row in read_manifest("sample").to_pylist() if row["video_id"] == _SOURCE)
+        with av.open(source) as container:
+            frames = list(container.decode(video=0))
+        frames += frames[::-1]
+        for name in missing:
+            part, clip = paths[name].with_suffix(".part.mp4"), (CLIPS | LONG_CLIPS)[name]
+            if name in CLIPS:
+                _encode(part, clip, FPS * clip.seconds, frames)
+            else:
+                once = paths[name].with_suffix(".once.mp4")
+                _encode(once, clip, _ENCODED // clip.group * clip.group, frames)
+                _repeat(once, part, clip)
+                once.unlink()
+            part.rename(paths[name])
+    return paths
+
+
+def _encode(path: Path, clip: Clip, count: int, frames: Sequence[av.VideoFrame]) -> None:
+    """Encode ``count`` frames into ``path``, repeating ``frames`` as often as needed."""
+    with av.open(str(path), "w") as out:
+        options = {name: value.format(clip.group) for name, value in _ENCODER_OPTIONS[clip.encoder].items()}
+        stream = out.add_stream(clip.encoder, rate=FPS, options=options)
+        stream.width, stream.height, stream.pix_fmt, stream.gop_size = clip.width, clip.height, "yuv420p", clip.group
+        for number in range(count):
+            frame = frames[number % len(frames)].reformat(clip.width, clip.height, "yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+
+
+def _repeat(once: Path, path: Path, clip: Clip) -> None:
+    """Fill ``path`` by remuxing the packets of the encoded clip ``once`` over and over, to ``clip``'s full length."""
+    with av.open(str(once)) as source, av.open(str(path), "w") as out:
+        read = source.streams.video[0]
+        stream = out.add_stream_from_template(read, opaque=True)
+        for turn in range(-(-FPS * clip.seconds // read.frames)):
+            source.seek(0, stream=read)
+            for packet in islice((p for p in source.demux(read) if p.size), FPS * clip.seconds - turn * read.frames):
+                packet.pts, packet.dts = (t + turn * read.duration for t in (packet.pts, packet.dts))
+                packet.stream = stream
+                out.mux(packet)
+
+
 def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: float) -> ClipTimes:
     """Measure one clip in all ways, in turns; ``snap_s`` is --snap-to-keyframes of the way that moves frames."""
     index = probe(str(path), sniff(path))
@@ -347,55 +399,3 @@ def as_table(clip_times: Sequence[ClipTimes], title: str) -> Table:
         table.add_row(f"{way}, videos/s", *cells([times.videos_per_s[way] for times in clip_times]))
     table.add_row("MB through the object store", *(f"{times.n_bytes / 1e6:.1f}" for times in clip_times))
     return table
-
-
-def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:
-    """Make the named clips that ``folder`` lacks, and return all by name.
-
-    Raises ManifestError without the sample clips.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {name: folder / f"{name}.mp4" for name in names}
-    missing = [name for name in names if not paths[name].exists()]
-    if missing:
-        source = next(row["uri"] for row in read_manifest("sample").to_pylist() if row["video_id"] == _SOURCE)
-        with av.open(source) as container:
-            frames = list(container.decode(video=0))
-        frames += frames[::-1]
-        for name in missing:
-            part, clip = paths[name].with_suffix(".part.mp4"), (CLIPS | LONG_CLIPS)[name]
-            if name in CLIPS:
-                _encode(part, clip, FPS * clip.seconds, frames)
-            else:
-                once = paths[name].with_suffix(".once.mp4")
-                _encode(once, clip, _ENCODED // clip.group * clip.group, frames)
-                _repeat(once, part, clip)
-                once.unlink()
-            part.rename(paths[name])
-    return paths
-
-
-def _encode(path: Path, clip: Clip, count: int, frames: Sequence[av.VideoFrame]) -> None:
-    """Encode ``count`` frames into ``path``, repeating ``frames`` as often as needed."""
-    with av.open(str(path), "w") as out:
-        options = {name: value.format(clip.group) for name, value in _ENCODER_OPTIONS[clip.encoder].items()}
-        stream = out.add_stream(clip.encoder, rate=FPS, options=options)
-        stream.width, stream.height, stream.pix_fmt, stream.gop_size = clip.width, clip.height, "yuv420p", clip.group
-        for number in range(count):
-            frame = frames[number % len(frames)].reformat(clip.width, clip.height, "yuv420p")
-            frame.pts, frame.time_base = number, Fraction(1, FPS)
-            out.mux(stream.encode(frame))
-        out.mux(stream.encode(None))
-
-
-def _repeat(once: Path, path: Path, clip: Clip) -> None:
-    """Fill ``path`` by remuxing the packets of the encoded clip ``once`` over and over, to ``clip``'s full length."""
-    with av.open(str(once)) as source, av.open(str(path), "w") as out:
-        read = source.streams.video[0]
-        stream = out.add_stream_from_template(read, opaque=True)
-        for turn in range(-(-FPS * clip.seconds // read.frames)):
-            source.seek(0, stream=read)
-            for packet in islice((p for p in source.demux(read) if p.size), FPS * clip.seconds - turn * read.frames):
-                packet.pts, packet.dts = (t + turn * read.duration for t in (packet.pts, packet.dts))
-                packet.stream = stream
-                out.mux(packet)
