@@ -148,7 +148,7 @@ class CachedWay:
             first_token_s=median(firsts) if firsts else None,
             prompt_tokens=sum(map(len, prompts)),
             reused_tokens=getattr(self._engine, "reused_tokens", 0) - before if self._sent else None,
-            visual_tokens=None if self._words else fmean(self._builder.n_visual(one.visuals) for one in prompts),
+            visual_tokens=None if self._words else fmean(self._builder.n_visual(prompt.visuals) for prompt in prompts),
             sent_bytes=self._sent.total - sent if self._sent else None,
         )
 
