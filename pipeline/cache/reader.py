@@ -23,8 +23,7 @@ from pipeline.cache.header import (
 )
 from pipeline.cache.live_videos import LiveShards, LiveVideos, Place
 from pipeline.cache.loaded_once import LoadedOnce
-from pipeline.cache.reading import Reading, TokenOrder, read_json, rows_wanted, token_columns
-from pipeline.cache.runs import read_runs
+from pipeline.cache.reading import Reading, TokenOrder, read_json, read_runs, rows_wanted, token_columns
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS
 from pipeline.cache.token_shard import Rows, TokenShard
 from pipeline.errors import (
