@@ -5,7 +5,6 @@ import torch
 
 from jobs import inspect
 from pipeline.cache.reader import TokenCache
-from pipeline.errors import CorruptShard, NotACache
 from pipeline.storage.stores import ObjectStore
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
@@ -63,22 +62,6 @@ def test_a_video_is_one_get(server, store):
     assert kinds(server, lambda: cache.get("v1", 0.1)) == {"GET": 1}
 
 
-def test_damage_and_absence_are_told_apart(server, store):
-    with pytest.raises(NotACache, match=r"no cache\.json"):
-        TokenCache(store.root, store=store)
-    make_cache(store, VIDEOS)
-    (name,) = store.names("tokens", ".parquet")
-    store.put(name, store.read(name)[:-1] + b"?")
-    with pytest.raises(CorruptShard, match="PAR1"):
-        TokenCache(store.root, store=store).get("v0")
-    store.put(name, b"")
-    with pytest.raises(CorruptShard, match="PAR1"):
-        TokenCache(store.root, store=store).get("v0")
-    store.delete(name)
-    with pytest.raises(CorruptShard, match="the shard is missing"):
-        TokenCache(store.root, store=store).get("v0")
-
-
 def test_the_environment_leads_to_it(server, store, monkeypatch, capsys):
     make_cache(store, VIDEOS)
     for name, value in server.environment().items():
@@ -97,12 +80,3 @@ def test_a_store_out_of_reach_is_one_line(monkeypatch, capsys):
     assert inspect.main(["s3://nowhere/cache", "--s3-endpoint", "http://127.0.0.1:9"]) == 1
     told = capsys.readouterr().err
     assert "EndpointConnectionError" in told and "127.0.0.1" not in told and "Traceback" not in told
-
-
-def test_many_shards_come_in_the_order_of_their_names(store):
-    write_header(store)
-    for i in range(40):
-        write_shard(store, f"run{i:02d}", encoded(f"v{i:02d}", random_tokens(i, (1, 4, 4)), 0.25, "gstep"))
-    cache = TokenCache(store.root, store=store)
-    assert cache.video_ids == [f"v{i:02d}" for i in range(40)]
-    assert cache.metadata("v17")["run_id"] == "run17"
