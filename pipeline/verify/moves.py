@@ -38,7 +38,7 @@ from pipeline.cache.live_rows import (
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import made_with, read_header
-from pipeline.cache.runs import in_order
+from pipeline.cache.reading import in_order
 from pipeline.cache.table import table_files
 from pipeline.cache.token_shard import ids_in_footer, read_videos
 from pipeline.cache.writer import SHARD_BYTES, bundled, commit, put_token_shard, token_shard_id

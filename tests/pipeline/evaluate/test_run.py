@@ -256,7 +256,7 @@ def test_a_part_of_what_is_cached_counts_at_its_own_ratio(answered):
     assert set(done.scores["retention_ratio"].to_pylist()) == {0.1}
 
 
-def test_frames_that_moved_to_keyframes_are_a_row_of_their_own(answered, tmp_path):
+def test_frames_that_moved_to_keyframes_and_coded_tokens_are_rows_of_their_own(answered, tmp_path):
     """Other differences of sampling are refused."""
     held = read_header(LocalStore(tmp_path / "pruned"))["identity"] | {"sampling": {"num_frames": 8}}
     for name, sampling in (
@@ -266,10 +266,12 @@ def test_frames_that_moved_to_keyframes_are_a_row_of_their_own(answered, tmp_pat
     ):
         identity = held | {"sampling": {**held["sampling"], **sampling}}
         tiny_cache(tmp_path / name, ("a", "b"), ratio=0.25, method="gstep", identity=identity)
+    coded = held | {"dtype": {**held["dtype"], "stored": "int4"}}
+    tiny_cache(tmp_path / "coded", ("a", "b"), ratio=0.25, method="gstep", identity=coded)
     plain = answered("plain", cache="as_asked")
-    done = scored(plain, answered("snapped", cache="moved"))
+    done = scored(plain, answered("snapped", cache="moved"), answered("int4", cache="coded"))
     methods = done.scores["method"].to_pylist()
-    assert methods == ["gstep"] * 2 + ["gstep,snap_to_keyframes_s=5"] * 2
+    assert methods == ["gstep"] * 2 + ["gstep,snap_to_keyframes_s=5"] * 2 + ["gstep,token_codec=int4"] * 2
     with pytest.raises(UsageError, match="num_frames"):
         scored(plain, answered("others", cache="fewer"))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline import CorruptShard, FailedVideo, RatioNotCached, TokenCache, UnknownVideo
-from pipeline.cache.runs import runs_of
+from pipeline.cache.reading import runs_of
 from pipeline.cache.token_shard import Rows
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import ObjectStore
