@@ -71,19 +71,16 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         if self.usual is None:
             return super().format_help()
-        hidden = [action for action in self._actions if action.dest not in self.usual]
-        texts, shape = [action.help for action in hidden], self.formatter_class
-        for action in hidden:
-            action.help = argparse.SUPPRESS
+        formatter = argparse.RawDescriptionHelpFormatter(self.prog, width=_SHORT_WIDTH)
         words = "".join(f" [{action.metavar}]" for action in self._actions if not action.option_strings)
-        self.usage = f"{self.prog}{words} [options]"
-        self.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=_SHORT_WIDTH)
-        try:
-            return super().format_help()
-        finally:
-            self.usage, self.formatter_class = None, shape
-            for action, text in zip(hidden, texts, strict=True):
-                action.help = text
+        formatter.add_usage(f"{self.prog}{words} [options]", self._actions, ())
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            formatter.add_arguments(action for action in group._group_actions if action.dest in self.usual)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecog") else []

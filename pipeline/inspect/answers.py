@@ -130,8 +130,9 @@ def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
         yield "pruning", row["pruning"]
     yield "videos", ", ".join(row["video_ids"])
     yield "prompt", row["prompt"]
-    choices = row["choices"] or []
-    for number, (choice, score) in enumerate(zip(choices, row["choice_scores"] or [None] * len(choices), strict=True)):
+    scores = row["choice_scores"] or []
+    for number, choice in enumerate(row["choices"] or []):
+        score = scores[number] if scores else None
         yield f"choice {number}", choice if score is None else f"{choice}  (log-probability {score:.3f})"
     if row["status"] == "ok":
         yield "answer", row["answer"] or ""

@@ -7,33 +7,23 @@ import threading
 
 import pytest
 
-from gstep.lazy import LazyTable, did_you_mean, importing_much, load_object, saying
+from gstep.lazy import LazyTable, importing_much, load_object, saying
 from tests.paths import ROOT
 from tests.waiting import wait_until
 
 TABLE = LazyTable("colour", {"red": "gstep.errors:ModelError", "blue": "no.such.module:Blue"})
 
 
-def test_a_name_gives_the_object():
+def test_names_are_listed_without_an_import_and_an_unknown_one_lists_the_known():
     assert TABLE["red"] is load_object("gstep.errors:ModelError")
-
-
-def test_names_are_listed_without_an_import():
     assert list(TABLE) == ["red", "blue"] and len(TABLE) == 2
     assert "blue" in TABLE and "green" not in TABLE
     with pytest.raises(ModuleNotFoundError):
         TABLE["blue"]
-
-
-def test_an_unknown_name_lists_the_known():
     with pytest.raises(KeyError, match="unknown colour 'green'; known: red, blue"):
         TABLE["green"]
-
-
-def test_a_near_name_is_named():
     with pytest.raises(KeyError, match=r"unknown colour 'redd' \(did you mean red\?\); known: red, blue"):
         TABLE["redd"]
-    assert did_you_mean("xyz", TABLE) == ""
 
 
 def test_a_line_is_said_until_the_work_ends():

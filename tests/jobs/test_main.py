@@ -30,22 +30,6 @@ def test_the_name_alone_and_its_help_list_every_command(capsys):
     assert all(said.count(f"\n  {name:10} {what}") == 2 for name, (_, what) in COMMANDS.items())
 
 
-def test_only_the_command_that_is_named_is_imported_and_the_current_folder_comes_last():
-    code = (
-        "import sys\nfrom jobs.__main__ import main\n"
-        "sys.path = sys.path[1:]  # as for a console script\n"
-        "try: main(['verify', '--version'])\nexcept SystemExit: pass\n"
-        "print(sys.path[-1])\n"
-        "print(*sorted(name for name in sys.modules if name.split('.')[0] in {'jobs', 'torch', 'ray', 'pyarrow'}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    *_, last, modules = done.stdout.splitlines()
-    loaded = modules.split()
-    assert last == str(ROOT)
-    assert "jobs.verify" in loaded and "jobs.prune" not in loaded
-    assert {name.split(".")[0] for name in loaded} == {"jobs"}
-
-
 def in_folder(folder, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *argv],
@@ -55,6 +39,22 @@ def in_folder(folder, *argv: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+def test_only_the_command_that_is_named_is_imported_and_the_current_folder_comes_last(tmp_path):
+    code = (
+        "import sys\nfrom jobs.__main__ import main\n"
+        "sys.path = sys.path[1:]  # as for a console script\n"
+        "try: main(['verify', '--version'])\nexcept SystemExit: pass\n"
+        "print(sys.path[-1])\n"
+        "print(*sorted(name for name in sys.modules if name.split('.')[0] in {'jobs', 'torch', 'ray', 'pyarrow'}))"
+    )
+    done = in_folder(tmp_path, "-c", code)
+    *_, last, modules = done.stdout.splitlines()
+    loaded = modules.split()
+    assert last == str(tmp_path)
+    assert "jobs.verify" in loaded and "jobs.prune" not in loaded
+    assert {name.split(".")[0] for name in loaded} == {"jobs"}
 
 
 @pytest.mark.parametrize("hiding", ["pipeline.py", "gstep.py", "pipeline/__init__.py"])

@@ -70,7 +70,7 @@ def _llava_weights(config: Mapping[str, Any]) -> Weights:
     return draw.weights
 
 
-_LLAVA = {
+_LLAVA: Mapping[str, Any] = {
     "architectures": ["LlavaOnevisionForConditionalGeneration"],
     "image_grid_pinpoints": [[384, 384], [384, 768], [768, 384], [768, 768]],
     "image_token_index": _TOKENIZER.id_of("<image>"),
@@ -178,7 +178,7 @@ def _text_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
     draw.linear(f"{prefix}.head", width, width)
 
 
-_VISION: Mapping[str, Any] = _LLAVA["vision_config"]
+_VISION = _LLAVA["vision_config"]
 _TEXT_TOKENIZER = TinyTokenizer(special=("</s>", "<unk>"), chat_template=None, end="</s>", max_length=16)
 
 SIGLIP = TinyModel(

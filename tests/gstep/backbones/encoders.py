@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from transformers import (
@@ -38,9 +40,15 @@ def frames_for(source, n_frames=5, shape=(18, 26), seed=0):
     return preprocessor.resize(frames, preprocessor.target_size(*frames.shape[:3]))
 
 
+@cache
+def _stock_model(name, path, dtype):
+    """Load a tiny model by from_pretrained, once; nothing may change it."""
+    return STOCK[name].from_pretrained(path, dtype=dtype)
+
+
 def stock_features(source, frames, dtype, at_once=None):
     """Return [T*N,D] tokens and levels of the whole model by from_pretrained, given ``at_once`` frames at a time."""
-    stock = STOCK[source.name].from_pretrained(source.pretrained()[0], dtype=dtype)
+    stock = _stock_model(source.name, source.pretrained()[0], dtype)
     preprocessor = family_of(source).preprocessor()
     with torch.no_grad():
         parts = [features_of(stock, preprocessor, part, dtype) for part in frames.split(at_once or len(frames))]

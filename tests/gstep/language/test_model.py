@@ -213,9 +213,6 @@ def test_long_prompts_are_not_copied_for_all_choices_at_once(name, prompts):
         scores = limited(name, copied_tokens=3 * len(prompts[0])).score(prompts[:1], choices)[0]
     assert [score.logprob for score in scores] == pytest.approx(expected, abs=1e-4)
     assert [rows for rows, _ in seen] == [1, 3, 1]  # the prompt, then the four choices of several tokens
-
-
-def test_an_empty_continuation_is_refused(name, prompts):
     with pytest.raises(ValueError, match="at least one character"):
         llm(name).score(prompts[:1], [["A", ""]])
 

@@ -1,14 +1,17 @@
-"""Tokens, seeds and parameters that are refused, and in which words."""
+"""Tokens, seeds and parameters: what is refused, what is the same, and merged tokens of any method."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 import gstep
+from gstep.pruners.base import Pruner, Selection
 from tests.gstep.synthetic import FLOATS, video
 
 
@@ -34,27 +37,28 @@ def test_numpy_numbers_are_numbers() -> None:
     assert gstep.prune(tokens, budget=np.int64(3)).index.shape == (3,)  # type: ignore[arg-type]
 
 
-NUMBERS = [float("nan"), float("inf"), -1, "1", True, None, [1]]
-
-
+NUMBERS = [float("nan"), float("inf"), -1]  # values of other types are those of test_params
 BAD_PARAMS = [
     *(("gstep", "alpha", value) for value in [*NUMBERS, 1.01]),
     *(("gstep", "beta", value) for value in [*NUMBERS, 0]),
-    *(("fps", "beta", value) for value in [*NUMBERS, 0]),
+    *((method, "beta", value) for method in ("fps", "novelty") for value in [*NUMBERS, 0]),
+    *(("novelty", "floor", value) for value in NUMBERS),
     *((method, "sigma", value) for method in ("gstep", "topk", "fps") for value in [*NUMBERS, 0, 1e9]),
     *((method, "eps", value) for method in ("gstep", "topk", "fps") for value in [*NUMBERS, 0]),
-    *(("gstep", "radius", value) for value in [-1, 1.0, "1", True, float("nan"), 10**9]),
-    *(("gstep", "smoothing", value) for value in ["gauss", "", None, 1, ["raw"]]),
-    *(("gstep", "boundary", value) for value in ["wrap", None, 0]),
-    *(("gstep", "fusion", value) for value in ["both", None, True]),
-    *(("fps", "start", value) for value in ["random", None, 0]),
+    *(("gstep", "radius", value) for value in [-1, 10**9]),
+    *(("gstep", "smoothing", value) for value in ["gauss", ""]),
+    ("gstep", "boundary", "wrap"),
+    ("gstep", "fusion", "both"),
+    ("fps", "start", "random"),
     *(("fastvid", name, value) for name in ("c", "p") for value in [*NUMBERS, 0, 1.5]),
     *(("fastvid", name, value) for name in ("d", "beta") for value in [*NUMBERS, 1.01]),
-    *(("fastvid", "ignore", value) for value in [float("nan"), None, -1.01, 1.01]),
-    *(("fastvid", "tau", value) for value in [float("nan"), 1.01, "1", True]),
-    *(("fastvid", "variant", value) for value in ["llama", None, 0]),
-    *(("cdpruner", "mode", value) for value in ["frame", None, 0]),
-    *(("fastv", "K", value) for value in [*NUMBERS, 0, 2.0]),
+    *(("fastvid", "ignore", value) for value in [float("nan"), -1.01, 1.01]),
+    *(("fastvid", "tau", value) for value in [float("nan"), 1.01]),
+    *((method, "variant", "llama") for method in ("fastvid", "visionzip")),
+    *(("visionzip", "dominant_share", value) for value in [*NUMBERS, 1]),
+    *(("visionzip", "neighbours", value) for value in [0, -1]),
+    ("cdpruner", "mode", "frame"),
+    *(("fastv", "K", value) for value in [-1, 0]),
 ]
 
 
@@ -62,3 +66,39 @@ BAD_PARAMS = [
 def test_bad_parameters(method: str, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"{name} must be .*; got "):
         gstep.prune(video(2, 3, 4), method=method, **{name: value})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needy(Pruner):
+    name: ClassVar[str] = "needy"
+    nested: ClassVar[bool] = False
+    merges: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"token_key", "noise"})
+
+    def select(self, visual: gstep.VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        index = torch.arange(budget).flip(0)
+        return Selection(index, tokens=index[:, None].float().expand(-1, 4), merged=index > 0)
+
+
+def test_merged_tokens_follow_their_index() -> None:
+    evidence = {"noise": torch.zeros(6), "token_key": torch.zeros(2, 3, 1)}
+    pruned = Needy().prune(gstep.VisualTokens(video(2, 3, 4), evidence), budget=3)
+    assert pruned.index.tolist() == [0, 1, 2] == pruned.tokens[:, 0].tolist()
+    assert pruned.merged is not None
+    assert pruned.merged.tolist() == [False, True, True]
+    assert pruned.rank is None
+
+
+def test_equal_parameters_have_one_description() -> None:
+    ours = gstep.make_pruner("gstep", alpha=1, sigma=np.float32(2), radius=np.int8(3))
+    assert json.dumps(ours.params()) == json.dumps(gstep.make_pruner("gstep", alpha=1.0, sigma=2.0, radius=3).params())
+    assert gstep.make_pruner("gstep").params() == {
+        "smoothing": "gaussian",
+        "sigma": 1.0,
+        "radius": None,
+        "boundary": "replicate",
+        "fusion": "full",
+        "eps": 1e-6,
+        "alpha": 0.5,
+        "beta": 1e-6,
+    }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import gstep
 from gstep.pruners.visionzip import densest, evenly_strided, kept_of_frame, mean_of_nearest
-from tests.gstep.synthetic import assert_same, prune, video
+from tests.gstep.synthetic import prune, video
 
 
 @pytest.mark.parametrize(
@@ -66,19 +64,6 @@ def test_visionzip_variants_need_and_assume_different_things() -> None:
     assert qwen.needs == frozenset() and dict(qwen.sources) == {}
     assert llava.params() == {"variant": "llava", "dominant_share": 54 / 64, "neighbours": 5}
     assert qwen.params() == {"variant": "qwen", "dominant_share": 0.6, "neighbours": 5}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("variant", value) for value in ["llama", None, 0]),
-        *(("dominant_share", value) for value in [-0.1, 1, 1.5, float("nan"), "0.5", True]),
-        *(("neighbours", value) for value in [0, -1, 1.5, "5", True, None]),
-    ],
-)
-def test_visionzip_bad_parameters(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{name} must be .*; got "):
-        gstep.make_pruner("visionzip", **{"variant": "qwen", name: value})
 
 
 # Two long tokens, and three on each side of the origin whose cosines are 0.8 and 0.28 (those to the other side: -0.28,
@@ -187,21 +172,10 @@ def test_visionzip_qwen_of_all_tokens_changes_none() -> None:
 def test_visionzip_qwen_frames_do_not_touch_each_other() -> None:
     tokens = video(5, 30, 16)
     whole = gstep.prune(tokens, 0.2, "visionzip", variant="qwen")
+    assert whole.selection_order().tolist() == list(range(len(whole.index)))  # prompts in ascending index
     alone = [gstep.prune(frame[None], 0.2, "visionzip", variant="qwen") for frame in tokens]
     assert torch.equal(whole.tokens, torch.cat([pruned.tokens for pruned in alone]))
     assert whole.index.tolist() == [30 * frame + place for frame in range(5) for place in alone[frame].index.tolist()]
-
-
-def test_visionzip_qwen_prompts_in_ascending_index() -> None:
-    pruned = gstep.prune(video(3, 20, 8), 0.25, "visionzip", variant="qwen")
-    assert pruned.selection_order().tolist() == list(range(15))
-
-
-def test_visionzip_qwen_asks_for_no_evidence_and_looks_at_none() -> None:
-    tokens = video(3, 20, 8)
-    evidence = {"token_attention": torch.rand(3, 20), "token_key": torch.rand(3, 20, 4)}
-    plain = gstep.prune(tokens, 0.25, "visionzip", variant="qwen")
-    assert_same(gstep.prune(tokens, 0.25, "visionzip", evidence=evidence, variant="qwen"), plain)
 
 
 def test_visionzip_densest_counts_no_token_as_its_own_neighbour() -> None:

@@ -18,12 +18,12 @@ def random_frames(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(9, 90, 160, 3), (9, 500, 420, 3), (9, 384, 384, 3)])
-@pytest.mark.parametrize("chunk", [1, 2, 4])
-def test_resizing_in_chunks_equals_resizing_the_whole(shape, chunk):
+def test_resizing_in_chunks_equals_resizing_the_whole(shape):
     frames = random_frames(*shape)
     whole = CLIP.resize(frames, (384, 384))
-    parts = [CLIP.resize(frames[i : i + chunk], (384, 384)) for i in range(0, len(frames), chunk)]
-    assert torch.equal(whole, torch.cat(parts))
+    for chunk in (1, 4):
+        parts = [CLIP.resize(frames[i : i + chunk], (384, 384)) for i in range(0, len(frames), chunk)]
+        assert torch.equal(whole, torch.cat(parts))
     assert whole.dtype == torch.uint8 and whole.shape == (9, 384, 384, 3) and whole.is_contiguous()
 
 

@@ -57,7 +57,4 @@ def test_a_setting_that_is_not_implemented_is_refused_by_name(setting, value):
 def test_settings_are_json_and_tell_preprocessors_apart():
     other = FixedSizePreprocessor.from_settings({**DEFAULTS, "image_mean": [0.5, 0.5, 0.5]})
     assert json.loads(json.dumps(CLIP.settings())) == CLIP.settings() != other.settings()
-
-
-def test_pickles():
     assert pickle.loads(pickle.dumps(CLIP)) == CLIP  # noqa: S301 - our own bytes
