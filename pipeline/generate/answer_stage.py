@@ -6,14 +6,12 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 import torch
 
 from gstep.backbones import choose_runtime
-from pipeline.cache.reader import TokenCache
 from pipeline.errors import QuestionFault
 from pipeline.execution.gpu_fault import give_up_process
 from pipeline.execution.heartbeat import Heartbeat
@@ -73,12 +71,8 @@ class Answerer:
         runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._handed_over_at_once = setup.batch_size
         self._size = BatchSize(setup.batch_size)
-        # A method that prunes here looks at the vectors, so that its prompts have to bring what it selects.
-        cache = (
-            None if any(setup.prunings.values()) else TokenCache(str(setup.store), store=setup.store, live=setup.live)
-        )
         with self._heartbeat.loading():
-            self._engine = engine or load_engine(replace(setup.engine, cache=cache), setup.source, runtime)
+            self._engine = engine or load_engine(setup.engine, setup.source, runtime)
             self._asker = Asker(setup, self._engine, runtime.device, self._heartbeat)
         self._provenance = json.dumps(self._engine.describe())
 
