@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import cast
 
 from jobs.command import Parser
-from jobs.frame.called import PROGRAM, by_name, completing, import_from_here, words_to_complete
 
 #: Its name -> the module whose ``main`` carries it out, and what it does.
 COMMANDS = {
@@ -21,8 +21,6 @@ COMMANDS = {
     "recode": ("jobs.recode", "store the tokens of a cache by another codec"),
     "reprune": ("jobs.reprune", "prune a cache of all tokens by another method, without videos"),
     "merge": ("jobs.merge", "merge caches that were made alike into one"),
-    "diff": ("jobs.diff", "say in which videos two caches differ, or in which questions two folders of answers"),
-    "export": ("jobs.export", "copy a cache for other people, with a card, or its tokens as WebDataset"),
     "remove": ("jobs.remove", "remove videos from a cache for good"),
     "doctor": ("jobs.doctor", "check a machine or a cluster before a run: what is slow or wrong, and what to do"),
     "serve": ("jobs.serve", "an OpenAI chat API on a cache, by vLLM"),
@@ -33,17 +31,19 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that is named first; returns its exit code. No other command is imported."""
-    words = list(sys.argv[1:] if argv is None else argv) or words_to_complete(COMMANDS)
-    import_from_here()
+    words = list(sys.argv[1:] if argv is None else argv)
+    # A console script has its own folder first on the path. ``module:Class`` may name a file in the current one too.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     if words and words[0] in COMMANDS:
         command = import_module(COMMANDS[words[0]][0])
         return cast(int, command.main(words[1:]))
     parser = Parser(
-        PROGRAM if by_name() else "python -m jobs",
+        "gstep-cache",
         description=__doc__,
         epilog="commands:\n" + "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items()),
     )
-    if not words and not completing():
+    if not words:
         parser.print_help()
         return 0
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="COMMAND --help shows its flags")

@@ -19,9 +19,8 @@ from typing import Any, NoReturn, TypeVar
 from rich.console import Console
 
 from gstep.lazy import did_you_mean, importing_much, saying
-from jobs.frame.called import NamingConsole, as_called, complete
 from jobs.frame.flags import add_flags, from_flags, read_config_file
-from jobs.frame.json_document import HELP, STDOUT, Done, add_json, error_record, stdout_as_stderr, write_document
+from jobs.frame.json_document import Done, add_json, error_record, print_document, stdout_as_stderr
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.option_values import share as share_or_percent
 
@@ -32,12 +31,10 @@ EXIT_CODES = """\
 Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the run failed, or too many {item}s did;
 2 the request was refused and nothing was started; 130 interrupted.
 """
-
-
 _SHORT_WIDTH = 118  # columns of the help of the usual options, which fits one screen of text so
 
 
-class LogConsole(NamingConsole):
+class LogConsole(Console):
     """A console for messages on stderr: plain on a terminal; in a log each message is one line with its time."""
 
     def __init__(self) -> None:
@@ -60,18 +57,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **more})
-        self.prog = as_called(self.prog)
         self._json = False
         self.usual: frozenset[str] | None = None
         self.add_argument(
             "--version", action=_Version, help="show the versions of this package, torch, Ray, transformers"
         )
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        complete(self)
-        return super().parse_args(args, namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # Where flags and positional arguments are mixed, it is called again with those that are left.
@@ -80,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         if self.usual is None:
-            return as_called(super().format_help())
+            return super().format_help()
         hidden = [action for action in self._actions if action.dest not in self.usual]
         texts, shape = [action.help for action in hidden], self.formatter_class
         for action in hidden:
@@ -89,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         self.usage = f"{self.prog}{words} [options]"
         self.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=_SHORT_WIDTH)
         try:
-            return as_called(super().format_help())
+            return super().format_help()
         finally:
             self.usage, self.formatter_class = None, shape
             for action, text in zip(hidden, texts, strict=True):
@@ -102,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         if self._json:
-            write_document(STDOUT, error_record(UsageError(message)))
+            print_document(error_record(UsageError(message)))
         self.exit(2, f"usage: {self.prog} [options]; --help lists them\n{self.prog}: error: {message}\n")
 
 
@@ -196,50 +186,50 @@ def exit_code_of(
     failed: Errors = (),
     refused: Errors = (UsageError,),
     interrupted: str = "interrupted",
-    document: Path | None = None,
+    document: bool = False,
 ) -> int:
     """Run the work and return its exit code: 1 where it failed, 2 where it was refused, 130 where it was interrupted.
 
-    Each of these prints a line that says why, and names commands as this one was called.
-
-    ``document`` is where ``--json`` writes what the work returns with its exit code, or the error.
+    Each of these prints a line that says why. ``document`` is whether ``--json`` is given: then stdout gets what the
+    work returns with its exit code, or the error.
     """
     interruption = _Interruption(lambda: console.print(interrupted, highlight=False))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interruption)
-    with stdout_as_stderr() if document == STDOUT else nullcontext() as stdout:
+    with stdout_as_stderr() if document else nullcontext() as stdout:
         try:
-            done = _ended(work, console, failed, refused)
+            done = _finish(work, console, failed, refused)
         except KeyboardInterrupt as error:
             interruption.say()
             done = Done(130, error_record(error, interrupted))
         except Exception as error:
-            write_document(document, error_record(error), stdout)
+            if document:
+                print_document(error_record(error), stdout)
             raise
         try:
-            write_document(document, done.record, stdout)
+            if document:
+                print_document(done.record, stdout)
         except OSError as error:
             console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
             return 1
     return done.exit_code
 
 
-def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, refused: Errors) -> Done:
+def _finish(work: Callable[[], int | Done], console: Console, failed: Errors, refused: Errors) -> Done:
     """Run the work and return its exit code and record, after printing its result, or the error that ended it."""
     try:
         done = work()
     except failed as error:
-        console.print(as_called(f"failed: {error}"), style="red", markup=False, highlight=False, soft_wrap=True)
-        return Done(1, error_record(error, as_called(str(error))))
+        console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return Done(1, error_record(error))
     except refused as error:
         # Printed without the time of a log line, since nothing was started.
-        said = as_called(str(error))
-        Console.print(console, f"error: {said}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return Done(2, error_record(error, said))
+        Console.print(console, f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return Done(2, error_record(error))
     if not isinstance(done, Done):
         done = Done(done, {})
-    for one in done.printed:
-        wide_console().print(one, highlight=False)
+    for item in done.printed:
+        wide_console().print(item, highlight=False)
     whole = done.record if isinstance(done.record, Sequence) else {"exit_code": done.exit_code, **done.record}
     return Done(done.exit_code, whole)
 
@@ -293,25 +283,10 @@ def file_in_folder(text: str) -> Path:
     return path
 
 
-def add_json_or_file(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json`` and ``--json FILE``, for commands that notice when FILE has swallowed a positional word."""
-    parser.add_argument(
-        "--json", nargs="?", const=STDOUT, type=_document_file, metavar="FILE", help=f"{HELP}; or write it to FILE"
-    )
-
-
-def _document_file(text: str) -> Path:
-    """Check the path for a JSON document; the error mentions ``--json`` without a file."""
-    try:
-        return file_in_folder(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or put --json last for stdout") from None
-
-
 def wide_console() -> Console:
     """Return a console for tables, which cuts them to the width of a terminal, but not of a file or a pipe."""
-    console = NamingConsole()
-    return console if console.is_terminal else NamingConsole(width=200)
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
 
 
 class _Interruption:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 jobs.prune merges by itself while it runs and when it ends; this merges everything, and may run beside others. Files
-that were merged stay for --keep-minutes, so that readers go on: the next jobs.compact or jobs.prune deletes them. A
-cache of an earlier version becomes one of this version, without copying tokens. --tokens writes the videos of small
-token shards anew, many to a shard; the next jobs.compact --tokens deletes the old shards after --keep-minutes.
+that were merged stay for --keep-minutes, so that readers go on: the next jobs.compact or jobs.prune deletes them.
+--tokens writes the videos of small token shards anew, many to a shard; the next jobs.compact --tokens deletes the old
+shards after --keep-minutes.
 
 Exit code: 0 merged; 1 a file is damaged, rows of committed videos are lost, or the store failed; 2 usage, no cache, or
 --tokens while a run writes to it; 130 interrupted: nothing is lost.
@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Merge the videos table, print what was done, and return the record."""
     from pipeline.cache.ledger import Ledger  # noqa: PLC0415
-    from pipeline.cache.merging import merge, upgrade  # noqa: PLC0415 - Arrow loads after the flags are checked
+    from pipeline.cache.merging import merge  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.cache.reader import made_with  # noqa: PLC0415
     from pipeline.execution.run_record import committed_shards  # noqa: PLC0415
     from pipeline.prune.summary import lost_line  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
-    from pipeline.verify.joining import Joined, join_tokens  # noqa: PLC0415
+    from pipeline.verify.moves import Joined, join_tokens  # noqa: PLC0415
 
     store, say = store_at(arguments.cache, objects), saying(console)
     identity = made_with(store, required=True)
@@ -60,8 +60,6 @@ def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) 
     done = merge(store, identity, everything=True, keep=keep)
     for line in done.lines():
         say(line)
-    if upgrade(store):
-        say(f"{store} is a cache of the present version now")
     joined = join_tokens(store, say, keep) if arguments.tokens else Joined()
     for line in joined.lines() if arguments.tokens else ():
         say(line)

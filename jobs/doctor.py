@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from pipeline.doctor.doctor import examine  # noqa: PLC0415 - --help needs neither torch nor Ray
 
         found, config = [], from_flags(PruneConfig, arguments)
-        if config.plan or config.dry_run or config.gate is not None:
-            raise UsageError("--plan, --dry-run and --gate are for jobs.prune: leave them out")
+        if config.plan or config.dry_run:
+            raise UsageError("--plan and --dry-run are for jobs.prune: leave them out")
         for finding in examine(config, lambda line: console.print(line, style="dim")):
             found.append(finding)
             console.print(_line(finding))
-        if arguments.json is None:
+        if not arguments.json:
             wide_console().print(_page(found))
         return Done(1 if any(finding.state == "wrong" for finding in found) else 0, found)
 

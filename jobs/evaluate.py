@@ -9,7 +9,6 @@ from rich.console import Console
 
 from jobs.command import EXIT_CODES, Parser, loading, run_command
 from jobs.frame.json_document import Done
-from jobs.frame.planning import show_plan
 from jobs.frame.stores import saying
 from pipeline.evaluate.config import EvaluateConfig
 
@@ -30,7 +29,7 @@ there. --out gets scores.parquet, tables.md, tables.tex and report.html.
 #: The options that --help shows.
 USUAL = (
     *("benchmark", "data", "model", "method", "retention_ratio", "num_frames", "out", "cache"),
-    *("score", "table", "results", "plan"),
+    *("score", "table", "results"),
 )
 
 
@@ -45,10 +44,6 @@ def _evaluate(config: EvaluateConfig, console: Console) -> Done:
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
     if config.results:
         return _lay_out(config, console)
-    if config.plan:
-        from pipeline.evaluate.plan import plan_evaluation  # noqa: PLC0415
-
-        return show_plan(config, console, plan_evaluation)
     with loading(console):
         from pipeline.evaluate.evaluate import evaluate, render_evaluation  # noqa: PLC0415
 

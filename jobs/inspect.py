@@ -10,9 +10,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
-from jobs.command import Parser, exit_code_of, wide_console
+from jobs.command import Parser, exit_code_of
 from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import Done, add_json, print_lines
 from jobs.frame.stores import objects_of, saying
@@ -23,7 +23,7 @@ from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
     from pipeline.cache.reader import TokenCache
-    from pipeline.inspect.failed import Failures
+    from pipeline.inspect.report import Failures
     from pipeline.storage.s3 import Objects
     from pipeline.storage.stores import Store
 
@@ -31,7 +31,7 @@ _SEARCHED, _LIKELY = 100_000, 3  # ids that are looked through for likely ones, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show a cache or answers, one item of them, or what failed, or write a page; return the exit code."""
+    """Show a cache or answers, one item of them, or what failed, or write a video's page; return the exit code."""
     parser = Parser("python -m jobs.inspect", description=__doc__)
     parser.add_argument(
         "place",
@@ -46,11 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--retention-ratio", type=share, metavar="R", help="with a video: show a smaller ratio of the same cache"
     )
     parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page: of a cache its counts and some of its videos, of a video the kept tokens in its frames, of "
-        "answers the questions",
+        "--html", type=Path, metavar="FILE", help="with a video: write a page that shows the kept tokens in its frames"
     )
     parser.add_argument(
         "--watch",
@@ -73,11 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
     """End the program with the parser's error where flags do not go together."""
-    if arguments.retention_ratio is not None and arguments.item is None:
-        parser.error("--retention-ratio goes with a video")
+    for flag in ("retention_ratio", "html"):
+        if getattr(arguments, flag) is not None and arguments.item is None:
+            parser.error(f"--{flag.replace('_', '-')} goes with a video: name its ID")
     for flag in ("failed", "watch"):
-        if getattr(arguments, flag) and (arguments.item is not None or arguments.html is not None):
-            parser.error(f"--{flag} goes with neither an ID nor --html")
+        if getattr(arguments, flag) and arguments.item is not None:
+            parser.error(f"--{flag} goes with no ID")
     if arguments.failed and arguments.watch:
         parser.error("--failed goes with no --watch")
 
@@ -102,67 +99,57 @@ def _inspect(arguments: argparse.Namespace) -> Done:
 
 
 def _answers(store: Store, arguments: argparse.Namespace) -> Done:
-    """Show a folder of answers: a summary, one question, the failed ones or a page."""
+    """Show a folder of answers: a summary, one question or the failed ones."""
     from pipeline.inspect.answers import Answers, answers_report, question_report  # noqa: PLC0415
-    from pipeline.inspect.failed import failed_questions  # noqa: PLC0415
 
-    for flag in ("retention_ratio", "watch"):
+    for flag in ("retention_ratio", "html", "watch"):
         if getattr(arguments, flag):
             raise ValueError(f"--{flag.replace('_', '-')} goes with a cache; {store} holds answers")
     answers = Answers.open(store, arguments.item)
-    if arguments.html is not None:
-        from pipeline.inspect.answers_page import write_answers_page  # noqa: PLC0415
-
-        line = write_answers_page(answers, arguments.html)
-        return _written(line, {"answers": str(store)}, arguments.html)
     if arguments.failed:
-        return _failed(failed_questions(answers.rows), {"answers": str(store)}, arguments)
+        return _failed(answers.failed(), {"answers": str(store)}, arguments)
     if arguments.item is not None:
-        record = {"answers": str(store), "question_id": arguments.item, "rows": answers.as_records()}
-        return _shown(question_report(answers), record, arguments)
-    return _shown(answers_report(answers), answers.as_record(), arguments)
+        if not arguments.json:
+            return Done(0, {}, [question_report(answers)])
+        return Done(0, {"answers": str(store), "question_id": arguments.item, "rows": answers.rows.to_pylist()})
+    if not arguments.json:
+        return Done(0, {}, [answers_report(answers)])
+    return Done(0, answers.as_record())
 
 
 def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Done:
     """Show a cache: a summary, one video, the failed ones or a page."""
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415
-    from pipeline.inspect.failed import failed_videos  # noqa: PLC0415
-    from pipeline.inspect.report import cache_record, cache_report, count, video_record, video_report  # noqa: PLC0415
+    from pipeline.inspect import report  # noqa: PLC0415
 
     video_id, ratio = arguments.item, arguments.retention_ratio
     cache = TokenCache(arguments.place, store=store)
-    if video_id is not None:
-        _check_id(cache, video_id)
     if arguments.watch:
         return _watched(cache, arguments)
-    if arguments.html is not None and video_id is None:
-        from pipeline.inspect.cache_page import write_cache_page  # noqa: PLC0415 - reads videos and decodes some
-
-        line, counted = write_cache_page(cache, arguments.html, objects)
-        return _written(line, {"cache": str(store)}, arguments.html, 1 if counted.summary.n_lost else 0)
+    if arguments.failed:
+        return _failed(report.failed_videos(cache), {"cache": str(store)}, arguments)
+    if video_id is None:
+        counted = report.count(cache)
+        code = 1 if counted.summary.n_lost else 0
+        if not arguments.json:
+            return Done(code, {}, [report.cache_report(cache, counted)])
+        return Done(code, report.cache_record(cache, counted))
+    _check_id(cache, video_id)
     if arguments.html is not None:
         from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
-        line = write_page(cache, video_id, arguments.html, ratio, objects)
-        return _written(line, {"cache": str(store), "video_id": video_id}, arguments.html)
-    if arguments.failed:
-        return _failed(failed_videos(cache), {"cache": str(store)}, arguments)
-    if video_id is not None:
-        if arguments.json is not None:
-            return Done(0, video_record(cache, video_id, ratio))
-        return _shown(video_report(cache, video_id, ratio), {}, arguments)
-    counted = count(cache)
-    code = 1 if counted.summary.n_lost else 0
-    if arguments.json is not None:
-        return Done(code, cache_record(cache, counted))
-    return _shown(cache_report(cache, counted), {}, arguments, code)
+        saying(Console())(write_page(cache, video_id, arguments.html, ratio, objects))
+        return Done(0, {"cache": str(store), "video_id": video_id, "page": str(arguments.html)})
+    if not arguments.json:
+        return Done(0, {}, [report.video_report(cache, video_id, ratio)])
+    return Done(0, report.video_record(cache, video_id, ratio))
 
 
 def _watched(cache: TokenCache, arguments: argparse.Namespace) -> Done:
     """Show the cache's run until it ends, and return its last state; the exit code is 1 where it did not finish."""
     from pipeline.inspect.watch import watch  # noqa: PLC0415
 
-    run = watch(cache, Console(stderr=arguments.json is not None))
+    run = watch(cache, Console(stderr=arguments.json))
     record = None if run is None else asdict(run)
     return Done(int(run is not None and run.status != "finished"), {"cache": str(cache.store), "last_run": record})
 
@@ -180,26 +167,13 @@ def _check_id(cache: TokenCache, video_id: str) -> None:
         raise UnknownVideo(f"{error}; did you mean {', '.join(likely)}?") from None
 
 
-def _shown(report: RenderableType, record: JsonObject, arguments: argparse.Namespace, code: int = 0) -> Done:
-    """Print a report unless ``--json`` is given, and return its record and the exit code."""
-    if arguments.json is None:
-        wide_console().print(report)
-    return Done(code, record)
-
-
 def _failed(failures: Failures, where: JsonObject, arguments: argparse.Namespace) -> Done:
     """Print the failed items unless ``--json`` is given, and return their record."""
-    from pipeline.inspect.failed import failed_lines  # noqa: PLC0415
+    from pipeline.inspect.report import failed_lines  # noqa: PLC0415
 
-    if arguments.json is None:
+    if not arguments.json:
         print_lines(failed_lines(failures))
     return Done(0, {**where, "n_failed": len(failures), "failed": failures})
-
-
-def _written(line: str, where: JsonObject, page: Path, code: int = 0) -> Done:
-    """Print where a page was written, and return its record."""
-    saying(Console())(line)
-    return Done(code, {**where, "page": str(page)})
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _merge(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Merge the caches, print what was done, and return the record."""
-    from pipeline.sharing.merge import merge_caches  # noqa: PLC0415 - Arrow loads after the flags are checked
+    from pipeline.rewrite.merge import merge_caches  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
     say = saying(console)

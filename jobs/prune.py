@@ -6,18 +6,13 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
 from jobs.frame.json_document import Done
-from jobs.frame.planning import show_plan
-from jobs.frame.stores import objects_of, saying
+from jobs.frame.stores import saying
 from pipeline.prune.config import PruneConfig
-
-if TYPE_CHECKING:  # --help waits for no Arrow
-    from pipeline.cache.header import GateRecord
 
 EPILOG = """\
 examples:
@@ -61,12 +56,11 @@ def _prune(config: PruneConfig, console: Console) -> Done:
         from pipeline.prune.run import PruneRun  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415
 
-    if config.gate:
-        from pipeline.rewrite.gate import read_gate  # noqa: PLC0415 - as above
-
-        read_gate(config.gate, objects_of(config))  # a fault in the file is not for the end of a long run
     if config.plan:
-        return show_plan(config, console, plan_run)
+        from pipeline.plan.render import render_plan  # noqa: PLC0415 - as above
+
+        planned = plan_run(config, console)
+        return Done(0, planned.as_record(), [render_plan(planned)])
     if config.dry_run:
         plan = forecast(config, console)
         return Done(0, plan.as_record(), [render_forecast(plan)])
@@ -81,17 +75,7 @@ def _prune(config: PruneConfig, console: Console) -> Done:
         remedy = "look at nodes, mounts, credentials and GPUs, then run again with --retry-failed"
         console.print(f"{failed} (io, internal, memory of a GPU), more than {limit}: {remedy}", highlight=False)
     code = summary.exit_code(config.failure_limit(summary.n_videos), limit)
-    gate = None if config.gate is None or code else _gate(config, console)
-    return Done(code if gate is None or gate["passed"] else 1, {"out": config.out, "gate": gate, **summary.as_record()})
-
-
-def _gate(config: PruneConfig, console: Console) -> GateRecord:
-    """Compare answers from the cache's tokens with those from bfloat16 tokens (``--gate``); return the result."""
-    from pipeline.rewrite.gate import gate_cache  # noqa: PLC0415 - as above
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
-
-    objects = objects_of(config)
-    return gate_cache(store_at(config.out, objects), config.gate or "", config.model, objects, saying(console))
+    return Done(code, {"out": config.out, **summary.as_record()})
 
 
 if __name__ == "__main__":

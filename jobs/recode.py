@@ -5,22 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from jobs.command import Parser, run_command
 from jobs.frame.json_document import Done
-from jobs.frame.stores import Say, rewrite_cache
+from jobs.frame.stores import rewrite_cache
 from pipeline.cache.codecs import CODECS
 from pipeline.errors import UsageError
 from pipeline.options import S3Options, check_choices, option
-
-if TYPE_CHECKING:
-    from pipeline.cache.reader import TokenCache
-    from pipeline.rewrite.rewrite import Rewrite
-    from pipeline.storage.s3 import Objects
-    from pipeline.storage.stores import Store
 
 EPILOG = """\
 example:
@@ -46,14 +39,6 @@ class RecodeConfig(S3Options):
         group="caches",
     )
     out: str | None = option(None, "the cache to create or to continue", metavar="CACHE")
-    gate: str | None = option(
-        None,
-        "first answer QUESTIONS (as jobs.generate takes them; without a file, fixed prompts) from both, and write "
-        "nothing and end with 1 if more answers differ than noise",
-        metavar="QUESTIONS",
-        const="",
-    )
-    model: str | None = option(None, "with --gate: the model's folder, if it has one", metavar="MODEL")
     token_codec: str = option("int4", "how tokens are stored there", choices=tuple(CODECS)[1:])
 
     def __post_init__(self) -> None:
@@ -70,22 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _recode(config: RecodeConfig, console: Console) -> Done:
     """Make a cache of another with its tokens in another codec, print what was done, and return the record."""
-    from pipeline.rewrite.recode import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
+    from pipeline.rewrite.rewrite import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
     assert config.cache is not None and config.out is not None
-    place = config.out
-
-    def planned(source: TokenCache, out: Store, objects: Objects, say: Say) -> Rewrite:
-        what = recoding(source, config.token_codec, place)
-        if config.gate is None:
-            return what
-        from pipeline.rewrite.gate import gate_recoding  # noqa: PLC0415
-        from pipeline.rewrite.rewrite import check_place  # noqa: PLC0415
-
-        check_place(out, what.header)
-        return gate_recoding(what, config.gate, config.model, objects, say)
-
-    return rewrite_cache("cache", config.cache, place, config, console, planned)
+    codec, out = config.token_codec, config.out
+    return rewrite_cache("cache", config.cache, out, config, console, lambda source: recoding(source, codec, out))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Remove the videos listed in a file, print what was done, and return the record."""
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - Arrow loads after the flags are checked
-    from pipeline.verify.removal import remove_videos  # noqa: PLC0415
+    from pipeline.verify.moves import remove_videos  # noqa: PLC0415
 
     store, say = store_at(arguments.cache, objects), saying(console)
     keep = timedelta(minutes=arguments.keep_minutes)

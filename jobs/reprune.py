@@ -77,7 +77,7 @@ def _reprune(config: RepruneConfig, console: Console) -> Done:
 
     assert config.whole is not None and config.out is not None
     of = (config.pruner, config.pruner_params(), config.retention_ratio, config.seed, config.token_codec, config.out)
-    return rewrite_cache("whole", config.whole, config.out, config, console, lambda source, *_: repruning(source, *of))
+    return rewrite_cache("whole", config.whole, config.out, config, console, lambda source: repruning(source, *of))
 
 
 if __name__ == "__main__":

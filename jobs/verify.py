@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import Parser, add_json_or_file, count, wide_console
-from jobs.frame.json_document import Done
+from jobs.command import Parser, count, wide_console
+from jobs.frame.json_document import Done, add_json
 from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores, saying
 from pipeline.options import positive
 
@@ -64,12 +64,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="give videos whose tokens or rows are damaged a failed row, which jobs.prune --retry-failed does again "
-        "(the command is printed), keep what is sound, then --clean; what was replaced stays in "
+        help="give videos whose tokens or rows are damaged a failed row, which jobs.prune --retry-failed does again, "
+        "keep what is sound, then --clean; what was replaced stays in "
         "CACHE/repaired/",
     )
     _add_sampling(parser)
-    add_json_or_file(parser)
+    add_json(parser)
     parser.add_argument("--log-interval", type=float, default=30.0, metavar="S", help="seconds between progress lines")
 
 
@@ -96,17 +96,15 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Run the verification, print its report, and return the exit code and record."""
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
-    from pipeline.verify.report import render  # noqa: PLC0415
     from pipeline.verify.verify import Request, verify  # noqa: PLC0415
 
     names = ("jobs", "clean", "repair", "live", "sample", "seed", "model", "log_interval")
     keep = timedelta(minutes=arguments.keep_minutes)
     request = Request(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
     report = verify(store_at(arguments.cache, objects), request, console)
-    out = wide_console()
-    out.print(render(report))
-    if report.repaired is not None and report.repaired.command:
-        saying(out)(f"\nencode them again: {report.repaired.command}")
+    say = saying(wide_console())
+    for line in report.lines():
+        say(line)
     return Done(report.exit_code, report.as_record())
 
 

@@ -156,7 +156,7 @@ class RunFailed(RuntimeError):  # noqa: N818
 
 
 class LimitReached(RunFailed):
-    """The run has reached ``--max-hours`` or ``--max-cost``; what is committed stays, and a rerun goes on."""
+    """The run has reached ``--max-hours``; what is committed stays, and a rerun goes on."""
 
 
 class TooManyFailed(RunFailed):

@@ -22,9 +22,8 @@ ATTN = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "
 def option(default: Any, help_text: str, **extra: Any) -> Any:
     """Make a dataclass field that is also a flag; ``{item}`` in its help is what the command works on, "video" say.
 
-    ``extra`` may hold metavar, choices, positional, secret, several (a list takes many values after one flag), const
-    (what the flag means without a value), flag (its name, if it is not the field's), share (a number that may be given
-    in percent) and group, the title under which
+    ``extra`` may hold metavar, choices, positional, secret, several (a list takes many values after one flag), flag
+    (its name, if it is not the field's), share (a number that may be given in percent) and group, the title under which
     ``--help`` shows this option and those that follow it, up to the next group.
     """
     metadata = {"help": help_text, **extra}

@@ -133,11 +133,9 @@ class VideoRecord(TypedDict, total=False):
     rewritten: int
     earlier_attempts: int
     tie_break: int
-    content_name: str | None
     token_codec: str | None
     token_block: int | None
     tower_hash: str | None
-    gate: str | None
     source_shard: str | None
     source_offset: int | None
     clip_fps: float | None

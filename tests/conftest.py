@@ -18,6 +18,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 # Nothing that a finished run left behind may start a cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 _SLOW: Counter[Path] = Counter()  # slow tests of a file
+_ALL: Counter[Path] = Counter()
 
 
 def pytest_configure() -> None:
@@ -30,9 +31,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with the most slow tests first: the workers of ``-n`` then end at about the same time."""
+    """Put files with the most slow tests first, then the longest: the workers of ``-n`` end at about the same time."""
     _SLOW.update(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -_SLOW[item.path])
+    _ALL.update(item.path for item in items)
+    items.sort(key=lambda item: (-_SLOW[item.path], -_ALL[item.path], item.path))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -41,7 +41,7 @@ TABLE = (
             "forked workers draw the same ids, and abort where two of them use the object store at once"),
     Private("SETUP_WORKER_FILENAME", "ray", "2.60", "ray._private.ray_constants",
             "pipeline/execution/prefork/server.py", "every worker imports Ray twice, and all that it uses"),
-    Private("get_memory_info_reply", "ray", "2.60", "ray._private.internal_api", "jobs/benchmark/pipeline/job.py",
+    Private("get_memory_info_reply", "ray", "2.60", "ray._private.internal_api", "jobs/benchmark/pipeline_job.py",
             "the benchmark does not know what went through the object store"),
     Private("_new_shared", "torch", "2.13", "torch:UntypedStorage", "pipeline/datasets/packing.py",
             "packed batches are copied once more on their way out of a DataLoader's worker"),

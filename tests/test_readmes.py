@@ -35,7 +35,6 @@ OTHERS = (
     ".github/CHANGELOG.md",
     "jobs/benchmark/README.md",
     "jobs/cluster/README.md",
-    "jobs/cluster/watching.md",
     "pipeline/inputs/README.md",
     "tests/README.md",
     "pipeline/evaluate/shapes/README.md",

@@ -91,7 +91,7 @@ def test_a_project_with_packages_of_the_same_names_prunes_by_a_method_of_its_own
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "look inside: gstep-cache inspect c" in done.stdout
+    assert "look inside: python -m jobs.inspect c" in done.stdout
     assert len(TokenCache(tmp_path / "c").get("bikes.mp4").tokens) == 3 * 196 // 5
 
 

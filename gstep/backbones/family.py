@@ -41,22 +41,15 @@ class TowerWork(NamedTuple):
 
     Attributes:
         patches: of one T.
-        width: of a patch's vector between the layers.
         of_patches: weights by which every patch is multiplied.
         of_tokens: weights by which every token is multiplied, once patches are merged.
         attention: operations of queries with keys, and of the result with values, in all layers.
     """
 
     patches: int
-    width: int
     of_patches: int
     of_tokens: int
     attention: int
-
-    @property
-    def parameters(self) -> int:
-        """Weights of the tower and projector, without biases and norms."""
-        return self.of_patches + self.of_tokens
 
 
 @dataclass(frozen=True)

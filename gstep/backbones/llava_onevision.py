@@ -102,7 +102,7 @@ class LlavaOnevision(ModelFamily):
         patch, depth = self._vision("patch_size", 14), self._vision("num_hidden_layers", 26)
         P = (height // patch) * (width // patch)
         of_patches = 3 * patch**2 * C + depth * (4 * C**2 + 2 * C * inner) + C * D + D**2
-        return TowerWork(P, C, of_patches, 0, depth * 4 * P**2 * C)
+        return TowerWork(P, of_patches, 0, depth * 4 * P**2 * C)
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
         channels = self._vision("hidden_size", 1152)

@@ -117,7 +117,7 @@ class QwenVL(ModelFamily):
         layers = vision["depth"] * (4 * C**2 + self.mlp_products * C * inner)
         merger = merged * C * (merged * C + vision["out_hidden_size"])
         mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
-        return TowerWork(P, C, embedding + layers, mergers * merger, self._attention_flops(vision, height, width))
+        return TowerWork(P, embedding + layers, mergers * merger, self._attention_flops(vision, height, width))
 
     def _attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
         """Count the products of queries, keys and values in all layers, for one temporal patch."""

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from gstep.checkpoints import hub, shipped, tiny
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from gstep.lazy import did_you_mean
+
+#: Trained checkpoints that come with this package; each has its model card.
+SHIPPED: Mapping[str, Path] = {"shapes": Path(__file__).parent / "shipped" / "shapes"}
 
 
 @dataclass(frozen=True)
@@ -41,32 +59,33 @@ class CheckpointFiles:
         if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model or folder.exists():
             raise ModelError(
                 f"{model!r} is no folder on this machine: pass a model folder, a Hugging Face id (owner/name), or one "
-                f"of {', '.join((*shipped.SHIPPED, *tiny.TINY))}"
+                f"of {', '.join((*SHIPPED, *tiny.TINY))}"
             )
-        if "/" not in model and (hint := did_you_mean(model, (*shipped.SHIPPED, *tiny.TINY))):
+        if "/" not in model and (hint := did_you_mean(model, (*SHIPPED, *tiny.TINY))):
             raise ModelError(
                 f"{model!r} is no folder here, no model of this package{hint}, and no owner/name of the hub"
             )
-        return cls("hub", model, hub.commit_of(model, revision))
+        return cls("hub", model, _hub_commit(model, revision))
 
     def find(self, filename: str) -> Path | None:
         """Return the local path of a file, downloaded or built if need be; None where there is no such file."""
         if self.revision is not None:
-            return hub.find_file(self.location, self.revision, filename)
+            cached = _fetch(self.location, self.revision, filename)
+            return None if cached is None else Path(cached)
         path = self.folder() / filename
         return path if path.is_file() else None
 
     def has(self, filename: str) -> bool:
         """Return whether the checkpoint has a file; nothing is downloaded."""
         if self.revision is not None:
-            return hub.has_file(self.location, self.revision, filename)
+            return _fetch(self.location, self.revision, filename, dry_run=True) is not None
         return self.find(filename) is not None
 
     def folder(self) -> Path:
         """Return the folder of a checkpoint that is not on the Hub."""
         assert self.kind != "hub"
         if self.kind == "shipped":
-            return shipped.SHIPPED[self.location]
+            return SHIPPED[self.location]
         return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
 
     def names(self, *suffixes: str) -> list[str]:
@@ -94,6 +113,65 @@ class CheckpointFiles:
 
 def _own_kind(model: str) -> Literal["shipped", "tiny"] | None:
     """Return the kind of a model name that this package provides itself, or None for any other name."""
-    if model in shipped.SHIPPED:
+    if model in SHIPPED:
         return "shipped"
     return "tiny" if model in tiny.TINY else None
+
+
+def _hub_commit(repo: str, revision: str | None) -> str:
+    """Resolve a branch, tag or sha of a model repository to its commit sha now (offline: in the cache).
+
+    Raises ModelError where the repository cannot be reached and is not in the cache, or has no config.json.
+    """
+    config = _fetch(repo, revision, "config.json")
+    if config is None and not constants.HF_HUB_OFFLINE:
+        raise ModelError(f"{repo!r} on the Hugging Face Hub has no config.json: it is no model of transformers")
+    if config is None:
+        raise ModelError(_unreachable(repo, "config.json"))
+    return Path(config).parent.name
+
+
+def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = False) -> Any:
+    """Call hf_hub_download, and return None where the file is missing. Raises ModelError for everything else."""
+    try:
+        offline = not _is_named(constants.ENDPOINT)
+        return hf_hub_download(repo, filename, revision=revision, dry_run=dry_run, local_files_only=offline)
+    except LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE or _known_absent(repo, revision, filename):
+            return None
+        # Not counted as missing: settings must not depend on whether the network is up.
+        raise ModelError(_unreachable(repo, filename)) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"the model {repo!r} has no revision {revision!r} on the Hugging Face Hub") from error
+    except EntryNotFoundError:
+        return None
+    except (RepositoryNotFoundError, HFValidationError, HfHubHTTPError) as error:
+        raise ModelError(f"{_unreachable(repo, filename)} ({type(error).__name__})") from error
+
+
+@cache
+def _is_named(endpoint: str) -> bool:
+    """Return whether the Hub's host has an address here; without one the client would try for half a minute a file."""
+    host = urlsplit(endpoint).hostname
+    if host is None or getproxies():
+        return True
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
+def _known_absent(repo: str, revision: str | None, filename: str) -> bool:
+    """Return whether the Hub client's cache remembers that the repository has no such file."""
+    cached = try_to_load_from_cache(repo, filename, revision=revision)
+    return cached is not None and not isinstance(cached, str)  # the cache remembers files that do not exist
+
+
+def _unreachable(repo: str, filename: str) -> str:
+    """Format the error message for a repository that is neither reachable nor in the cache."""
+    offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+    return (
+        f"{repo!r} is no folder here, and {filename} of a model of that name could neither be fetched from the Hugging "
+        f"Face Hub{offline} nor found in its cache {constants.HF_HUB_CACHE}: check the name, the network and, for a "
+        "gated model, HF_TOKEN; or download it elsewhere and pass the folder"
+    )

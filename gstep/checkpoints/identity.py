@@ -1,4 +1,4 @@
-"""The identity of the weights in a local folder, computed from a few kilobytes of each tensor."""
+"""The identity of weights: of a folder, by a few kilobytes of each tensor, and of a vision tower, by all bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+import torch
+
+from gstep.checkpoints.tensors import TensorSource, each_tensor
 from gstep.errors import ModelError
 
 # A fine-tune has the same names, shapes and sizes as its parent: only content tells them apart.
@@ -15,6 +18,10 @@ SAMPLE_BYTES = 4096
 
 # Keys of config.json about the history of the file, which change no token.
 IRRELEVANT_KEYS = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+
+_TOWER = ("vision_tower.", "multi_modal_projector.", "image_newline", "visual.")
+# What no token is made of, and what libraries may leave out where they write a checkpoint anew.
+_UNUSED = ("vision_tower.head.", "vision_tower.embeddings.position_ids")
 
 
 class _Entry(TypedDict):
@@ -82,3 +89,27 @@ def _samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]) -> 
         for start, end in spans:
             file.seek(8 + header_length + start)
             yield file.read(min(SAMPLE_BYTES, end - start))
+
+
+def tower_hash(source: TensorSource) -> str | None:
+    """Return "blake2b-f16:<hex>" of all weights that visual tokens are made with; None where weights are random.
+
+    Values count as float16, in which quantized checkpoints hold what was bfloat16, and names as in memory, which differ
+    on disk by library version. It reads these tensors whole, a gigabyte or two, and no others.
+
+    Raises ModelError where one of them is quantized itself, or a file is missing or damaged.
+    """
+    if not source.weight_files:
+        return None
+    digests = {}
+    for name, values in each_tensor(source, _used):
+        digest = hashlib.blake2b(f"{name} {list(values.shape)} ".encode(), digest_size=16)
+        digest.update(values.to(torch.float16).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digests[name] = digest.hexdigest()
+    return f"blake2b-f16:{hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()}"
+
+
+def _used(key: str) -> str | None:
+    """Return the name in memory of a tensor that visual tokens are made with; None for any other tensor."""
+    name = key.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
+    return name if name.startswith(_TOWER) and not name.startswith(_UNUSED) else None

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from gstep.checkpoints.files import CheckpointFiles
-from gstep.checkpoints.quantization import refuse_quantized
-from gstep.checkpoints.tensors import TensorSource, find_weight_files, read_tensors
+from gstep.checkpoints.tensors import TensorSource, find_weight_files, read_tensors, refuse_quantized
 from gstep.errors import ModelError
 
 NAMES = frozenset(

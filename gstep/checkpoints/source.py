@@ -12,8 +12,7 @@ from gstep.checkpoints import random_weights, tiny
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.checkpoints.identity import folder_identity
 from gstep.checkpoints.pooling_head import PoolingHeadSource
-from gstep.checkpoints.quantization import SERVED, refuse_quantized
-from gstep.checkpoints.tensors import TensorSource, find_weight_files
+from gstep.checkpoints.tensors import SERVED, TensorSource, find_weight_files, refuse_quantized
 from gstep.errors import ModelError
 from gstep.families import FAMILIES
 

@@ -1,49 +1,42 @@
-"""Measure this package here: the whole job, decoding, methods, selection, the table, reading, serving, efficiency."""
+"""Measure this package here: the whole job, decoding, selection, reading, answering, and the paper's Table 3."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import cast
 
 from rich.console import Console
 
-from jobs.benchmark.codecs import command as codecs
-from jobs.benchmark.decode import command as decode
-from jobs.benchmark.efficiency import command as efficiency
-from jobs.benchmark.methods import command as methods
-from jobs.benchmark.passes import command as passes
-from jobs.benchmark.pipeline import command as whole_job
-from jobs.benchmark.read import command as read
-from jobs.benchmark.selection import command as selection
-from jobs.benchmark.serving import command as serving
-from jobs.benchmark.sharing import command as sharing
-from jobs.benchmark.table import command as table
-from jobs.command import Parser, add_commands, exit_code_of
-from jobs.frame.json_document import Done
+from jobs.command import Parser, exit_code_of
+from jobs.frame.json_document import Done, add_json
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
-_COMMANDS = {
-    "pipeline": whole_job,
-    "decode": decode,
-    "passes": passes,
-    "methods": methods,
-    "selection": selection,
-    "table": table,
-    "sharing": sharing,
-    "read": read,
-    "codecs": codecs,
-    "serving": serving,
-    "efficiency": efficiency,
+#: A measurement's name -> its line of help. Its module, ``jobs.benchmark.NAME``, has ``add_flags`` and ``run``.
+MEASUREMENTS = {
+    "pipeline": "the whole job beside a plain DataLoader loop",
+    "decode": "decoding alone, beside other libraries and the least that is possible",
+    "selection": "GSTEP's selection beside the paper's loop",
+    "read": "reading tokens out of a cache, beside plain pyarrow",
+    "serving": "answering from a cache, by vLLM and by transformers, beside vLLM on the videos themselves",
+    "efficiency": "the paper's Table 3: seconds and memory of an answer with each method, from videos and from a cache",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = Parser("python -m jobs.benchmark", description=__doc__)
-    add_commands(parser, _COMMANDS)
+    parsers = parser.add_subparsers(required=True, metavar="|".join(MEASUREMENTS))
+    for name, line in MEASUREMENTS.items():
+        flags = parsers.add_parser(name, help=line, description=line)
+        if name in argv:  # only the measurement that is asked for: most import torch, which takes seconds
+            measurement = import_module(f"jobs.benchmark.{name}")
+            measurement.add_flags(flags)
+            add_json(flags)
+            flags.set_defaults(run=measurement.run)
     arguments = parser.parse_args(argv)
-    # The sample clips are read by the selection's benchmark: where they are missing or damaged, it failed.
     return exit_code_of(
         lambda: cast(Done, arguments.run(arguments)),
         Console(stderr=True),

@@ -85,8 +85,6 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
         keywords |= {"action": "extend", "nargs": "+"} if item.metadata.get("several") else {"action": "append"}
     else:
         keywords["type"] = share if item.metadata.get("share") else kind
-    if "const" in item.metadata:  # what the flag means without a value
-        keywords |= {"nargs": "?", "const": item.metadata["const"]}
     if item.metadata.get("positional"):
         keywords.pop("action", None)  # words replace the default and a file's, and one place takes them all
         group.add_argument(item.name, nargs="*" if get_origin(hint) is list else "?", **keywords)

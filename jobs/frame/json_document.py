@@ -10,15 +10,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from rich.console import RenderableType
 
 from pipeline.rows import JsonObject
-
-STDOUT = Path("-")
-HELP = "print one JSON document on stdout, for an error too, and everything else on stderr"
 
 
 class Done(NamedTuple):
@@ -33,30 +29,22 @@ class Done(NamedTuple):
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, for commands with a positional word that may follow it."""
-    parser.add_argument("--json", action="store_const", const=STDOUT, help=HELP)
+    """Add ``--json``."""
+    what = "print one JSON document on stdout, for an error too, and everything else on stderr"
+    parser.add_argument("--json", action="store_true", help=what)
 
 
 def error_record(error: BaseException, message: str = "") -> JsonObject:
-    """Return the JSON document of an error."""
+    """Make the JSON document of an error."""
     return {"error": {"class": type(error).__name__, "message": message or str(error)}}
 
 
-def write_document(
-    target: Path | None, record: Mapping[str, object] | Sequence[object], stdout: TextIO | None = None
-) -> None:
-    """Write ``record`` as JSON to stdout (STDOUT), to a file, or (None) nowhere. Raises OSError.
+def print_document(record: Mapping[str, object] | Sequence[object], stdout: TextIO | None = None) -> None:
+    """Print ``record`` as strict JSON in ASCII: a number that is not finite becomes null. Raises OSError.
 
-    The document is strict JSON in ASCII: a number that is not finite becomes null. ``stdout`` is what
-    ``stdout_as_stderr`` gives in its context.
+    ``stdout`` is what ``stdout_as_stderr`` gives in its context.
     """
-    if target is None:
-        return
-    text = json.dumps(_strict(record), indent=2, allow_nan=False)
-    if target == STDOUT:
-        print_lines([text], stdout)
-    else:
-        target.write_text(text + "\n", encoding="utf-8")
+    print_lines([json.dumps(_strict(record), indent=2, allow_nan=False)], stdout)
 
 
 def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from pipeline.cache.reader import TokenCache
     from pipeline.rewrite.rewrite import Rewrite
     from pipeline.storage.s3 import Objects
-    from pipeline.storage.stores import Store
-
-    Planned = Callable[[TokenCache, Store, Objects, "Say"], Rewrite]
 
 Say = Callable[[str], None]
 _LONGEST = 10**8  # minutes for which files may stay
@@ -84,12 +81,14 @@ def saying(console: Console) -> Say:
     return partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
 
-def rewrite_cache(name: str, place: str, out: str, config: S3Options, console: Console, planned: Planned) -> Done:
-    """Make the cache ``out`` of another as ``planned``, or continue it; print what was done and return the record.
+def rewrite_cache(
+    name: str, place: str, out: str, config: S3Options, console: Console, plan: Callable[[TokenCache], Rewrite]
+) -> Done:
+    """Make the cache ``out`` of the cache at ``place``, or continue it; print what was done and return the record.
 
-    ``name`` is what the command calls the other cache, whose place is ``place``.
+    ``name`` is the command's word for the cache at ``place``; ``plan`` plans the rewrite of that cache.
 
-    Raises RunFailed where a store fails, and as ``planned`` and ``rewrite``.
+    Raises RunFailed where a store fails, and as ``plan`` and ``rewrite``.
     """
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
     from pipeline.rewrite.rewrite import rewrite  # noqa: PLC0415
@@ -98,10 +97,9 @@ def rewrite_cache(name: str, place: str, out: str, config: S3Options, console: C
     objects, say = objects_of(config), saying(console)
     made = store_at(out, objects)
     try:
-        what = planned(TokenCache(place, store=store_at(place, objects)), made, objects, say)
-        done = rewrite(what, made, say)
+        done = rewrite(plan(TokenCache(place, store=store_at(place, objects))), made, say)
     except OSError as error:
         raise RunFailed(str(error)) from error
     for line in done.lines():
         say(line)
-    return Done(1 if done.failed else 0, {name: place, "out": out, "gate": what.header.get("gate"), **asdict(done)})
+    return Done(1 if done.failed else 0, {name: place, "out": out, **asdict(done)})

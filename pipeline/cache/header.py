@@ -57,41 +57,6 @@ class CacheIdentity(TypedDict):
     evidence: NotRequired[dict[str, str]]
 
 
-class Excess(TypedDict):
-    """A difference beyond the noise floor: its mean, the 95 % interval, the floor, and the bound on its upper end."""
-
-    mean: float
-    low: float
-    high: float
-    floor: float
-    bound: float
-
-
-class GateRecord(TypedDict):
-    """The result of a gate: whether answers from coded tokens differ from those of bfloat16 no more than noise does.
-
-    See pipeline.rewrite.gate.
-
-    Attributes:
-        changed: the share of answers that differ.
-        kl: the mean Kullback-Leibler divergence of the next token's distribution, in nats.
-        answers, videos: how many were compared.
-        answer_tokens: the mean length of an answer.
-        questions: where they were from.
-        runtime: what computed them.
-    """
-
-    passed: bool
-    codec: str
-    changed: Excess
-    kl: Excess
-    answers: int
-    videos: int
-    answer_tokens: float
-    questions: str
-    runtime: dict[str, str]
-
-
 class CacheHeader(TypedDict):
     """The content of cache.json.
 
@@ -99,8 +64,6 @@ class CacheHeader(TypedDict):
         newline: base64 of [D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None elsewhere.
         hidden_size: D.
         deepstack_levels: absent from caches made before there were any.
-        gate: what a comparison of answers with those from bfloat16 tokens said, of a cache whose tokens are coded;
-            absent while there was none.
     """
 
     schema_version: int | str
@@ -108,7 +71,6 @@ class CacheHeader(TypedDict):
     newline: str | None
     hidden_size: NotRequired[int]
     deepstack_levels: NotRequired[int]
-    gate: NotRequired[GateRecord]
 
 
 def deepstack_levels(header: CacheHeader) -> int:

@@ -33,24 +33,17 @@ _RULE = ("high", "low", "state", "attempts", "rewritten", "tie")  # RULE_COLUMNS
 RULE_COLUMNS = ("id_high", "id_low", "status", "attempts", "rewritten", "tie_break")
 # What stays in memory for each video; the rest of a row is read from its file when asked for.
 INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
-# The columns that KEY_COLUMNS are computed from.
-_KEY_SOURCES = ("video_id", "uri", "start_s", "end_s", "run_id", "token_shard", "error_message")
 
 RuleColumns = dict[str, np.ndarray]
 
 
 def belongs(found: str | None, made_with: str | None) -> bool:
-    """Return whether a file that carries the fingerprint ``found`` is of a cache with ``made_with``.
-
-    Files before version 2 carry none.
-    """
-    return found is None or made_with is None or found == made_with
+    """Return whether a file that carries the fingerprint ``found`` is of a cache with ``made_with``; None is any."""
+    return made_with is None or found == made_with
 
 
 def completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Return these columns of rows that may be of an earlier version, with the KEY_COLUMNS which such rows lack."""
-    if any(name in KEY_COLUMNS and name not in table.schema.names for name in columns):
-        table = with_keys(table)
+    """Return these columns of rows; those that came later and are not there are null."""
     for name in columns:
         if name not in table.schema.names:
             field = VIDEO_SCHEMA.field(name)
@@ -59,7 +52,7 @@ def completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
 
 
 def with_keys(table: pa.Table) -> pa.Table:
-    """Return rows with KEY_COLUMNS, computed from the columns _KEY_SOURCES."""
+    """Return rows of VIDEO_SCHEMA with their KEY_COLUMNS, which are computed from other columns."""
     keys = keys_of(table["video_id"])
     zeros = pa.array(np.zeros(len(table), np.int32))
     made = [keys[:, 0], keys[:, 1], clip_keys(table), zeros, zeros, tie_keys(table)]
@@ -113,8 +106,7 @@ def small_rows(
     store: Store, name: str, data: bytes, columns: Sequence[str], made_with: str | None = None
 ) -> pa.Table | None:
     """Parse ``columns`` of a small file; None where it is not of the identity ``made_with``. Raises CorruptShard."""
-    sources = _KEY_SOURCES if set(columns) & {*KEY_COLUMNS} else ()  # rows of earlier versions lack the keys
-    table = read_small(store, name, data, list(dict.fromkeys((*columns, *sources))))
+    table = read_small(store, name, data, columns)
     return completed(table, columns) if belongs(made_with_of(table.schema.metadata), made_with) else None
 
 

@@ -21,7 +21,6 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache.header import header_bytes
 from pipeline.cache.live_rows import (
     VIDEOS,
     belongs,
@@ -30,8 +29,7 @@ from pipeline.cache.live_rows import (
     rule_columns,
     small_rows,
 )
-from pipeline.cache.reader import HEADER, read_header
-from pipeline.cache.schema import CURRENT_VERSIONS, SCHEMA_VERSION, VIDEO_SCHEMA
+from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.table import (
     FILE_ROWS,
     GROUP_ROWS,
@@ -129,21 +127,6 @@ def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[
             merge(store, made_with, most_rows=_WHILE_RUNNING)
     except (CorruptShard, OSError) as error:
         say(f"warning: the files of the videos table were not merged ({error}); python -m jobs.compact tries again")
-
-
-def upgrade(store: Store) -> bool:
-    """Write the present version into the header if all rows are of it by now; return whether that was done.
-
-    The index and the locks of earlier versions are deleted. Raises NotACache, OSError.
-    """
-    header = read_header(store)
-    if header["schema_version"] in CURRENT_VERSIONS:
-        return False
-    store.put(HEADER, header_bytes({**header, "schema_version": SCHEMA_VERSION}))
-    old = [file.name for file in store.listed("") if file.name.startswith((".lock", "index.json"))]
-    for name in (*old, *store.names("index", ".parquet")):
-        store.delete(name)
-    return True
 
 
 class _Step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,13 +12,20 @@ import pyarrow as pa
 
 from gstep.evidence import name_of
 from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
-from pipeline.cache.codecs import BFLOAT16, TokenCodec, codec_of
-from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, fingerprint, read_header_file
+from pipeline.cache.codecs import TokenCodec, codec_of
+from pipeline.cache.header import (
+    CHECKSUM,
+    CacheHeader,
+    CacheIdentity,
+    deepstack_levels,
+    fingerprint,
+    read_header_file,
+)
 from pipeline.cache.live_videos import LiveShards, LiveVideos, Place
 from pipeline.cache.loaded_once import LoadedOnce
 from pipeline.cache.reading import Reading, TokenOrder, read_json, rows_wanted, token_columns
 from pipeline.cache.runs import read_runs
-from pipeline.cache.schema import CODED_VERSIONS, CURRENT_VERSIONS, READABLE_VERSIONS, SCHEMA_VERSION
+from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS
 from pipeline.cache.token_shard import Rows, TokenShard
 from pipeline.errors import (
     CorruptShard,
@@ -28,7 +34,6 @@ from pipeline.errors import (
     NotACache,
     RemovedVideo,
     UnknownVideo,
-    UsageError,
 )
 from pipeline.rows import VideoRow
 from pipeline.storage.random_access import Fetched
@@ -46,7 +51,7 @@ V = TypeVar("V")
 def read_header(store: Store) -> CacheHeader:
     """Read the cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
-    header = cast(CacheHeader, read_header_file(store, HEADER, READABLE_VERSIONS, NotACache, absent))
+    header = cast(CacheHeader, read_header_file(store, HEADER, VERSIONS, NotACache, absent))
     codec_of(header["identity"], store)
     return header
 
@@ -55,32 +60,7 @@ def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
     """Return the header of a cache that holds the same tokens in another codec."""
     identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
     made = {**header, "schema_version": CODED_VERSIONS.get(codec, SCHEMA_VERSION), "identity": identity}
-    return cast(CacheHeader, {name: value for name, value in made.items() if name not in ("checksum", "gate")})
-
-
-class UngatedCache(UserWarning):
-    """A cache's tokens are coded, and no gate has passed that compares answers with those from bfloat16 tokens."""
-
-
-def warn_of_gate(store: Store, header: CacheHeader) -> None:
-    """Warn whoever opens a cache of coded tokens that passed no gate."""
-    gate, codec = header.get("gate"), codec_of(header["identity"]).name
-    if codec == BFLOAT16.name or (gate is not None and gate["passed"]):
-        return
-    what = "no gate has compared its answers with those from bfloat16 tokens (--gate of jobs.prune and jobs.recode)"
-    if gate is not None:
-        what = f"the gate refused it: {gate['changed']['mean']:.1%} more of its answers than of the noise floor changed"
-    warnings.warn(f"{store} holds tokens as {codec}, and {what}", UngatedCache, stacklevel=3)
-
-
-def check_version(store: Store) -> None:
-    """Raise UsageError where rows cannot be added to a cache, since it is of an earlier version."""
-    version = read_header(store)["schema_version"]
-    if version not in CURRENT_VERSIONS:
-        raise UsageError(
-            f"{store} is a cache of version {version}, which is only read; python -m jobs.compact {store} makes "
-            f"version {SCHEMA_VERSION} of it, without copying tokens"
-        )
+    return cast(CacheHeader, {name: value for name, value in made.items() if name != CHECKSUM})
 
 
 def made_with(store: Store, *, required: bool = False) -> str | None:
@@ -117,7 +97,6 @@ class TokenCache:
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         self.store = store or store_at(path)
         self.header = read_header(self.store)
-        warn_of_gate(self.store, self.header)
         made_with = fingerprint(self.identity)
         self._live = (
             LiveVideos.open(self.store, made_with) if live is None else LiveVideos(self.store, made_with, live, ())

@@ -20,12 +20,9 @@ from gstep.types import budget_for
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 
 SCHEMA_VERSION = 3
-# Of version 1 the columns of evidence have its name alone, and methods saw it before it was rounded. Of versions before
-# 3 the videos table lacks KEY_COLUMNS and what is reserved; python -m jobs.compact makes version 3 of it.
 # A cache whose tokens are coded says so in its version, so that a program that does not know the codec names it.
 CODED_VERSIONS = {codec.name: f"{SCHEMA_VERSION}+{codec.name}" for codec in CODECS.values() if codec is not BFLOAT16}
-CURRENT_VERSIONS: tuple[int | str, ...] = (SCHEMA_VERSION, *CODED_VERSIONS.values())
-READABLE_VERSIONS: tuple[int | str, ...] = (1, 2, *CURRENT_VERSIONS)
+VERSIONS: tuple[int | str, ...] = (SCHEMA_VERSION, *CODED_VERSIONS.values())
 MADE_WITH = "made_with"  # in the metadata of a videos shard: the fingerprint of the identity that its rows share
 _LEVEL = "the token at this deepstack level"  # meaning of the columns of deepstack levels
 # A reader that wants 10 % of the tokens reads no more than the row groups that end at 10 %.
@@ -159,19 +156,15 @@ VIDEO_SCHEMA = pa.schema(
         column("manifest", pa.string(), "JSON of the manifest's other columns"),
         column("runtime", pa.string(), "JSON: device, dtype and attention kernel of the encoder"),
         column("model_extra", pa.string(), "JSON of what this model family needs besides (grids, patch times)"),
-        column("content_name", pa.string(), "algorithm:hex of the video's stored rows; null where not known"),
         column("token_codec", pa.string(), "how the tokens are stored; null for bfloat16 numbers"),
         column("token_block", pa.int32(), "numbers that share a scale of that codec"),
         column("tower_hash", pa.string(), "algorithm:hex of the vision encoder's weights; null where not known"),
-        column("gate", pa.string(), "JSON of the checks that the video passed before it was encoded"),
         column("source_shard", pa.string(), "the archive that the video's file lies in"),
         column("source_offset", pa.int64(), "the file's first byte in it"),
         column("clip_fps", pa.float64(), "frames a second of the clip; null where an older rule took the frames"),
     ]
 )
-# Columns that caches of versions before 3 lack.
-RESERVED = ("content_name", "token_codec", "token_block", "tower_hash", "gate", "source_shard", "source_offset")
-# Nullable columns that came later: a cache without them is whole, whatever its version.
+# Nullable columns that came later: a cache without them is whole.
 LATER = ("clip_fps", "color_transfer", "sample_aspect_ratio", "uneven_positions", "shared_positions")
 # Columns by which rows of one id are found and compared, computed from the others.
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")

@@ -11,7 +11,6 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.grids import TABLES
 from pipeline.generate.late_pruning import LateAsked, asked_grid
 from pipeline.options import DTYPES, EngineOptions, check, option, positive
-from pipeline.plan.options import PlanOptions
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
@@ -26,7 +25,7 @@ POSITIONS: Mapping[str, tuple[str | None, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(PlanOptions, EngineOptions):
+class EvaluateConfig(EngineOptions):
     """All options of ``python -m jobs.evaluate``. Raises UsageError for an invalid value."""
 
     item: ClassVar[str] = "question"
@@ -148,7 +147,7 @@ class EvaluateConfig(PlanOptions, EngineOptions):
                 "name what to ask, --benchmark NAME, or answers to score, --score ANSWERS, or results to lay out as a "
                 "--table, --results RESULTS: one of them"
             )
-        for name in ("plan", "limit", "method", "retention_ratio", "drop_tokens"):
+        for name in ("limit", "method", "retention_ratio", "drop_tokens"):
             if getattr(self, name) and self.benchmark is None:
                 raise UsageError(f"--{name.replace('_', '-')} goes with --benchmark")
         if self.results and self.table is None:
@@ -170,11 +169,6 @@ class EvaluateConfig(PlanOptions, EngineOptions):
         if self.drop_tokens and self.cache is not None:
             raise UsageError("--drop-tokens deletes the cache in --out; one that --cache names is yours to delete")
         self.grid()
-
-    @property
-    def subject(self) -> str:
-        """The benchmark and the model, as the title of a plan."""
-        return f"{self.benchmark}, {self.model or 'tiny'}"
 
     def in_out(self, name: str) -> str:
         """Return the folder or URI of this name in ``--out``."""

@@ -18,6 +18,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
+from pipeline.cache.codecs import BFLOAT16, codec_of
 from pipeline.cache.header import SamplingIdentity, differences
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.reader import HEADER, TokenCache
@@ -275,13 +276,14 @@ def _sampling(identity: AnswersIdentity) -> SamplingIdentity:
 
 
 def _arm(identity: AnswersIdentity) -> Arm:
-    """Return the method and ratio by which the tokens of these answers were pruned, before or after caching."""
+    """Return the method and ratio by which the tokens of these answers were pruned, and the codec that stored them."""
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
     described = identity.get("pruner") or identity["cache"]["pruner"]
     snap = _sampling(identity).get(_SNAP)
     label = _label(described["method"], described["params"]) + ("" if snap is None else f",{_SNAP}={snap:g}")
-    return Arm(label, float(identity["retention_ratio"]))
+    codec = codec_of(identity["cache"])
+    return Arm(label if codec is BFLOAT16 else f"{label},token_codec={codec.name}", float(identity["retention_ratio"]))
 
 
 def _label(method: str, params: JsonObject) -> str:

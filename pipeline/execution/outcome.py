@@ -15,7 +15,7 @@ from rich.text import Text
 from pipeline.errors import Fault
 from pipeline.rows import JsonObject
 
-_OF_A_RUN = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s", "plan", "log"})
+_OF_A_RUN = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s", "log"})
 
 
 @dataclass(frozen=True, kw_only=True)

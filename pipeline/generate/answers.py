@@ -29,7 +29,6 @@ from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord
 from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
-READABLE_VERSIONS = (1, ANSWERS_VERSION)  # rows of version 1 have fewer columns
 KEYS = ("question_id", "pruning")
 _MERGED = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
@@ -90,7 +89,7 @@ class LateIdentity(PrunerIdentity):
 
 
 class AnswersIdentity(TypedDict, total=False):
-    """The settings that all answers in one place share; files of other versions may lack some.
+    """The settings that all answers in one place share.
 
     Attributes:
         prompt: the positions of tokens and their order (``gstep.language.PromptPolicy``).
@@ -138,7 +137,8 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
 def read_answers_header(store: Store) -> AnswersHeader:
     """Return schema version and identity of answers. Raises NotAnswers."""
     absent = f"no answers (no {HEADER}); python -m jobs.generate makes some"
-    return cast(AnswersHeader, read_header_file(store, HEADER, READABLE_VERSIONS, NotAnswers, absent, of="answers of "))
+    header = read_header_file(store, HEADER, (ANSWERS_VERSION,), NotAnswers, absent, of="answers of ")
+    return cast(AnswersHeader, header)
 
 
 def write_answers_header(store: Store, identity: AnswersIdentity) -> None:
@@ -253,9 +253,7 @@ def _parse(store: Store, name: str, data: bytes) -> pa.Table:
     check_content(store, name, data)
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
         held = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        # Rows of version 1 lack columns, which become null.
-        table = pa.concat_tables([ANSWER_SCHEMA.empty_table(), held], promote_options="default")
         kept = {name: text for name, text in (held.schema.metadata or {}).items() if name == _MERGED}
-        return table.select(ANSWER_SCHEMA.names).cast(ANSWER_SCHEMA).replace_schema_metadata(kept)
+        return held.cast(ANSWER_SCHEMA).replace_schema_metadata(kept)
     lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
     return pa.Table.from_pylist([json.loads(line) for line in lines if line], schema=ANSWER_SCHEMA)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from gstep.backbones import ModelSource
-from gstep.checkpoints.shipped import SHIPPED
+from gstep.checkpoints.files import SHIPPED
+from gstep.checkpoints.identity import tower_hash
 from gstep.checkpoints.tiny import TINY
-from gstep.checkpoints.tower import tower_hash
 from gstep.language import PromptBuilder
 from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, fingerprint
 from pipeline.cache.live_videos import LiveVideos

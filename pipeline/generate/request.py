@@ -17,7 +17,7 @@ from pipeline.cache.header import CacheHeader, CacheIdentity, differences, finge
 from pipeline.cache.live_rows import INDEX_COLUMNS
 from pipeline.cache.live_videos import LiveVideos, widths_of
 from pipeline.cache.method import declared_method
-from pipeline.cache.reader import read_header, warn_of_gate
+from pipeline.cache.reader import read_header
 from pipeline.cache.reading import TokenOrder, rows_wanted
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
@@ -225,7 +225,6 @@ def checked(
     check_out(store)
     with store_refusing():
         header = read_header(cache)
-        warn_of_gate(cache, header)
         ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
         live = LiveVideos.open(cache, fingerprint(header["identity"])).of(ids, LIVE_COLUMNS)
         _check_free(store)

@@ -1,4 +1,4 @@
-"""What ``jobs.inspect`` shows of answers: how many there are, what failed, and some questions with their answers."""
+"""Reports of ``jobs.inspect`` on answers: how many there are, what failed, and some questions with their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 from pipeline.errors import QUESTION_FAULTS, UsageError
 from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers_header
 from pipeline.generate.summary import AnswerSummary, summarise_answers, warned_answers
-from pipeline.inspect.facts import facts_table, flat
+from pipeline.inspect.report import Failures, facts_table, failed_records, flat
 from pipeline.rows import AnswerRecord, JsonObject
 from pipeline.storage.stores import Store
 
@@ -57,9 +57,10 @@ class Answers:
         return summarise_answers(self.rows, len(self.rows), frozenset(), 0.0)
 
     @cached_property
-    def several(self) -> bool:
-        """Return whether questions were asked under several prunings."""
-        return any(name is not None for name in pc.unique(self.rows["pruning"]).to_pylist())
+    def prunings(self) -> list[str]:
+        """The prunings under which the questions were asked; none where all were asked under the identity's."""
+        names = pc.unique(self.rows["pruning"]).to_pylist()
+        return [name or "none" for name in names] if any(names) else []
 
     def as_record(self) -> JsonObject:
         """Return identity and counts as a JSON-able dict, without answers."""
@@ -67,51 +68,24 @@ class Answers:
         del counts["n_outside"], counts["seconds"]  # answers record neither of the two
         return {"answers": self.place, "identity": cast(JsonObject, self.identity), **counts}
 
-    def as_records(self) -> list[AnswerRecord]:
-        """Return every row whole, JSON-able."""
-        rows: list[AnswerRecord] = self.rows.to_pylist()
-        return rows
-
-    def facts(self) -> list[tuple[str, str]]:
-        """Return (name, value) pairs of the answers' identity and counts."""
-        cache, counts = self.identity.get("cache", {}), self.summary
-        facts = [("answers", self.place)]
-        if model := self.identity.get("model"):
-            facts.append(("model", f"{model.get('type')}  {model.get('weights')}"))
-        if "pruner" in cache:
-            facts.append(("cache", f"{cache['pruner'].get('method')} at {cache.get('retention_ratio')}"))
-        if pruner := self.identity.get("pruner"):
-            facts.append(("pruner", flat(pruner)))
-        if (ratio := self.identity.get("retention_ratio")) is not None and not self.several:
-            facts.append(("answered at", f"{ratio} of the visual tokens"))
-        facts += [(name, flat(self.identity[name])) for name in ("prompt", "decoding") if name in self.identity]
-        if self.several:
-            facts.append(
-                ("prunings", ", ".join(name or "none" for name in pc.unique(self.rows["pruning"]).to_pylist()))
-            )
-        tokens = f"{counts.visual_tokens:.0f} visual of {counts.prompt_tokens:.0f} in a prompt on average"
-        if counts.n_warned:
-            facts.append(("warnings", warned_answers(counts.n_warned)))
-        return [
-            *facts,
-            ("questions", f"{counts.n_ok} answered, {counts.n_failed} failed"),
-            ("tokens", f"{tokens}, {counts.new_tokens:,} generated"),
-        ]
+    def failed(self) -> Failures:
+        """List the failed questions by id: question_id, pruning, class, message, attempts."""
+        return failed_records(self.rows, ("question_id", "pruning", "error_class", "error_message", "attempts"))
 
 
 def answers_report(answers: Answers) -> RenderableType:
     """Render counts, failures by class, and the first questions with their answers."""
-    parts: list[RenderableType] = [facts_table(answers.facts()), ""]
+    parts: list[RenderableType] = [facts_table(_facts(answers)), ""]
     if answers.summary.failures:
         parts += [answers.summary.failures_table("question", QUESTION_FAULTS), ""]
     table = Table(show_edge=False)
-    for name in ("question", *(["pruning"] if answers.several else []), "prompt", "answer", "target"):
+    for name in ("question", *(["pruning"] if answers.prunings else []), "prompt", "answer", "target"):
         table.add_column(name, overflow="fold")
     for row in answers.rows.slice(0, SHOWN).to_pylist():
-        said = row["answer"] if row["status"] == "ok" else f"failed: {row['error_class']}"
-        pruning = [row["pruning"]] if answers.several else []
-        cells = [row["question_id"], *pruning, _shortened(row["prompt"]), _shortened(said), _shortened(row["target"])]
-        table.add_row(*(Text(cell or "") for cell in cells))  # texts come from files: never markup
+        answer = row["answer"] if row["status"] == "ok" else f"failed: {row['error_class']}"
+        pruning = [row["pruning"] or ""] if answers.prunings else []
+        cells = [row["question_id"], *pruning, *map(_shorten, (row["prompt"], answer, row["target"]))]
+        table.add_row(*map(Text, cells))  # texts come from files: never markup
     more = len(answers.rows) - SHOWN
     return Group(*parts, table, *([f"... and {more} more"] if more > 0 else []))
 
@@ -124,19 +98,41 @@ def question_report(answers: Answers) -> RenderableType:
     return Group(*parts[:-1])
 
 
+def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) pairs of the answers' identity and counts."""
+    identity, counts = answers.identity, answers.summary
+    yield "answers", answers.place
+    if model := identity.get("model"):
+        yield "model", f"{model.get('type')}  {model.get('weights')}"
+    cache = identity.get("cache", {})
+    if "pruner" in cache:
+        yield "cache", f"{cache['pruner'].get('method')} at {cache.get('retention_ratio')}"
+    if pruner := identity.get("pruner"):
+        yield "pruner", flat(pruner)
+    if answers.prunings:
+        yield "prunings", ", ".join(answers.prunings)
+    elif (ratio := identity.get("retention_ratio")) is not None:
+        yield "answered at", f"{ratio} of the visual tokens"
+    for name in ("prompt", "decoding"):
+        if name in identity:
+            yield name, flat(identity[name])
+    if counts.n_warned:
+        yield "warnings", warned_answers(counts.n_warned)
+    yield "questions", f"{counts.n_ok} answered, {counts.n_failed} failed"
+    tokens = f"{counts.visual_tokens:.0f} visual of {counts.prompt_tokens:.0f} in a prompt on average"
+    yield "tokens", f"{tokens}, {counts.new_tokens:,} generated"
+
+
 def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) pairs of one row: question, choices with log-probabilities, answer, times."""
+    """Yield (name, value) pairs of one row: question, choices with log-probabilities, answer, tokens."""
     yield "question", row["question_id"]
     if row["pruning"] is not None:
         yield "pruning", row["pruning"]
     yield "videos", ", ".join(row["video_ids"])
     yield "prompt", row["prompt"]
-    scores = row["choice_scores"] or []
-    for number, choice in enumerate(row["choices"] or []):
-        score = (
-            f"  (log-probability {scores[number]:.3f})" if len(scores) > number and scores[number] is not None else ""
-        )
-        yield f"choice {number}", f"{choice}{score}"
+    choices = row["choices"] or []
+    for number, (choice, score) in enumerate(zip(choices, row["choice_scores"] or [None] * len(choices), strict=True)):
+        yield f"choice {number}", choice if score is None else f"{choice}  (log-probability {score:.3f})"
     if row["status"] == "ok":
         yield "answer", row["answer"] or ""
     else:
@@ -150,7 +146,7 @@ def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
     yield "run", f"{row['run_id']}, attempt {row['attempts']}"
 
 
-def _shortened(text: str | None) -> str:
-    """Return a text as one line, cut at a maximum length."""
+def _shorten(text: str | None) -> str:
+    """Put a text on one line, cut at a maximum length."""
     line = " ".join((text or "").split())
     return line if len(line) <= _TEXT else f"{line[: _TEXT - 3]}..."

@@ -5,30 +5,26 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from gstep.types import budget_for
+from pipeline import html_pages
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TIERS
-from pipeline.html_pages import policy_hash
-from pipeline.inspect.charts import density_chart, kept_chart
-from pipeline.inspect.facts import identity_facts
-from pipeline.inspect.page_files import asset, check_file, render, write_file
-from pipeline.inspect.report import frames_of, source_facts, source_frames
+from pipeline.errors import UsageError
+from pipeline.inspect.report import frames_of, identity_facts, source_facts, source_frames
 from pipeline.inspect.thumbnails import Pictures, source_pictures
-from pipeline.rows import JsonObject, VideoRow
+from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 
+PACKAGE = "pipeline.inspect"
 _LONG_HASH = re.compile(r"([0-9a-f]{12})[0-9a-f]{8,}$")  # of weights: About has all of it
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(NamedTuple):
     """An HTML page, and the reason why its frames have no pictures ("" where they have)."""
 
     html: str
@@ -95,35 +91,61 @@ def draw_page(
     """
     row = video.metadata
     tiers = [Tier(ratio, f"{100 * ratio:g} %", kept) for ratio, kept in tiers_of(row, retention_ratio)]
-    note = f"pale: all that are stored, {tiers[-1].label}" if len(tiers) > 1 else ""
-    seconds = [row["timestamps"][frames[0]] for frames in frames_of(row)]
-    density = row["temporal_density"]
-    rows, columns = grid_of(row) or (1, 1)
-    script = asset("page.js")
-    html = render(
-        "page.html",
-        style=asset("page.css"),
+    first = tiers[-1].ratio if retention_ratio is None else retention_ratio
+    grid = grid_of(row)
+    rows, columns = grid or (1, 1)
+    width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
+    frames = [_frame(row, t, members, pictures) for t, members in enumerate(frames_of(row))]
+    script = html_pages.asset(PACKAGE, "page.js")
+    template = html_pages.environment(PACKAGE).get_template("page.html")
+    html = template.render(
+        style=html_pages.asset(PACKAGE, "page.css"),
         script=script,
-        script_hash=policy_hash(script),
+        script_hash=html_pages.policy_hash(script),
         video_id=row["video_id"],
         summary=_summary(row),
-        model=_model_line(identity),
+        model=f"{identity['model']['type']}, " + _LONG_HASH.sub(r"\1", identity["model"]["weights"]),
         method=identity["pruner"]["method"],
         missing=pictures.missing,
         tiers=tiers,
-        start=_first_tier(tiers, retention_ratio),
+        start=min(range(len(tiers)), key=lambda i: abs(tiers[i].ratio - first)),
         total=row["n_total"],
-        density=density_chart(density, seconds) if density else None,
-        kept=kept_chart(row["kept_per_frame"], seconds, note),
+        has_density=row["temporal_density"] is not None,
         explanation=_explanation(row),
-        **_shape(row),
+        shape=f"{width}/{height}",  # as players show it
+        tile_width=168 if width >= height else 124,
         rows=rows,
         columns=columns,
-        frames=[_frame(row, t, pictures) for t in range(row["n_frames"])],
+        frames=frames,
         facts=[*source_facts(row), *identity_facts({**identity, "retention_ratio": row["retention_ratio"]})],
-        data=_script_data(video, tiers),
+        data={
+            "grid": grid,
+            "perFrame": row["tokens_per_frame"],
+            "frames": row["n_frames"],
+            "seconds": [row["timestamps"][members[0]] for members in frames_of(row)],
+            "density": row["temporal_density"],
+            "order": video.index.tolist(),
+            "tiers": [tier._asdict() for tier in tiers],
+        },
     )
     return Page(html, pictures.missing)
+
+
+def check_file(file: Path) -> None:
+    """Raise UsageError where a page cannot be written to ``file``, before any work."""
+    if not file.parent.is_dir():
+        raise UsageError(f"{file}: the folder {file.parent} does not exist")
+    if file.is_dir():
+        raise UsageError(f"{file}: is a folder; name a file for the page")
+
+
+def write_file(file: Path, html: str) -> int:
+    """Write a page and return its number of bytes. Raises UsageError if ``file`` cannot be written."""
+    check_file(file)
+    try:
+        return file.write_bytes(html.encode())
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be written: {error.strerror}") from error
 
 
 def grid_of(row: VideoRow) -> tuple[int, int] | None:
@@ -142,23 +164,10 @@ def tiers_of(row: VideoRow, more: float | None = None) -> list[tuple[float, int]
     return [*kept, (stored, row["n_tokens"])]
 
 
-def _model_line(identity: CacheIdentity) -> str:
-    """Return a model's family and weights, with the first digits of a long hash."""
-    model = identity["model"]
-    return f"{model['type']}, " + _LONG_HASH.sub(r"\1", model["weights"])
-
-
-def _frame(row: VideoRow, t: int, pictures: Pictures) -> Frame:
-    """Return the page's description of frame ``t``."""
-    frames = frames_of(row)[t]
-    picture = base64.b64encode(pictures.jpegs[frames[0]]).decode() if pictures.jpegs else ""
-    return Frame(t, f"{row['timestamps'][frames[0]]:.2f} s", source_frames(row, frames), picture)
-
-
-def _shape(row: VideoRow) -> JsonObject:
-    """Return the frame's aspect ratio as players show it, and the width of its tile in pixels."""
-    width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
-    return {"shape": f"{width}/{height}", "tile_width": 168 if width >= height else 124}
+def _frame(row: VideoRow, t: int, members: list[int], pictures: Pictures) -> Frame:
+    """Describe frame ``t``, which these sampled frames make."""
+    picture = base64.b64encode(pictures.jpegs[members[0]]).decode() if pictures.jpegs else ""
+    return Frame(t, f"{row['timestamps'][members[0]]:.2f} s", source_frames(row, members), picture)
 
 
 def _summary(row: VideoRow) -> str:
@@ -181,7 +190,8 @@ def _explanation(row: VideoRow) -> str:
     words = "Bright: the tokens that were kept. Dimmed: those that were pruned."
     if _frames_are_paired(row):
         words += " A token spans two frames, of which the first is shown."
-    if not _squeezed(row):
+    sizes = [row[name] for name in ("source_width", "source_height", "width", "height")]
+    if None in sizes or sizes[0] * sizes[3] == sizes[1] * sizes[2]:  # the encoder saw the frames in their own shape
         return words
     return (
         f"{words} The encoder saw every frame squeezed to {row['width']}×{row['height']}; here the frame has its own "
@@ -192,27 +202,3 @@ def _explanation(row: VideoRow) -> str:
 def _frames_are_paired(row: VideoRow) -> bool:
     """Return whether a token spans two frames, as on Qwen."""
     return len(row["frame_indices"]) > int(row["n_frames"])
-
-
-def _squeezed(row: VideoRow) -> bool:
-    """Return whether the encoder saw frames of another shape than the source's."""
-    sizes = [row[name] for name in ("source_width", "source_height", "width", "height")]
-    return None not in sizes and sizes[0] * sizes[3] != sizes[1] * sizes[2]
-
-
-def _script_data(video: CachedVideo, tiers: Sequence[Tier]) -> JsonObject:
-    """Collect the page script's data: flat indices in order of selection, and the tiers."""
-    row = video.metadata
-    return {
-        "grid": grid_of(row),
-        "perFrame": row["tokens_per_frame"],
-        "frames": row["n_frames"],
-        "order": video.index.tolist(),
-        "tiers": [tier._asdict() for tier in tiers],
-    }
-
-
-def _first_tier(tiers: Sequence[Tier], ratio: float | None) -> int:
-    """Return the number of the step shown first: nearest to ``ratio``, by default the last."""
-    wanted = tiers[-1].ratio if ratio is None else ratio
-    return min(range(len(tiers)), key=lambda i: abs(tiers[i].ratio - wanted))

@@ -1,29 +1,35 @@
-"""What ``jobs.inspect`` shows in the terminal."""
+"""Reports of ``jobs.inspect`` in the terminal and as records: a cache, one video of it, and what failed."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple, cast
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from gstep.evidence import describe_evidence
-from pipeline.cache.header import fingerprint
+from pipeline.cache.header import CacheIdentity, fingerprint
 from pipeline.cache.ledger import Ledger
+from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.table import file_named
 from pipeline.execution.run_record import committed_shards
-from pipeline.inspect.facts import facts_table, flat, identity_facts
-from pipeline.inspect.run_progress import latest_run
+from pipeline.inspect.watch import latest_run
 from pipeline.prune.summary import Summary, render, summarise
 from pipeline.rows import Json, JsonObject, VideoRow
 
 BAR = 24  # characters of a full bar
+_FAILED = ("video_id", "uri", "error_stage", "error_class", "error_message", "attempts", "status")
+_SHORT_NAMES = {"error_class": "class", "error_message": "message", "error_stage": "stage"}
+Failures = list[dict[str, str | int | None]]
 
 
 class Counted(NamedTuple):
@@ -178,3 +184,52 @@ def frames_of(row: VideoRow) -> list[list[int]]:
 def source_frames(row: VideoRow, frames: Sequence[int]) -> str:
     """Describe sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``."""
     return f"frame{'s' if len(frames) > 1 else ''} {', '.join(str(row['frame_indices'][i]) for i in frames)}"
+
+
+def failed_videos(cache: TokenCache) -> Failures:
+    """List the failed videos by id: video_id, uri, stage, class, message, attempts. Raises CorruptShard, OSError."""
+    rows = LiveVideos.open(cache.store, fingerprint(cache.identity)).live(_FAILED)
+    return failed_records(rows, _FAILED[:-1])
+
+
+def failed_records(rows: pa.Table, columns: Sequence[str]) -> Failures:
+    """Convert these columns of the failed rows to records; columns of the error lose their prefix."""
+    failed = rows.filter(pc.equal(rows["status"], "failed")).select(list(columns))
+    return [{_SHORT_NAMES.get(name, name): value for name, value in row.items()} for row in failed.to_pylist()]
+
+
+def failed_lines(failures: Failures) -> Iterator[str]:
+    """Yield ``ID<TAB>class<TAB>message`` of each; with several prunings ``ID<TAB>pruning<TAB>class<TAB>message``.
+
+    A text with tabs or line breaks is quoted as JSON.
+    """
+    several = any(item.get("pruning") is not None for item in failures)
+    for item in failures:
+        columns = [item.get("video_id", item.get("question_id")), item["class"], item["message"]]
+        if several:
+            columns.insert(1, item["pruning"])
+        texts = (str(column or "") for column in columns)
+        yield "\t".join(text if text.isprintable() else json.dumps(text) for text in texts)
+
+
+def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
+    """Render (name, value) a line. Values come from files, so they are never read as markup."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        table.add_row(name, Text(value))
+    return table
+
+
+def identity_facts(identity: CacheIdentity) -> list[tuple[str, str]]:
+    """List (name, value) of model, pruner and storage."""
+    model, pruner = identity["model"], identity["pruner"]
+    return [
+        ("model", f"{model['type']}  {model['weights']}"),
+        ("pruner", f"{pruner['method']}  {flat(pruner['params'])}"),
+        ("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}"),
+    ]
+
+
+def flat(values: Mapping[str, object]) -> str:
+    """Join the values that are set as ``name=value``."""
+    return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None)

@@ -1,10 +1,13 @@
-"""The newest run of a cache while it goes on, read from the cache alone: ``jobs.inspect CACHE --watch``."""
+"""The newest run of a cache, read from the cache alone: how far it has come, and ``jobs.inspect CACHE --watch``."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,13 +18,99 @@ from rich.text import Text
 from pipeline.cache.header import fingerprint
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import TokenCache
+from pipeline.errors import CorruptShard
+from pipeline.execution.claim import Holder, holder
 from pipeline.execution.monitoring.load import Progress
-from pipeline.inspect.run_progress import RunProgress, latest_run
+from pipeline.execution.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
 
 _LOCAL_S, _STORE_S = 2.0, 10.0  # between two looks into a folder, and at an object store, where each look is requests
 _RECENT_S = 60.0  # the rate is that of the last minute
-AT_WORK = ("starting", "running")
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """The progress of a cache's latest run, counted from its videos table.
+
+    Attributes:
+        run_id: it names runs/<run_id>.json.
+        status: starting, finished, failed, cancelled, running, or "gone": it was running, and is not any more.
+        host: where its driver runs or ran.
+        pid: of the driver.
+        n_videos: what it set out to do.
+        n_done: videos with a row by it.
+        n_failed: those of them that failed.
+        seconds: since it started, or what it took.
+        error: what ended it, if something did.
+        now: the numbers of its workers in its note, where it is running.
+    """
+
+    run_id: str
+    status: str
+    host: str
+    pid: int
+    n_videos: int = 0
+    n_done: int = 0
+    n_failed: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+    now: Progress | None = None
+
+    def describe(self) -> str:
+        """Describe the run's progress in one line."""
+        done = f"{self.n_done} of {self.n_videos} videos, {self.n_failed} failed"
+        rate = self.n_done / max(self.seconds, 1.0)
+        where = f"{self.run_id} on {self.host} (pid {self.pid})"
+        if self.status == "running":
+            left = f"{(self.n_videos - self.n_done) / rate:.0f} s left" if self.n_done else "no estimate yet"
+            return f"{where} running for {self.seconds:.0f} s: {done}, {rate:.2f} videos/s, {left}"
+        if self.status == "starting":
+            return f"{where} is starting"
+        if self.status == "gone":
+            return f"{where} ended without a final record: {done}; the same command goes on from there"
+        why = f": {self.error}" if self.error else ""
+        return f"{where} {self.status} after {self.seconds:.0f} s: {done}{why}"
+
+
+def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
+    """Find the progress of the run that is writing to the cache, else of the newest; None without any run."""
+    names, note = store.names(RUNS, ".json"), holder(store)
+    if note:
+        own = f"{RUNS}/{note['run_id']}.json"
+        if own not in names:
+            return RunProgress(note["run_id"], "starting", note["host"], note["pid"])
+        names = [own]
+    for name in reversed(names):  # a run_id begins with its time
+        try:
+            record = json.loads(store.read(name))
+            if "videos" in record or "status" not in record:  # jobs.remove and its like leave records of no progress
+                return _progress(ledger, record, note)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptShard(f"{store}/{name}: it is no record of a run; remove it") from error
+    return None
+
+
+def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProgress:
+    """Make the progress of a run from its record, and from the note that it keeps while it writes."""
+    n_done, n_failed = ledger.of_run(record["run_id"])
+    status = "gone" if record["status"] == "running" and not note else record["status"]
+    until = datetime.fromisoformat(record.get("ended") or now())
+    try:
+        workers = Progress(**note["progress"]) if note else None  # type: ignore[arg-type]  # what it lacks raises
+    except (KeyError, TypeError):
+        workers = None  # the note has no numbers, or those of another version of this program
+    return RunProgress(
+        run_id=record["run_id"],
+        status=status,
+        host=record["host"],
+        pid=record["pid"],
+        n_videos=record["videos"],
+        n_done=n_done,
+        n_failed=n_failed,
+        seconds=(until - datetime.fromisoformat(record["started"])).total_seconds(),
+        error=record.get("error"),
+        now=workers,
+    )
 
 
 def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> RunProgress | None:
@@ -35,7 +124,7 @@ def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> 
     every_s = every_s or (_STORE_S if cache.store.folder is None else _LOCAL_S)
     with Live(console=console, auto_refresh=False) as live:
         for run, rate in looks(cache.store, fingerprint(cache.identity), every_s):
-            live.update(_shown(run, rate), refresh=True)
+            live.update(_render(run, rate), refresh=True)
     if run is not None and not console.is_terminal:
         console.line()  # elsewhere the last state has no end of its line
     return run
@@ -45,31 +134,27 @@ def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunPro
     """Yield a run's state with its videos a second of late, every ``every_s`` seconds until the run has ended."""
     ledger, recent = Ledger(store, made_with), deque[tuple[float, int]]()
     while (run := latest_run(store, ledger.refresh())) is not None:
-        now = time.monotonic()
-        recent.append((now, run.n_done))
-        while now - recent[0][0] > _RECENT_S and len(recent) > 2:
+        at = time.monotonic()
+        recent.append((at, run.n_done))
+        while at - recent[0][0] > _RECENT_S and len(recent) > 2:
             recent.popleft()
         since, before = recent[0]
-        yield run, (run.n_done - before) / (now - since) if now > since else run.n_done / max(run.seconds, 1.0)
-        if run.status not in AT_WORK:
+        yield run, (run.n_done - before) / (at - since) if at > since else run.n_done / max(run.seconds, 1.0)
+        if run.status not in ("starting", "running"):
             return
         time.sleep(every_s)
 
 
-def _shown(run: RunProgress, rate: float) -> RenderableType:
-    """Render the state of a run, with ``rate`` in videos a second."""
+def _render(run: RunProgress, rate: float) -> RenderableType:
+    """Render the state of a run, with ``rate`` in videos a second, and how busy the workers of each stage are."""
     lines: list[RenderableType] = [Text(run.describe())]
     if run.status == "running":
         left = f", {(run.n_videos - run.n_done) / rate:.0f} s left" if rate else ""
         lines += [ProgressBar(max(1, run.n_videos), run.n_done, width=60), Text(f"{rate:.2f} videos/s of late{left}")]
-        lines += [_stages(run.now)] if run.now is not None else []
+    if run.status == "running" and run.now is not None:
+        table = Table("stage", "to do", "busy", "", show_edge=False)
+        for stage, waiting in run.now.waiting.items():
+            busy = f"{run.now.busy[stage]:.0%}" if stage in run.now.busy else "-"
+            table.add_row(stage, str(waiting), busy, "the bottleneck" if stage == run.now.bottleneck else "")
+        lines.append(table)
     return Group(*lines)
-
-
-def _stages(now: Progress) -> RenderableType:
-    """Render the stages with the items that they have to do and how busy their workers are."""
-    table = Table("stage", "to do", "busy", "", show_edge=False)
-    for stage, waiting in now.waiting.items():
-        busy = f"{now.busy[stage]:.0%}" if stage in now.busy else "-"
-        table.add_row(stage, str(waiting), busy, "the bottleneck" if stage == now.bottleneck else "")
-    return table

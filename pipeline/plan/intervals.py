@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
-
-from pipeline.rows import Json
 
 
 class Interval(NamedTuple):
@@ -27,8 +25,8 @@ class Interval(NamedTuple):
         return Interval(*(factor * end for end in self))
 
     def inverse(self) -> Interval:
-        """Return 1 divided by this."""
-        return Interval(*(1 / end if end else math.inf for end in reversed(self)))
+        """Return 1 divided by this. Every end must be above 0."""
+        return Interval(*(1 / end for end in reversed(self)))
 
 
 NONE = Interval.exactly(0.0)
@@ -52,37 +50,15 @@ def total(*parts: Interval) -> Interval:
     return spread(lambda *ends: math.fsum(ends), *parts)
 
 
-def as_json(value: object) -> Json:
-    """Convert plans and what they hold to JSON: an interval becomes a mapping of its three numbers."""
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, Mapping):
-        return {str(name): as_json(item) for name, item in value.items()}
-    return [as_json(item) for item in value] if isinstance(value, tuple | list) else value  # type: ignore[return-value]
-
-
-def mean_of(values: Sequence[float], least: float = 0.1, population: float = math.inf) -> Interval:
+def mean_of(values: Sequence[float], population: int, least: float = 0.0) -> Interval:
     """Estimate the mean of a corpus of ``population`` values from a sample: two standard errors to both sides.
 
     The range holds at least the share ``least`` of the mean on both sides. One value alone stands for a corpus that may
-    be half or twice as much, unless it is all of it. Raise ValueError for no value.
+    be half or twice as much, unless it is all of it.
     """
-    if not values:
-        raise ValueError("a mean needs at least one value")
     mean, left_out = fmean(values), 1 - len(values) / population
     if len(values) == 1:
         factor = 2.0 if left_out > 0 else 1 + least
         return Interval(mean / factor, mean, mean * factor)
-    half = math.hypot(2 * stdev(values) * math.sqrt(max(0.0, left_out) / len(values)), least * mean)
+    half = math.hypot(2 * stdev(values) * math.sqrt(left_out / len(values)), least * mean)
     return Interval(max(mean - half, 0.0), mean, mean + half)
-
-
-def share_of(count: int, total: int, population: float = math.inf) -> Interval:
-    """Estimate a share of a corpus from ``count`` of ``total`` in a sample, by Wilson's interval of 95 %."""
-    share = count / total if total else 0.0
-    if total >= population or not total:
-        return Interval.exactly(share)
-    z2 = 1.96**2
-    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = 1.96 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
-    return Interval(max(0.0, centre - half) if count else 0.0, share, min(1.0, centre + half))

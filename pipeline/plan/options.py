@@ -1,59 +1,75 @@
-"""The options of plans, shared by the commands that have ``--plan``."""
+"""The options of a plan."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass, fields
-from importlib.util import find_spec
+import re
+from dataclasses import dataclass
 
 from pipeline.errors import UsageError
 from pipeline.options import RunOptions, check, option, positive
-from pipeline.plan.gpus import GPU_TYPES
+from pipeline.plan.estimate import GPU_TYPES, Prices
 
-GROUP = "plan"
+_FULL_HD = "1920x1080"
+_OF_A_PLAN = (
+    *("probe", "gpus", "gpu_type", "decode_cores", "gpu_hour", "core_hour", "gb_month"),
+    *("corpus_videos", "seconds", "size"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(RunOptions):
-    """The options of a plan, and of the cluster and the prices that it reckons with."""
+    """The options of a plan: the videos, the cluster and the prices that it reckons with."""
 
     plan: bool = option(
-        False, "forecast time, cost, bytes and the bottleneck: touches nothing, needs no GPU", group=GROUP
+        False, "forecast time, cost, bytes and the bottleneck: writes nothing, needs no GPU", group="plan"
     )
-    simulate: bool = option(False, "with --plan: simulate the stages too, event by event (needs simpy: the extra plan)")
-    html: str | None = option(None, "with --plan: write it as a page too", metavar="FILE")
+    probe: int | None = option(None, "with --plan: look at K of the videos (default: 20)", metavar="K")
     gpus: int | None = option(None, "with --plan: for N GPUs, or 0 (default: those of this machine)", metavar="N")
     gpu_type: str | None = option(None, f"with --plan: one of {', '.join(GPU_TYPES)}", metavar="TYPE")
     decode_cores: int | None = option(
         None, "with --plan: N vCPUs decode (default: those usual beside a GPU)", metavar="N"
     )
-    gpu_hour: float | None = option(None, "price of a GPU-hour, with the CPUs beside it", metavar="PRICE")
-    core_hour: float | None = option(None, "price of a vCPU-hour, where CPUs are paid by themselves", metavar="PRICE")
-    gb_month: float = option(0.023, "price of storing a GB (10^9 bytes) for a month", metavar="PRICE")
-    months: float = option(1.0, "months for which the cache is kept", metavar="N")
+    gpu_hour: float | None = option(None, "with --plan: price of a GPU-hour, with the CPUs beside it", metavar="PRICE")
+    core_hour: float | None = option(
+        None, "with --plan: price of a vCPU-hour, where CPUs are paid by themselves", metavar="PRICE"
+    )
+    gb_month: float | None = option(
+        None, "with --plan: price of storing a GB (10^9 bytes) for a month", metavar="PRICE"
+    )
+    corpus_videos: float | None = option(None, "with --plan: for N videos elsewhere", metavar="N", flag="--videos")
+    seconds: float | None = option(None, "with --videos: seconds of a video", metavar="S")
+    size: str | None = option(None, f"with --videos: pixels of a video (default: {_FULL_HD})", metavar="WxH")
+
+    @property
+    def prices(self) -> Prices:
+        """The prices that are given."""
+        return Prices(self.gpu_hour, self.core_hour, self.gb_month)
+
+    def pixels(self) -> tuple[int, int]:
+        """Return (width, height) of ``--size``. Raises UsageError."""
+        found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.size or _FULL_HD)
+        if found is None:
+            raise UsageError(f"--size must be WIDTHxHEIGHT, got {self.size!r}")
+        return int(found[1]), int(found[2])
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("gpu_hour", "core_hour", "gb_month", "months", "decode_cores"):
+        for name in _OF_A_PLAN:
+            if not self.plan and getattr(self, name) is not None:
+                raise UsageError(f"--{name.removeprefix('corpus_').replace('_', '-')} goes with --plan")
+        for name in ("gpu_hour", "core_hour", "gb_month", "decode_cores", "probe", "seconds"):
             value = getattr(self, name)
             check(value is None or positive(value), name, "a positive number", value)
         check(self.gpus is None or self.gpus >= 0, "gpus", "at least 0", self.gpus)
         check(self.gpu_type in (None, *GPU_TYPES), "gpu_type", f"one of {', '.join(GPU_TYPES)}", self.gpu_type)
         if self.gpu_type is not None and self.gpus == 0:
             raise UsageError(f"--gpu-type {self.gpu_type} and --gpus 0 do not go together")
-        self.refuse_without_plan("simulate", "html", "gpus", "gpu_type", "decode_cores")
-        if self.simulate and find_spec("simpy") is None:
-            raise UsageError("--simulate needs simpy: pip install simpy")
-
-    @property
-    @abstractmethod
-    def subject(self) -> str:
-        """What is planned, as the title of a page."""
-
-    def refuse_without_plan(self, *names: str) -> None:
-        """Raise UsageError where one of these options is given without ``--plan``."""
-        flags = {item.name: item.metadata.get("flag", "--" + item.name.replace("_", "-")) for item in fields(self)}
-        for name in names:
-            value = getattr(self, name)
-            if not self.plan and value is not None and value is not False:
-                raise UsageError(f"{flags[name]} goes with --plan")
+        n_videos = self.corpus_videos
+        check(
+            n_videos is None or (n_videos >= 1 and n_videos % 1 == 0), "videos", "a whole number, at least 1", n_videos
+        )
+        if (n_videos is None) != (self.seconds is None) or (n_videos is None and self.size is not None):
+            raise UsageError(
+                "videos that are not here are described by --videos N and --seconds S, and --size if known"
+            )
+        self.pixels()

@@ -10,7 +10,7 @@ from gstep.methods import OF_A_VIDEO
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
 from pipeline.options import DTYPES, PrunerOptions, check, option, positive
-from pipeline.plan.options import GROUP, PlanOptions
+from pipeline.plan.options import PlanOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         "prune at most N of the videos that are left to do, in their order; the others are left to another run",
         metavar="N",
     )
+    max_hours: float | None = option(None, "end the run in order after H hours; the same command goes on", metavar="H")
     dry_run: bool = option(
         False, "check the request and show what a run would do, without starting Ray or writing to the cache"
     )
@@ -203,16 +204,6 @@ class PruneConfig(PlanOptions, PrunerOptions):
         "and the largest channels kept",
         choices=tuple(CODECS),
     )
-    gate: str | None = option(
-        None,
-        "with int8 and int4: once all is written answer QUESTIONS (as jobs.generate takes them; without a file, fixed "
-        "prompts) from both forms of the --gate-sample, and end with 1 if more answers differ than noise",
-        metavar="QUESTIONS",
-        const="",
-    )
-    gate_sample: int = option(
-        200, "with int8 and int4: keep the bfloat16 rows of N random videos until a gate has passed", metavar="N"
-    )
     target_shard_mb: int = option(
         256,
         "put about MB (10^6 bytes) of tokens into one Parquet shard, by the planned size of its videos (as if in full "
@@ -225,26 +216,11 @@ class PruneConfig(PlanOptions, PrunerOptions):
         metavar="N",
     )
 
-    probe: int | None = option(
-        None, "decode K of the videos for the forecast (default: 20 with --plan)", metavar="K", group=GROUP
-    )
-    corpus_videos: float | None = option(None, "with --plan: for N videos elsewhere", metavar="N", flag="--videos")
-    seconds: float | None = option(None, "with --videos: seconds of a video", metavar="S")
-    size: str | None = option(None, "with --videos: pixels of a video (default: 1920x1080)", metavar="WxH")
-    max_hours: float | None = option(None, "end the run in order after H hours; the same command goes on", metavar="H")
-    max_cost: float | None = option(None, "end the run in order once its cluster has cost PRICE", metavar="PRICE")
-
     @property
     def named(self) -> str:
         """The videos as messages name them."""
         more = f" and {len(self.videos) - 1} more" if len(self.videos) > 1 else ""
         return f"{self.videos[0]}{more}"
-
-    @property
-    def subject(self) -> str:
-        """The videos and the model, as the title of a plan."""
-        n_videos = self.corpus_videos
-        return f"{self.named if n_videos is None else f'{n_videos:,.0f} videos of {self.seconds:g} s'}, {self.model}"
 
     def clip_names(self) -> tuple[str, str] | None:
         """Return the two names of ``--clips-from``. Raises UsageError."""
@@ -263,35 +239,12 @@ class PruneConfig(PlanOptions, PrunerOptions):
         assert found is not None
         return int(found[1]), int(found[2])
 
-    def pixels(self) -> tuple[int, int]:
-        """Return (width, height) of ``--size``. Raises UsageError."""
-        found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.size or "1920x1080")
-        if found is None:
-            raise UsageError(f"--size must be WIDTHxHEIGHT, got {self.size!r}")
-        return int(found[1]), int(found[2])
-
     def _check_plan(self) -> None:
-        """Raise UsageError where options of a plan make no sense, or not together."""
-        for name in ("seconds", "max_hours", "max_cost"):
-            value = getattr(self, name)
-            check(value is None or positive(value), name, "a positive number", value)
-        check(self.probe is None or self.probe >= 0, "probe", "at least 0", self.probe)
-        self.refuse_without_plan("corpus_videos", "seconds", "size")
-        self.pixels()
-        n_videos = self.corpus_videos
-        check(
-            n_videos is None or (n_videos >= 1 and n_videos % 1 == 0), "videos", "a whole number, at least 1", n_videos
-        )
+        """Raise UsageError where options of a plan do not go with the others."""
         if self.plan and self.dry_run:
             raise UsageError("--plan and --dry-run: give one of them")
-        if (n_videos is None) != (self.seconds is None) or (n_videos is None and self.size is not None):
-            raise UsageError(
-                "videos that are not here are described by --videos N and --seconds S, and --size if known"
-            )
-        if n_videos is not None and self.videos != ["sample"]:
+        if self.corpus_videos is not None and self.videos != ["sample"]:
             raise UsageError(f"--videos plans for videos that are not here: leave out {self.named}")
-        if self.max_cost is not None and self.gpu_hour is None and self.core_hour is None:
-            raise UsageError("--max-cost needs a price: --gpu-hour, or --core-hour where CPUs are paid by themselves")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -305,7 +258,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         given = all(name.strip() for name in self.videos) and len(self.videos) > 0
         check(given, "videos", "at least one folder, glob, file or manifest", self.videos)
         check(all(root.strip() for root in self.video_root), "video_root", "a folder or prefix", self.video_root)
-        for name in ("seed", "gate_sample", "max_decode_warnings"):
+        for name in ("seed", "max_decode_warnings"):
             value = getattr(self, name)
             check(value is None or value >= 0, name, "at least 0", value)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
@@ -322,9 +275,8 @@ class PruneConfig(PlanOptions, PrunerOptions):
                 f"--stall-timeout {self.stall_timeout:g} must be longer than --decode-timeout {self.decode_timeout:g}: "
                 "one video may take that long"
             )
+        check(self.max_hours is None or positive(self.max_hours), "max_hours", "a positive number", self.max_hours)
         check(0.0 < self.retention_ratio <= 1.0, "retention_ratio", "in (0, 1]", self.retention_ratio)
-        if self.gate is not None and (self.token_codec == BFLOAT16.name or not self.gate_sample):
-            raise UsageError("--gate goes with --token-codec int8 or int4 and a --gate-sample: it compares the two")
         check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
         snap = self.snap_to_keyframes
         check(snap is None or positive(snap), "snap_to_keyframes", "a positive number of seconds", snap)

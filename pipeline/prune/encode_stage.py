@@ -57,8 +57,7 @@ class EncodeSetup:
     batch_frames: int | None = None  # in one pass of the tower, of several videos too; None: of one video
     compiled: bool = False
     even: bool = False  # whether frames are taken at even times
-    sample_limit: int = -1  # of the videos whose bfloat16 rows are kept too (pipeline.cache.codecs.sample)
-    tower_hash: str | None = None  # of the source (gstep.checkpoints.tower), which rows say
+    tower_hash: str | None = None  # of the source (gstep.checkpoints.identity), which rows say
     shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos: a GPU compiles for it ahead
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:

@@ -9,9 +9,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import process_time
 
 import numpy as np
-import pyarrow as pa
 import torch
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -22,31 +22,37 @@ from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import made_with
-from pipeline.cache.schema import TIERS
-from pipeline.errors import CacheLocked, UsageError
+from pipeline.errors import CacheLocked, UsageError, VideoFault
 from pipeline.execution.claim import holder, who
 from pipeline.execution.request import refusing, store_refusing
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.plan.estimate import Cluster, Plan, Prices, estimate
-from pipeline.plan.facts import video_seconds
-from pipeline.plan.gpus import GPU_TYPES, TOWER_UTILISATION, UTILISATION, named_type
-from pipeline.plan.intervals import Interval, mean_of, share_of
-from pipeline.plan.options import PlanOptions
-from pipeline.plan.simulate import simulated_s
-from pipeline.plan.workload import Workload, decoding, selecting
+from pipeline.plan.estimate import (
+    ANY_TOWER,
+    GPU_TYPES,
+    UTILISATION,
+    Cluster,
+    Plan,
+    Workload,
+    decode_seconds,
+    estimate,
+    named_type,
+)
+from pipeline.plan.intervals import Interval, mean_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
+from pipeline.prune.encode_stage import VideoEncoder
+from pipeline.prune.facts import COLUMN_BYTES, video_seconds
 from pipeline.prune.manifest_checks import Example, sure_failures
 from pipeline.prune.request import PruneRequest, prepare, resolve
 from pipeline.prune.resume import Tally, discovery_of, refuse_empty, remaining, within_limit
-from pipeline.rows import JsonObject, VideoRecord
+from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, Store
 
+Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
 _SHOWN = 5  # ids that the report lists
-PROBE = 20  # videos that a plan decodes
-FRAMES_AT_ONCE = 32  # of a video on a GPU: what loading a model asks for unless told otherwise
-COLUMN_BYTES = 12  # of a token in its shard beside its vectors: index, rank, frame and density, compressed
+_PROBE = 20  # videos that a plan looks at
+_ENCODE_S = 60.0  # the probed videos are encoded too where that takes no longer by count
 
 
 @dataclass(frozen=True)
@@ -170,167 +176,162 @@ def _leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[
     return leaves
 
 
-Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
-# A file that nobody has looked at: low, expected and high (frames' height and width) and core-seconds of decoding it.
-_UNSEEN_SIZES = ((240, 426), (720, 1280), (1080, 1920))
-_UNSEEN_DECODE_S = Interval(0.03, 0.5, 6.0)
-
-
 def plan_run(config: PruneConfig, console: Console) -> Plan:
-    """Estimate what a run with the same flags would take; decodes the probed videos, starts and writes nothing.
+    """Estimate what a run with the same flags would take; looks at the probed videos, starts and writes nothing.
 
-    Raises UsageError for whatever a run would refuse before it starts.
+    Raises UsageError for whatever a run would refuse before it starts, and where no probed video can be read.
     """
+    cluster, notes = _planned_cluster(config)
     if config.corpus_videos is None or config.seconds is None:
-        work = planned_work(config, console)
+        work = _probed_work(config, cluster, console)
     else:
         with TemporaryDirectory() as folder, refusing():
             source = ModelSource.random(config.model, Path(folder), config.revision)  # its config is all that counts
             request = resolve(config, MANIFEST_SCHEMA.empty_table(), LocalStore(config.out), Objects(), source)
-            work = _described(request, config.corpus_videos, config.seconds)
-    cluster, notes = planned_cluster(config, config.device)
-    cluster = cluster._replace(encoders_per_gpu=config.encoders_per_gpu)
-    plan = estimate(work, cluster, Prices.of(config), notes)
-    return replace(plan, simulated_wall_s=simulated_s(work, cluster)) if config.simulate else plan
+            work = _described_work(request, cluster, int(config.corpus_videos), config.seconds)
+    return estimate(work, cluster, config.prices, notes)
 
 
-def planned_work(config: PruneConfig, console: Console, given: object = None) -> Workload:
-    """Return the work of the videos that are left to do, ``given`` ones or those that the options name."""
-    request = prepare(config, console, given)
-    with store_refusing():
-        ledger = Ledger(request.store, made_with(request.store)).refresh()
-        todo, _ = remaining(request.manifest, ledger, config, request.objects)
-    todo, _ = within_limit(todo, config.limit)
-    with discovery_of(request, ledger, todo) as found:
-        todo = found.all().todo
-    refuse_empty(request, found)
-    seen = probed(request, todo, PROBE if config.probe is None else config.probe, console)
-    return workload(request, len(todo), seen, ledger)
-
-
-def probed(request: PruneRequest, todo: pa.Table, count: int, console: Console) -> list[VideoRecord]:
-    """Decode ``count`` of the videos (TODO_SCHEMA), evenly spread, in a child process; return their records."""
-    places = sorted({int(place) for place in np.linspace(0, len(todo) - 1, min(count, len(todo)))})
-    if not places:
-        return []
-    console.print(f"probing {len(places)} of {len(todo)} videos", highlight=False)
-    rows, records = todo.take(places).to_pylist(), []
-    with closing(VideoDecoder(request.decode_setup())) as decoder:
-        for row in rows:
-            with decoder.open(row) as source:
-                records.append(decoder.decode_one(row, source)[0])
-    return records
-
-
-def workload(request: PruneRequest, n_videos: int, seen: Sequence[VideoRecord], ledger: Ledger) -> Workload:
-    """Return the work of ``n_videos``, by the videos that were probed, else by what the cache has measured."""
-    good = [record for record in seen if record["status"] == "ok"]
-    rows = np.flatnonzero(ledger.columns["state"] == 1)
-    seconds = ledger.columns["seconds"][rows].astype(float)
-    if good:
-        shapes = [(len(one["frame_indices"]), one["height"], one["width"]) for one in good]
-        decode_s = mean_of([one["decode_s"] for one in seen], population=n_videos)
-        notes = [f"{len(seen)} of {n_videos} videos were decoded here; another CPU takes other times"]
-        if len(pixels := {(one["source_width"], one["source_height"]) for one in good}) == 1 < n_videos:
-            ((width, height),) = pixels
-            notes.append(f"all of them are {width} x {height}: nothing is known of other sizes")
-    else:
-        n_frames = request.decode_setup().largest_frames()[0]
-        shapes = _shapes(request, n_frames, _UNSEEN_SIZES)
-        decode_s = mean_of(seconds[:, 0].tolist()) if len(rows) else _UNSEEN_DECODE_S.scaled(min(n_frames, 64) / 32)
-        notes = ["no video was looked at: sizes from 240p to 1080p, and decoding, are assumed (--probe K looks at K)"]
-    if seen and not good:
-        notes = ["none of the probed videos can be read"]
-    if len(rows):
-        notes.append(f"encoding, and decoding of what was not probed, is as in the {len(rows)} videos of the cache")
-    sizes = [float(size) for one in seen if (size := one.get("source_size"))]
-    work = _counted(request, n_videos, shapes, decode_s, measured=bool(good))
-    return replace(
-        work,
-        failed=share_of(len(seen) - len(good), len(seen), n_videos),
-        encode_s=mean_of(seconds[:, 1:3].sum(axis=1).tolist()) if len(rows) else None,
-        input_bytes=mean_of(sizes, 0.0, n_videos) if sizes else None,
-        seconds=mean_of([video_seconds(one) for one in good], 0.0, n_videos) if good else None,
-        notes=tuple(notes),
-    )
-
-
-def _described(request: PruneRequest, n_videos: float, seconds: float) -> Workload:
-    """Return the work of a corpus that the options describe."""
-    (width, height), sampling = request.config.pixels(), request.sampling
-    by_time = max(sampling.min_frames, int(seconds * (sampling.fps or 1.0)))
-    n_frames = sampling.num_frames or min(by_time, sampling.max_frames or 1)
-    shapes = _shapes(request, n_frames, [(height, width)])
-    work = _counted(request, int(n_videos), shapes, decoding(seconds, width, height, n_frames))
-    assumed = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
-    return replace(work, seconds=Interval.exactly(seconds), notes=(f"no video was looked at: {assumed}, is assumed",))
-
-
-def _shapes(request: PruneRequest, n_frames: int, sizes: Sequence[tuple[int, int]]) -> list[Shape]:
-    """Return (frames, height, width) as the encoder would see videos of these (height, width)."""
-    preprocessor = family_of(request.source).preprocessor()
-    return [(n_frames, *preprocessor.target_size(n_frames, *size)) for size in sizes]
-
-
-def _counted(
-    request: PruneRequest, n_videos: int, shapes: Sequence[Shape], decode_s: Interval, *, measured: bool = False
-) -> Workload:
-    """Count what a model's config tells of videos of these shapes: a sample of them, or a low, middle and high case."""
-    family, encode = family_of(request.source), request.encode_setup(request.config.device, request.dtype)
-
-    def over(count: Callable[[Shape], float]) -> Interval:
-        numbers = [float(count(shape)) for shape in shapes]
-        if len({*numbers}) == 1 or not measured:
-            return Interval(min(numbers), sorted(numbers)[len(numbers) // 2], max(numbers))
-        return mean_of(numbers, 0.0, n_videos)
-
-    def kept(shape: Shape) -> int:
-        return budget_for(request.retention_ratio, math.prod(family.token_counts(*shape)))
-
-    tower, ratio = family.tower_work(*max(shapes)[1:]), request.retention_ratio
-    at_once = min(FRAMES_AT_ONCE // family.preprocessor().frames_per_patch, 2**17 // tower.patches)
-    total = over(lambda shape: math.prod(family.token_counts(*shape)))
-    width = encode.bytes_per_video(*shapes[0]) / kept(shapes[0]) / 2
-    return Workload(
-        videos=n_videos,
-        decode_s=decode_s,
-        flops=over(lambda shape: family.flops(*shape)),
-        utilisation=TOWER_UTILISATION.get(family.model_type, UTILISATION),
-        parameters=tower.parameters,
-        patch_bytes=2.0 * max(1, at_once) * tower.patches * tower.width,
-        tokens=(total, over(kept)),
-        frame_bytes=over(lambda shape: 3 * math.prod(shape)),
-        output_bytes=over(lambda shape: encode.stored_bytes_per_video(*shape) + COLUMN_BYTES * kept(shape)),
-        reads={tier: tier / ratio for tier in TIERS if request.pruner.nested and tier < ratio - 1e-9},
-        selection_s=selecting(request.method, total.expected, round(width)),
-    )
-
-
-def joined_cluster(resources: Mapping[str, float], device: str) -> Cluster:
-    """Return the cluster that Ray describes; the GPUs that it does not name count as A100."""
-    gpus = int(resources.get("GPU", 0)) if device == "cuda" else 0
-    kinds = [named_type(name.partition(":")[2]) for name in resources if name.startswith("accelerator_type:")]
-    return Cluster(gpus, next(filter(None, kinds), "A100") if gpus else None, resources.get("CPU", 1.0))
-
-
-def token_bytes(request: PruneRequest) -> float:
-    """Return the stored bytes of a kept token with its columns, whatever the shape of its video."""
-    shape, family = request.decode_setup().largest_frames(), family_of(request.source)
-    stored = request.encode_setup(request.config.device, request.dtype).stored_bytes_per_video(*shape)
-    return COLUMN_BYTES + stored / request.retention_ratio / math.prod(family.token_counts(*shape))
-
-
-def planned_cluster(config: PlanOptions, device: str) -> tuple[Cluster, tuple[str, ...]]:
+def _planned_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster of the options, by default this machine, and what is assumed of it."""
-    here = 0 if device == "cpu" else torch.cuda.device_count()
-    gpus, cores = here if config.gpus is None else config.gpus, float(os.cpu_count() or 1)
-    notes = []
+    here = 0 if config.device == "cpu" else torch.cuda.device_count()
+    gpus, cores, notes = here if config.gpus is None else config.gpus, float(os.cpu_count() or 1), []
     kind = config.gpu_type or (named_type(torch.cuda.get_device_name(0)) if here else None)
     if gpus and kind is None:
         kind = "A100"
         notes.append("the type of the GPUs is not known: A100 is assumed (--gpu-type)")
     if config.gpus and kind:
         cores = float(config.gpus * GPU_TYPES[kind].vcpus)
-    if config.gpus is None and config.decode_cores is None:
+    if _is_here(config):
         notes.append("the cluster is this machine: --gpus, --gpu-type and --decode-cores plan for another one")
     return Cluster(gpus, kind if gpus else None, float(config.decode_cores or cores)), tuple(notes)
+
+
+def _is_here(config: PruneConfig) -> bool:
+    """Return whether the options plan for this machine."""
+    return config.gpus is None and config.gpu_type is None and config.decode_cores is None
+
+
+def _probed_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
+    """Return the work of the videos that are left to do, by a sample of them. Raise UsageError."""
+    request = prepare(config, console)
+    with store_refusing():
+        ledger = Ledger(request.store, made_with(request.store)).refresh()
+        todo, _ = remaining(request.manifest, ledger, config, request.objects)
+    todo, _ = within_limit(todo, config.limit)
+    with discovery_of(request, ledger, todo) as discovery:
+        todo = discovery.all().todo
+    refuse_empty(request, discovery)
+    n_videos = len(todo)
+    if not n_videos:
+        return Workload(videos=0)
+    places = sorted({int(place) for place in np.linspace(0, n_videos - 1, min(config.probe or _PROBE, n_videos))})
+    console.print(f"probing {len(places)} of {n_videos} videos", highlight=False)
+    seen, encode_s = _probe(request, todo.take(places).to_pylist(), cluster)
+    good = [record for record in seen if record["status"] == "ok"]
+    if not good:
+        first = f"{seen[0]['video_id']}: {seen[0]['error_message']}"
+        raise UsageError(f"none of the {len(seen)} probed videos can be read, e.g. {first}; --probe K looks at more")
+    notes = [f"{len(seen)} of {n_videos} videos were decoded here; another CPU takes other times"]
+    if encode_s:
+        notes.append(f"{len(encode_s)} of them were encoded here")
+    pixels = {(record["source_width"], record["source_height"]) for record in good}
+    if len(pixels) == 1 < n_videos:
+        ((width, height),) = pixels
+        notes.append(f"all of them are {width} x {height}: nothing is known of other sizes")
+    shapes = [_shape(record) for record in good]
+    sizes = [float(size) for record in seen if (size := record.get("source_size"))]
+    counted = _counted_work(request, cluster, n_videos, shapes)
+    return replace(
+        counted,
+        failed=1 - len(good) / len(seen),
+        decode_s=mean_of([record["decode_s"] for record in seen], n_videos, least=0.1),
+        encode_s=mean_of(encode_s, n_videos, least=0.1) if encode_s else counted.encode_s,
+        input_bytes=mean_of(sizes, n_videos) if sizes else None,
+        video_s=mean_of([video_seconds(record) for record in good], n_videos),
+        notes=(*notes, *(() if encode_s else counted.notes)),
+    )
+
+
+def _shape(record: VideoRecord) -> Shape:
+    return len(record["frame_indices"]), record["height"], record["width"]
+
+
+def _probe(request: PruneRequest, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[list[VideoRecord], list[float]]:
+    """Decode videos in a child process and encode them here; return their records, and the seconds of encoding each.
+
+    The seconds are those of a GPU, or else of a core. There are none where ``_probe_encoder`` finds none worth it.
+    """
+    records, encode_s = list[VideoRecord](), list[float]()
+    encoder: VideoEncoder | None = None
+    with closing(VideoDecoder(request.decode_setup())) as decoder:
+        for row in rows:
+            with decoder.open(row) as source:
+                record, frames = decoder.decode_one(row, source)
+            records.append(record)
+            if frames is None:
+                continue
+            if all(one["status"] != "ok" for one in records[:-1]):
+                encoder = _probe_encoder(request, cluster, _shape(record), len(rows))
+            if encoder is None:
+                continue
+            try:
+                if not encode_s:
+                    encoder.encode_one(record, frames)  # the first video pays for buffers and kernels
+                started = process_time()
+                done = encoder.encode_one(record, frames).record
+                encode_s.append(done["encode_s"] + done["prune_s"] if cluster.gpus else process_time() - started)
+            except VideoFault as fault:
+                records[-1] = failed_video(record, fault)
+    return records, encode_s
+
+
+def _probe_encoder(request: PruneRequest, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
+    """Load the encoder of this machine; None where the cluster is elsewhere, or probing would take long by count."""
+    expected_s = _counted_work(request, cluster, n_videos, [shape]).encode_s.expected
+    if not _is_here(request.config) or n_videos * expected_s > _ENCODE_S * (1 if cluster.gpus else cluster.cores):
+        return None
+    with refusing():
+        return request.encode_setup("cuda" if cluster.gpus else "cpu", request.dtype).encoder()
+
+
+def _described_work(request: PruneRequest, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
+    """Return the work of a corpus that the options describe."""
+    (width, height), sampling = request.config.pixels(), request.sampling
+    by_time = max(sampling.min_frames, int(seconds * (sampling.fps or 1.0)))
+    n_frames = sampling.num_frames or min(by_time, sampling.max_frames or 1)
+    shape = n_frames, *family_of(request.source).preprocessor().target_size(n_frames, height, width)
+    counted = _counted_work(request, cluster, n_videos, [shape])
+    assumed = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
+    return replace(
+        counted,
+        decode_s=decode_seconds(seconds, width, height, n_frames),
+        video_s=Interval.exactly(seconds),
+        notes=(f"no video was looked at: {assumed}, is assumed", *counted.notes),
+    )
+
+
+def _counted_work(request: PruneRequest, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
+    """Count from the model's config the work of encoding and storing videos, of which ``shapes`` are a sample."""
+    family, encode = family_of(request.source), request.encode_setup(request.config.device, request.dtype)
+    utilisation = UTILISATION.get(family.model_type, ANY_TOWER)
+
+    def mean(count: Callable[[Shape], float]) -> Interval:
+        numbers = [float(count(shape)) for shape in shapes]
+        return mean_of(numbers, n_videos) if len({*numbers}) > 1 else Interval.exactly(numbers[0])
+
+    def stored_bytes(shape: Shape) -> float:
+        kept = budget_for(request.retention_ratio, math.prod(family.token_counts(*shape)))
+        return encode.stored_bytes_per_video(*shape) + COLUMN_BYTES * kept
+
+    low, expected, high = (f"{100 * end:.0f}" for end in utilisation)
+    peak = f"{expected} % ({low} to {high} %) of the GPU's peak"
+    return Workload(
+        videos=n_videos,
+        encode_s=cluster.encode_s(mean(lambda shape: family.flops(*shape)), utilisation),
+        frame_bytes=mean(lambda shape: 3 * math.prod(shape)),
+        output_bytes=mean(stored_bytes),
+        notes=(f"a vision tower is assumed to reach {peak}, as one H200 did with random weights",)
+        if cluster.gpus
+        else ("encoding is counted, not measured: a core is assumed to reach 6 to 60 GFLOP/s",),
+    )

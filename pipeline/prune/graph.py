@@ -251,9 +251,7 @@ def build_graph(
         limit += limit // 2  # Ray Data divides it among the stages, of which there is one more
     tokens.context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=limit)
     # 4. Write: one token shard a call, of what the driver has bundled.
-    writers = partial(
-        start_actors, Writer, resources.write, (store, run_id, heartbeats, encode.codec, encode.sample_limit), labels
-    )
+    writers = partial(start_actors, Writer, resources.write, (store, run_id, heartbeats, encode.codec), labels)
     return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=bundle)
 
 

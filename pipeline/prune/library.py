@@ -40,7 +40,7 @@ def prune_videos(
             is called with a :class:`pipeline.Progress` whenever something is new; what it raises ends the run, which
             keeps what is committed.
         options: those of ``python -m jobs.prune --help-all`` by their names, ``--on-changed skip`` as
-            ``on_changed="skip"``; not ``--dry-run``, ``--plan`` and ``--gate``. A repeatable one is a list, and
+            ``on_changed="skip"``; not ``--dry-run`` and ``--plan``. A repeatable one is a list, and
             ``pruner_param`` may be a dict.
 
     Returns the counts of these videos in the cache.

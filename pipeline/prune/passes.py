@@ -28,11 +28,9 @@ from pipeline.execution.monitoring.report import WorkerReport
 from pipeline.execution.run_record import COMMITTED, RunFile
 from pipeline.execution.stream import PlannedGraph, stream
 from pipeline.inputs.discovery import Discovery
-from pipeline.plan.estimate import Prices
-from pipeline.plan.facts import Facts, Limits
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.forecast import joined_cluster
+from pipeline.prune.facts import Facts
 from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_for
 from pipeline.prune.map_batches import PruneStages
 from pipeline.prune.request import PruneRequest
@@ -64,15 +62,15 @@ class Commits:
         limit: int,
         run_file: RunFile,
         say: Callable[[str], object],
-        limits: Limits | None = None,
+        facts: Facts | None = None,
         monitor: Monitor | None = None,
     ) -> None:
         """Take the cache's ``header``, as a file, and the ``limit`` of failures alike from outside the videos.
 
-        ``limits`` are those of time and money, by what the run has taken; ``monitor`` shows that to others.
+        ``facts`` are what the run has taken; ``monitor`` shows that to others.
         """
         self._monitor = monitor
-        self.limits = limits or Limits(Facts(0.0))
+        self.facts = facts or Facts(0.0)
         self._run_file, self._say = run_file, say
         self.request = request
         self.failed: dict[str, int] = {}
@@ -91,7 +89,7 @@ class Commits:
         records, store, run_id = written_records(rows), self.request.store, self.request.run_id
         self._check_header()
         commit(store, run_id, before + number, records, made_with=self._made_with)
-        self.limits.facts.add(records)
+        self.facts.add(records)
         failed = [record for record in records if record["status"] != "ok"]
         if self._monitor is not None:
             self._monitor.committed("video", len(records) - len(failed), len(failed))
@@ -115,7 +113,7 @@ class Commits:
         metrics.count("tokens", sum(record.get("n_total", 0) for record in records), kind="in")
         metrics.count("tokens", kept, kind="kept")
         metrics.count("bytes", sum(record.get("source_size") or 0 for record in records), kind="read")
-        metrics.count("bytes", kept * self.limits.facts.token_bytes, kind="stored")
+        metrics.count("bytes", kept * self.facts.token_bytes, kind="stored")
         seconds = [
             [record.get(name, 0.0) for name in ("decode_s", "encode_s", "prune_s", "write_s")] for record in records
         ]
@@ -128,7 +126,7 @@ class Commits:
             place = bisect_left(self._token_shards, shard)
             if self._token_shards[place : place + 1] != [shard]:
                 self._token_shards.insert(place, shard)
-        self._run_file.note(**{COMMITTED: self._token_shards}, **self.limits.facts.as_record())
+        self._run_file.note(**{COMMITTED: self._token_shards}, **self.facts.as_record())
         if time.monotonic() - self._noted > _NOTE_S:
             self._run_file.save()
             self._noted = time.monotonic()
@@ -148,7 +146,7 @@ class Commits:
 
         Too many videos failed alike, by no fault of theirs, and no worker does better.
         """
-        self.limits.check()
+        self.facts.check_limit()
         if not report.failing or not self._outside:
             return None
         ((fault, count),) = self._outside.most_common(1)
@@ -190,7 +188,7 @@ class Passes:
             self._note(f"{len(again)} videos failed, many on {hosts}, and no other node is there to try them again")
             return 0
         self._note(f"{len(again)} videos that failed are tried again without {hosts}, where most did")
-        return len(again) - self._stream(again, without, lambda report: self.commits.limits.check())
+        return len(again) - self._stream(again, without, lambda report: self.commits.facts.check_limit())
 
     def _can_run_on(self, cluster: Mapping[str, float]) -> bool:
         """Return whether a cluster with these resources can run all stages."""
@@ -244,9 +242,7 @@ class Passes:
         wanted, plan = self._resources(cluster, n_videos, files_bytes(videos))
         for note in shortfalls(self.config, wanted, plan, n_videos):
             self._note(note)
-        there = joined_cluster(resources_without(()), self.setups.encode.device)
-        facts = self.commits.limits.facts
-        facts.take(plan.encode.workers, there.gpus, Prices.of(self.config).per_hour(there))
+        self.commits.facts.set_encoders(plan.encode.workers)
         self.run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
         return plan
 

@@ -21,11 +21,10 @@ from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
-from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, PrunerIdentity, differences
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
-from pipeline.cache.reader import HEADER, check_version, read_header
+from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
 from pipeline.execution.cluster import gpus_can_be_had
@@ -125,7 +124,7 @@ class PruneRequest:
         if self.evidence:
             identity["evidence"] = self.evidence
         if self.evidence or self.pruner.sources:
-            identity["dtype"]["evidence"] = "bfloat16"  # caches of version 1 were pruned by evidence in float32
+            identity["dtype"]["evidence"] = "bfloat16"
         return identity
 
     def header(self, dtype: str, static: StaticParts) -> CacheHeader:
@@ -153,10 +152,10 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
     list_only = config.dry_run and not config.index
     keeps = not (config.dry_run or config.plan)
     indexing = Indexing(Asked(config.column, config.clip_names()), store, keeps=keeps, only_known=list_only, say=say)
-    # A plan, and a gate's sample, a share of all videos, need the indexes of all containers; a limit asks for few.
+    # A plan needs the indexes of all containers; a limit asks for few.
     indexing.limited = config.limit is not None
     few = indexing.limited and not config.dry_run
-    indexing.later = few or (keeps and config.token_codec == BFLOAT16.name)
+    indexing.later = few or keeps
     with store_refusing():
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
@@ -328,7 +327,6 @@ def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
     held = read_header(request.store)["identity"]
     if not request.store.names(VIDEOS, ".parquet"):
         return request
-    check_version(request.store)
     if request.dtype == "auto":
         request = replace(request, dtype=held["dtype"]["compute"])
     stored = held["retention_ratio"]

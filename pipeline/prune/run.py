@@ -8,25 +8,22 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import family_of
-from gstep.checkpoints.tower import tower_hash
-from pipeline.cache.codecs import BFLOAT16, codec_of
-from pipeline.cache.codecs.sample import sample_limit, sample_share, sample_store
+from gstep.checkpoints.identity import tower_hash
+from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import deepstack_levels, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import WAITING_AT_END, try_merge
-from pipeline.cache.reader import HEADER, coded_header, made_with, read_header
-from pipeline.errors import LimitReached, UsageError
-from pipeline.execution.cluster import choose_device, provenance, resources_without
+from pipeline.cache.reader import HEADER, made_with, read_header
+from pipeline.errors import LimitReached
+from pipeline.execution.cluster import choose_device, provenance
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile, committed_shards
 from pipeline.inputs.discovery import Discovery
-from pipeline.plan.estimate import Plan, Prices, estimate
-from pipeline.plan.facts import Facts, Limits
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
-from pipeline.prune.forecast import joined_cluster, probed, token_bytes, workload
+from pipeline.prune.facts import Facts, token_bytes
 from pipeline.prune.map_batches import PruneStages
 from pipeline.prune.passes import Commits, Passes
 from pipeline.prune.request import PruneRequest, match_cache, prepare
@@ -71,23 +68,6 @@ class Todo:
         return len(self.discovery)
 
 
-def _sample(request: PruneRequest, todo: Todo) -> int:
-    """Prepare the place of the sample that a gate will need, and return its limit; -1 where none is kept."""
-    header = read_header(request.store)
-    if request.config.token_codec == BFLOAT16.name or header.get("gate", {}).get("passed"):
-        return -1
-    sample, count = sample_store(request.store), request.config.gate_sample
-    if not request.indexing.left:
-        limit = sample_limit(request.manifest["video_id"], count)
-    else:  # --limit leaves containers closed: a share of this run's videos, until there are enough
-        held = len(Ledger(sample, made_with(sample)).refresh()) if sample.exists(HEADER) else 0
-        limit = sample_share(max(0, count - held), todo.discovery.expected())
-    if limit >= 0:
-        sample.make()
-        sample.put(HEADER, header_bytes(coded_header(header, BFLOAT16.name)))
-    return limit
-
-
 class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
     """The prune run: decode, encode and prune, write; the driver commits (``pipeline.prune.graph``).
 
@@ -101,7 +81,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
     ) -> None:
         super().__init__(options, console)
         self._given, self._list_failed = given, list_failed
-        self._limits: Limits | None = None
+        self._facts: Facts | None = None
         self._fetched = 0
 
     def prepare(self) -> PruneRequest:
@@ -146,20 +126,18 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             request.store.put(HEADER, header_bytes(request.header(dtype, static)))
         with refusing():
             tower = tower_hash(request.source)
-        encode = replace(request.encode_setup(device, dtype), sample_limit=_sample(request, todo), tower_hash=tower)
+        encode = replace(request.encode_setup(device, dtype), tower_hash=tower)
         setups = PruneStages(request.decode_setup(), encode)
-        plan = self._forecast(request, todo, device)
-        limits = self._limits = self._limited(request, plan)
+        facts = self._facts = Facts(token_bytes(request), device == "cuda", config.max_hours)
         about: JsonObject = {
             "config": config.as_record(),
             "device": device,
             "dtype": dtype,
             "videos": n_videos,
-            "plan": plan.as_record(),
         }
         run_file = RunFile(request.store, {**provenance(request.run_id, _RECORDED_VERSIONS), **about})
         header, limit = request.store.read(HEADER), config.outside_limit(n_videos)
-        commits = Commits(request, header, limit, run_file, self.say, limits, self.monitor)
+        commits = Commits(request, header, limit, run_file, self.say, facts, self.monitor)
         passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file, self.monitor)
         with run_file:
             try:
@@ -168,25 +146,10 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
                 n_failed -= passes.second(retry_candidates(todo.videos, commits.retryable, config.max_attempts))
             except LimitReached as reached:
                 n_failed = len(commits.failed)
-                run_file.note(ended_by=limits.reached)
+                run_file.note(ended_by=facts.reached)
                 self.say(f"note: {reached}: what is done is written; the same command goes on")
         self._fetched = commits.fetched
         return Streamed(run_file, n_failed)
-
-    def _forecast(self, request: PruneRequest, todo: Todo, device: str) -> Plan:
-        """Estimate the run on the cluster that is joined now."""
-        seen = probed(request, todo.videos, self.options.probe or 0, self.console)
-        cluster = joined_cluster(resources_without(()), device)._replace(encoders_per_gpu=self.options.encoders_per_gpu)
-        work = workload(request, todo.discovery.expected(), seen, todo.ledger)
-        return estimate(work, cluster, Prices.of(self.options))
-
-    def _limited(self, request: PruneRequest, plan: Plan) -> Limits:
-        """Return the limits of the run; time counts from now on. Raise UsageError where a price is missing."""
-        config, hourly = self.options, Prices.of(self.options).per_hour(plan.cluster)
-        if config.max_cost is not None and hourly is None:
-            raise UsageError("--max-cost: no price is given for what this cluster has: --gpu-hour, --core-hour")
-        facts = Facts(token_bytes(request), gpus=plan.cluster.gpus, hourly=hourly)
-        return Limits(facts, plan, config.max_hours, config.max_cost)
 
     def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
         header, discovery = read_header(request.store), todo.discovery
@@ -204,13 +167,13 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         )
         held = replace(held, n_new=len(todo), n_new_failed=n_failed, wall_s=wall_s, out=str(request.store))
         held = replace(held, fetched_bytes=self._fetched + request.indexing.fetched)
-        if (limits := self._limits) is None:
+        if (facts := self._facts) is None:
             return held
-        if limits.reached:  # what is left was not begun, and waits as with --limit
-            left, n_new = held.n_missing, limits.facts.videos
+        if facts.reached:  # what is left was not begun, and waits as with --limit
+            left, n_new = held.n_missing, facts.videos
             n_videos, n_waiting = held.n_videos - left, held.n_waiting + left
             held = replace(held, n_new=n_new, n_missing=0, n_videos=n_videos, n_waiting=n_waiting)
-        return replace(held, facts=limits.facts.as_record(wall_s), plan=limits.plan)
+        return replace(held, facts=facts.as_record(wall_s))
 
     def tidy(self, request: PruneRequest, todo: Todo) -> None:
         try_merge(request.store, made_with(request.store), WAITING_AT_END, self.say)

@@ -18,8 +18,6 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.errors import FAULTS
 from pipeline.execution.outcome import Outcome, as_text
 from pipeline.keys import parts_of
-from pipeline.plan.estimate import Plan
-from pipeline.plan.render import number, percent, ranged, time_text
 from pipeline.rows import JsonObject
 
 _SHOWN = 3  # lost videos, and reasons, that a summary names
@@ -44,8 +42,7 @@ class Summary(Outcome):
         fetched_bytes: of videos and indexes that this run read from stores.
         n_lost: videos that a run committed, and of which no file of the table has a row now.
         lost: some of them.
-        facts: what this run took (``pipeline.plan.facts``); empty for a summary of a cache.
-        plan: what it was forecast to take.
+        facts: what this run took (``pipeline.prune.facts``); empty for a summary of a cache.
     """
 
     n_videos: int
@@ -60,17 +57,16 @@ class Summary(Outcome):
     fetched_bytes: int = 0
     n_lost: int = 0
     lost: list[str] = field(default_factory=list)
-    facts: Mapping[str, float | None] = field(default_factory=dict)
-    plan: Plan | None = None
+    facts: Mapping[str, float] = field(default_factory=dict)
 
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
         """Return 1 where rows of the table are lost, else the exit code that the counts of failures give."""
         return 1 if self.n_lost else super().exit_code(failure_limit, outside_limit)
 
     def as_record(self) -> JsonObject:
-        """Return counts and examples as a JSON-able mapping, and beside them what the run took and was to take."""
+        """Return counts and examples as a JSON-able mapping, and beside them what the run took."""
         own = {name: value for name, value in super().as_record().items() if name != "facts"}
-        return {**own, **self.facts, "plan": None if self.plan is None else self.plan.as_record()}
+        return {**own, **self.facts}
 
     def __str__(self) -> str:
         return as_text(render(self))
@@ -245,10 +241,8 @@ def render(summary: Summary) -> RenderableType:
         table.add_row(name, Text(line))
     if summary.wall_s is not None:
         table.add_row("this run", summary.pace("video"))
-    if summary.facts and summary.plan:
-        busy, core_s = summary.facts["encoder_busy"] or 0.0, summary.facts["core_s_a_video"] or 0.0
-        table.add_row("its pace", f"encoders busy {percent(busy)} of the time, {number(core_s)} core-seconds a video")
-        decode_s = ranged(summary.plan.decode_core_s.scaled(1 / max(1, summary.plan.videos)), number)
-        table.add_row("forecast", f"{ranged(summary.plan.wall_s, time_text)}, {decode_s} core-seconds a video")
+    if summary.facts:
+        busy, decode_s = summary.facts["encoder_busy"], summary.facts["decode_core_s"] / max(1, summary.n_new)
+        table.add_row("its pace", f"encoders busy {busy:.1%} of the time, decoding {decode_s:.3g} core-seconds a video")
     failures: list[RenderableType] = ["", summary.failures_table("video", FAULTS)] if summary.failures else []
     return Group(table, *failures)

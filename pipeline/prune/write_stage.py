@@ -6,7 +6,6 @@ import pyarrow as pa
 from ray.actor import ActorHandle
 
 from pipeline.cache.codecs import BFLOAT16, CODECS
-from pipeline.cache.codecs.sample import keep_sample
 from pipeline.cache.writer import write_token_shard
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.prune.batches import encoded_videos, written_batch
@@ -25,11 +24,10 @@ class Writer:
         run_id: str,
         heartbeats: ActorHandle | None = None,
         codec: str = BFLOAT16.name,
-        sample_limit: int = -1,
     ) -> None:
         self._store = store
         self._run_id = run_id
-        self._codec, self._sample_limit = CODECS[codec], sample_limit
+        self._codec = CODECS[codec]
         self._heartbeat = Heartbeat("write", heartbeats)
         self._heartbeat.start()
 
@@ -38,8 +36,6 @@ class Writer:
         videos = [video for bundle in bundles if len(bundle) for video in encoded_videos(bundle)]
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
             try:
-                if self._sample_limit >= 0:
-                    keep_sample(videos, self._sample_limit, self._store, self._run_id)
                 rows = write_token_shard(videos, store=self._store, run_id=self._run_id, codec=self._codec)
             except OSError as error:  # the store is at fault, not a video, so the run ends
                 self._heartbeat.fail(f"{type(error).__name__}: {error}")

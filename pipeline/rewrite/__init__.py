@@ -1,1 +1,1 @@
-"""One cache made of another, without a video: by another codec, or pruned by another method."""
+"""Caches made of other caches, without a video: recoded, pruned by another method, or merged."""

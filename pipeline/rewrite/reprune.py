@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import partial
-from typing import cast
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity
 from pipeline.cache.method import describe_method
 from pipeline.cache.reader import TokenCache, coded_header
+from pipeline.cache.reading import TokenOrder
 from pipeline.cache.writer import PrunedVideo
 from pipeline.errors import UsageError, VideoFault
 from pipeline.execution.request import refusing
 from pipeline.generate.late_pruning import evidence_columns, is_whole
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
-from pipeline.rewrite.recode import check_source
-from pipeline.rewrite.rewrite import Rewrite, config_of
+from pipeline.rewrite.rewrite import Rewrite, check_source, config_of
 from pipeline.rows import Json, VideoRecord
 
 
@@ -54,8 +54,8 @@ def repruning(
     if not HEAD_SOURCES & {*pruner.sources.values()}:
         config.pop("siglip", None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    change = partial(_pruned, pruner, header["identity"]["retention_ratio"], seed, columns, device)
-    return Rewrite(source, header, config, "index", tuple(columns.values()), change)
+    nominal = header["identity"]["retention_ratio"]
+    return _Repruning(source, header, config, tuple(columns.values()), pruner, nominal, seed, columns, device)
 
 
 def _header(header: CacheHeader, pruner: Pruner, ratio: float, seed: int, codec: str) -> CacheHeader:
@@ -74,30 +74,37 @@ def _header(header: CacheHeader, pruner: Pruner, ratio: float, seed: int, codec:
     return {**made, "identity": cast(CacheIdentity, identity)}
 
 
-def _pruned(
-    pruner: Pruner,
-    ratio: float,
-    seed: int,
-    columns: Mapping[str, str],
-    device: str,
-    video: CachedVideo,
-    record: VideoRecord,
-) -> PrunedVideo:
-    """Prune a whole video as the encoder's actor does. Raises VideoFault."""
-    shape = (record["n_frames"], record["tokens_per_frame"])
+@dataclass(frozen=True)
+class _Repruning(Rewrite):
+    """A rewrite that prunes each whole video as the encoder's actor does.
 
-    def whole(values: Tensor) -> Tensor:
-        return values.to(device).reshape(*shape, *values.shape[1:])
+    Attributes:
+        columns: the evidence that the method looks at, name -> column.
+    """
 
-    evidence = {
-        name: video.evidence[column].to(device) if name in PER_FRAME else whole(video.evidence[column])
-        for name, column in columns.items()
-    }
-    visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack)))
-    started = time.perf_counter()
-    try:
-        pruned = pruner.prune(visual, ratio, seed=seed)
-    except ValueError as error:
-        raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
-    done: VideoRecord = {**pruned_columns(pruned, visual), "prune_s": time.perf_counter() - started}
-    return PrunedVideo({**record, **done}, kept_tokens(pruned, visual))
+    pruner: Pruner
+    ratio: float
+    seed: int
+    columns: Mapping[str, str]
+    device: str
+    order: ClassVar[TokenOrder] = "index"
+
+    def change(self, video: CachedVideo, record: VideoRecord) -> PrunedVideo:
+        """Prune a video. Raises VideoFault."""
+        shape = (record["n_frames"], record["tokens_per_frame"])
+
+        def whole(values: Tensor) -> Tensor:
+            return values.to(self.device).reshape(*shape, *values.shape[1:])
+
+        evidence = {
+            name: video.evidence[column].to(self.device) if name in PER_FRAME else whole(video.evidence[column])
+            for name, column in self.columns.items()
+        }
+        visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack)))
+        started = time.perf_counter()
+        try:
+            pruned = self.pruner.prune(visual, self.ratio, seed=self.seed)
+        except ValueError as error:
+            raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
+        done: VideoRecord = {**pruned_columns(pruned, visual), "prune_s": time.perf_counter() - started}
+        return PrunedVideo({**record, **done}, kept_tokens(pruned, visual))

@@ -1,4 +1,4 @@
-"""The loop of a rewrite: read a cache video by video, change each, and commit shard by shard to another cache.
+"""One cache made of another: read it video by video, change each, and commit shard by shard. ``jobs.recode`` is here.
 
 A kill leaves at most token shards that no row names. The same command goes on from the rows that are there: a video is
 done again only where the source's row counts for more than the copy's by the rule of ``pipeline.cache.live_rows``.
@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,16 +19,16 @@ import torch
 from torch import Tensor
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.codecs import codec_of
+from pipeline.cache.codecs import BFLOAT16, codec_of
 from pipeline.cache.header import CacheHeader, differences, fingerprint, header_bytes
 from pipeline.cache.live_rows import VIDEOS, VideoRows, filled, in_shard_order, states_of
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
-from pipeline.cache.reader import HEADER, TokenCache, read_header
+from pipeline.cache.reader import HEADER, TokenCache, coded_header, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo, bundled, commit, token_shard_id, write_token_shard
-from pipeline.errors import IdentityMismatch, NotACache, RunFailed, VideoFault
+from pipeline.errors import IdentityMismatch, NotACache, RunFailed, UsageError, VideoFault
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
 from pipeline.execution.request import check_out, new_run_id, store_refusing
@@ -39,29 +40,29 @@ _VERSIONS = ("gstep-cache", "torch", "pyarrow")
 _SHARD_VIDEOS = 1024
 # Columns that say where and how the source stores a video.
 _PLACED = frozenset({"run_id", "token_shard", "first_row_group", "row_counts", "footer_hash", "checksum"})
-_PLACED |= {"content_name", "token_codec", "token_block", *KEY_COLUMNS}
+_PLACED |= {"token_codec", "token_block", *KEY_COLUMNS}
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """The source of a rewritten cache, and the change to each video.
+    """The plan of a rewritten cache; each video stays as it is, and writing codes it.
 
     Attributes:
         source: the cache that is read.
         header: of the cache that is made.
         config: the options of ``jobs.prune`` that would make it, as far as the source's runs tell.
-        order: in which a video's tokens are read.
         evidence: read besides the tokens.
-        change: turns a video of the source into what is written of it; its record is ready but for that. It raises
-            VideoFault, which becomes an error row.
     """
 
     source: TokenCache
     header: CacheHeader
     config: JsonObject
-    order: TokenOrder
     evidence: Sequence[str]
-    change: Callable[[CachedVideo, VideoRecord], PrunedVideo]
+    order: ClassVar[TokenOrder] = "selection"  # in which a video's tokens are read
+
+    def change(self, video: CachedVideo, record: VideoRecord) -> PrunedVideo:
+        """Return what is written of a video; ``record`` is ready but for that. Raises VideoFault for an error row."""
+        return PrunedVideo(record, kept_of(video))
 
 
 @dataclass
@@ -89,6 +90,22 @@ class Rewritten:
         yield f"{self.videos:,} videos written in {self.seconds:.1f} s, {self.done:,} were there; {self.bytes:,} bytes"
         if self.failed:
             yield f"warning: {self.failed:,} of them failed"
+
+
+def recoding(source: TokenCache, codec: str, out: str) -> Rewrite:
+    """Plan the cache ``out`` of the source's tokens by another codec. Raises UsageError."""
+    check_source(source, "recode")
+    config = {**config_of(source.store), "out": out, "token_codec": codec}
+    return Rewrite(source, coded_header(source.header, codec), config, tuple(source.evidence))
+
+
+def check_source(cache: TokenCache, why: str) -> None:
+    """Raise UsageError where a cache does not hold what the encoder gave."""
+    if cache.codec is not BFLOAT16:
+        raise UsageError(
+            f"{cache.store} holds tokens as {cache.codec.name} already: {why} the cache of bfloat16 tokens that it was "
+            "made of"
+        )
 
 
 def config_of(store: Store) -> JsonObject:
@@ -121,7 +138,7 @@ def rewrite(what: Rewrite, out: Store, say: Callable[[str], object]) -> Rewritte
     done, made_with = Rewritten(new_run_id()), fingerprint(what.header["identity"])
     with Claim(out, done.run_id, say):
         check_place(out, what.header)
-        if "gate" in what.header or not out.names(VIDEOS, ".parquet"):
+        if not out.names(VIDEOS, ".parquet"):
             out.put(HEADER, header_bytes(what.header))
         todo = _todo(what.source, out, made_with, done)
         if len(todo):
@@ -166,13 +183,6 @@ def _todo(source: TokenCache, out: Store, made_with: str, done: Rewritten) -> pa
     """Return where the rows of the source are that count for more than those of ``out``, in the order of shards."""
     columns = ("video_id", "status", "attempts", "token_shard", "first_row_group")
     rows = LiveVideos.open(source.store, fingerprint(source.identity)).live(columns)
-    todo = newer_rows(rows, out, made_with)
-    done.done = len(rows) - len(todo)
-    return in_shard_order(todo)
-
-
-def newer_rows(rows: pa.Table, out: Store, made_with: str) -> pa.Table:
-    """Select the rows that count for more than those of ``out``; they have video_id, status and attempts."""
     held = LiveVideos.open(out, made_with).live(("video_id", "status", "attempts"))
     there = dict(zip(held["video_id"].to_pylist(), _ranks(held), strict=True))
     nothing = (math.inf, 0)
@@ -180,7 +190,9 @@ def newer_rows(rows: pa.Table, out: Store, made_with: str) -> pa.Table:
         rank < there.get(video_id, nothing)
         for video_id, rank in zip(rows["video_id"].to_pylist(), _ranks(rows), strict=True)
     ]
-    return rows.filter(pa.array(wanted, pa.bool_()))
+    todo = rows.filter(pa.array(wanted, pa.bool_()))
+    done.done = len(rows) - len(todo)
+    return in_shard_order(todo)
 
 
 def _ranks(rows: pa.Table) -> list[tuple[int, int]]:

@@ -55,13 +55,6 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
     return LocalStore(text.removeprefix("file://"))
 
 
-def store_below(store: Store, folder: str) -> Store:
-    """Return the store whose root is a folder of this one."""
-    if isinstance(store, ObjectStore):
-        return ObjectStore(f"{store.root}/{folder}", store.objects)
-    return LocalStore(store.folder / folder)
-
-
 def checked_name(name: str) -> str:
     """Return ``name``, or raise FileNotFoundError if it leads out of the root: names come from untrusted files."""
     if name.startswith("/") or ".." in name.split("/"):

@@ -15,11 +15,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from gstep.evidence import is_per_frame
 from pipeline.cache.cached_video import CachedVideo, bfloat16
-from pipeline.cache.codecs import BFLOAT16, TokenCodec
+from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.live_rows import ok_rows
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, PrunedVideo
@@ -34,10 +33,9 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.request import match_cache, resolve
-from pipeline.rows import TodoRow, VideoRecord, VideoRow, todo_row
+from pipeline.rows import VideoRecord, VideoRow, todo_row
 from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
-from pipeline.video.sampling import older_rule
 from pipeline.video.source import same_source
 
 # Where the same program on the same kind of machine made both, every bit counts. Other versions and processors round
@@ -45,7 +43,6 @@ from pipeline.video.source import same_source
 # 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
 MOST_ROUNDING = 0.1  # norm of the differences over the tokens' norm, above which no rounding explains them
 LEAST_SHARED = 0.5  # share of common positions below which no rounding explains the difference
-OLDER_CLIP = "an older version cut the clip by an older rule, and took other frames: no damage"
 _RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "compiled", "shared_pass")
 
 
@@ -68,8 +65,6 @@ class LiveCheck:
                 f"--live: this cache was pruned by {config.pruner}, a method from outside gstep; what a cache says "
                 "chooses no code, so its videos are not encoded again here"
             )
-        if older := older_rule(cache.identity["sampling"]):
-            raise UsageError(f"--live: {older}; this version cannot encode its videos again: verify it without --live")
         request = resolve(config, MANIFEST_SCHEMA.empty_table(), store, self._objects)
         request = match_cache(request, Console(quiet=True))
         self._decode = request.decode_setup()
@@ -93,24 +88,28 @@ class LiveCheck:
 
     def _compare(self, row: VideoRow, decoder: VideoDecoder) -> LiveResult:
         """Encode one video again and compare its tokens with the stored ones."""
-        video_id, run = row["video_id"], read_record(self._cache.store, f"{RUNS}/{row['run_id']}.json")
+        video_id = row["video_id"]
         try:
             again = self._encoded(row, decoder)
         except VideoFault as fault:
-            if fault.fault_class == "io":
-                return LiveResult(video_id, "source-gone", fault.message)
-            return LiveResult(video_id, "failed", fault.message, versions=versions_of(row, run, {}))
+            return LiveResult(video_id, "source-gone" if fault.fault_class == "io" else "failed", fault.message)
         assert again.kept is not None  # encode_one raises where a video fails
-        stored = self._cache.get(video_id, order="selection", evidence=tuple(self._cache.evidence))
-        result = compare(stored, _coded(again.kept, self._cache.codec))
+        kept, codec = again.kept, self._cache.codec
+        if codec is not BFLOAT16:  # what a reader of such a cache gets
+            parts = [codec.restored(part).view(torch.int16).numpy() for part in (kept.tokens, *kept.deepstack)]
+            kept = replace(kept, tokens=parts[0], deepstack=parts[1:])
+        result = compare(self._cache.get(video_id, order="selection", evidence=tuple(self._cache.evidence)), kept)
         if again.record["frame_indices"] != row["frame_indices"]:
-            result = replace(result, note="other frames were sampled" if row["clip_fps"] is not None else OLDER_CLIP)
+            result = replace(result, note="other frames were sampled")
+        run = read_record(self._cache.store, f"{RUNS}/{row['run_id']}.json")
         return replace(result, versions=versions_of(row, run, again.record))
 
     def _encoded(self, row: VideoRow, decoder: VideoDecoder) -> PrunedVideo:
         """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone."""
+        where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
+        todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
         with same_source(row, self._objects, fetch_again(row, self._objects)) as source:
-            record, frames = decoder.decode_one(todo_of(row), source)
+            record, frames = decoder.decode_one(todo, source)
         if frames is None:
             raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")
         if record["source_hash"] != row["source_hash"]:
@@ -121,27 +120,21 @@ class LiveCheck:
             raise VideoFault("internal", str(fault)) from fault
 
 
-def _coded(kept: KeptTokens, codec: TokenCodec) -> KeptTokens:
-    """Return what a reader of a cache of this codec gets of the tokens."""
-    if codec is BFLOAT16:
-        return kept
-    tokens, *levels = (codec.restored(part).view(torch.int16).numpy() for part in (kept.tokens, *kept.deepstack))
-    return replace(kept, tokens=tokens, deepstack=levels)
-
-
 def compare(stored: CachedVideo, again: KeptTokens) -> LiveResult:
     """Compare a stored video, in order of selection, with newly kept tokens, over the positions that both have."""
-    of_tokens = [name for name in stored.evidence if not is_per_frame(name)]
-    of_frames = [name for name in stored.evidence if is_per_frame(name)]
-    old = _rows(stored.tokens, *stored.deepstack, *(stored.evidence[name] for name in (*of_tokens, *of_frames)))
-    parts = (again.tokens, *again.deepstack, *(again.evidence[name] for name in (*of_tokens, *of_frames)))
+    names = sorted(stored.evidence)
+    old = [stored.tokens, *stored.deepstack, *(stored.evidence[name] for name in names)]
+    old = [part.reshape(len(part), -1) for part in old]
+    parts = [again.tokens, *again.deepstack, *(again.evidence[name] for name in names)]
     new = [bfloat16(part).view(part.shape) for part in parts]
     if [part.shape[1] for part in old] != [part.shape[1] for part in new]:
         return LiveResult(stored.video_id, "different", "tokens of another size", same_indices=0.0)
     common, ours, theirs = np.intersect1d(stored.index.numpy(), again.index, return_indices=True)
-    n_shared = len(old) - len(of_frames)
-    pairs = [(a[ours].float(), b[theirs].float()) for a, b in zip(old[:n_shared], new[:n_shared], strict=True)]
-    pairs += [(a.float(), b.float()) for a, b in zip(old[n_shared:], new[n_shared:], strict=True)]
+    of_frames = [False] * (1 + len(stored.deepstack)) + [is_per_frame(name) for name in names]
+    pairs = [
+        (a.float(), b.float()) if whole else (a[ours].float(), b[theirs].float())
+        for whole, a, b in zip(of_frames, old, new, strict=True)
+    ]
     same = np.array_equal(stored.index.numpy(), again.index) and all(
         torch.equal(a.contiguous().view(torch.int16), b.view(torch.int16)) for a, b in zip(old, new, strict=True)
     )
@@ -154,14 +147,9 @@ def compare(stored: CachedVideo, again: KeptTokens) -> LiveResult:
     )
 
 
-def _rows(*parts: Tensor) -> list[Tensor]:
-    """View each tensor as [K, values]."""
-    return [part.view(len(part), -1) for part in parts]
-
-
 def suspicion(result: LiveResult) -> str:
     """Return why a difference cannot come from rounding, "" where it may or where there is none."""
-    if result.state != "different" or result.note == OLDER_CLIP:
+    if result.state != "different":
         return ""
     share, relative = result.same_indices or 0.0, result.relative_difference
     numbers = f"{share:.1%} of the positions, tokens apart by {result.max_difference} at most"
@@ -172,14 +160,13 @@ def suspicion(result: LiveResult) -> str:
 
 def versions_of(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
     """Return the versions and devices that differ from those at encoding time, as name -> (then, now)."""
-    then = dict(run.get("versions", {}))
-    now = {name: package_version(name) for name in then}
+    then, now = dict(run.get("versions", {})), {name: package_version(name) for name in run.get("versions", {})}
     before, after = row["runtime"] or {}, json.loads(record.get("runtime") or "{}")
-    for name in _RUNTIME if after else ():
-        then[name], now[name] = before.get(name), after.get(name)
-    if record:
-        then |= {"backend": row["backend"], "backend_version": row["backend_version"]}
-        now |= {"backend": record.get("backend"), "backend_version": record.get("backend_version")}
+    if after:
+        then |= {name: before.get(name) for name in _RUNTIME}
+        now |= {name: after.get(name) for name in _RUNTIME}
+    then |= {"backend": row["backend"], "backend_version": row["backend_version"]}
+    now |= {"backend": record.get("backend"), "backend_version": record.get("backend_version")}
     return {name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]}
 
 
@@ -193,9 +180,3 @@ def config_of_run(cache: TokenCache, run: RunRecord, model: str | None) -> Prune
     mine = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto"), "compile": False}
     chosen = {**options, **mine, **({"model": model} if model else {})}
     return PruneConfig(**checked_options(PruneConfig, chosen, f"{cache.store}/{RUNS}/{run.get('run_id')}.json: "))
-
-
-def todo_of(row: VideoRow) -> TodoRow:
-    """Convert a row of the videos table to a row for the decoder."""
-    where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
-    return todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])

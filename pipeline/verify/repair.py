@@ -1,4 +1,6 @@
-"""``jobs.verify --repair``: what is damaged is marked for another attempt, and what is sound beside it stays.
+"""What ``jobs.verify`` changes where asked: ``--repair`` and ``--clean``.
+
+A repair marks what is damaged for another attempt, and what is sound beside it stays:
 
 - Files of the videos table that are damaged, or of another identity, leave it. Videos in token shards that nothing
   names then get a failed row.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 from typing import cast
 
@@ -25,15 +28,16 @@ from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, keyed, ok_rows, 
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge_at_once
 from pipeline.cache.table import file_named, in_key_order, small_file, sorted_file
-from pipeline.cache.token_shard import read_videos, videos_in
-from pipeline.cache.writer import put_token_shard, run_of
+from pipeline.cache.token_shard import videos_in
+from pipeline.cache.writer import run_of
 from pipeline.errors import RunFailed, printable
 from pipeline.rows import VideoRow
-from pipeline.storage.stores import Store
+from pipeline.storage.stores import FileInfo, Store
+from pipeline.verify.checks import Place, check_token_shard, is_json
+from pipeline.verify.moves import move_videos
 from pipeline.verify.report import Kind, Marked, Repaired, Report
-from pipeline.verify.rows import Place, is_json
-from pipeline.verify.tokens import check_token_shard
 
+UPLOAD_AGE = timedelta(hours=1)  # a younger upload may still be running
 KEPT_IN = "repaired"  # folder for replaced files
 _WHOLE = frozenset({Kind.MISSING, Kind.FOOTER})  # problems that damage all videos of a token shard
 _OF_TOKENS = frozenset({*_WHOLE, Kind.DAMAGED, Kind.ROWS, Kind.CHECKSUM, Kind.TOKENS})
@@ -56,16 +60,6 @@ _CONTRADICTS = "its row contradicts itself"
 def repairable(report: Report) -> bool:
     """Return whether a repair can mend any of the report's problems."""
     return any(problem.kind in _KINDS for problem in report.problems)
-
-
-def move_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[VideoRow]:
-    """Copy the tokens of videos to one new token shard, and return their changed rows.
-
-    Raises CorruptShard where one of them is damaged, and OSError.
-    """
-    moved: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
-    put_token_shard(store, run_id, moved, read_videos(store, rows))
-    return moved
 
 
 class Repair:
@@ -204,3 +198,40 @@ def _unknown(video_id: str, run: str, why: str) -> VideoRow:
     """Return a failed row for a video of which only the id is known."""
     known = {**dict.fromkeys(_COPIED), "video_id": video_id, "run_id": run, "uri": "", "attempts": 1}
     return _failed(cast(VideoRow, known), why)
+
+
+def clean(
+    store: Store, report: Report, keep: timedelta, now: datetime | None = None, commits: Collection[str] | None = None
+) -> None:
+    """Delete the orphans, leftovers and old uploads of ``report``; no run may be writing. Raises OSError.
+
+    Where a file of the videos table is unreadable or lost, or not among ``commits``, the ones that were read (None:
+    all), token shards that it may name stay; so does what is younger than ``keep``.
+    """
+    unneeded = _unneeded(store, report, commits)
+    for file in [*report.leftovers, *unneeded]:
+        if store.age(file.name) >= keep:
+            store.delete(file.name)
+            report.removed.append(file.name)
+    if young := sum(file.name not in report.removed for file in unneeded):
+        report.notes.append(
+            f"{young} orphans younger than {keep.total_seconds() / 60:g} minutes stay: a run that was stopped may "
+            "still commit them"
+        )
+    for upload in report.uploads:
+        if (now or datetime.now(UTC)) - upload.started > UPLOAD_AGE:
+            store.abort(upload)
+            report.removed.append(f"the upload of {upload.uri} since {upload.started:%Y-%m-%d %H:%M}")
+
+
+def _unneeded(store: Store, report: Report, commits: Collection[str] | None) -> list[FileInfo]:
+    """Return the orphans that no file of the videos table can name."""
+    if not report.orphans:
+        return []
+    unread = {Kind.COMMIT, Kind.LOST, Kind.SCHEMA, Kind.UNREADABLE, Kind.FINGERPRINT}
+    doubtful = any(p.kind in unread and (p.shard or "").startswith(VIDEOS) for p in report.problems)
+    if doubtful or (commits is not None and not set(store.names(VIDEOS, ".parquet")) <= set(commits)):
+        which = "is damaged, foreign or lost" if doubtful else "came meanwhile"
+        report.notes.append(f"no token shard was removed: a videos file that {which} may name it")
+        return []
+    return list(report.orphans)

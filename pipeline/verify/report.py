@@ -1,20 +1,17 @@
-"""What ``jobs.verify`` found: problems by class, files that were left behind, and the same as a table and as JSON."""
+"""What ``jobs.verify`` found: problems by class and files that were left behind, as lines and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Literal, NamedTuple
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import Literal
 
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Upload
 from pipeline.storage.stores import FileInfo
 
+_SHOWN = 10  # files and videos that are listed by name in the terminal; the JSON has them all
 _REDO = "restore it from a copy, or let --repair mark its videos for another attempt of jobs.prune"
 
 
@@ -55,9 +52,6 @@ class Kind(StrEnum):
     LIVE = "live", "run jobs.prune again into another --out, unless that processor rounds in another way"
 
 
-_SHOWN = 10  # files listed by name in the terminal; the JSON has them all
-
-
 @dataclass(frozen=True)
 class Problem:
     """A fault of the cache that a check found.
@@ -77,7 +71,7 @@ class Problem:
     videos_shard: str | None = None
 
     def as_record(self) -> JsonObject:
-        """Return the problem as a JSON-able dict."""
+        """Return the problem as a dict for JSON."""
         record = asdict(self)
         return {"class": record.pop("kind"), **record, "remedy": self.kind.remedy}
 
@@ -104,8 +98,16 @@ class LiveResult:
     relative_difference: float | None = None
     versions: dict[str, tuple[str, str]] = field(default_factory=dict)
 
+    def line(self) -> str:
+        """Return a line for the user about the video."""
+        share = "" if self.same_indices is None else f", {self.same_indices:.1%} of the positions"
+        most = "" if self.max_difference is None else f", {self.max_difference:.3g} apart at most"
+        others = "".join(f"; {name} {then} then, {now} now" for name, (then, now) in self.versions.items())
+        return f"encoded again: {self.video_id}: {self.state}{self.note and f': {self.note}'}{share}{most}{others}"
 
-class Marked(NamedTuple):
+
+@dataclass(frozen=True)
+class Marked:
     """A video that a repair gave a failed row, in place of one that could not be trusted.
 
     ``uri`` is "" where it is not known.
@@ -126,18 +128,12 @@ class Repaired:
         marked: videos for another attempt.
         moved: sound videos whose tokens were written again, away from damaged ones.
         replaced: videos shards.
-        command: what encodes the marked videos again; "" where there are none.
     """
 
     kept_in: str
     marked: list[Marked] = field(default_factory=list)
     moved: int = 0
     replaced: list[str] = field(default_factory=list)
-    command: str = ""
-
-    def as_record(self) -> JsonObject:
-        """Return the repair as a JSON-able dict."""
-        return {**vars(self), "marked": [video._asdict() for video in self.marked]}
 
     def lines(self) -> Iterator[str]:
         """Yield lines for the user about the repair."""
@@ -147,10 +143,13 @@ class Repaired:
         if self.moved:
             yield f"{self.moved:,} sound videos moved to new token shards"
         yield f"{len(self.marked):,} videos marked for another attempt"
-        for video in self.marked[:_SHOWN]:
-            yield f"  {video.video_id}: {video.why}"
-        if len(self.marked) > _SHOWN:
-            yield f"  ... and {len(self.marked) - _SHOWN:,} more: jobs.inspect CACHE --failed lists them"
+        yield from _shown([f"  {video.video_id}: {video.why}" for video in self.marked])
+        if self.marked:
+            attempts = max(video.attempts for video in self.marked) + 1
+            yield (
+                "encode them again: run the command that made the cache with --retry-failed "
+                f"--max-attempts {attempts}; jobs.inspect CACHE --failed lists the videos"
+            )
 
 
 @dataclass
@@ -200,88 +199,45 @@ class Report:
         return self.bytes_read / 1e9 / self.seconds if self.seconds else 0.0
 
     def as_record(self) -> JsonObject:
-        """Return the report as a JSON-able dict."""
-        return {
-            "cache": self.cache,
-            "exit_code": self.exit_code,
-            "counts": self.counts,
-            "problems": [problem.as_record() for problem in self.problems],
-            "notes": self.notes,
-            **{name: [f._asdict() for f in getattr(self, name)] for name in ("orphans", "leftovers", "superseded")},
-            "uploads": [{**u._asdict(), "started": u.started.isoformat()} for u in self.uploads],
-            "removed": self.removed,
-            "live": [asdict(result) for result in self.live],
-            "found": [problem.as_record() for problem in self.found],
-            "repaired": None if self.repaired is None else self.repaired.as_record(),
-            "bytes_read": self.bytes_read,
-            "seconds": round(self.seconds, 3),
-            "gb_per_s": round(self.gb_per_s, 3),
-        }
+        """Return the report as a dict for JSON."""
+        files = {name: [f._asdict() for f in getattr(self, name)] for name in ("orphans", "leftovers", "superseded")}
+        problems = {name: [p.as_record() for p in getattr(self, name)] for name in ("problems", "found")}
+        uploads = [{**upload._asdict(), "started": upload.started.isoformat()} for upload in self.uploads]
+        speed = {"seconds": round(self.seconds, 3), "gb_per_s": round(self.gb_per_s, 3)}
+        return {**asdict(self), "exit_code": self.exit_code, **problems, **files, "uploads": uploads, **speed}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report for the terminal, problems last."""
+        yield f"cache: {self.cache}"
+        yield ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in self.counts.items())
+        yield f"read {self.bytes_read:,} bytes in {self.seconds:.1f} s, {self.gb_per_s:.2f} GB/s"
+        yield from (f"note: {note}" for note in self.notes)
+        uploads = [f"{upload.uri} since {upload.started:%Y-%m-%d %H:%M}" for upload in self.uploads]
+        files = {name: getattr(self, name) for name in ("orphans", "leftovers", "superseded")}
+        named = {title: [f"{name} ({size:,} bytes)" for name, size in found] for title, found in files.items()}
+        for title, names in {**named, "uploads": uploads, "removed": self.removed}.items():
+            if names:
+                yield f"{title}: {len(names):,}"
+                yield from _shown([f"  {name}" for name in names])
+        yield from (result.line() for result in self.live)
+        if self.repaired is not None:
+            yield from _by_kind(self.found, "found before the repair: ")
+            yield from self.repaired.lines()
+        yield from _by_kind(self.problems)
+        yield f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"
 
 
-def render(report: Report) -> RenderableType:
-    """Render the report for the terminal."""
-    head = Table.grid(padding=(0, 2))
-    head.add_row("cache", Text(report.cache))
-    for name, count in report.counts.items():
-        head.add_row(name.replace("_", " "), f"{count:,}")
-    head.add_row("read", f"{report.bytes_read:,} bytes in {report.seconds:.1f} s, {report.gb_per_s:.2f} GB/s")
-    for note in report.notes:
-        head.add_row("note", Text(note))
-    for title, files in _left_behind(report):
-        head.add_row(title, Text(_listed(files)))
-    parts: list[RenderableType] = [head]
-    if report.live:
-        parts += ["", _live_table(report.live)]
-    if report.repaired is not None:
-        parts += ["", _problem_table(report.found, "problems before"), "", *map(Text, report.repaired.lines())]
-    n = len(report.problems)
-    parts += ["", _problem_table(report.problems, "problems")] if n else []
-    parts += ["", Text(f"{n:,} problems" if n else "nothing is wrong", style="red" if n else "green")]
-    return Group(*parts)
+def _shown(lines: Sequence[str]) -> list[str]:
+    """Return the first lines, and how many more there are."""
+    more = [f"  ... and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
+    return [*lines[:_SHOWN], *more]
 
 
-def _left_behind(report: Report) -> list[tuple[str, list[str]]]:
-    """Return (title, names) of each kind of file left behind, without empty ones."""
-    found = [
-        ("orphans", [f"{name} ({size:,} bytes)" for name, size in report.orphans]),
-        ("leftovers", [f"{name} ({size:,} bytes)" for name, size in report.leftovers]),
-        ("superseded", [f"{name} ({size:,} bytes)" for name, size in report.superseded]),
-        ("uploads", [f"{upload.uri} since {upload.started:%Y-%m-%d %H:%M}" for upload in report.uploads]),
-        ("removed", report.removed),
-    ]
-    return [(title, names) for title, names in found if names]
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Format a count and the first names."""
-    more = f"\n... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return "\n".join([str(len(names)), *names[:_SHOWN]]) + more
-
-
-def _problem_table(problems: Sequence[Problem], title: str) -> Table:
-    """Render the problems by class, with one example and the remedy of each."""
-    table = Table(title=title, title_justify="left", show_edge=False)
-    for name in ("class", "count", "example", "remedy"):
-        table.add_column(name, overflow="fold", justify="right" if name == "count" else "left")
+def _by_kind(problems: Sequence[Problem], before: str = "") -> Iterator[str]:
+    """Yield the problems by class: how many, an example, and the remedy."""
     for kind in Kind:
         mine = [problem for problem in problems if problem.kind == kind]
         if mine:
             video = f"{mine[0].video_id}: " if mine[0].video_id is not None else ""
-            # Names come from files: never let them be read as markup.
-            table.add_row(kind, str(len(mine)), Text(f"{video}{mine[0].what}"), Text(kind.remedy))
-    return table
-
-
-def _live_table(results: Sequence[LiveResult]) -> Table:
-    """Lay out the results of encoding videos again."""
-    table = Table(title="encoded again", title_justify="left", show_edge=False)
-    for name in ("video", "result", "same indices", "max difference", "other versions"):
-        table.add_column(name, overflow="fold")
-    for item in results:
-        share = "" if item.same_indices is None else f"{item.same_indices:.1%}"
-        most = "" if item.max_difference is None else f"{item.max_difference:.3g}"
-        others = "; ".join(f"{name} {then} then, {now} now" for name, (then, now) in item.versions.items())
-        result = item.state + (f": {item.note}" if item.note else "")
-        table.add_row(Text(item.video_id), Text(result), share, most, Text(others))
-    return table
+            yield f"{before}{kind}, {len(mine):,}: {video}{mine[0].what}"
+            yield f"  remedy: {kind.remedy}"

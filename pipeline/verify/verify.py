@@ -6,10 +6,11 @@ import base64
 import binascii
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -18,26 +19,32 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from pipeline.cache.header import CHECKSUM, CacheHeader
-from pipeline.cache.live_rows import VIDEOS, VideoRows, live_rows, no_rows, ok_rows
+from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, live_rows, no_rows, ok_rows
 from pipeline.cache.merging import KEEP
 from pipeline.cache.method import declared_method
-from pipeline.cache.reader import HEADER, TokenCache, read_header, warn_of_gate
+from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.cache.runs import in_order
 from pipeline.cache.token_shard import videos_in
+from pipeline.cache.writer import run_of, token_shard_id
 from pipeline.errors import NotACache
 from pipeline.execution.claim import Claim, holder, who
 from pipeline.execution.progress import reporter
 from pipeline.execution.request import new_run_id
+from pipeline.execution.run_record import RUNS, committed_by
 from pipeline.execution.stages import Wording
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import FileInfo, Store
-from pipeline.verify.command_again import command_again
-from pipeline.verify.orphans import clean, committed_orphans, list_files, list_uploads, sort_files
-from pipeline.verify.repair import Repair, repairable
+from pipeline.verify.checks import (
+    JUDGED_COLUMNS,
+    CheckedCommit,
+    CheckedShard,
+    Place,
+    check_commit,
+    check_token_shard,
+    method_of,
+)
+from pipeline.verify.repair import Repair, clean, repairable
 from pipeline.verify.report import Kind, Problem, Repaired, Report
-from pipeline.verify.rows import JUDGED_COLUMNS, CheckedCommit, Place, check_commit, method_of
-from pipeline.verify.tokens import CheckedShard, check_token_shard
-from pipeline.video.sampling import older_rule
 
 if TYPE_CHECKING:
     from pipeline.verify.live_check import LiveCheck
@@ -47,6 +54,7 @@ _ORPHANS_STAY = (
     "no orphan was removed: they may be of the files of videos/ that were damaged or lost; put those back from a copy, "
     "or remove the orphans with --clean"
 )
+_TEMPORARY = ".tmp-"  # LocalStore.put's prefix for a file that is not complete yet
 _SHARES = (0.001, 0.01, 0.05)  # of damaged videos, for which a sample says how likely it misses them all
 
 
@@ -116,8 +124,9 @@ class _Verification:
         header = self._check_header()
         if header is None:
             return report
-        files = list_files(store)
-        list_uploads(store, report)
+        # Listed before the videos shards are read, so that what a run commits meanwhile does not pass for an orphan.
+        files = {folder: store.listed(folder) for folder in ("", TOKENS, VIDEOS, RUNS)}
+        self._list_uploads()
         rows, bad = self._check_table(header)
         live = live_rows(rows)
         self._count(live)
@@ -144,7 +153,6 @@ class _Verification:
         store, report = self.store, self.report
         try:
             header = read_header(store)
-            warn_of_gate(store, header)
         except NotACache as error:
             report.problems.append(Problem(Kind.HEADER, str(error), HEADER))
             return None
@@ -159,11 +167,16 @@ class _Verification:
                 f"the method {method_of(header)} is unknown here, and {HEADER} does not say what it declares: how many "
                 "tokens it keeps, in which order, and whether it merges was not checked"
             )
-        if older := older_rule(header["identity"].get("sampling", {})):
-            report.notes.append(f"{older}; that is no damage, and the cache answers as it did")
         if not self.claimed and (other := holder(store)) is not None:
             report.notes.append(f"a run writes here at this moment, {who(other)}; its next shards look like orphans")
         return header
+
+    def _list_uploads(self) -> None:
+        """Report the pending multipart uploads below the prefix: nobody sees them, and they are billed."""
+        try:
+            self.report.uploads += self.store.uploads()
+        except OSError as error:  # listing uploads needs a permission of its own, and not every store supports it
+            self.report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
 
     def _check_table(self, header: CacheHeader) -> tuple[pa.Table, set[Place]]:
         """Check every file of the videos table.
@@ -173,18 +186,15 @@ class _Verification:
         """
         report = self.report
         names = self.store.names(VIDEOS, ".parquet")
-        tables, bad, unmarked = [no_rows(JUDGED_COLUMNS)], set(), 0
+        tables, bad = [no_rows(JUDGED_COLUMNS)], set()
         check = partial(check_commit, self.store, header=header)
         for name, checked in self._checked(check, names, "videos shard"):
             report.problems += checked.problems
             report.bytes_read += checked.n_bytes
             if checked.rows is not None:
                 tables.append(checked.rows)
-                unmarked += checked.made_with is None
             bad |= {(name, place) for place in checked.bad}
         report.counts["videos_shards"] = len(names)
-        if unmarked:
-            report.notes.append(f"{unmarked} videos shards carry no fingerprint: they were written before they did")
         return pa.concat_tables(tables), bad
 
     def _count(self, live: pa.Table) -> None:
@@ -245,11 +255,16 @@ class _Verification:
     def _sort(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
         """Report files that were left behind, and rows that are missing from the table."""
         store, report = self.store, self.report
-        sort_files(files, _token_shards(rows), _token_shards(live), report)
+        named, needed = _token_shards(rows), _token_shards(live)
+        for found in files.values():
+            report.leftovers += [file for file in found if PurePosixPath(file.name).name.startswith(_TEMPORARY)]
+        shards = [file for file in files[TOKENS] if file.name.endswith(".parquet") and file not in report.leftovers]
+        report.orphans += [file for file in shards if file.name not in named]
+        report.superseded += [file for file in shards if file.name in named and file.name not in needed]
         known = set(live["video_id"].to_pylist())
         if any(problem.kind in {Kind.COMMIT, Kind.FINGERPRINT} for problem in report.problems):
             return  # the rows of such orphans were in those files
-        committed = committed_orphans(store, report.orphans, without_record=not known)
+        committed = _committed_orphans(store, report.orphans, without_record=not known)
         lost = [name for name in committed if not known.issuperset(videos_in(store, name))]
         if lost:
             what = f"{store}/{VIDEOS} has no row of videos in {len(lost)} token shards that were committed"
@@ -258,8 +273,6 @@ class _Verification:
     def _with_repair(self, report: Report, repaired: Repaired) -> Report:
         """Return the report after the repair, which also holds the problems found before it."""
         before = self.report
-        if repaired.marked:
-            repaired.command = command_again(self.store, max(video.attempts for video in repaired.marked))
         report.found, report.repaired = before.problems, repaired
         stay = [_ORPHANS_STAY] * _may_come_back(before)
         report.notes += [note for note in before.notes if note not in report.notes] + stay
@@ -282,6 +295,22 @@ class _Verification:
 def _may_come_back(report: Report) -> bool:
     """Return whether a lost or damaged file of the table may be restored, so that its token shards must stay."""
     return any(problem.kind in {Kind.COMMIT, Kind.LOST, Kind.FINGERPRINT} for problem in report.problems)
+
+
+def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_record: bool) -> Iterator[str]:
+    """Yield the orphans that a run's record says it had committed: their rows were replaced, or are lost.
+
+    With ``without_record`` also those of runs whose record is gone, of which nobody can tell.
+    """
+    by_run: dict[str, list[str]] = defaultdict(list)
+    for file in orphans:
+        by_run[run_of(file.name)].append(file.name)
+    for run, names in sorted(by_run.items()):
+        committed = committed_by(store, run)
+        if committed is None:
+            yield from names if without_record else ()
+        else:
+            yield from (name for name in names if token_shard_id(name) in committed)
 
 
 def _header_faults(header: CacheHeader) -> Iterator[str]:

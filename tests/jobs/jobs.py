@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import ray
@@ -95,6 +97,14 @@ def run_here(command: ModuleType, argv: list[str]) -> subprocess.CompletedProces
     with redirect_stdout(output), redirect_stderr(output):
         code = command.main(argv)
     return subprocess.CompletedProcess(argv, code, output.getvalue())
+
+
+def document_of(command: ModuleType, argv: list[str]) -> tuple[int, Any, str]:
+    """Run a command with ``--json`` in this process; return its exit code, its document and its stderr."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        code = command.main([*argv, "--json"])
+    return code, json.loads(stdout.getvalue()), stderr.getvalue()
 
 
 def stop(process: subprocess.Popen[str], number: signal.Signals) -> str:

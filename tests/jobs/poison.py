@@ -1,4 +1,4 @@
-"""Pruning methods that kill the process they run in, by the number of a video's frames."""
+"""Pruning methods that fail or kill the process they run in, by the number of a video's frames."""
 
 import os
 import signal
@@ -25,6 +25,19 @@ class Poison(Pruner):
         if len(visual.tokens) == BREAKS_THE_GPU:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return Selection(index=visual.tokens.flatten(0, 1).norm(dim=1).argsort()[:budget].sort().values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buggy(Pruner):
+    """Has a bug that shows on five frames."""
+
+    name: ClassVar[str] = "buggy"
+    nested: ClassVar[bool] = True
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        if len(visual.tokens) == KILLS:
+            raise RuntimeError("no idea what to do with five frames")
+        return Selection(visual.tokens.flatten(0, 1).norm(dim=1).argsort(descending=True, stable=True)[:budget])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,21 +138,6 @@ def test_a_dry_run_says_what_a_run_would_do(half, idle):
     assert "3 to do, 1 done, 1 failed before and left alone" in pruned(folder, *recorded, videos="m.jsonl")[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--pruner", "topk"], "pruner.method: the cache has 'gstep', this run 'topk'"),
-        (["--model", "nowhere/at/all"], "nowhere/at/all"),
-        (["--video-root", "nowhere"], "--video-root nowhere: no such folder"),
-    ],
-)
-def test_a_dry_run_refuses_what_a_run_refuses(half, idle, options, told):
-    folder, _ = half
-    before = tree(folder)
-    code, text = pruned(folder, "--dry-run", *options)
-    assert code == 2 and told in text and tree(folder) == before
-
-
 def test_a_dry_run_refuses_a_place_and_a_changed_file_likewise(half, idle, clip):
     folder, _ = half
     with Claim(LocalStore(folder / "cache"), "first", print):

@@ -19,7 +19,7 @@ def test_an_option_that_makes_no_sense_is_refused(capsys):
     assert doctor.main(["--num-frames", "0"]) == 2
     assert "--num-frames must be at least 1" in capsys.readouterr().err
     assert doctor.main(["--dry-run"]) == 2
-    assert "--dry-run and --gate are for jobs.prune" in " ".join(capsys.readouterr().err.split())
+    assert "--plan and --dry-run are for jobs.prune" in " ".join(capsys.readouterr().err.split())
 
 
 # On a node whose PyAV was built without a decoder of VP9.

@@ -31,11 +31,10 @@ def until_ray_starts(process: subprocess.Popen[str]) -> None:
     assert any("starting Ray on this machine" in line for line in process.stdout)
 
 
-@pytest.mark.parametrize("seconds", [0.3, 2.5])
-def test_sigterm_while_ray_starts_ends_with_130_and_a_word(job, seconds):
+def test_sigterm_while_ray_starts_ends_with_130_and_a_word(job):
     process = start(*job, **ALONE)
     until_ray_starts(process)
-    time.sleep(seconds)  # somewhere in what Ray does
+    time.sleep(1.5)  # somewhere in what Ray does
     everything = family(process.pid)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)

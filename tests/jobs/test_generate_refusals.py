@@ -9,7 +9,7 @@ import ray
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints import tiny
-from gstep.checkpoints.shipped import SHIPPED
+from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
 from pipeline.errors import IdentityMismatch

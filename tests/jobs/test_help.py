@@ -44,13 +44,3 @@ def test_help_is_a_screen_of_the_usual_options_and_leads_to_all(command, capsys)
     with pytest.raises(SystemExit, match="0"):
         command.main(["--help-all"])
     assert "--s3-endpoint" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"), [("--retention-ration", "--retention-ratio"), ("--drt-run=1", "--dry-run")]
-)
-def test_a_mistyped_flag_gets_the_likely_one_and_no_page_of_usage(wrong, right, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        prune.main([wrong, "0.2"])
-    said = capsys.readouterr().err
-    assert f"did you mean {right}?" in said and len(said.splitlines()) == 2

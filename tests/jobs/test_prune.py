@@ -24,7 +24,7 @@ from tests.pipeline.videos import write_clip
 
 pytestmark = pytest.mark.slow
 
-FRAMES = 8
+FRAMES = 4
 GOOD = ["av1.mp4", "bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4"]
 
 
@@ -77,11 +77,6 @@ def test_nothing_is_left_in_the_home_folder(first):
     """A token of Ray's above all, with which a later ``ray start`` would ask for it."""
     path, done = first
     assert done.returncode == 0 and list((path.parent / "home").rglob("*")) == []
-
-
-def test_no_socket_of_a_decoder_is_left_in_the_temporary_folder(first):
-    folder = first[0].parent / "tmp"
-    assert any(folder.iterdir()) and not list(folder.glob("pymp-*"))
 
 
 def test_the_summary_is_on_screen_and_in_the_cache(first):
@@ -161,15 +156,6 @@ def test_a_smaller_ratio_is_served_already(first, folder, monkeypatch, capsys):
     argv = [str(folder), "--out", str(first[0]), "--num-frames", str(FRAMES), "--retention-ratio", "0.1"]
     assert prune.main(argv) == 0
     assert "stores retention ratio 0.25, which serves 0.1 too" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_done_video_whose_file_changed_is_refused(first, folder, tmp_path, monkeypatch, capsys):
-    forbid_ray(monkeypatch)
-    shutil.copytree(first[0], tmp_path / "cache")
-    (tmp_path / "m.jsonl").write_text(json.dumps({"video_id": "bikes.mp4", "uri": "other.mp4"}))
-    argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "cache"), "--num-frames", str(FRAMES)]
-    assert prune.main(argv) == 2
-    assert "bikes.mp4: uri was" in " ".join(capsys.readouterr().err.split())
 
 
 def test_inspect_shows_the_cache_and_a_video(first, capsys):

@@ -5,11 +5,8 @@ import shutil
 import pytest
 import torch
 
-from jobs import prune, recode, remove, reprune, verify
+from jobs import prune, recode, reprune, verify
 from pipeline import TokenCache
-from pipeline.cache.codecs.sample import SAMPLE
-from pipeline.cache.reader import UngatedCache
-from tests.pipeline.asking import write_questions
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
@@ -54,28 +51,3 @@ def test_a_cache_of_all_tokens_becomes_what_runs_make(tmp_path):
     same(coded, str(tmp_path / "recoded"))
     for place in ("recoded", "coded"):
         assert verify.main([str(tmp_path / place), "--live", "2"]) == 0
-
-
-def test_a_sample_waits_for_a_gate_and_is_gone_with_removed_videos(tmp_path, capsys):
-    (tmp_path / "v").mkdir()
-    for clip in CLIPS:
-        shutil.copy(sample(clip), tmp_path / "v")
-    out = tmp_path / "out"
-    argv = [str(tmp_path / "v"), "--num-frames", "4", "--token-codec", "int8", "--out", str(out)]
-    assert prune.main([*argv, "--gate-sample", "1", "--gate"]) == 1  # eight answers are too few to tell
-    assert "too few to tell" in capsys.readouterr().err
-    (kept,) = TokenCache(out / SAMPLE).video_ids
-    assert torch.equal(TokenCache(out).get(kept).index, TokenCache(out / SAMPLE).get(kept).index)
-    with pytest.warns(UngatedCache, match="the gate refused it"):
-        TokenCache(out)
-    rows = [{"question_id": n, "video_id": kept, "prompt": f"What is at {n}?"} for n in range(80)]
-    questions = write_questions(tmp_path / "q.jsonl", rows)
-    assert prune.main([*argv, "--gate-sample", "1", "--gate", str(questions)]) == 0
-    assert TokenCache(out).header["gate"]["passed"] and not list((out / SAMPLE).rglob("*.parquet"))
-    (tmp_path / "ids").write_text(kept)
-    again = tmp_path / "again"
-    assert prune.main([*argv[:-1], str(again)]) == 0
-    assert sorted(TokenCache(again / SAMPLE).video_ids) == sorted(CLIPS)
-    assert remove.main([str(again), "--ids", str(tmp_path / "ids"), "--reason", "x", "--keep-minutes", "0"]) == 0
-    assert kept not in TokenCache(again / SAMPLE).video_ids and len(TokenCache(again / SAMPLE)) == 1
-    assert verify.main([str(again)]) == 0

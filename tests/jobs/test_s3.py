@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 from collections import Counter
@@ -18,8 +17,8 @@ from pipeline import TokenCache
 from pipeline.cache.table import file_named
 from pipeline.execution.claim import MISSED, Claim
 from pipeline.storage.stores import ObjectStore
-from tests.jobs.faults import FAST_BEAT, STOPS, Driver, stop_before_the_third_commit
-from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here
+from tests.jobs.faults import FAST_BEAT, STOPS, Driver, stop_before_the_third_commit, tiny_videos
+from tests.jobs.jobs import assert_complete, forbid_ray, run_here
 from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import KEY, SECRET, S3Server
 from tests.pipeline.verifying import kinds, verified
@@ -27,8 +26,8 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-FRAMES = 4
-IDS = [f"v{i:02d}" for i in range(32)]
+IDS = [f"v{i:03}.mp4" for i in range(32)]
+SLOWLY = ["--decoder", "tests.jobs.hostile:SlowDecoder"]
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +51,14 @@ def pruned_here(server):
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory) -> Path:
-    """The same four clips under 32 ids."""
     folder = tmp_path_factory.mktemp("many")
-    for clip in clips():
-        shutil.copy(clip, folder)
-    rows = [{"video_id": v, "uri": clips()[i % 4].name} for i, v in enumerate(IDS)]
-    (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert tiny_videos(folder, len(IDS)) == IDS
+    (folder / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": v}) for v in IDS))
     return folder / "m.jsonl"
 
 
 def argv(manifest: Path, cache: str) -> list[str]:
-    return [str(manifest), "--out", cache, "--num-frames", str(FRAMES), "--log-interval", "2"]
+    return [str(manifest), "--out", cache, "--num-frames", "2", "--log-interval", "2"]
 
 
 def shards(store: ObjectStore) -> list[str]:
@@ -74,9 +70,8 @@ def killed(server, manifest, pruned_here, tmp_path_factory):
     """A run that was killed half-way and run again: (its store, the second run, videos before it, its requests)."""
     store = ObjectStore(server.uri("killed/cache"), server.objects())
     address = ray.get_runtime_context().gcs_address
-    driver = Driver(
-        argv(manifest, store.root), tmp_path_factory.mktemp("log") / "log", RAY_ADDRESS=address, **server.environment()
-    )
+    log = tmp_path_factory.mktemp("log") / "log"
+    driver = Driver([*argv(manifest, store.root), *SLOWLY], log, RAY_ADDRESS=address, **server.environment())
     driver.until(lambda: len(shards(store)) >= 3, "three shards")
     driver.kill()
     half = len(TokenCache(store.root, store=store))
@@ -123,9 +118,8 @@ def test_a_driver_that_was_stopped_commits_nothing_whose_tokens_were_removed(
     """Meanwhile the token shards that it was about to commit were removed, as nothing named them."""
     store = ObjectStore(server.uri("stopped/cache"), server.objects())
     address = ray.get_runtime_context().gcs_address
-    slowly = ["--decoder", "tests.jobs.hostile:SlowDecoder", "--videos-per-shard", "2"]
     driver = Driver(
-        [*argv(manifest, store.root), *slowly],
+        [*argv(manifest, store.root), *SLOWLY, "--videos-per-shard", "2"],
         tmp_path / "log",
         stop_before_the_third_commit,
         RAY_ADDRESS=address,

@@ -2,12 +2,9 @@
 
 import json
 import secrets
-import shlex
 import shutil
 import subprocess
-import sys
 import time
-import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +13,7 @@ import pytest
 from pipeline import TokenCache
 from pipeline.storage.stores import LocalStore
 from tests.jobs.faults import files
-from tests.jobs.jobs import assert_complete, clips, committed, run
+from tests.jobs.jobs import clips, committed, run
 from tests.jobs.ray_cluster import Cluster, Ended
 from tests.paths import ROOT
 from tests.waiting import wait_until
@@ -30,15 +27,15 @@ PRUNE = ("python", "-m", "jobs.prune")
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """What a fresh clone holds, and caches too big to upload, one under a name that no file of ours knows."""
+    """What a fresh clone holds, and files too big to upload, some under names that no file of ours knows."""
     folder = tmp_path_factory.mktemp("clone") / "checkout"
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.split("\0")[:-1]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    for cache in ("cache", "my-cache"):
-        (folder / cache).mkdir()
-        with (folder / cache / "big").open("wb") as file:
+    for big in ("cache/big", "my-cache/tokens/a.parquet", "videos/a.mp4", ".venv/lib/libtorch_cuda.so", "shard-0.tar"):
+        (folder / big).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / big).open("wb") as file:
             file.truncate(600 * 2**20)
     return folder
 
@@ -113,20 +110,6 @@ def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(clus
     assert len({actor["node_id"] for actor in ours if actor["class_name"].startswith("MapWorker")}) == 2
 
 
-def test_stopped_while_workers_start_it_says_what_goes_on(cluster, submit, tmp_path):
-    """The job server sends SIGKILL three seconds after SIGTERM."""
-    shutil.copy(clips()[1], tmp_path)
-    submit("early", str(tmp_path), "--out", str(tmp_path / "c"), wait=False)
-    wait_until(
-        lambda: "starting workers" in cluster.logs("early"),
-        lambda: cluster.logs("early"),
-        meanwhile=lambda: time.sleep(0.1),
-    )
-    assert cluster.stop("early").returncode == 0
-    assert cluster.wait_for("early")["status"] == "STOPPED"
-    assert "the same command goes on from here" in cluster.logs("early")
-
-
 def test_only_who_has_the_token_gets_a_job_run(cluster, checkout, tmp_path):
     """All other tests here have it."""
     options, argv = ("--working-dir", "."), (*PRUNE, str(clips()[1]), "--out", str(tmp_path / "c"), *SHORT)
@@ -134,36 +117,12 @@ def test_only_who_has_the_token_gets_a_job_run(cluster, checkout, tmp_path):
     stranger = cluster.submit(*argv, options=options, cwd=checkout, RAY_AUTH_TOKEN="", RAY_AUTH_MODE="disabled")
     assert stranger.returncode == 1
     assert "Unauthorized: Missing authentication token" in stranger.stdout
-    wrong = cluster.submit(*argv, options=options, cwd=checkout, RAY_AUTH_TOKEN=TOKEN[::-1])
-    assert wrong.returncode == 1
-    assert "Invalid authentication token" in wrong.stdout
     assert cluster.get("/api/jobs/") == before
 
 
-@pytest.mark.parametrize("given", [{"RAY_AUTH_MODE": None}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN[::-1]}])
-def test_a_driver_without_the_token_is_told_so_in_a_line(cluster, tmp_path, given):
+def test_a_driver_without_the_token_is_told_so_in_a_line(cluster, tmp_path):
+    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN[::-1]}
     done = run("jobs.prune", str(clips()[1]), "--out", str(tmp_path / "c"), RAY_ADDRESS=cluster.gcs_address, **given)
     *_, joining, said = done.stdout.splitlines()  # behind the configuration
     assert done.returncode == 1 and joining.endswith(f" joining the Ray cluster at {cluster.gcs_address}"), done.stdout
     assert f" failed: the Ray cluster at {cluster.gcs_address} asks for a token that was not given: set" in said
-
-
-def test_the_installed_package_needs_no_checkout(cluster, checkout, tmp_path):
-    """A wheel built offline, unpacked where only PYTHONPATH names it, as a job without --working-dir."""
-    caches = {"cache", "my-cache"}  # at the top only: pipeline has a room of that name
-    shutil.copytree(checkout, tmp_path / "source", ignore=lambda at, names: caches if Path(at) == checkout else set())
-    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    pip = [sys.executable, "-m", "pip"]
-    subprocess.run([*pip, "wheel", *offline, "-w", tmp_path, tmp_path / "source"], check=True)
-    shutil.rmtree(tmp_path / "source")
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as held:
-        assert {"pipeline/inspect/templates/page.html", "pipeline/py.typed", "gstep/py.typed"} <= set(held.namelist())
-        held.extractall(tmp_path / "site")
-    environ = json.dumps({"env_vars": {"PYTHONPATH": str(tmp_path / "site")}})
-    options = ("--runtime-env-json", environ)
-    prune = shlex.join([*PRUNE, str(clips()[1]), "--out", str(tmp_path / "c"), *SHORT])
-    done = cluster.submit("sh", "-c", f"python -c 'import jobs; print(jobs.__file__)' && {prune}", options=options)
-    assert done.returncode == 0, done.stdout
-    assert str(tmp_path / "site" / "jobs" / "__init__.py") in done.stdout
-    assert_complete(tmp_path / "c", ["bikes.mp4"])

@@ -1,7 +1,6 @@
 """The command: exit codes, its report, and videos encoded again from their sources."""
 
 import json
-import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from jobs import inspect, prune, verify
 from pipeline import TokenCache
 from pipeline.storage.stores import LocalStore, ObjectStore
-from tests.jobs.jobs import forbid_ray, run_here, start, stop
+from tests.jobs.jobs import document_of, forbid_ray, run_here, start, stop
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
 from tests.pipeline.rays import ray_here
@@ -30,27 +29,18 @@ def cache(tmp_path) -> Path:
     return tmp_path / "c"
 
 
-def test_exit_codes_and_the_report_as_json(cache, tmp_path):
-    done = run_here(verify, [str(cache), "--json", str(tmp_path / "r.json")])
-    assert done.returncode == 0, done.stdout
-    assert "nothing is wrong" in done.stdout and "1/1 token shards" in done.stdout
-    record = json.loads((tmp_path / "r.json").read_text())
+def test_exit_codes_and_the_report_as_json(cache):
+    code, record, said = document_of(verify, [str(cache)])
+    assert code == record["exit_code"] == 0 and record["repaired"] is None
+    assert "nothing is wrong" in said and "1/1 token shards" in said
     assert record["counts"]["videos"] == 2 and record["bytes_read"] > 0 and record["problems"] == []
     (shard,) = shards(LocalStore(cache))
     shard.write_bytes(shard.read_bytes()[:-1])
-    done = run_here(verify, [str(cache), "--json", str(tmp_path / "r.json")])
-    assert done.returncode == 1 and "1 problems" in done.stdout
-    (problem,) = json.loads((tmp_path / "r.json").read_text())["problems"]
+    code, record, said = document_of(verify, [str(cache)])
+    assert code == 1 and "1 problems" in said
+    (problem,) = record["problems"]
     assert (problem["class"], problem["shard"]) == ("footer", f"tokens/{shard.name}")
     assert problem["videos_shard"].startswith("videos/run-000000-") and problem["remedy"]
-
-
-def test_the_report_is_one_document_on_stdout_where_no_file_is_named(cache, capsys):
-    assert verify.main([str(cache), "--json"]) == 0
-    said = capsys.readouterr()
-    record = json.loads(said.out)
-    assert (record["exit_code"], record["counts"]["videos"], record["repaired"]) == (0, 2, None)
-    assert "nothing is wrong" in said.err
 
 
 def test_a_repair_says_what_it_did_and_what_to_do_next(cache, capsys):
@@ -59,7 +49,7 @@ def test_a_repair_says_what_it_did_and_what_to_do_next(cache, capsys):
     assert verify.main([str(cache), "--repair"]) == 0
     said = capsys.readouterr().out
     assert "2 videos marked for another attempt" in said and "nothing is wrong" in said and "in repaired/" in said
-    assert "encode them again: the command that made it, with --retry-failed" in said
+    assert "run the command that made the cache with --retry-failed --max-attempts 2" in said
     assert inspect.main([str(cache), "--failed"]) == 0
     assert [line.split("\t")[:2] for line in capsys.readouterr().out.splitlines()] == [["a", "io"], ["b", "io"]]
 
@@ -71,7 +61,6 @@ def test_what_cannot_be_done_is_refused(cache, tmp_path, capsys):
     assert "which model" in capsys.readouterr().err
     for flags in (
         ["--jobs", "0"],
-        ["--json", str(tmp_path / "no" / "r.json")],
         ["--model", "tiny"],
         ["--repair", "--live", "1"],
         ["--sample", "1", "--seed", "-1"],
@@ -96,22 +85,21 @@ def pruned(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_live_finds_what_was_changed_with_every_checksum(pruned, tmp_path, monkeypatch):
+def test_live_finds_what_was_changed_with_every_checksum(pruned, tmp_path, monkeypatch, capsys):
     forbid_ray(monkeypatch)
-    out, report = tmp_path / "c", tmp_path / "r.json"
+    out = tmp_path / "c"
     shutil.copytree(pruned, out)
-    done = run_here(verify, [str(out), "--live", "9", "--json", str(report)])
-    assert done.returncode == 0, done.stdout
-    live = json.loads(report.read_text())["live"]
+    code, record, said = document_of(verify, [str(out), "--live", "9"])
+    assert code == 0, said
+    live = record["live"]
     assert sorted(item["video_id"] for item in live) == sorted(CLIPS)
     for item in live:
         assert (item["state"], item["same_indices"], item["max_difference"]) == ("same", 1.0, 0.0)
         assert item["versions"] == {}
     rewrite_tokens(LocalStore(out), CLIPS[0], other_tokens)
     assert run_here(verify, [str(out)]).returncode == 0  # the bytes are what their checksums say
-    done = run_here(verify, [str(out), "--live", "9", "--json", str(report)])
-    assert done.returncode == 1 and "beyond rounding" in done.stdout
-    record = json.loads(report.read_text())
+    code, record, said = document_of(verify, [str(out), "--live", "9"])
+    assert code == 1 and "beyond rounding" in said
     assert [problem["video_id"] for problem in record["problems"]] == [CLIPS[0]]
     (changed,) = (item for item in record["live"] if item["state"] == "different")
     assert changed["same_indices"] == 1.0 and changed["relative_difference"] == pytest.approx(2.0)
@@ -119,38 +107,37 @@ def test_live_finds_what_was_changed_with_every_checksum(pruned, tmp_path, monke
 
 @pytest.mark.slow
 def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path):
-    out, report = tmp_path / "c", tmp_path / "r.json"
+    out = tmp_path / "c"
     shutil.copytree(pruned, out)
     gone = Path(TokenCache(out).metadata(CLIPS[1])["uri"])
-    (record,) = (out / "runs").iterdir()
-    run = json.loads(record.read_text())
+    (file,) = (out / "runs").iterdir()
+    run = json.loads(file.read_text())
     run["versions"]["torch"] = "1.0"
-    record.write_text(json.dumps(run))
+    file.write_text(json.dumps(run))
     gone.rename(gone.with_suffix(".away"))
     try:
-        done = run_here(verify, [str(out), "--live", "2", "--json", str(report)])
+        code, record, said = document_of(verify, [str(out), "--live", "2"])
     finally:
         gone.with_suffix(".away").rename(gone)
-    assert done.returncode == 0, done.stdout
-    live = {item["video_id"]: item for item in json.loads(report.read_text())["live"]}
+    assert code == 0, said
+    live = {item["video_id"]: item for item in record["live"]}
     assert live[CLIPS[1]]["state"] == "source-gone"
     assert live[CLIPS[0]]["state"] == "same" and list(live[CLIPS[0]]["versions"]) == ["torch"]
     run["config"]["decode_timeout"] = 0.001
-    record.write_text(json.dumps(run))
-    done = run_here(verify, [str(out), "--live", "2", "--json", str(report)])
-    failed = json.loads(report.read_text())
-    assert done.returncode == 1 and {item["state"] for item in failed["live"]} == {"failed"}
-    assert {problem["class"] for problem in failed["problems"]} == {"live-failed"} and "timeout" in done.stdout
+    file.write_text(json.dumps(run))
+    code, failed, said = document_of(verify, [str(out), "--live", "2"])
+    assert code == 1 and {item["state"] for item in failed["live"]} == {"failed"}
+    assert {problem["class"] for problem in failed["problems"]} == {"live-failed"} and "timeout" in said
     run["config"]["decode_timeout"] = 120.0
     run["config"]["model"] = "tiny-qwen3-vl"
-    record.write_text(json.dumps(run))
+    file.write_text(json.dumps(run))
     done = run_here(verify, [str(out), "--live", "1"])
     assert done.returncode == 2 and "model.type: the cache has 'llava_onevision'" in done.stdout
     assert run_here(verify, [str(out), "--live", "1", "--model", "tiny"]).returncode == 0
 
 
 @pytest.mark.slow
-def test_a_repaired_cache_is_whole_again_after_the_command_that_it_names(pruned, tmp_path, capsys):
+def test_a_repaired_cache_is_whole_again_after_another_attempt(pruned, tmp_path, capsys):
     out = tmp_path / "c"
     shutil.copytree(pruned, out)
     before = {name: TokenCache(out).get(name, verify=True).tokens for name in CLIPS}
@@ -160,10 +147,9 @@ def test_a_repaired_cache_is_whole_again_after_the_command_that_it_names(pruned,
     repaired = json.loads(capsys.readouterr().out)["repaired"]
     assert [video["video_id"] for video in repaired["marked"]] == [CLIPS[0]]
     assert TokenCache(out).failed == {CLIPS[0]: "io"}
-    command = shlex.split(repaired["command"])
-    assert command[:3] == ["python", "-m", "jobs.prune"] and "--num-frames" in command
     with ray_here({"num_cpus": 2}):
-        assert prune.main([*command[3:], "--json"]) == 0
+        argv = [str(pruned.parent / "*.mp4"), "--out", str(out), "--num-frames", "4", "--retry-failed"]
+        assert prune.main([*argv, "--max-attempts", "2", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["n_ok"], summary["n_new"], summary["n_failed"], summary["out"]) == (2, 1, 0, str(out))
     now = TokenCache(out)

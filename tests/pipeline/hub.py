@@ -1,11 +1,10 @@
 """A small server with the routes of a Hugging Face hub that datasets and models need, over a folder.
 
-It is not the hub: it knows no accounts, no Xet storage and no history, and checks less of what it is sent.
+It is not the hub: it knows no accounts, no Xet storage and no history.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -17,10 +16,8 @@ from urllib.parse import unquote, urlsplit
 
 REPO = "someone/clips"
 COMMIT = "c" * 40
-_API = re.compile(rf"/api/(?:datasets|models)/{REPO}(?:/(tree|revision|paths-info|preupload|commit)/[^/]+(?:/(.*))?)?")
+_API = re.compile(rf"/api/(?:datasets|models)/{REPO}(?:/(tree|revision|paths-info)/[^/]+(?:/(.*))?)?")
 _FILE = re.compile(rf"/(?:datasets/)?{REPO}/resolve/[^/]+/(.*)")
-_BATCH = f"/datasets/{REPO}.git/info/lfs/objects/batch"
-_LFS = ".parquet"  # how names of large files end
 
 
 class HubServer:
@@ -29,19 +26,12 @@ class HubServer:
     Attributes:
         requests: the (method, route) of each request.
         downloads: the file of each GET of one.
-        fail: (route, how many more such requests are answered before one fails with 500), or None.
-        refuse: the status with which every request that writes is refused, or None.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.objects: dict[str, bytes] = {}  # uploaded large files by their sha256
-        self.taken: list[str] = []  # the sha256 of each upload that was taken
         self.requests: list[tuple[str, str]] = []  # method, route
         self.downloads: list[str] = []
-        self.commits: list[list[tuple[str, str]]] = []  # of each: (key, path)
-        self.fail: tuple[str, int] | None = None
-        self.refuse: int | None = None
 
     def __enter__(self) -> HubServer:
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -55,15 +45,8 @@ class HubServer:
         self._server.server_close()
 
     def count(self, route: str) -> int:
-        """Count the requests for a route: info, tree, paths-info, resolve, preupload, batch, upload or commit."""
+        """Count the requests for a route: info, tree, paths-info or resolve."""
         return sum(found == route for _, found in self.requests)
-
-    def failing(self, route: str) -> bool:
-        """Return whether this request fails, and count it."""
-        if self.fail is None or self.fail[0] != route:
-            return False
-        self.fail = (route, self.fail[1] - 1)
-        return self.fail[1] < 0
 
     def _entry(self, path: Path) -> dict[str, Any]:
         name = path.relative_to(self.folder).as_posix()
@@ -81,53 +64,9 @@ class HubServer:
         if route == "paths-info":
             named = [self.folder / name for name in body.get("paths", ())]
             return [self._entry(one) for one in named if one.exists()]
-        if route == "preupload":
-            modes = {name: "lfs" if name.endswith(_LFS) else "regular" for name in (f["path"] for f in body["files"])}
-            return {"files": [{"path": n, "uploadMode": mode, "shouldIgnore": False} for n, mode in modes.items()]}
         if not path.is_dir():
             return None
         return [self._entry(one) for one in sorted(path.rglob("*") if recursive else path.iterdir())]
-
-    def take(self, data: bytes) -> dict[str, Any]:
-        """Keep a large file."""
-        self.taken.append(hashlib.sha256(data).hexdigest())
-        self.objects[self.taken[-1]] = data
-        return {}
-
-    def batch(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Say where large files go that are not here yet."""
-        objects = []
-        for one in body["objects"]:
-            there = one["oid"] in self.objects
-            action = (
-                {} if there else {"actions": {"upload": {"href": f"{self.url}/objects/{one['oid']}", "header": {}}}}
-            )
-            objects.append({**one, **action})
-        return {"transfer": "basic", "objects": objects}
-
-    def commit(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
-        """Write and delete files; all of a commit, or (a large file was never uploaded) nothing of it."""
-        files: dict[str, bytes | None] = {}
-        for line in lines[1:]:
-            value, key = line["value"], line["key"]
-            if key == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif key == "lfsFile":
-                files[value["path"]] = self.objects[value["oid"]]
-                assert len(self.objects[value["oid"]]) == value["size"]
-            else:
-                assert key == "deletedFile" and (self.folder / value["path"]).is_file()
-                files[value["path"]] = None
-        for name, data in files.items():
-            place = self.folder / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.unlink() if data is None else place.write_bytes(data)
-        self.commits.append([(line["key"], line["value"]["path"]) for line in lines[1:]])
-        return {
-            "commitUrl": f"{self.url}/datasets/{REPO}/commit/{len(self.commits):040d}",
-            "commitOid": f"{len(self.commits):040d}",
-            "success": True,
-        }
 
 
 class _Server(ThreadingHTTPServer):
@@ -141,22 +80,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, where = self.server.hub, urlsplit(self.path)
         path = unquote(where.path)
-        raw = self._body()
+        raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if found := _FILE.fullmatch(path):
             hub.requests.append((self.command, "resolve"))
             if self.command == "GET":
                 hub.downloads.append(found[1])
             self._file(hub.folder / found[1])
-        elif path == "/api/repos/create":
-            self._write("create", lambda: {"url": f"{hub.url}/datasets/{REPO}"}, exists=(hub.folder / "there").exists())
-        elif path == "/api/validate-yaml":
-            self._write("validate", lambda: {"errors": [], "warnings": []})
-        elif path == _BATCH:
-            self._write("batch", lambda: hub.batch(json.loads(raw)))
-        elif path.startswith("/objects/"):
-            self._write("upload", lambda: hub.take(raw))
-        elif (found := _API.fullmatch(path)) and found[1] == "commit":
-            self._write("commit", lambda: hub.commit([json.loads(line) for line in raw.splitlines()]))
         elif found := _API.fullmatch(path):
             route = {None: "info", "revision": "info"}.get(found[1], found[1])
             hub.requests.append((self.command, route))
@@ -170,31 +99,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_POST = do_GET  # noqa: N815
     do_HEAD = do_GET  # noqa: N815
-    do_PUT = do_GET  # noqa: N815
-
-    def _body(self) -> bytes:
-        """Read what was sent, in one piece or in chunks."""
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
-
-    def _write(self, route: str, work: Any, *, exists: bool = False) -> None:
-        """Answer a request that writes, unless such requests are refused or this one fails."""
-        hub = self.server.hub
-        hub.requests.append((self.command, route))
-        if hub.refuse is not None:
-            self._send(hub.refuse, b'{"error": "no"}')
-        elif hub.failing(route):
-            self._send(400, b'{"error": "lost"}')
-        elif exists:
-            self._send(409, json.dumps({"url": f"{hub.url}/datasets/{REPO}", "error": "exists"}).encode())
-        else:
-            self._send(200, json.dumps(work()).encode())
 
     def _file(self, place: Path) -> None:
         if not place.is_file():

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys, find, keys_of, parts_of, repeated
+from pipeline.keys import clip_keys, column_keys, find, keys_of, repeated
 
 
 def clip(uri: str, start: float | None = None, end: float | None = None) -> int:
@@ -38,9 +38,3 @@ def test_the_first_of_equal_keys_is_not_repeated():
     last = np.array([True, True, False, False, False, True, True])
     assert np.flatnonzero(repeated(keys, last)).tolist() == [1, 5, 6]
     assert not repeated(keys[:1]).any() and repeated(column_keys(pa.chunked_array([], pa.string()))).shape == (0,)
-
-
-def test_parts_are_small_and_complete():
-    many = ["a"] * ROWS_AT_ONCE
-    parts = list(parts_of(pa.chunked_array([[*many, "b"], ["c"]])))
-    assert [part.to_pylist() for part in parts] == [many, ["b"], ["c"]]

@@ -35,8 +35,6 @@ def test_a_share_may_be_a_percentage(given, ratio):
         ({"decode_timeout": 10**400}, r"f\(\): decode_timeout must be a number, got 10000"),
         ({"retention_ratio": 2.0}, r"--retention-ratio must be in \(0, 1\], got 2.0"),
         ({"dry_run": True}, r"f\(\) takes no dry_run, which is for the command"),
-        ({"plan": True, "html": "p.html"}, r"f\(\) takes no html, which is for the command"),
-        ({"gate": "q.jsonl", "token_codec": "int4"}, r"f\(\) takes no gate, which is for the command"),
         ({"plan": True}, r"f\(\) takes no plan, which is for the command"),
     ],
 )

@@ -20,7 +20,6 @@ from pipeline.rows import (
     VideoRow,
     failed_answer,
     failed_video,
-    without_nulls,
 )
 
 ARROW = {
@@ -73,13 +72,6 @@ def test_what_fails_keeps_what_was_known():
     question: QuestionRecord = {"question_id": "q", "attempts": 1}
     answer = failed_answer(question, QuestionFault("bad-prompt", "x" * 2000))
     assert len(answer["error_message"]) == 1024 and answer["retryable"] is False and answer["question_id"] == "q"
-
-
-def test_a_null_is_an_absent_key():
-    assert without_nulls({"video_id": "v", "start_s": None, "n_tokens": 0}, VideoRecord) == {
-        "video_id": "v",
-        "n_tokens": 0,
-    }
 
 
 def test_the_schemas_say_every_class_of_fault():

@@ -16,19 +16,21 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from gstep.checkpoints.tiny import llava_onevision, qwen2_5_vl, qwen3_vl, siglip, tokenizer
+from gstep.checkpoints.tiny import tokenizer
+from gstep.checkpoints.tiny.llava_onevision import LLAVA_ONEVISION, SIGLIP
 from gstep.checkpoints.tiny.parts import TinyModel, Weights
+from gstep.checkpoints.tiny.qwen import QWEN2_5_VL, QWEN3_VL
 from gstep.errors import ModelError
 
 VERSION = "1"  # raise it with any change to what is written: cached tokens of another version are refused
 
 TINY: Mapping[str, TinyModel] = {
-    "tiny": llava_onevision.MODEL,
-    "tiny-qwen2-5-vl": qwen2_5_vl.MODEL,
-    "tiny-qwen3-vl": qwen3_vl.MODEL,
+    "tiny": LLAVA_ONEVISION,
+    "tiny-qwen2-5-vl": QWEN2_5_VL,
+    "tiny-qwen3-vl": QWEN3_VL,
 }
 #: Checkpoints that are no models of videos by themselves; single tensors are taken from them.
-PARTS: Mapping[str, TinyModel] = {"tiny-siglip": siglip.MODEL}
+PARTS: Mapping[str, TinyModel] = {"tiny-siglip": SIGLIP}
 _ALL = {**TINY, **PARTS}
 
 

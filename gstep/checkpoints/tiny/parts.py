@@ -77,30 +77,6 @@ class Draw:
             self.weights[f"{name}.bias"] = self.uniform((width,), 0.05)
 
 
-def siglip(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
-    """Draw the weights of a SigLIP vision tower below ``prefix``."""
-    width, patch = config["hidden_size"], config["patch_size"]
-    draw.weights[f"{prefix}.embeddings.patch_embedding.weight"] = draw.patch_embedding(width, 3, patch, patch)
-    draw.weights[f"{prefix}.embeddings.patch_embedding.bias"] = draw.uniform((width,), 0.05)
-    positions = (config["image_size"] // patch) ** 2
-    draw.weights[f"{prefix}.embeddings.position_embedding.weight"] = draw.uniform((positions, width), 0.5)
-    siglip_layers(draw, prefix, config)
-    draw.norm(f"{prefix}.post_layernorm", width, bias=True)
-
-
-def siglip_layers(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
-    """Draw the layers of SigLIP's vision or text tower."""
-    width = config["hidden_size"]
-    for layer in (f"{prefix}.encoder.layers.{i}" for i in range(config["num_hidden_layers"])):
-        draw.norm(f"{layer}.layer_norm1", width, bias=True)
-        draw.norm(f"{layer}.layer_norm2", width, bias=True)
-        # Sharp attention: if it averaged, a frame's mean would be added to all its tokens and make them alike.
-        for part, gain in {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 0.7, "out_proj": 0.7}.items():
-            draw.linear(f"{layer}.self_attn.{part}", width, width, gain=gain)
-        draw.linear(f"{layer}.mlp.fc1", config["intermediate_size"], width)
-        draw.linear(f"{layer}.mlp.fc2", width, config["intermediate_size"], gain=0.5)
-
-
 def decoder(
     draw: Draw, config: Mapping[str, Any], *, model: str, head: str, bias: bool = True, qk_norm: bool = False
 ) -> None:

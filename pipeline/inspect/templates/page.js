@@ -4,7 +4,6 @@
   const slider = document.getElementById("tier");
   const tiles = [...document.querySelectorAll(".tile")];
   const counts = [...document.querySelectorAll(".count")];
-  const bars = document.getElementById("bars");
   const [rows, columns] = data.grid || [1, 1];
   document.body.classList.toggle("plain", !data.grid);
 
@@ -37,17 +36,53 @@
     tile.dataset.lit = places.size;
   }
 
-  function drawBar(bar, tokens) {
-    const height = 100 * tokens / Number(bars.dataset.top);
-    bar.setAttribute("y", 100 - height);
-    bar.setAttribute("height", height);
+  // Draw a chart of a value a frame: grid, the `shapes` at the height that is given them, and a link to each frame.
+  // Only numbers become markup. Returns the value at the top.
+  function drawChart(id, values, shapes) {
+    const highest = Math.max(...values), power = 10 ** Math.floor(Math.log10(highest / 4 || 1));
+    const step = power * [1, 2, 5, 10].find((size) => 4 * size * power >= highest * 0.999);
+    const ticks = Array.from({ length: Math.max(1, Math.ceil(highest / step - 1e-9)) + 1 }, (_, i) => i * step);
+    const top = ticks.at(-1), n = values.length, chart = document.getElementById(id);
+    const label = (side, percent, text) => `<span style="${side}:${percent}%">${text}</span>`;
+    const every = Math.ceil(n / 8);
+    chart.querySelector(".y").innerHTML =
+      ticks.map((tick) => label("bottom", 100 * tick / top, +tick.toPrecision(6))).join("");
+    chart.querySelector(".x").innerHTML = data.seconds
+      .map((at, t) => t % every ? "" : label("left", 100 * (t + 0.5) / n, +at.toFixed(1))).join("");
+    chart.querySelector("svg").innerHTML =
+      ticks.map((tick) => `<path class="grid" d="M0 ${100 - 100 * tick / top}H${n}"/>`).join("")
+      + shapes(values.map((value) => 100 * value / top))
+      + data.seconds.map((at, t) => `<a href="#t${t}" tabindex="-1"><rect class="hit" x="${t}" width="1" height="100">`
+        + `<title>t ${t}, ${at.toFixed(2)} s</title></rect></a>`).join("");
+    return top;
   }
+
+  function drawDensity(heights) {
+    const points = heights.map((height, t) => (t + 0.5) + " " + (100 - height));
+    const line = points.join("L");
+    // Round caps on lines of no length: dots that stretching leaves round.
+    return `<path class="area" d="M0.5 100L${line}L${heights.length - 0.5} 100z"/><path class="line" d="M${line}"/>`
+      + `<path class="dots" d="${points.map((point) => "M" + point + "h0").join("")}"/>`;
+  }
+
+  // The shadows behind the bars stay at what is stored.
+  function drawBars(heights) {
+    const bar = (name) => (height, t) =>
+      `<rect class="${name}" x="${t + 0.12}" width="0.76" y="${100 - height}" height="${height}"/>`;
+    return heights.map(bar("shadow")).join("") + heights.map(bar("bar")).join("");
+  }
+
+  if (data.density) drawChart("density", data.density, drawDensity);
+  const top = drawChart("kept-per-frame", selection(data.order.length).map((frame) => frame.tokens), drawBars);
+  const bars = [...document.querySelectorAll(".bar")];
 
   function show(tier) {
     const frames = selection(tier.kept);
     frames.forEach((frame, t) => {
       if (data.grid) drawTile(tiles[t], frame.places);
-      drawBar(bars.children[t], frame.tokens);
+      const height = 100 * frame.tokens / top;
+      bars[t].setAttribute("y", 100 - height);
+      bars[t].setAttribute("height", height);
       const share = frame.tokens + " of " + data.perFrame + " tokens kept";
       tiles[t].setAttribute("aria-label", tiles[t].dataset.name + ": " + share);
       counts[t].innerHTML = "<b>" + frame.tokens + "</b> / " + data.perFrame;

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from gstep.checkpoints import hub
+from gstep.checkpoints import files
 from tests.gstep.reading import INDEX
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -55,7 +55,7 @@ class FakeHub:
         if filename in self.errors:
             raise self.errors[filename]
         if not (self.folder / filename).is_file():
-            raise hub.EntryNotFoundError(filename)
+            raise files.EntryNotFoundError(filename)
         if dry_run:
             return object()
         self.downloaded.append(filename)
@@ -67,5 +67,5 @@ def fake_hub(hub_cache, tmp_path, monkeypatch):
     snapshot = tmp_path / COMMIT
     snapshot.mkdir()
     fake = FakeHub(snapshot)
-    monkeypatch.setattr(hub, "hf_hub_download", fake)
+    monkeypatch.setattr(files, "hf_hub_download", fake)
     return fake

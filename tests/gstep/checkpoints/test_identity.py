@@ -1,10 +1,20 @@
-"""Which weights a folder holds, by its content."""
+"""Which weights a folder holds, and the hash of its vision tower: the same however a checkpoint is cut or named."""
 
 import shutil
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
 from gstep.backbones import ModelSource
+from gstep.checkpoints import tiny
+from gstep.checkpoints.identity import tower_hash
+from gstep.errors import ModelError
+from tests.gstep.llms import FAMILIES
 from tests.gstep.reading import changed_json, changed_tensors
+
+TOWER = {"tiny": "vision_tower", "tiny-qwen2-5-vl": "visual", "tiny-qwen3-vl": "visual"}
 
 
 def test_a_folders_identity_is_its_content(folder, tmp_path):
@@ -17,10 +27,47 @@ def test_a_folders_identity_is_its_content(folder, tmp_path):
     with changed_json(copy / "config.json") as config:
         config["vision_feature_layer"] = -2
     assert ModelSource.resolve(copy).identity != identity
-
-
-def test_a_fine_tune_of_the_same_shapes_has_another_identity(folder):
-    identity = ModelSource.resolve(folder).identity
-    with changed_tensors(folder) as tensors:
+    with changed_tensors(folder) as tensors:  # a fine-tune of the same shapes
         tensors["multi_modal_projector.linear_2.weight"] *= 1.001
     assert ModelSource.resolve(folder).identity != identity
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request, tmp_path):
+    """(its hash, a copy of its folder, the name that its tower's tensors hold)."""
+    folder = Path(shutil.copytree(tiny.build(request.param), tmp_path / "copy"))
+    return tower_hash(ModelSource.resolve(request.param)), folder, TOWER[request.param]
+
+
+def changed(folder, change):
+    """The hash of a folder's model after ``change`` of each (name, tensor)."""
+    path = folder / "model.safetensors"
+    save_file(dict(change(*item) for item in load_file(path).items()), path)
+    return tower_hash(ModelSource.resolve(folder))
+
+
+def test_the_towers_hash_is_that_of_its_weights_alone(model):
+    known, folder, tower = model
+    assert known.startswith("blake2b-f16:") and len(known) == len("blake2b-f16:") + 32
+
+    def renamed(name, tensor):  # names of other library versions, and another language model
+        plain = name.removeprefix("model.")
+        used = tower in name or "proj" in name or "newline" in name
+        return (plain if "language_model" not in plain else name), tensor if used else -tensor
+
+    assert changed(folder, renamed) == known
+    names = [name for name in load_file(folder / "model.safetensors") if tower in name]
+    last = max(name for name in names if not name.endswith("position_ids"))
+    assert changed(folder, lambda name, tensor: (name, tensor + 1 if name == last else tensor)) != known
+
+
+def test_a_float16_copy_of_bfloat16_weights_has_the_same_hash_and_a_quantized_tower_none(model):
+    _, folder, tower = model
+    coarse = changed(folder, lambda name, t: (name, t.to(torch.bfloat16)))
+    assert changed(folder, lambda name, t: (name, t.to(torch.float16))) == coarse
+    with pytest.raises(ModelError, match="is stored as F8_E4M3"):
+        changed(folder, lambda name, t: (name, t.to(torch.float8_e4m3fn) if tower in name and t.ndim == 2 else t))
+
+
+def test_random_weights_have_no_hash(tmp_path):
+    assert tower_hash(ModelSource.random("tiny", tmp_path)) is None

@@ -1,32 +1,33 @@
-"""Single tensors of safetensors files, whole or in shards, and files that are refused."""
+"""Single tensors of safetensors files, whole or in shards; pickles, damaged files and quantized models are refused."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from gstep.backbones import ModelSource, family_of, read_tensors
+from gstep.checkpoints import tiny
+from gstep.checkpoints.tensors import refuse_quantized
 from gstep.errors import ModelError
-from tests.gstep.reading import INDEX, newline_of
+from gstep.language import load_language_model
+from tests.gstep.backbones.encoders import FLOAT32
+from tests.gstep.reading import INDEX, changed_json, changed_tensors, count_reading, newline_of
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+USE = "Use the unquantized checkpoint that it was made from"
 
 
-def test_shards_give_the_same_tensors(folder, sharded):
-    source = ModelSource.resolve(sharded)
-    assert len(source.weight_files) == 2
+def test_shards_give_the_same_tensors_and_only_those_with_a_wanted_one_are_opened(sharded):
+    language, index = sharded / "model-00002-of-00002.safetensors", sharded / INDEX
+    assert len(ModelSource.resolve(sharded).weight_files) == 2
     assert torch.equal(newline_of(sharded), newline_of("tiny"))
-
-
-def test_shards_without_their_index_are_found_too(sharded):
-    (sharded / INDEX).unlink()
+    kept = index.rename(sharded / "kept")  # shards are found without their index too
     assert torch.equal(newline_of(sharded), newline_of("tiny"))
-
-
-def test_only_shards_with_a_wanted_tensor_are_opened(sharded):
-    (sharded / "model-00002-of-00002.safetensors").unlink()
+    kept.rename(index)
+    language.unlink()
     assert torch.equal(newline_of(sharded), newline_of("tiny"))
-
-
-def test_a_missing_shard_is_named(sharded):
     (sharded / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(ModelError, match="model-00001-of-00002"):
         newline_of(sharded)
@@ -41,11 +42,12 @@ def test_tensors_are_renamed_cast_and_independent_of_the_file(folder):
     assert torch.equal(stored.bfloat16(), read["row"])
 
 
-@pytest.mark.parametrize("pickled", ["pytorch_model.bin", "weights.pt", "weights.pth"])
-def test_pickles_are_refused_and_never_opened(folder, pickled):
-    (folder / "model.safetensors").rename(folder / pickled)
-    with pytest.raises(ModelError, match=rf"{pickled}\) are refused.*save_pretrained"):
-        ModelSource.resolve(folder)
+def test_pickles_are_refused_and_never_opened(folder):
+    weights = folder / "model.safetensors"
+    for pickled in ("pytorch_model.bin", "weights.pt", "weights.pth"):
+        weights = weights.rename(folder / pickled)
+        with pytest.raises(ModelError, match=rf"{pickled}\) are refused.*save_pretrained"):
+            ModelSource.resolve(folder)
 
 
 def test_a_truncated_download_and_a_git_lfs_pointer(folder):
@@ -63,3 +65,72 @@ def test_an_index_that_points_outside(sharded):
     (sharded / INDEX).write_text(json.dumps({"weight_map": {"image_newline": "../other.safetensors"}}))
     with pytest.raises(ModelError, match="outside"):
         ModelSource.resolve(sharded)
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    return Path(shutil.copytree(tiny.build("tiny-qwen3-vl"), tmp_path / "Qwen3-VL-FP8"))
+
+
+def add_config(folder: Path, part: str | None) -> None:
+    with changed_json(folder / "config.json") as config:
+        (config[part] if part else config)["quantization_config"] = FP8
+
+
+def store(folder: Path, dtype: torch.dtype, ending: str) -> None:
+    """As the hub's FP8 and int8 checkpoints: matrices in 8 bits, and beside each its scale, under a name of its own."""
+    with changed_tensors(folder) as tensors:
+        for key in [key for key in tensors if key.endswith(ending) and tensors[key].ndim == 2]:
+            scale = tensors[key].abs().max() / 100
+            tensors[key] = (tensors[key] / scale).to(dtype)
+            tensors[f"{key}_scale_inv"] = scale[None]
+
+
+@pytest.mark.parametrize("part", [None, "text_config", "vision_config"])
+def test_a_config_that_names_a_quantization_is_refused(qwen, part):
+    add_config(qwen, part)
+    where = rf"{part}\.quantization_config" if part else r"\(quantization_config"
+    with pytest.raises(ModelError, match=rf"Qwen3-VL-FP8' is quantized .*{where} in config\.json: fp8.*{USE}"):
+        ModelSource.resolve(qwen)
+
+
+def test_an_empty_or_unnamed_quantization(qwen):
+    refuse_quantized("none", {"quantization_config": None, "text_config": {"quantization_config": {}}})
+    with pytest.raises(ModelError, match="an unnamed method"):
+        refuse_quantized("x", {"quantization_config": {"bits": 4}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8, torch.uint8], ids=str)
+def test_a_vision_part_in_8_bits_is_refused_before_it_is_read(qwen, dtype, monkeypatch):
+    """Its config says nothing, as of some that were converted by hand."""
+    store(qwen, dtype, "mlp.linear_fc1.weight")
+    read = count_reading(monkeypatch)
+    with pytest.raises(ModelError, match=rf"visual\..*fc1\.weight is stored as [FIU]8.*{USE}"):
+        family_of(ModelSource.resolve(qwen)).load(FLOAT32)
+    assert not [name for name in read if name.endswith("fc1.weight")]
+
+
+def test_a_language_part_in_8_bits_is_refused_and_its_vision_part_is_not(qwen):
+    store(qwen, torch.float8_e4m3fn, "mlp.up_proj.weight")
+    source = ModelSource.resolve(qwen)
+    family_of(source).load(FLOAT32)
+    with pytest.raises(ModelError, match=rf"up_proj\.weight is stored as F8_E4M3.*{USE}"):
+        load_language_model(source, FLOAT32)
+
+
+def test_a_hub_id_is_refused_before_its_weights_are_downloaded(qwen, fake_hub):
+    add_config(qwen, None)
+    fake_hub.folder = qwen
+    with pytest.raises(ModelError, match=rf"'Qwen/Qwen3-VL-8B-Instruct-FP8' is quantized.*{USE}"):
+        ModelSource.resolve("Qwen/Qwen3-VL-8B-Instruct-FP8")
+    assert set(fake_hub.downloaded) == {"config.json"}
+
+
+def test_a_siglip_checkpoint_is_refused_too(siglip):
+    family = family_of(ModelSource.resolve("tiny"))
+    store(siglip, torch.int8, "head.mlp.fc1.weight")
+    with pytest.raises(ModelError, match=r"head\.mlp\.fc1\.weight is stored as I8"):
+        family.with_pooling_head(siglip)
+    add_config(siglip, "vision_config")
+    with pytest.raises(ModelError, match=r"vision_config\.quantization_config"):
+        family.with_pooling_head(siglip)

@@ -1,40 +1,35 @@
-"""Clusters started by the two commands of the page, and a run that goes on under another head."""
+"""What an operator has of a run: another head on which it goes on, its metrics over HTTP, the last words of workers."""
 
 import json
 import os
 import re
-import shlex
 import signal
-import socket
-import stat
 import subprocess
+import sys
 import time
 import urllib.request
+from collections import Counter
 
 import pytest
 
 from pipeline import TokenCache
 from tests.jobs.faults import files, tiny_videos
-from tests.jobs.jobs import assert_complete, clips, environment
+from tests.jobs.jobs import committed, environment
 from tests.jobs.processes import assert_all_gone, family
-from tests.jobs.ray_cluster import RAY, Cluster
+from tests.jobs.ray_cluster import ENDED, Cluster
 from tests.paths import ROOT
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-PRUNE = ("python", "-m", "jobs.prune")
-PAGE = ROOT / "jobs" / "cluster" / "README.md"
-PLACES = ("--port=", "--address=", "--metrics-export-port=")  # of which this machine has others
 
-
-def test_a_run_goes_on_under_another_head(tmp_path):
-    """The machine of the first one is lost in the middle: its head, its driver, its workers."""
+def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
+    """The machine of the first head is lost in the middle: its head, its driver, its workers."""
     ids = tiny_videos(tmp_path / "videos", 40)
     cache = tmp_path / "c"
     decoder = ("--decoder", "tests.jobs.hostile:SlowDecoder", "--decode-workers", "1")
-    command = (*PRUNE, str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", *decoder)
-    options = ("--flush-seconds", "1", "--log-interval", "1")
+    command = ("python", "-m", "jobs.prune", str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2")
+    options = (*decoder, "--flush-seconds", "1", "--log-interval", "1")
     with Cluster(cpus=2, PYTHONPATH=str(ROOT)) as first:
         assert first.submit(*command, *options, options=("--no-wait", "--submission-id", "one")).returncode == 0
         wait_until(lambda: files(cache, "videos"), lambda: first.logs("one"), meanwhile=lambda: time.sleep(0.1))
@@ -44,79 +39,81 @@ def test_a_run_goes_on_under_another_head(tmp_path):
         assert_all_gone(lost[1:])
     kept = TokenCache(cache).video_ids
     assert 0 < len(kept) < len(ids)
-    with Cluster(cpus=2, PYTHONPATH=str(ROOT)) as second:
-        done = second.submit(*command, *options)
-    assert done.returncode == 0, done.stdout
-    assert f"{len(kept)} of {len(ids)} videos are in the cache already" in done.stdout
-    assert_complete(cache, ids)
-    ended = sorted(json.loads(file.read_text())["status"] for file in (cache / "runs").glob("*.json"))
-    assert ended == ["finished", "running"]
+    bad = ["no-video.mp4", "text.mp4"]
+    for name in bad:
+        (tmp_path / "videos" / name).write_text("no video")
+    started = time.time()
+    with Cluster(cpus=2, PYTHONPATH=str(ROOT), RAY_metrics_report_interval_ms="1000") as second:
+        second.submit(*command, *options, options=("--no-wait", "--submission-id", "two"))
+        texts = []
+
+        def ended() -> bool:
+            texts.append(scrape(second))
+            return second.info("two")["status"] in ENDED
+
+        wait_until(ended, lambda: second.logs("two"), 240, meanwhile=lambda: time.sleep(0.3))
+        assert second.info("two")["status"] == "SUCCEEDED", second.logs("two")
+        said, n_left = second.logs("two"), len(ids) - len(kept)
+        time.sleep(3)  # what the driver reported last is scraped
+        after = scrape(second)
+    # A port names a metric for a while before and after it has values.
+    both = ("decode", "encode")
+    full = [text for text in texts if all(values(text, "ray_gstep_busy_share", stage=stage) for stage in both)]
+    meanwhile = full[-1]
+    assert f"{len(kept)} of {len(ids) + 2} videos are in the cache already" in said
+    assert re.search(rf"{n_left + 2}/{n_left + 2} videos, .*busy: decode \d+% encode \d+%.* \(bottleneck: ", said), said
+    opened = TokenCache(cache)
+    assert opened.video_ids == ids and all(len(opened.get(video_id).tokens) for video_id in ids)
+    assert Counter(committed(opened.store)) == Counter([*ids, *bad])
+    statuses = sorted(json.loads(file.read_text())["status"] for file in (cache / "runs").glob("*.json"))
+    assert statuses == ["finished", "running"]
+    assert [file for file in (cache / "runs").iterdir() if file.suffix == ".log"] == []  # nothing died
+
+    assert values(after, "ray_gstep_rows_total", status="ok", item="video") == [n_left]
+    assert values(after, "ray_gstep_rows_total", status="failed") == [2]
+    assert values(after, "ray_gstep_failures_total", stage="decode", **{"class": "unsupported"}) == [2]
+    (tokens_in,), (stored,) = (values(after, "ray_gstep_tokens_total", kind=kind) for kind in ("in", "kept"))
+    assert 0 < stored < tokens_in
+    assert all(values(after, "ray_gstep_bytes_total", kind=kind)[0] > 0 for kind in ("read", "stored"))
+    for stage in ("decode", "encode", "prune", "write"):
+        assert values(after, "ray_gstep_stage_seconds_total", stage=stage)[0] > 0
+    shares = {stage: values(meanwhile, "ray_gstep_busy_share", stage=stage) for stage in both}
+    assert all(len(share) == 1 and 0 <= share[0] <= 1 for share in shares.values()), shares
+    assert values(meanwhile, "ray_gstep_queue", stage="decode") and values(meanwhile, "ray_gstep_items_left")
+    assert values(meanwhile, "ray_gstep_last_row_time")[0] > started
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    """A head and a worker by the page's commands, which find the token in a file of the home directory."""
-    home = tmp_path_factory.mktemp("home")
-    made = environment(HOME=str(home), RAY_AUTH_MODE=None)
-    subprocess.run([RAY, "get-auth-token", "--generate"], env=made, check=True, capture_output=True)
-    (home / ".ray" / "auth_token").chmod(0o600)
-    head, worker = started()
-    ports = free(2)
-    with Cluster(
-        cpus=1, also=(*head, f"--metrics-export-port={ports[0]}"), HOME=str(home), RAY_AUTH_MODE="token"
-    ) as cluster:
-        cluster.add_node(cpus=1, also=(*worker, f"--metrics-export-port={ports[1]}"))
-        yield cluster, ports
+def scrape(cluster):
+    """What all ports say that Ray lists; nothing while one of them does not listen yet."""
+    listing = cluster.folder / "prom_metrics_service_discovery.json"
+    try:
+        ports = [port for entry in json.loads(listing.read_text()) for port in entry["targets"]]
+        return "".join(urllib.request.urlopen(f"http://{at}/metrics", timeout=10).read().decode() for at in ports)
+    except OSError:
+        return ""
 
 
-def started():
-    """The options of the page's two commands, without those that name a place."""
-    lines = re.findall(r"^RAY_AUTH_MODE=token (ray start .*)$", PAGE.read_text(), re.MULTILINE)
-    head, worker = (shlex.split(line)[2:] for line in lines)
-    assert head[0] == "--head" and worker[0] == "--address=HEAD:6379" and "--port=6379" in head
-    return [[word for word in words if word != "--head" and not word.startswith(PLACES)] for words in (head, worker)]
+def values(text, name, **labels):
+    """The values of a metric's series with these labels."""
+    found = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return [float(value) for pairs, value in found if all(pair in pairs for pair in wanted)]
 
 
-def free(count):
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
+def test_what_a_dying_worker_said_is_in_a_file_that_the_document_names(tmp_path):
+    """Its process ends itself where the GPU would be of no use to it any more, and says why before that.
 
-
-def test_a_token_is_made_and_ray_leaves_it_readable_by_others(tmp_path):
-    """Why the page has chmod."""
-    made = environment(HOME=str(tmp_path), RAY_AUTH_MODE=None)
-    subprocess.run(
-        ["sh", "-c", f"umask 022; {RAY} get-auth-token --generate"], env=made, check=True, capture_output=True
-    )
-    token = tmp_path / ".ray" / "auth_token"
-    assert len(token.read_text()) >= 32 and stat.S_IMODE(token.stat().st_mode) == 0o644
-
-
-def test_two_commands_make_a_cluster_for_who_has_the_token(bare, tmp_path):
-    cluster, _ = bare
-    argv = (*PRUNE, str(clips()[1]), "--out", str(tmp_path / "c"), "--num-frames", "2")
-    stranger = cluster.submit(*argv, HOME=str(tmp_path))
-    assert stranger.returncode == 1 and "oken" in stranger.stdout
-    done = cluster.submit(*argv, options=("--runtime-env-json", json.dumps({"env_vars": {"PYTHONPATH": str(ROOT)}})))
-    assert done.returncode == 0, done.stdout
-    assert "2 CPUs and 0 GPUs on 2 nodes" in done.stdout
-    assert_complete(tmp_path / "c", [clips()[1].name])
-    logs = cluster.folder / "session_latest" / "logs"  # where the page sends people
-    assert (logs / "raylet.out").is_file() and list(logs.glob("worker-*.err"))
-
-
-def test_prometheus_finds_every_node(bare):
-    cluster, ports = bare
-    (listing,) = cluster.folder.glob("prom_metrics_service_discovery.json") or [None]
-    wait_until(lambda: len(targets(listing)) >= 2, lambda: targets(listing))
-    assert {int(target.rpartition(":")[2]) for target in targets(listing)} >= set(ports)
-    for port in ports:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-            assert b"\nray_" in answer.read()
-
-
-def targets(listing):
-    return [target for group in json.loads(listing.read_text()) for target in group["targets"]]
+    Ray prints on stdout that it tries the task again, at any time; the document is alone there.
+    """
+    ids = tiny_videos(tmp_path / "videos", 10)  # the fourth has five frames, the fifth six
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison", "--json"]
+    command = [sys.executable, "-m", "jobs.prune", *argv, "--fps", "25", "--encode-workers", "1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    document = json.loads(done.stdout)
+    assert done.returncode == 0 and document["failures"] == {"crash": 2}, done.stderr
+    assert "(raylet)" in done.stderr
+    (log,) = (tmp_path / "c" / "runs").glob("*.log")
+    assert document["log"] == str(log)
+    text = log.read_text()
+    assert text.count(" a worker of encode on ") >= 3  # two videos, each tried twice; the last death may come late
+    assert f"    {ids[4]}: CUDA error: an illegal memory access was encountered" in text

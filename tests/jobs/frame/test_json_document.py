@@ -12,16 +12,16 @@ from rich.console import Console
 from jobs import compact, doctor, evaluate, generate, inspect, prune, serve, verify
 from jobs.benchmark import __main__ as benchmark
 from jobs.command import exit_code_of
-from jobs.frame.json_document import STDOUT, Done, print_lines, write_document
+from jobs.frame.json_document import Done, print_document, print_lines
 from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
 from tests.paths import ROOT
 
 
-def ended(work, capsys, document: Path | None = STDOUT, **more) -> tuple[int, dict, str]:
+def ended(work, capsys, **more) -> tuple[int, dict, str]:
     """Exit code, document and stderr."""
-    code = exit_code_of(work, Console(stderr=True), document=document, **more)
+    code = exit_code_of(work, Console(stderr=True), document=True, **more)
     said = capsys.readouterr()
     return code, json.loads(said.out, parse_constant=pytest.fail), said.err
 
@@ -42,7 +42,7 @@ def test_what_is_printed_meanwhile_goes_to_stderr(capfd):
         subprocess.run([sys.executable, "-c", "print('of a child')"], check=True)
         return Done(3, {"n": 1})
 
-    assert exit_code_of(work, Console(stderr=True), document=STDOUT) == 3
+    assert exit_code_of(work, Console(stderr=True), document=True) == 3
     out, err = capfd.readouterr()
     assert json.loads(out) == {"exit_code": 3, "n": 1}
     assert {"a table", "of a library", "of a child"} <= set(err.splitlines())
@@ -55,7 +55,7 @@ PRINTING = """
 import atexit, os, sys, threading, time
 from rich.console import Console
 from jobs.command import exit_code_of
-from jobs.frame.json_document import STDOUT, Done
+from jobs.frame.json_document import Done
 
 def prints():
     while True:
@@ -70,7 +70,7 @@ def work():
     return Done(3, {"n": "\\u00fc"})
 
 atexit.register(print, "goodbye", flush=True)
-code = exit_code_of(work, Console(stderr=True), document=STDOUT)
+code = exit_code_of(work, Console(stderr=True), document=True)
 time.sleep(0.2)
 sys.exit(code)
 """
@@ -109,7 +109,7 @@ def test_an_error_is_a_document_with_the_same_exit_code(capsys, error, code, nam
 
 def test_a_bug_is_a_document_and_still_raises(capsys):
     with pytest.raises(ZeroDivisionError):
-        exit_code_of(raising(ZeroDivisionError("by nought")), Console(stderr=True), document=STDOUT)
+        exit_code_of(raising(ZeroDivisionError("by nought")), Console(stderr=True), document=True)
     assert json.loads(capsys.readouterr().out) == {"error": {"class": "ZeroDivisionError", "message": "by nought"}}
 
 
@@ -119,16 +119,10 @@ def test_without_the_flag_there_is_no_document(capsys):
 
 
 def test_a_document_is_strict_json_in_ascii(capsys):
-    write_document(STDOUT, {"x": float("nan"), "y": (1, float("-inf")), "z": {"ü": Path("a")}, "s": "\udcff"})
+    print_document({"x": float("nan"), "y": (1, float("-inf")), "z": {"ü": Path("a")}, "s": "\udcff"})
     out = capsys.readouterr().out
     assert out.isascii()
     assert json.loads(out, parse_constant=pytest.fail) == {"x": None, "y": [1, None], "z": {"ü": "a"}, "s": "\udcff"}
-
-
-def test_a_file_that_cannot_be_written_is_a_failure_with_a_line(tmp_path, capsys):
-    file = tmp_path / "gone" / "r.json"
-    assert exit_code_of(lambda: Done(0, {}), Console(stderr=True, width=200), document=file) == 1
-    assert "failed: " in capsys.readouterr().err
 
 
 def test_a_reader_that_has_read_enough_is_no_error():

@@ -20,8 +20,7 @@ from pipeline.cache.schema import footer_of
 from pipeline.cache.table import check_content
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.rows import check_commit
-from pipeline.verify.tokens import check_token_shard
+from pipeline.verify.checks import check_commit, check_token_shard
 from tests.pipeline.caches import encoded, random_tokens, read_live, write_header, write_shard
 from tests.pipeline.evidence import encoded_with, random_evidence
 

@@ -19,15 +19,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline import TokenCache
-from pipeline.cache.header import header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS, keyed, read_file
-from pipeline.cache.merging import KEEP, merge, surviving, try_merge, upgrade
-from pipeline.cache.reader import HEADER, made_with, read_header
-from pipeline.cache.schema import KEY_COLUMNS, LATER, MADE_WITH, RESERVED, VIDEO_SCHEMA, write_parquet
+from pipeline.cache.merging import KEEP, merge, surviving, try_merge
+from pipeline.cache.reader import made_with
+from pipeline.cache.schema import LATER, MADE_WITH, write_parquet
 from pipeline.cache.table import small_name, table_files
 from pipeline.errors import VideoFault
-from pipeline.inspect.failed import failed_videos
+from pipeline.inspect.report import failed_videos
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.verify import Request, verify
 from tests.pipeline.caches import (
@@ -363,30 +362,3 @@ def test_a_cache_without_the_columns_that_came_later_is_whole(wrong, tmp_path):
     cache = TokenCache(tmp_path)
     assert [cache.metadata(name)["color_transfer"] for name in ("v", "w")] == [None, "smpte2084"]
     assert not verify(store, Request(), Console(file=io.StringIO())).problems
-
-
-def test_a_cache_of_an_earlier_version_is_read_and_becomes_one_of_this(tmp_path):
-    """No token is copied: rows get what they lacked."""
-    store = write_header(tmp_path, hidden_size=8)
-    write_shard(store, "r", encoded("v", random_tokens(0, (4, 9, 8)), 0.25, "gstep"))
-    held = dict(read_header(store))
-    store.put(HEADER, header_bytes({**held, "schema_version": 2}))
-    (file,) = table_files(store, VIDEOS)
-    table = read_file(store, file).drop_columns([*KEY_COLUMNS, *RESERVED])
-    table = table.replace_schema_metadata({MADE_WITH: made_with(store)})
-    store.delete(file.name)
-    data = write_parquet(table)
-    store.put(small_name(VIDEOS, "r", 0, data), data)
-    for name in ("index.json", ".lock", "index/videos-00.parquet"):
-        store.put(name, b"of version 2")
-    tokens = store.names("tokens", ".parquet")
-    before = TokenCache(tmp_path).get("v", verify=True)
-    merge(store, made_with(store), everything=True, keep=NOW)
-    assert upgrade(store) and not upgrade(store)
-    assert [file.name for file in store.listed("")] == [HEADER] and store.names("index", ".parquet") == []
-    merge(store, made_with(store), everything=True, keep=NOW)
-    after = TokenCache(tmp_path).get("v", verify=True)
-    assert read_header(store)["schema_version"] == 3 and store.names("tokens", ".parquet") == tokens
-    assert after.metadata == before.metadata and after.tokens.equal(before.tokens)
-    (file,) = table_files(store, VIDEOS)
-    assert read_file(store, file).schema.equals(pa.schema(VIDEO_SCHEMA), check_metadata=False)

@@ -21,7 +21,7 @@ from pipeline import CorruptShard, FailedVideo, NotACache, RatioNotCached, Token
 from pipeline.errors import RemovedVideo, VideoFault
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.removal import remove_videos
+from pipeline.verify.moves import remove_videos
 from tests.gstep import synthetic
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard

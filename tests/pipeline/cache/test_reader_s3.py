@@ -10,7 +10,7 @@ from pipeline.cache.reader import TokenCache
 from pipeline.errors import CorruptShard, NotACache
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import ObjectStore, store_at
-from pipeline.verify.removal import remove_videos
+from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 

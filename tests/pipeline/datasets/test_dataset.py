@@ -67,13 +67,6 @@ def test_workers_of_either_kind_make_batches_without_padding(folder, method):
         assert batch.metadata == tuple(video.metadata for video in videos)
 
 
-def test_shards_are_those_of_the_commits(folder):
-    assert shards_of(TokenCache(folder), ["v18", "v00", "v13", "v04"]) == [["v00", "v04"], ["v13", "v18"]]
-    assert list(map(len, shards_of(TokenCache(folder)))) == list(SIZES)
-    with pytest.raises(UnknownVideo, match="'nope' is not in the cache"):
-        IterableTokenDataset(folder, ["v00", "nope"])
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_video_comes_once_on_whatever_rank_and_worker(folder, world_size, shuffle):
@@ -156,17 +149,3 @@ def test_each_worker_goes_on_where_it_was_left(folder):
     resuming.states = {state["worker"][0]: state for _, state in noted[:7]}
     rest = ids_of(DataLoader(resuming, batch_size=None, num_workers=2))
     assert sorted([name for name, _ in noted[:7]] + rest) == IDS
-
-
-def test_workers_that_persist_see_the_epoch(folder):
-    data = IterableTokenDataset(folder, shuffle=True)
-    loader = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True)
-    first = ids_of(loader)
-    data.set_epoch(1)
-    assert ids_of(loader) != first
-
-
-def test_ranks_that_are_none_are_refused(folder):
-    for ranks in ({"rank": 2, "world_size": 2}, {"rank": 0}):
-        with pytest.raises(ValueError, match="rank"):
-            IterableTokenDataset(folder, **ranks)

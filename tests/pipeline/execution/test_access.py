@@ -59,32 +59,10 @@ def test_a_cluster_that_does_not_answer_is_told_by_its_address(monkeypatch, left
         address_to_join()
 
 
-def test_the_address_of_a_job_server_is_told_from_a_cluster_s(monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
-    with pytest.raises(RunFailed, match="address of a job server: put ray job submit"):
-        address_to_join()
-
-
 def test_the_token_of_a_cluster_of_ones_own_is_in_the_environment_alone(own_machine):
     set_cluster_token()
     token = os.environ.pop("RAY_AUTH_TOKEN")
     assert len(token) == 64 and not (own_machine / "home").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "mine"), ("RAY_AUTH_TOKEN_PATH", "/token")]
-)
-def test_what_the_user_has_chosen_stays(monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    set_cluster_token()
-    assert {key: text for key, text in os.environ.items() if key.startswith("RAY_AUTH")} == {name: value}
-
-
-def test_a_token_of_the_user_s_is_used(own_machine):
-    (own_machine / "home" / ".ray").mkdir(parents=True)
-    (own_machine / "home" / ".ray" / "auth_token").write_text("mine")
-    set_cluster_token()
-    assert "RAY_AUTH_TOKEN" not in os.environ
 
 
 def test_a_mode_without_a_token_is_told_before_ray_ends_the_process(monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.execution.cluster import failing_nodes, node_selector
+from pipeline.execution.cluster import failing_nodes
 from pipeline.execution.monitoring.report import NodeTally
 
 
@@ -29,8 +29,3 @@ def test_a_stage_that_does_well_hides_no_other():
         "encode": {"a": NodeTally("h1", 60, 0), "b": NodeTally("h2", 10, 30)},
     }
     assert failing_nodes(tried) == {"b": "h2"}
-
-
-def test_the_selector_names_all_of_them():
-    assert node_selector({"b": "h2", "a": "h1"}) == {"ray.io/node-id": "!in(a,b)"}
-    assert node_selector([]) == {}

@@ -4,7 +4,6 @@ import atexit
 import os
 import signal
 import socket
-import threading
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -18,16 +17,14 @@ from pipeline.execution.monitoring.heartbeats import (
     DEATHS,
     DEATHS_S,
     RECENT,
-    REPORTS_A_SECOND,
     REST_S,
-    SELDOM_S,
     Heartbeats,
     heartbeats_of,
 )
 from pipeline.execution.monitoring.report import NodeTally, ProgressDelta, Worker
 from pipeline.prune.graph import PRUNING
 from tests.jobs.processes import assert_all_gone
-from tests.pipeline.rays import handle_of, heartbeats_here, ray_here
+from tests.pipeline.rays import PLAIN, handle_of, heartbeats_here, ray_here
 from tests.waiting import wait_until
 
 STAGES = tuple(PRUNING.stages)
@@ -60,40 +57,6 @@ def test_what_a_worker_held_when_its_process_died_is_known_to_the_next_one():
     assert heartbeats.read().inside["encode"] == ["good on h1"]
 
 
-def test_workers_report_less_often_the_more_they_are():
-    heartbeats, asked = Heartbeats(STAGES), []
-    for number in range(14_000):
-        heartbeats.state(STAGES[number % 3], worker(f"w{number}"), [], ProgressDelta())
-        if number + 1 in (1, REPORTS_A_SECOND, 2 * REPORTS_A_SECOND, 14_000):
-            asked.append(heartbeats.every_s())
-    assert asked == [1.0, 1.0, 2.0, 7.0]
-    for number in range(14_000, 20_000):
-        heartbeats.state("decode", worker(f"w{number}"), [], ProgressDelta())
-    assert heartbeats.every_s() == SELDOM_S
-
-
-def test_a_worker_reports_as_often_as_the_actor_says_and_less_often_without_an_answer(monkeypatch):
-    slept, now, answers = [], [0.0], [4.0, None, None, 1.0, None]
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += seconds
-        if len(slept) == 100:
-            raise SystemExit
-
-    def ask(method: str, *arguments: object, otherwise: float) -> float:
-        assert method == "every_s"
-        return answers.pop(0) or otherwise
-
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
-    reporter = Heartbeat("decode")
-    reporter._ask = ask
-    with pytest.raises(SystemExit):
-        reporter._report_regularly()
-    # It asks after 4 s, 8 s more and so on, at last once a minute. Without an answer it reports half as often.
-    assert slept == [1.0] * 4 + [4.0] * 2 + [SELDOM_S] * (2 + 4) + [1.0] * 60 + [2.0] * 28
-
-
 def test_deaths_count_by_the_hour_and_not_over_the_run():
     now = 0.0
     heartbeats = Heartbeats(STAGES, clock=lambda: now)
@@ -110,14 +73,6 @@ def test_deaths_count_by_the_hour_and_not_over_the_run():
     assert said is not None
     assert said.startswith(f"{DEATHS + 1} processes of one encode worker died in ")
     assert said.endswith(" s, the last one on h1 with v9 in hand")
-
-
-def test_the_first_reason_to_give_up_is_kept():
-    heartbeats = Heartbeats(STAGES)
-    assert heartbeats.read().failure is None
-    heartbeats.fail("OSError: No space left on device")
-    heartbeats.fail("OSError: another")
-    assert heartbeats.read().failure == "OSError: No space left on device"
 
 
 @pytest.fixture
@@ -151,14 +106,6 @@ def test_a_worker_says_what_it_holds_and_lets_go_of_it(actor):
     assert (after.inside["decode"], after.left["decode"], after.moves) == ([], 2, 4)
 
 
-def test_a_video_that_is_tried_again_did_not_leave(actor):
-    mine = Heartbeat("decode", handle(actor))
-    with pytest.raises(OSError, match="away"), mine.holding("v1"):
-        raise OSError("away")
-    after = actor.read()
-    assert (after.inside["decode"], after.left["decode"], after.moves) == ([], 0, 1)
-
-
 def test_how_it_went_is_known_by_node(actor):
     mine = Heartbeat("encode", handle(actor))
     for failed in (False, True, None, True):  # None: it came as a failure of another stage
@@ -170,21 +117,6 @@ def test_how_it_went_is_known_by_node(actor):
     tried = actor.read().tried
     assert tried["encode"] == {"n1": NodeTally(socket.gethostname(), 1, 2), "n2": NodeTally("h2", 5, 0)}
     assert tried["decode"] == {}
-
-
-def test_what_failed_went_through_a_stage_and_is_not_what_it_made(actor):
-    mine = Heartbeat("decode", handle(actor))
-    for made in (True, False, False):
-        with mine.holding("v") as held:
-            held.done(made=made)
-    reading = actor.read()
-    assert (reading.left["decode"], reading.made["decode"], reading.made["encode"]) == (3, 1, 0)
-
-
-def test_other_work_is_shown_and_is_no_progress(actor):
-    with Heartbeat("encode", handle(actor)).busy("the model, being loaded"):
-        assert actor.read().inside["encode"] == [f"the model, being loaded on {socket.gethostname()}"]
-    assert actor.read().moves == 0
 
 
 def test_what_was_held_before_is_held_meanwhile_and_after(actor):
@@ -212,30 +144,6 @@ def test_of_several_items_those_that_are_done_are_let_go_and_told_with_the_last(
         held.done(failed=False)
     reading = actor.read()
     assert (reading.inside["decode"], reading.left["decode"], reading.moves) == ([], 3, 7)
-
-
-def test_a_worker_says_what_two_threads_hold(actor):
-    mine, here, other = Heartbeat("encode", handle(actor)), socket.gethostname(), ExitStack()
-    with mine.holding("v1", "v2"):
-        thread = threading.Thread(target=lambda: other.enter_context(mine.holding("v3")))
-        thread.start()
-        thread.join()
-        assert actor.read().inside["encode"] == [f"{name} on {here}" for name in ("v3", "v1", "v2")]
-    assert actor.read().inside["encode"] == [f"v3 on {here}"]
-    other.close()
-    assert actor.read().inside["encode"] == []
-
-
-def test_what_could_not_be_said_is_said_with_the_next_statement(actor):
-    def state(*statement: object) -> None:
-        raise RuntimeError("the backlog is full")
-
-    mute = handle_of(state)
-    mine = Heartbeat("decode", mute)
-    with mine.holding("v1") as held:
-        mute.state.remote = actor.state
-        held.done()
-    assert (actor.read().left["decode"], actor.read().moves) == (1, 2)
 
 
 def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
@@ -302,16 +210,6 @@ def test_files_that_nobody_has_put_nobody_out_of_service():
     assert (heartbeats.read().out_of_service, heartbeats.read().failing) == ([], ["decode"])
     heartbeats.state("decode", worker("e"), ["its first"], ProgressDelta(moves=1))
     assert heartbeats.read().failing == []
-
-
-def test_others_that_fail_as_often_do_not_do_better():
-    """Half of the files are missing: those that fail at once come in rows, and nobody is to blame."""
-    heartbeats = Heartbeats(STAGES, Clock())
-    heartbeats.state("decode", worker("a"), [], ProgressDelta(failed=RECENT))
-    heartbeats.state("decode", worker("b"), ["v"], ProgressDelta(done=1, failed=1))
-    assert not heartbeats.rests("decode", worker("a"))
-    heartbeats.state("decode", worker("b"), [], ProgressDelta(done=4))
-    assert heartbeats.rests("decode", worker("a"))
 
 
 def test_what_a_lost_node_held_is_nobodys_work():
@@ -418,7 +316,7 @@ def test_what_was_in_hand_on_lost_nodes_is_not_blamed_for_them():
 
 @pytest.fixture(scope="module")
 def heartbeats():
-    with ray_here({"num_cpus": 1}), heartbeats_of(STAGES) as heartbeats:
+    with ray_here(*PLAIN), heartbeats_of(STAGES) as heartbeats:
         yield heartbeats
 
 
@@ -447,20 +345,6 @@ def test_what_a_slow_worker_is_at_is_known_a_second_later(heartbeats):
     at_the_second = [f"second on {socket.gethostname()}"]
     wait_until(lambda: ray.get(heartbeats.read.remote()).inside["decode"] == at_the_second, "the next statement")
     assert ray.get(heartbeats.read.remote()).left["decode"] == 1
-
-
-@pytest.mark.slow
-def test_a_worker_that_ends_with_nothing_in_hand_is_not_taken_to_be_at_work(heartbeats):
-    worker = ray.remote(Slow).options(num_cpus=0).remote(heartbeats)
-    ray.get(worker.take.remote())
-    worker.end.remote()
-    wait_until(lambda: not ray.get(heartbeats.read.remote()).inside["decode"], "the last statement")
-
-
-@pytest.mark.slow
-def test_a_reason_reaches_the_driver_before_the_worker_raises(heartbeats):
-    Heartbeat("write", heartbeats).fail("OSError: No space left on device")
-    assert ray.get(heartbeats.read.remote()).failure == "OSError: No space left on device"
 
 
 class Dying:

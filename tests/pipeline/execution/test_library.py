@@ -9,11 +9,9 @@ import pytest
 import ray
 from ray.data import DataContext
 
-from pipeline.errors import TooManyFailed, UsageError
-from pipeline.execution.library import checked_outcome, console_for, run_here
-from pipeline.execution.outcome import Outcome
+from pipeline.errors import UsageError
+from pipeline.execution.library import console_for, run_here
 from pipeline.execution.stages import configure_ray_data
-from pipeline.prune.config import PruneConfig
 
 
 def state() -> dict[str, object]:
@@ -45,13 +43,6 @@ def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch):
         assert state() == before
 
 
-def test_the_token_of_a_cluster_that_a_run_started_stays_for_the_next(monkeypatch):
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    with run_here():
-        monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
-    assert os.environ["RAY_AUTH_TOKEN"] == "t"
-
-
 def test_runs_beside_each_other_restore_the_process_when_the_last_one_ends(monkeypatch):
     before = state()
     with ExitStack() as first, ExitStack() as second:
@@ -71,17 +62,3 @@ def test_progress_is_shown_or_told_or_neither(capsys):
     assert [one.note for one in told] == ["a note"] and capsys.readouterr().err == "a note\n"
     with pytest.raises(UsageError, match="--progress must be True, False or a function, got 'yes'"):
         console_for("yes")
-
-
-def outcome(**more: object) -> Outcome:
-    return Outcome(**{"n_ok": 1, "failures": {}, "examples": {}, "n_missing": 0, "out": "c", **more})
-
-
-def test_failures_within_the_limits_are_a_summary_and_beyond_them_an_error_that_has_it():
-    one = outcome(failures={"io": 1}, examples={"io": ("a.mp4", "no such file")}, failed={"a.mp4": "io"})
-    assert checked_outcome(one, PruneConfig(), 2) is one
-    with pytest.raises(TooManyFailed, match=r"1 of 2 videos failed \(1 io\), e\.g\. a\.mp4: no such file") as caught:
-        checked_outcome(one, PruneConfig(max_failed="0"), 2)
-    assert caught.value.summary is one
-    with pytest.raises(TooManyFailed, match="1 of 1 videos failed"):
-        checked_outcome(outcome(n_ok=0, failures={"io": 1}, examples={"io": ("a.mp4", "?")}), PruneConfig(), 1)

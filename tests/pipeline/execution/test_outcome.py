@@ -33,11 +33,6 @@ def test_the_exit_code(ended, limit, code):
     assert ended.exit_code(limit) == code
 
 
-def test_failures_from_outside_have_a_limit_of_their_own():
-    ended = outcome(failures={"io": 12, "corrupt": 80}, n_outside=12)
-    assert (ended.exit_code(99), ended.exit_code(99, 12), ended.exit_code(99, 11)) == (0, 0, 1)
-
-
 def test_failures_are_counted_with_their_first_example():
     rows = [
         {"video_id": name, "error_class": kind, "error_message": f"{name} is {kind}"}
@@ -49,17 +44,6 @@ def test_failures_are_counted_with_their_first_example():
     assert count_failures([], "video_id") == ({}, {})
 
 
-def test_a_record_holds_every_count_and_not_what_is_for_a_caller_alone():
-    ended = outcome(failures={"io": 2}, n_new=3, wall_s=1.5)
-    counts = {name: value for name, value in vars(ended).items() if name not in ("out", "failed")}
-    assert ended.as_record() == {**counts, "n_failed": 2}
-
-
-def test_the_pace_in_words():
-    assert outcome(n_new=4, n_new_failed=1, wall_s=2.0).pace("video") == "4 videos (1 failed) in 2.0 s, 2.00 videos/s"
-    assert outcome(n_new=1, wall_s=0.0).pace("question") == "1 questions in 0.0 s, 0.00 questions/s"
-
-
 def test_the_table_names_the_remedy_and_takes_no_id_for_markup():
     ended = Outcome(n_ok=1, failures={"io": 2, "strange": 1}, n_missing=0, examples={
         "io": ("[red]a[/red].mp4", "gone"), "strange": ("b.mp4", "?")
@@ -69,7 +53,3 @@ def test_the_table_names_the_remedy_and_takes_no_id_for_markup():
     said = text.getvalue()
     assert "failed videos" in said and "[red]a[/red].mp4: gone" in said and FAULTS["io"].remedy in said
     assert "b.mp4: ?" in said
-
-
-def test_a_run_without_work_says_so_instead_of_a_pace():
-    assert outcome(wall_s=0.1).pace("video") == "nothing to do: every video has a row already"

@@ -5,27 +5,10 @@ import re
 
 import pytest
 
-from gstep.errors import ModelError
 from pipeline.errors import UsageError
-from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
+from pipeline.execution.request import check_out, new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
-
-
-@pytest.mark.parametrize("error", [ValueError("alpha must be in [0, 1]"), ModelError("alpha must be in [0, 1]")])
-def test_what_gstep_refuses_refuses_the_request(error):
-    with pytest.raises(UsageError, match="alpha must be in") as caught, refusing():
-        raise error
-    assert caught.value.__cause__ is error
-    with pytest.raises(ZeroDivisionError), refusing():
-        1 // 0  # noqa: B018 - a bug stays one
-
-
-def test_a_store_that_fails_refuses_the_request_by_its_name(tmp_path):
-    with pytest.raises(UsageError, match=r"gone\.json: No such file"), store_refusing():
-        LocalStore(tmp_path).read("gone.json")
-    with pytest.raises(UsageError, match="the store: somehow"), store_refusing():
-        raise OSError("somehow")
 
 
 def test_names_of_runs_differ_and_sort_by_their_time():

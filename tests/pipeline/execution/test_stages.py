@@ -5,46 +5,15 @@ from unittest.mock import create_autospec
 
 import ray.data
 
-from pipeline.execution.monitoring.heartbeats import DEATHS
-from pipeline.execution.monitoring.load import stage_counts
 from pipeline.execution.stages import (
     BLOCK_BYTES,
     BLOCKS_AHEAD,
-    OOM_RETRIES,
     RESTARTS,
     TASK_RETRIES,
     Stage,
-    StageWords,
-    Wording,
     add_stage,
     configure_ray_data,
 )
-
-
-def test_tasks_are_tried_again_finitely():
-    """Of an actor's deaths the heartbeats hear first; those that they cannot hear of end, too."""
-    assert DEATHS < RESTARTS < 50
-    assert 0 < OOM_RETRIES < TASK_RETRIES < 100
-
-
-WORDING = Wording(
-    "pruning",
-    "video",
-    {name: StageWords(f"{name}d", "") for name in ("decode", "encode", "write")},
-    "--workers",
-)
-
-
-def test_what_is_ahead_of_the_last_stage_is_never_less_than_what_is_done():
-    made = {"decode": 9, "encode": 5, "write": 4}
-    assert WORDING.ahead(made, 4) == {"decoded": 9, "encoded": 5}
-    assert stage_counts(WORDING.ahead(made, 7)) == ", 9 decoded, 7 encoded"
-    assert stage_counts(WORDING.ahead({}, 7)) == ""
-
-
-def test_of_a_single_stage_what_went_through_it_is_told():
-    one = Wording("answering", "question", {"answer": StageWords("asked", "")}, "--workers")
-    assert one.ahead({"answer": 3}, 1) == {"asked": 3}
 
 
 def test_actors_are_options_of_map_batches():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pipeline import TokenCache
-from pipeline.execution.token_source import ReadOptions, TokenSource, as_row
 from pipeline.storage.stores import ObjectStore
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.rays import PLAIN, ray_here
@@ -54,22 +53,3 @@ def test_ray_reads_what_the_cache_holds(tmp_path):
         check(sorted(data.take_all(), key=lambda row: row["video_id"]), here, 0.1)
         check(sorted(ray_dataset(there).take_all(), key=lambda row: row["video_id"]), there, None)
         assert ray_dataset(here, IDS[:3]).count() == 3
-
-
-def test_a_row_holds_all_of_a_video(tmp_path):
-    make(tmp_path, deepstack_levels=1)
-    cache = TokenCache(tmp_path)
-    table = as_row(cache.get("v0", order="selection"))
-    row = {name: table[name][0].as_py() for name in table.column_names}
-    assert torch.equal(tokens_of(row), cache.get("v0", order="selection").tokens)
-    assert row["deepstack_0"] == row["tokens"] and (row["hidden_size"], len(row["tokens"])) == (16, 25 * 32)
-
-
-def test_its_size_is_told_before_it_is_read(tmp_path):
-    make(tmp_path)
-    sizes = [
-        TokenSource(TokenCache(tmp_path), None, ReadOptions(ratio)).estimate_inmemory_data_size()
-        for ratio in (None, 0.1)
-    ]
-    assert sizes == [6 * 25 * (32 + 12), 6 * 10 * (32 + 12)]
-    assert TokenSource(TokenCache(tmp_path), ["v1"], ReadOptions()).estimate_inmemory_data_size() == 25 * (32 + 12)

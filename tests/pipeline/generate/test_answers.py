@@ -4,12 +4,8 @@ import json
 from datetime import timedelta
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
-from pipeline.cache.header import header_bytes
-from pipeline.cache.schema import write_parquet
-from pipeline.cache.table import small_name
 from pipeline.errors import CorruptShard, NotAnswers
 from pipeline.generate.answers import (
     ANSWER_SCHEMA,
@@ -82,48 +78,11 @@ def test_a_folder_without_answers_is_said_to_be_none(tmp_path):
     for text, message in (
         ("{", "not JSON"),
         ('{"schema_version": 9}', "version 9"),
-        ('{"schema_version": 1}', "identity"),
+        ('{"schema_version": 2}', "identity"),
     ):
         (tmp_path / "answers.json").write_text(text)
         with pytest.raises(NotAnswers, match=message):
             read_answers(tmp_path)
-
-
-NEW_IN_VERSION_2 = {"target", "pruning", "n_total", "n_kept", "kept_per_frame"}
-SCHEMA_1 = pa.schema([field for field in ANSWER_SCHEMA if field.name not in NEW_IN_VERSION_2])
-
-
-@pytest.fixture
-def version_1(tmp_path):
-    """Writes rows as version 1 did, in either format, below a header that says so."""
-    store = LocalStore(tmp_path)
-    store.put("answers.json", header_bytes({"schema_version": 1, "identity": {}}))
-
-    def commit(form, *rows):
-        table = pa.Table.from_pylist([{**row, "run_id": "old"} for row in rows], schema=SCHEMA_1)
-        lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
-        data = write_parquet(table) if form == "parquet" else lines.encode()
-        store.put(small_name("answers", "old", 0, data, f".{form}"), data)
-        return store
-
-    return commit
-
-
-@pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_answers_of_version_1_are_read_without_what_they_did_not_hold(version_1, form):
-    old = row(choices=["a", "b"], choice=1, choice_scores=[-2.5, -0.5], answer="B", n_visual_tokens=50)
-    table = read_answers(str(version_1(form, old)))
-    assert table.schema == ANSWER_SCHEMA
-    assert table.to_pylist() == [{**dict.fromkeys(ANSWER_SCHEMA.names), **old, "run_id": "old"}]
-
-
-@pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_rows_of_both_versions_count_side_by_side(version_1, form):
-    store = version_1(form, row("1", answer="old"), row("2", "failed"), row("3", answer="old"))
-    write_answers_header(store, {})
-    commit_answers(store, "run", 0, [row("1", "failed", 2), row("2", "ok", 2, answer="new", target="x")])
-    live = [(r["question_id"], r["answer"], r["target"]) for r in read_answers(str(store)).to_pylist()]
-    assert live == [("1", "old", None), ("2", "new", "x"), ("3", "old", None)]
 
 
 def test_a_question_has_a_live_row_under_every_pruning_and_without_one(store):

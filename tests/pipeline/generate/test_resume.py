@@ -18,7 +18,7 @@ from pipeline.generate.resume import (
 )
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.removal import remove_videos
+from pipeline.verify.moves import remove_videos
 from tests.pipeline.asking import request_about, tiny_cache
 
 ROWS = [

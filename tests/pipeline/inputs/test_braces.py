@@ -24,12 +24,6 @@ def test_patterns_mean_what_they_mean_to_bash(pattern):
     assert expanded([f"s3://b/{pattern}"]) == said.stdout.splitlines()
 
 
-def test_a_file_of_that_very_name_is_meant_itself(tmp_path):
-    place = tmp_path / "{a,b}.mp4"
-    place.touch()
-    assert expanded([str(place), f"{tmp_path}/{{c,d}}"]) == [str(place), f"{tmp_path}/c", f"{tmp_path}/d"]
-
-
 def test_a_pattern_without_end_is_refused():
     with pytest.raises(ManifestError, match="too many names"):
         expanded(["s3://b/{0..99999999999}.tar"])

@@ -12,13 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import ManifestError, RunFailed, VideoFault
+from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs import container
 from pipeline.inputs.container import Asked, Member
 from pipeline.inputs.forms import FORMS, Containers, fetch_of, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
-from pipeline.inputs.tar import Tar
 from pipeline.storage import downloads
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
@@ -95,19 +94,6 @@ def test_a_zip_with_damage_costs_what_is_damaged(tmp_path):
         rows(str(path))
 
 
-def test_a_zip_may_state_any_size_and_a_member_without_a_name(tmp_path):
-    path = tmp_path / "a.zip"
-    with zipfile.ZipFile(path, "w") as file:
-        for name in ("a.mp4", "b.mp4", "c.mp4"):
-            file.writestr(name, b"x")
-        file.filelist[0].file_size = 2**63
-        file.filelist[1].filename = ""
-    assert [(row["video_id"], row["size"], row["fault"] is None) for row in rows(str(path))] == [
-        ("a.zip/a.mp4", None, False),
-        ("a.zip/c.mp4", 1, True),
-    ]
-
-
 @pytest.mark.parametrize("struct_of", [False, True])
 @pytest.mark.parametrize("form", ["parquet", "file.arrow", "stream.arrow"])
 def test_a_column_of_bytes_gives_its_rows_in_order(tmp_path, form, struct_of):
@@ -127,27 +113,6 @@ def test_a_column_of_bytes_gives_its_rows_in_order(tmp_path, form, struct_of):
     assert contents(mixed) == [list(FILES.values())[place] for place in (3, 11, 4, 4, 0, 7)]
 
 
-def test_a_table_says_how_many_rows_share_a_row_group(tmp_path):
-    indexing = Indexing(Asked("video"))
-    read_manifest(str(write_parquet(tmp_path / "a.parquet")), indexing=indexing)
-    assert indexing.unit == 5
-
-
-def test_columns_have_clips_and_holes(tmp_path):
-    pq.write_table(
-        pa.table({"v": [b"1", None, b"3"], "start_s": [1, None, 2], "end_s": [2.5, None, None]}), tmp_path / "a.parquet"
-    )
-    found = rows(str(tmp_path / "a.parquet"), "v")
-    assert [(row["start_s"], row["end_s"]) for row in found] == [(1.0, 2.5), (None, None), (2.0, None)]
-    assert [row["video_id"] for row in found] == [f"a.parquet/{number}" for number in range(3)]
-    assert [row["manifest"] for row in found] == ['{"start_s": 1, "end_s": 2.5}', None, '{"start_s": 2}']
-    asked = Indexing(Asked("v", ("start_s", "end_s")))
-    found_all = read_manifest(str(tmp_path / "a.parquet"), indexing=asked)
-    assert found_all["fault"].null_count == 1  # a clip that is asked for needs both of its ends
-    with pytest.raises(VideoFault, match="row 1 of the table holds no bytes"):
-        contents(found)
-
-
 IDS = {
     "category": pa.array(["x", "y"]).dictionary_encode(),
     "view": pa.array(["x", "y"], pa.string_view()),
@@ -163,19 +128,6 @@ def test_ids_and_what_is_carried_may_be_of_any_type_of_text_and_numbers(tmp_path
     assert [(row["video_id"], row["end_s"]) for row in found] == [("x", 1.5), ("y", None)]
     assert [json.loads(row["manifest"]) for row in found] == [{"end_s": 1.5, "kind": "x"}, {"kind": "y"}]
     assert contents(found) == [b"1", b"2"]
-
-
-@pytest.mark.parametrize("kind", ["category", "view"])
-def test_paths_may_be_of_any_type_of_text(tmp_path, kind):
-    pq.write_table(pa.table({"path": IDS[kind]}), tmp_path / "a.parquet")
-    assert [row["uri"] for row in rows(str(tmp_path / "a.parquet"), "path")] == [f"{tmp_path}/x", f"{tmp_path}/y"]
-
-
-def test_a_text_of_a_table_that_is_not_utf_8_is_carried_with_its_bytes_as_escapes(tmp_path):
-    text = pa.Array.from_buffers(pa.string(), 2, pa.array([b"caf\xe9", b"ok"]).buffers())
-    pq.write_table(pa.table({"v": [b"1", b"2"], "caption": text, "kind": IDS["category"]}), tmp_path / "a.parquet")
-    found = [json.loads(row["manifest"]) for row in rows(str(tmp_path / "a.parquet"), "v")]
-    assert found == [{"caption": r"caf\xe9", "kind": "x"}, {"caption": "ok", "kind": "y"}]
 
 
 @pytest.mark.parametrize(
@@ -196,12 +148,6 @@ def test_a_table_that_was_changed_has_other_uris_and_its_old_ones_are_not_read(t
         contents(before[:1])
 
 
-def test_a_table_without_a_column_is_a_manifest(tmp_path):
-    pq.write_table(pa.table({"video_id": ["a"], "uri": ["a.mp4"]}), tmp_path / "m.parquet")
-    (row,) = rows(str(tmp_path / "m.parquet"))
-    assert row["uri"] == str(tmp_path / "m.parquet").replace("m.parquet", "a.mp4") and row["source_offset"] is None
-
-
 def test_a_column_of_paths_makes_a_table_a_manifest(server, tmp_path):
     paths = {"clip": ["a.mp4", "b/c.mp4", "/elsewhere/d.mp4"], "label": [1, 2, 3], "uri": ["x", "y", "z"]}
     pq.write_table(pa.table(paths), tmp_path / "t.parquet")
@@ -215,14 +161,6 @@ def test_a_column_of_paths_makes_a_table_a_manifest(server, tmp_path):
     assert [row["uri"] for row in remote][:2] == [server.uri("c/a.mp4"), server.uri("c/b/c.mp4")]
     pq.write_table(pa.table({**paths, "video_id": ["1", "2", "3"]}), tmp_path / "named.parquet")
     assert [row["video_id"] for row in rows(str(tmp_path / "named.parquet"), "clip")] == ["1", "2", "3"]
-
-
-def test_clips_that_no_container_gives_are_refused(tmp_path):
-    pq.write_table(pa.table({"path": ["a.mp4"], "start": [1.0], "end": [2.0]}), tmp_path / "a.parquet")
-    (tmp_path / "b.mp4").write_bytes(b"x")
-    for place, column in (("a.parquet", "path"), ("b.mp4", None), ("", None)):
-        with pytest.raises(ManifestError, match="the clips of files stand in a manifest"):
-            read_manifest(str(tmp_path / place), indexing=Indexing(Asked(column, ("start", "end"))))
 
 
 def test_several_tables_of_paths_are_manifests_in_their_order(server, tmp_path):
@@ -311,22 +249,6 @@ def test_the_index_of_a_tar_of_small_videos_is_a_request_a_slice(server, tmp_pat
     assert [alike(row) for row in found] == [alike(row) for row in rows(str(path))]
 
 
-def test_the_index_of_a_tar_of_large_videos_is_a_small_request_a_video(server, tmp_path):
-    files = {f"{number}.mp4": random.Random(number).randbytes(2**16) * 200 for number in range(6)}
-    path = write_tar(tmp_path / "a.tar", files)
-    found, counts, fetched = indexed(server.upload("a.tar", path.read_bytes()), server)
-    assert counts["GET"] <= len(files) + 1 and fetched <= (len(files) + 1) * 2**14 + 2**16
-    assert [alike(row) for row in found] == [alike(row) for row in rows(str(path))]
-
-
-def test_a_large_video_among_small_ones_is_passed_over(server, tmp_path):
-    sizes = [2**16] * 14 + [2**26] + [2**16] * 30
-    path = write_tar(tmp_path / "a.tar", {f"{number:02}.mp4": bytes(size) for number, size in enumerate(sizes)})
-    found, counts, fetched = indexed(server.upload("a.tar", path.read_bytes()), server)
-    assert counts["GET"] == 3 and 42 * 2**16 <= fetched <= 44 * 2**16 + 2**20
-    assert [alike(row) for row in found] == [alike(row) for row in rows(str(path))]
-
-
 def test_a_store_that_is_too_slow_for_a_slice_is_asked_for_headers_alone(server, tmp_path, monkeypatch):
     monkeypatch.setattr(downloads, "_GRACE_S", -1)
     monkeypatch.setattr(downloads, "_SLOWEST", math.inf)  # every download is too slow
@@ -376,30 +298,6 @@ def test_what_cannot_be_trusted_gives_the_same_rows_from_a_store(server, tmp_pat
         assert len(here) > 1
 
 
-def test_members_that_are_far_apart_are_not_fetched_with_what_lies_between(server, tmp_path):
-    files = {f"{number}.mp4": bytes(2**20 + 2**19) for number in range(5)}
-    uri = server.upload("a.tar", write_tar(tmp_path / "a.tar", files).read_bytes())
-    found = rows(uri, objects=server.objects())
-    server.requests.clear()
-    assert [len(data) for data in contents([found[0], found[4]], server.objects())] == [2**20 + 2**19] * 2
-    assert server.counts() == {"GET": 2}
-
-
-def test_what_came_of_a_container_that_fails_is_counted_too(server, tmp_path, monkeypatch):
-    uri = server.upload("a.tar", write_tar(tmp_path / "a.tar", FILES).read_bytes())
-
-    class Failing(Tar):
-        def members(self, asked):
-            yield next(super().members(asked))
-            raise OSError("the store is gone")
-
-    monkeypatch.setitem(FORMS, ".tar", Failing)
-    indexing = Indexing()
-    with pytest.raises(ManifestError, match="the store is gone"):
-        read_manifest(uri, (), server.objects(), indexing)
-    assert indexing.fetched >= 512
-
-
 def test_a_range_of_any_size_is_one_request_and_never_in_memory_as_a_whole(server, tmp_path):
     files = {f"{number}.mp4": random.Random(number).randbytes(2**22) for number in range(20)}
     path = write_tar(tmp_path / "a.tar", files)
@@ -435,15 +333,6 @@ def test_an_object_that_was_replaced_meanwhile_is_a_fault(server, tmp_path):
         contents(found[5:6], server.objects())
 
 
-def test_an_index_that_cannot_be_kept_is_no_fault_of_its_container(tmp_path):
-    write_tar(tmp_path / "a.tar", FILES)
-    store = LocalStore(tmp_path / "cache")
-    store.make()
-    (tmp_path / "cache/sources").write_text("a file where the folder should be")
-    with pytest.raises(RunFailed, match=r"cache: the index of .*a\.tar cannot be kept: .*Not a directory"):
-        rows(str(tmp_path / "a.tar"), store=store, keeps=True)
-
-
 def test_a_glob_of_tars_on_s3_resumes_by_its_listing_and_kept_indexes(server, tmp_path):
     data = write_tar(tmp_path / "a.tar", FILES).read_bytes()
     for number in range(3):
@@ -455,15 +344,6 @@ def test_a_glob_of_tars_on_s3_resumes_by_its_listing_and_kept_indexes(server, tm
     assert rows(server.uri("c/*.tar"), objects=server.objects(), store=store, keeps=True) == first
     assert server.counts() == {"LIST": 1}
     assert [row["video_id"] for row in first[:2]] == ["0.tar/00.mp4", "0.tar/01.mp4"]
-
-
-def test_a_tar_on_s3_that_may_not_be_read_is_a_row(server, tmp_path):
-    data = write_tar(tmp_path / "a.tar", FILES).read_bytes()
-    server.upload("c/0.tar", data)
-    server.upload("c/1.tar", data)
-    server.fail("GET", "c/1.tar", 403)
-    found = rows(server.uri("c"), objects=server.objects())
-    assert len(found) == 13 and found[-1]["video_id"] == "1.tar" and found[-1]["fault"].startswith("io: ")
 
 
 class Lengths:
@@ -498,19 +378,3 @@ def test_a_form_is_added_by_one_class(tmp_path, monkeypatch, server):
         assert [row["video_id"] for row in found] == [f"a.lengths/{number}.mp4" for number in range(12)]
         assert contents(found, objects) == list(FILES.values())
         assert rows(place, objects=objects, store=store, only_known=True) == found
-
-
-class Unsafe(Lengths):
-    """A form that takes any name for a video's."""
-
-    def members(self, asked):
-        for found, name in zip(super().members(asked), ["a.mp4", "a.mp4", "../b.mp4", "c.mp4"], strict=False):
-            yield found._replace(name=name)
-
-
-def test_names_are_judged_whatever_the_form(tmp_path, monkeypatch):
-    monkeypatch.setitem(FORMS, ".unsafe", Unsafe)
-    (tmp_path / "a.unsafe").write_bytes(b"".join(struct.pack("<I", len(one)) + one for one in FILES.values()))
-    found = rows(str(tmp_path))
-    assert [row["fault"] and row["fault"].partition(":")[0] for row in found] == [None, "corrupt", "policy", None]
-    assert len({row["video_id"] for row in found}) == 4

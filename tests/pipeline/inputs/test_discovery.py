@@ -10,7 +10,7 @@ from pipeline.errors import ManifestError, RunFailed
 from pipeline.inputs.container import Asked
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.forms import FORMS
-from pipeline.inputs.indexes import Indexing, Place
+from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inputs.tar import Tar
@@ -132,26 +132,6 @@ def test_containers_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, 
     assert indexing.left == [] and len(found) == {"one tar": 3, "equal names": 7, "files": 7}[beside]
 
 
-def test_a_member_of_one_container_and_a_container_below_it_may_meet(tars, tmp_path):
-    (tars / "0.tar.d").mkdir()
-    write_tar(tars / "0.tar.d" / "1.tar", {"a.mp4": b"a"})
-    assert len(listed(tars, tmp_path)[1].left) == 4  # 0.tar/ and 0.tar.d/ have no id in common
-
-
-def test_a_first_container_without_videos_does_not_make_a_small_run(tars, tmp_path):
-    write_tar(tars / "-.tar", {"readme.txt": b"none"})  # the first by name
-    _, indexing = listed(tars, tmp_path)
-    with discovery(indexing) as found:
-        sizes = [path.stat().st_size for path in sorted(tars.iterdir())]
-        assert found.expected() == round(3 * sum(sizes) / (sizes[0] + sizes[1])) > 3
-
-
-def test_a_select_may_leave_videos_out(tars, tmp_path):
-    _, indexing = listed(tars, tmp_path)
-    with discovery(indexing, lambda videos: (videos.slice(1), videos.slice(2))) as found:
-        assert (len(found.all().videos), len(found.all().todo)) == (3, 1) and isinstance(found.found().todo, pa.Table)
-
-
 @pytest.mark.parametrize(("limit", "opened", "beyond"), [(1, 1, 2), (3, 1, 0), (4, 2, 1), (6, 3, 0), (9, 3, 0)])
 def test_a_limit_opens_no_container_behind_its_last_video(tars, tmp_path, limit, opened, beyond):
     _, indexing = listed(tars, tmp_path)
@@ -159,15 +139,6 @@ def test_a_limit_opens_no_container_behind_its_last_video(tars, tmp_path, limit,
         assert len(list(found.parts())) == 4 and found.expected() <= limit
         assert (len(found), len(found.beyond), found.n_left) == (min(6, limit), beyond, 3 - opened)
     assert len(listed(tars, tmp_path)[0]) == [3, 5, 6][opened - 1]  # no other index was made
-
-
-def test_a_limit_that_known_videos_meet_opens_no_container(tars, tmp_path):
-    known = listed([str(tars / "0.tar")], tmp_path)[0]
-    _, indexing = listed(tars, tmp_path)
-    indexing.left = indexing.left or [Place(str(tars / "1.tar"), "1.tar"), Place(str(tars / "2.tar"), "2.tar")]
-    with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, 3) as found:
-        assert [len(part.todo) for part in found.parts()] == [3, *[0] * len(indexing.left)]
-        assert found.n_left == len(indexing.left) and indexing._n_read == 0 and len(found) == 3
 
 
 def limited(place, tmp_path, limit, select=lambda videos: (videos, videos), column=None):
@@ -204,21 +175,6 @@ def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypat
     assert len(listed(path, tmp_path, limited=True)[0]) == 3000  # the index is whole, and was kept
 
 
-def test_a_limit_opens_no_table_that_it_does_not_need(tmp_path):
-    (tmp_path / "tables").mkdir()
-    for number in range(4):
-        write_table(tmp_path / f"tables/{number}.parquet", [f"{number}-{part}" for part in range(3)])
-    (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
-    for limit, left in ((1, 3), (3, 3), (4, 2), (9, 1)):
-        todo, found, indexing = limited(tmp_path / "tables", tmp_path, limit, column="video")
-        assert ids(todo) == [f"{number}-{part}" for number in range(3) for part in range(3)][:limit]
-        assert (found.n_left, indexing._n_read) == (left, 4 - left) and indexing.unit == 2
-    write_table(tmp_path / "tables/1.parquet", ["1-0", "0-2"])
-    assert len(limited(tmp_path / "tables", tmp_path, 4, column="video")[0]) == 4
-    doubled = limited(tmp_path / "tables", tmp_path, 5, column="video")[0].to_pylist()[-1]
-    assert doubled["video_id"] == f"0-2@{doubled['uri']}" and "earlier video has the id 0-2" in doubled["fault"]
-
-
 def write_table(path, names):
     pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
 
@@ -246,16 +202,6 @@ def test_an_id_that_two_tars_give_is_an_error_row_with_and_without_a_limit(tmp_p
     assert whole.to_pylist() == rows and ids(whole) == expected
 
 
-def test_an_index_that_was_kept_before_changes_no_order(tmp_path):
-    places = doubled_tars(tmp_path)
-    listed(places[1], tmp_path)  # alone, its video has the id
-    assert len(list((tmp_path / "cache" / "sources").iterdir())) == 1
-    known, indexing = listed(places, tmp_path, limited=True)
-    assert len(known) == 0 and [place.uri for place in indexing.left] == places
-    with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, 9) as found:
-        assert ids(found.all().todo)[3] == f"0.tar/a.mp4@{places[1]}#a.mp4"
-
-
 def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
     p, q, _ = doubled_tars(tmp_path)
     with pytest.raises(ManifestError, match=r"p/0\.tar: it is named 2 times; name it once"):
@@ -268,25 +214,3 @@ def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
     assert (
         ids(found := listed([p, q], tmp_path)[0]) == ["0.tar/@0", f"0.tar/@0@{q}#@0"] and not found["fault"].null_count
     )
-
-
-def test_a_file_keeps_its_id_whatever_a_tar_named_before_it_holds(tmp_path):
-    place = doubled_tars(tmp_path)[0]
-    (tmp_path / "files" / "0.tar").mkdir(parents=True)
-    (tmp_path / "files" / "0.tar" / "b.mp4").write_bytes(b"b")
-    found, _ = listed([place, str(tmp_path / "files")], tmp_path)
-    assert ids(found) == ["0.tar/a.mp4", f"0.tar/b.mp4@{place}#b.mp4", "0.tar/b.mp4"]
-    assert [row["fault"] is None for row in found.to_pylist()] == [True, False, True]
-
-
-def test_without_a_limit_all_tables_are_read_first(tmp_path):
-    for number in range(2):
-        write_table(tmp_path / f"{number}.parquet", [f"{number}-{part}" for part in range(3)])
-    found, indexing = listed(tmp_path, tmp_path, "video")
-    assert len(found) == 6 and indexing.left == []
-
-
-def test_units_are_small_where_a_limit_ends_the_videos(tars, tmp_path):
-    known, indexing = listed(tars, tmp_path, limited=True)
-    with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, 4) as found:
-        assert [part.later_bytes > 0 for part in found.parts()] == [True, True, False, False]

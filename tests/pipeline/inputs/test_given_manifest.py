@@ -48,12 +48,6 @@ def test_rows_are_those_of_a_manifest_in_the_current_folder(here, kind):
     assert given_manifest(kind(ROWS)).equals(read_manifest("m.jsonl"))
 
 
-def test_rows_may_name_no_more_than_a_manifest(tmp_path):
-    rows = [{"video_id": "a", "uri": tmp_path / "a.mp4"}]
-    assert "outside" in given_manifest(rows)["policy"][0].as_py()
-    assert given_manifest(rows, [str(tmp_path)])["policy"][0].as_py() is None
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -38,13 +38,6 @@ def test_glob_ids_are_relative_to_its_literal_prefix(tmp_path):
     assert ids == ["x/one.mp4", "y/two.mp4"]
 
 
-def test_relative_glob_and_single_file(tmp_path, monkeypatch):
-    touch(tmp_path / "one.mp4")
-    monkeypatch.chdir(tmp_path)
-    assert read_manifest("*.mp4")["video_id"].to_pylist() == ["one.mp4"]
-    assert read_manifest("one.mp4")["uri"].to_pylist() == [str(tmp_path / "one.mp4")]
-
-
 def test_sample_is_the_four_real_clips():
     ids = read_manifest("sample")["video_id"].to_pylist()
     assert ids == ["bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4"]

@@ -10,11 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import csv
 
 from pipeline.inputs.named_videos import NamedVideos, Roots, without_secrets
 from pipeline.inputs.tables import read_parts
-from tests.pipeline.inputs.test_manifest import write_jsonl
 
 NAMES = st.text(st.sampled_from("ab./ \u3000\n:?é7"), max_size=8) | st.sampled_from(
     ["a/b.mp4", "/m/a.mp4", "/else/a.mp4", "s3://bucket/p/a.mp4", "s3://bucket/q/a.mp4", "s3://bucket/p/../a", "../a"]
@@ -45,26 +43,6 @@ def test_rows_that_are_checked_together_are_what_each_is_alone(base, rows):
         if plain is not None:
             plain.validate(full=True)
             assert plain.to_pylist() == named._one_by_one(part).to_pylist()
-
-
-def test_plain_manifests_are_checked_as_a_whole(tmp_path):
-    (tmp_path / "link.mp4").symlink_to("/etc/hostname")
-    rows = [{"video_id": f"v{i}", "uri": f"a/{i}.mp4", "start_s": i, "label": "x"} for i in range(3)]
-    rows += [{"video_id": "out", "uri": "/etc/hostname"}, {"video_id": "link", "uri": "link.mp4"}]
-    for name in ("m.jsonl", "m.csv", "m.parquet"):
-        path = tmp_path / name
-        table = pa.Table.from_pylist(rows)
-        if name == "m.jsonl":
-            write_jsonl(path, rows)
-        elif name == "m.csv":
-            csv.write_csv(table, path)
-        else:
-            pq.write_table(table, path)
-        named = NamedVideos(name, tmp_path, Roots([], []))
-        with path.open("rb") as file:
-            (found,) = [named._plain(part) for part in read_parts(name, file, "")]
-        assert [row["policy"] is None for row in found.to_pylist()] == [True] * 3 + [False] * 2
-        assert found["start_s"].to_pylist() == [0.0, 1.0, 2.0, None, None]
 
 
 def test_secrets_leave_a_uri():

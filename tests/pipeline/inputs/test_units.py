@@ -54,11 +54,6 @@ def test_workers_outnumber_tars():
     assert len(found) >= 4 * 64 and max(stop - start for start, stop in found) <= len(videos) / (4 * 64) + 1
 
 
-def test_units_are_few():
-    assert len(cut(members([2**20] * 240), 2)) <= 40
-    assert len(cut(members([2**20] * 10_000), 2)) <= 10_000 / 256 + 60
-
-
 def test_a_video_larger_than_a_range_is_alone():
     found = cut(members([5, 2 * RANGE_BYTES, 5, 3 * RANGE_BYTES]), 1)
     assert (1, 2) in found and (3, 4) in found
@@ -72,19 +67,9 @@ def test_rows_of_a_row_group_stay_together_also_where_some_are_done():
     assert [stop - start for start, stop in cut(rows_of_a_table(*range(600)), 1, row_group=600)] == [256, 256, 88]
 
 
-def test_small_row_groups_share_a_unit():
-    found = cut(rows_of_a_table(*range(10_000)), 2, row_group=2)
-    assert len(found) < 100 and all(start % 2 == 0 for start, _ in found)
-
-
 def test_units_stay_large_while_other_containers_are_to_come():
     videos = members([2**20] * 1000)
     lengths = [stop - start for start, stop in cut(videos, 4, later_bytes=2**40)]
     assert lengths == [256, 256, 256, 232] or set(lengths[:-1]) == {255, 256}
     alone = cut(videos, 4)
     assert len(alone) > 3 * len(lengths) and alone == cut(videos, 4, later_bytes=0)
-
-
-def test_rows_of_unknown_size_are_shared_though_other_tables_are_to_come():
-    lengths = [stop - start for start, stop in cut(rows_of_a_table(*range(200)), 8, later_bytes=2**40)]
-    assert max(lengths) <= 200 / (4 * 8) + 1

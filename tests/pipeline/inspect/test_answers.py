@@ -1,18 +1,14 @@
-"""What is shown of answers, in the terminal and on a page; whatever a question or a model says is text there."""
-
-from html.parser import HTMLParser
+"""The reports of answers, and the lines and records of those that failed."""
 
 import pytest
 from rich.console import Console
 
 from pipeline.errors import NotAnswers, UsageError
-from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
+from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.inspect.answers import SHOWN, Answers, answers_report, question_report
-from pipeline.inspect.answers_page import MOST, answers_page, choices_of, write_answers_page
-from pipeline.inspect.failed import failed_lines, failed_questions
+from pipeline.inspect.report import failed_lines
 from pipeline.storage.stores import LocalStore
 
-HOSTILE = "</style><script>x()</script> {{ 7 * 7 }} <img src=x> & \"q\" 'a'"
 IDENTITY = {
     "cache": {"pruner": {"method": "gstep"}, "retention_ratio": 0.25},
     "model": {"type": "llava_onevision", "weights": "hub:x@1"},
@@ -57,12 +53,12 @@ def shown(report) -> str:
 
 
 def test_counts_failures_and_the_first_questions_are_shown(tmp_path):
-    rows = [row(f"q{n:02}", target="that") for n in range(SHOWN + 2)]
+    rows = [row(f"q{n:02}", target="[/b]") for n in range(SHOWN + 2)]
     said = shown(answers_report(Answers.open(stored(tmp_path, *rows, failed("b", target=None)))))
     assert f"{SHOWN + 2} answered, 1 failed" in said and "hub:x@1" in said and "gstep at 0.25" in said
     assert "failed: io" in said and "it cannot be read" in said and "--retry-failed" in said
     assert "q00" in said and f"q{SHOWN:02}" not in said and "... and 3 more" in said
-    assert next(line for line in said.splitlines() if "q00" in line).split("│")[2:] == [" this       ", " that   "]
+    assert next(line for line in said.splitlines() if "q00" in line).split("│")[2:] == [" this       ", " [/b]   "]
 
 
 def test_a_question_is_shown_whole_under_each_pruning(tmp_path):
@@ -72,8 +68,6 @@ def test_a_question_is_shown_whole_under_each_pruning(tmp_path):
     said = shown(question_report(answers))
     assert "a dog  (log-probability -2.000)" in said and "gstep@0.1" in said and "io: it cannot be read" in said
     assert "6 of 60" in said and "other" not in said
-    assert [record["pruning"] for record in answers.as_records()] == ["gstep@0.1", "uniform@0.1"]
-    assert list(answers.as_records()[0]) == ANSWER_SCHEMA.names
     assert "gstep@0.1" in shown(answers_report(Answers.open(store)))
 
 
@@ -88,7 +82,7 @@ def test_the_record_has_the_identity_and_the_counts(tmp_path):
 
 def test_what_failed_is_a_line_each_with_tabs_between(tmp_path):
     store = stored(tmp_path, row("a"), failed("b"), failed("line\nbreak", error_message="x"))
-    failures = failed_questions(Answers.open(store).rows)
+    failures = Answers.open(store).failed()
     assert failures[0] == {
         "question_id": "b", "pruning": None, "class": "io", "message": "it cannot be read", "attempts": 2
     }  # fmt: skip
@@ -103,60 +97,3 @@ def test_what_is_not_there_is_said(tmp_path):
         Answers.open(store, "b")
     with pytest.raises(NotAnswers, match=r"no answers\.json"):
         Answers.open(LocalStore(tmp_path))
-
-
-class Page(HTMLParser):
-    """The elements of a page and its texts, as a browser has them."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.texts: list[str] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def test_no_text_breaks_out_of_its_place(tmp_path):
-    everything = {"prompt": HOSTILE, "target": HOSTILE, "video_ids": [HOSTILE], "pruning": HOSTILE}
-    rows = [
-        row("1", **everything, answer=HOSTILE, choices=[HOSTILE, "b"], choice=0, choice_scores=[-0.1, -3.0]),
-        failed(f"2{HOSTILE}", **everything, error_message=HOSTILE),
-    ]
-    html = answers_page(Answers.open(stored(tmp_path, *rows)))
-    found = Page(html)
-    assert "script" not in found.tags and "img" not in found.tags
-    assert sum(HOSTILE in text for text in found.texts) >= 11
-    assert "default-src 'none'" in html and "http" not in html.replace("http-equiv", "")
-
-
-def test_the_page_has_failed_questions_first_and_says_what_it_leaves_out(tmp_path):
-    ids = [f"q{number:04}" for number in range(MOST)]
-    store = stored(tmp_path, *map(row, ids), failed("z"))
-    line = write_answers_page(Answers.open(store), tmp_path / "p.html")
-    assert f"{MOST} of {MOST + 1} answers, failed ones first" in line
-    html = (tmp_path / "p.html").read_text()
-    assert [text for text in Page(html).texts if text in {*ids, "z"}] == ["z", *ids[:-1]]
-    assert "1000 of 1,001, failed ones first" in html and 'id="failed"' in html
-
-
-def test_a_page_without_failures_has_nothing_to_choose(tmp_path):
-    assert 'type="radio"' not in answers_page(Answers.open(stored(tmp_path, row("a"))))
-
-
-def test_shares_of_choices_are_those_of_their_probabilities():
-    choices = ["a", "b", "c"]
-    scored = choices_of({"choices": choices, "choice": 1, "choice_scores": [-1000.0, -1000.0, None]})
-    assert [(c.letter, c.chosen, c.share) for c in scored] == [("A", False, 50.0), ("B", True, 50.0), ("C", False, 0.0)]
-    assert {c.share for c in choices_of({"choices": choices, "choice": None, "choice_scores": None})} == {None}
-    assert choices_of({"choices": None, "choice": None, "choice_scores": None}) == []
-
-
-def test_a_page_cannot_be_a_folder(tmp_path):
-    answers = Answers.open(stored(tmp_path, row("a")))
-    with pytest.raises(UsageError, match="is a folder"):
-        write_answers_page(answers, tmp_path)

@@ -7,9 +7,8 @@ from rich.console import Console
 
 from pipeline import TokenCache
 from pipeline.errors import RatioNotCached, UnknownVideo
-from pipeline.inspect.facts import flat
-from pipeline.inspect.report import cache_report, count, frames_of, source_facts, source_frames, video_report
-from pipeline.verify.removal import remove_videos
+from pipeline.inspect.report import cache_report, count, flat, frames_of, source_facts, source_frames, video_report
+from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.pages import FRAMES, VIDEO, build
 

@@ -1,7 +1,8 @@
-"""Watching a run from the cache alone: what is shown, and when it ends."""
+"""A run as the cache alone tells of it: how far it has come, what watching shows, and when that ends."""
 
 import io
 import threading
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +10,15 @@ from rich.console import Console
 
 from pipeline import TokenCache
 from pipeline.cache.header import fingerprint
+from pipeline.cache.ledger import Ledger
+from pipeline.errors import CorruptShard, VideoFault
 from pipeline.execution.claim import Claim
 from pipeline.execution.monitoring.load import Progress
 from pipeline.execution.run_record import RunFile
 from pipeline.inspect import watch as watching
-from pipeline.inspect.watch import looks, watch
+from pipeline.inspect.watch import latest_run, looks, watch
 from pipeline.storage.stores import store_at
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 from tests.waiting import wait_until
 
@@ -95,3 +98,66 @@ def test_the_rate_is_that_of_the_last_minute(tmp_path, monkeypatch):
             run, rate = next(seen)
             assert (run.n_done, rate) == (number + 1, pytest.approx(1 / 40))
         assert next(seen)[1] == 0  # nothing came since
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Run r2 has written two videos, one of them failed; r1 wrote another one before."""
+    store = write_header(tmp_path)
+    write_shard(store, "r1", encoded("a", random_tokens(0), 0.25, "gstep"))
+    good, bad = encoded("b", random_tokens(1), 0.25, "gstep"), encoded_failure("c", VideoFault("crash", "x"))
+    write_shard(store, "r2", good, bad)
+    RunFile(store, {"run_id": "r1", "host": "h", "pid": 1, "videos": 1}).save(status="finished", ended="x")
+    return store
+
+
+def record(**more) -> dict[str, object]:
+    return {"run_id": "r2", "host": "h", "pid": 7, "videos": 10, **more}
+
+
+def progress(store):
+    run = latest_run(store, Ledger(store).refresh())
+    assert run is not None and run.run_id == "r2"
+    return run
+
+
+def test_a_running_run_tells_its_rate_and_what_is_left(written):
+    started = (datetime.now(UTC) - timedelta(seconds=100)).isoformat()
+    RunFile(written, record()).save(status="running", started=started)
+    with Claim(written, "r2", print):
+        run = progress(written)
+    assert (run.status, run.n_done, run.n_failed, run.n_videos) == ("running", 2, 1, 10)
+    assert run.seconds == pytest.approx(100, abs=20)
+    assert "running for" in run.describe() and "2 of 10 videos, 1 failed, 0.02 videos/s" in run.describe()
+
+
+def test_a_run_that_holds_the_cache_no_more_is_gone(written):
+    RunFile(written, record()).save(status="running")
+    assert "ended without a final record: 2 of 10 videos" in progress(written).describe()
+
+
+def test_a_run_that_has_written_no_record_yet_is_starting(written):
+    RunFile(written, record()).save(status="running")
+    with Claim(written, "r3", print):
+        run = latest_run(written, Ledger(written).refresh())
+    assert run is not None and run.describe().startswith("r3 on ") and run.describe().endswith("is starting")
+
+
+def test_the_run_that_writes_is_told_of_whatever_the_names_of_others_are(written):
+    """Clocks of hosts differ: a run that ended before may have a later name."""
+    RunFile(written, record(run_id="r9")).save(status="running")
+    RunFile(written, record()).save(status="running")
+    with Claim(written, "r2", print):
+        assert "2 of 10 videos" in progress(written).describe()
+
+
+def test_a_failed_run_says_why(written):
+    with pytest.raises(RuntimeError), RunFile(written, record()):
+        raise RuntimeError("the disk is full")
+    assert "failed after 0 s: 2 of 10 videos, 1 failed: the disk is full" in progress(written).describe()
+
+
+def test_what_is_no_record_is_named(written):
+    written.put("runs/z.json", b"[]")
+    with pytest.raises(CorruptShard, match=r"runs/z\.json: it is no record"):
+        latest_run(written, Ledger(written).refresh())

@@ -14,7 +14,6 @@ from pipeline.errors import VideoFault
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import (
     DECODED,
-    ENCODED,
     WRITTEN,
     VideoFrames,
     decoded_bundle,
@@ -87,12 +86,6 @@ def test_frames_of_a_video_that_is_alone_are_wrapped_without_a_copy_and_come_bac
     assert video.frames.ctypes.data == FRAMES.ctypes.data and not video.frames.flags.writeable
 
 
-def test_frames_that_do_not_lie_in_a_row_are_laid_out():
-    turned = FRAMES[:, :, ::-1]
-    (video,) = decoded_videos(decoded_bundle([VideoFrames(record(), turned)]))
-    assert np.array_equal(video.frames.reshape(turned.shape), turned)
-
-
 def test_videos_that_share_a_bundle_are_one_row_whatever_became_of_them():
     """Ray Data cuts blocks between rows, and would make two of what one call gave."""
     failed = failed_video(record("bad"), VideoFault("corrupt", "torn"))
@@ -122,32 +115,6 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        kept(),
-        kept(levels=3),
-        kept(evidence={"token_key": 3, "token_attention": 1}),
-        kept(levels=2, evidence={"image_embedding": 7}, rank=FULL["rank"], merged=FULL["merged"]),
-        kept(1, 1, levels=1, evidence={"token_attention": 1}),
-    ],
-)
-def test_kept_tokens_come_back(tokens):
-    video = PrunedVideo(record(), tokens)
-    batch = encoded_bundle([video])
-    assert batch.schema.equals(ENCODED)
-    (again,) = encoded_videos(batch)
-    assert_same(again, video)
-
-
-def test_numbers_come_back_bit_for_bit_nan_included():
-    video = PrunedVideo(record(), kept(**FULL))
-    (again,) = encoded_videos(encoded_bundle([video]))
-    assert again.kept is not None and again.kept.density is not None
-    assert again.kept.density.tobytes() == FULL["density"].tobytes()
-    assert again.kept.merged.tolist() == [True, False] and again.kept.rank.tolist() == [0, 1]
-
-
 NAMES = ("tokens", "index", "rank", "merged", "density")
 FIVE = PrunedVideo(record(), kept(5, 8, **{name: np.resize(values, 5) for name, values in FULL.items()}))
 
@@ -156,12 +123,6 @@ def test_tokens_of_a_video_that_is_alone_are_wrapped_without_a_copy():
     batch = encoded_bundle([FIVE, PrunedVideo(record("bad"))])
     for name in NAMES:
         assert getattr(FIVE.kept, name).ctypes.data in buffers(batch[name]), name
-
-
-def test_tokens_are_views_into_the_bundle():
-    (again,) = encoded_videos(encoded_bundle([FIVE]))
-    for name in NAMES:
-        assert getattr(again.kept, name).ctypes.data == getattr(FIVE.kept, name).ctypes.data, name
 
 
 def test_videos_of_many_shapes_and_failures_share_a_bundle():

@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import av
 import pyarrow as pa
 import pytest
 
@@ -135,23 +134,3 @@ def test_positions_that_do_not_tell_the_times_of_frames_are_counted(model, times
     else:
         assert (uneven > 0, shared > 0) == expected
         assert not shared or abs(shared - done["n_frames"] / 2) < 1  # at 8 frames a second and 2 positions
-
-
-def test_a_limit_of_decode_warnings_goes_from_the_option_to_the_row(tmp_path):
-    path = write_clip(tmp_path / "a.mp4", count=60, codec="libx265")
-    data = bytearray(path.read_bytes())
-    with av.open(str(path)) as container:
-        place, size = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size][30]
-    data[place : place + size] = bytes(size)
-    path.write_bytes(data)
-    for limit, status in ((None, "ok"), (10_000, "ok"), (0, "failed")):
-        config = PruneConfig(videos=[str(path)], model="tiny", out=str(tmp_path / "c"), max_decode_warnings=limit)
-        decoder, row = VideoDecoder(request_of(config).decode_setup()), todo_row("a", str(path))
-        with decoder.open(row) as source:
-            record, _ = decoder.decode_one(row, source)
-        decoder.close()
-        assert record["status"] == status
-        if limit == 0:
-            assert record["error_class"] == "corrupt" and "--max-decode-warnings 0" in record["error_message"]
-        else:
-            assert record["decode_warnings"] > 0

@@ -237,24 +237,6 @@ def test_tokens_are_complete_before_another_stream_prunes_them_and_locks_are_fre
     assert len(pruned.index) == 98
 
 
-@pytest.mark.parametrize(("stage", "stream"), [("encode", "default"), ("prune", "prunes")])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("other"), ValueError("not finite")])
-def test_a_stream_is_waited_for_before_an_error_frees_what_it_reads(monkeypatch, stage, stream, error):
-    told: list[str] = []
-    encoder = on_fake_streams(monkeypatch, told)
-    visual, _ = encoder._encode(torch.from_numpy(FRAMES))
-
-    def fail(*given, **more):
-        raise error
-
-    owner = encoder.backbone if stage == "encode" else encoder._pruner
-    monkeypatch.setattr(owner, stage, fail)
-    with pytest.raises((type(error), VideoFault)):
-        encoder._encode(torch.from_numpy(FRAMES)) if stage == "encode" else encoder._prune(visual)
-    assert told[-1] == f"wait for {stream}"
-    assert not encoder._encoding.locked() and not encoder._pruning.locked()
-
-
 @needs_cuda
 def test_videos_that_are_pruned_beside_others_keep_their_tokens_on_a_gpu():
     """Were memory handed to the next video before pruning has read it, the kept tokens would be others."""
@@ -278,14 +260,6 @@ def sharing(n_frames: int, model: str = "tiny") -> Encoder:
 
 def in_order(batches):
     return [(video.record, video.kept) for batch in batches for video in encoded_videos(batch)]
-
-
-def test_videos_share_passes_as_far_as_their_frames_fit_and_failed_ones_none(encoder):
-    failed = VideoFrames(failed_video(source_record("x", (2, 1, 1)), VideoFault("corrupt", "torn")))
-    videos = decoded_videos(bundle_of(*"abcde"))
-    for process, groups in ((sharing(6), ["abc", "x", "de"]), (sharing(3), [*"abcxde"]), (encoder, [*"abcxde"])):
-        found = process.encoder.passes([*videos[:3], failed, *videos[3:]])
-        assert ["".join(video.record["video_id"] for video in together) for together in found] == groups
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-qwen3-vl"])

@@ -6,23 +6,21 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rich.console import Console
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES, POOLING_HEAD, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
-from pipeline.cache.header import header_bytes
 from pipeline.cache.live_rows import VideoRows
 from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import UsageError, VideoFault
-from pipeline.inspect.report import cache_report, count
 from pipeline.prune.batches import encoded_bundle, encoded_videos
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.request import evidence_sources
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
-from pipeline.verify.tokens import check_token_shard
+from pipeline.verify.checks import check_token_shard
 from tests.pipeline.cache.test_reader import CountingStore
 from tests.pipeline.caches import encoded, make_cache, random_tokens, source_record, write_shard
 from tests.pipeline.evidence import WIDTH, evidence_cache, random_evidence
@@ -112,19 +110,6 @@ def test_an_object_store_is_asked_for_nothing_else_either():
         assert torch.equal(video.evidence["image_embedding"], expected[video.index])
 
 
-def test_the_checksum_covers_it_and_caches_without_any_stay_as_they_were(tmp_path):
-    videos = {"v": random_tokens(0, SHAPE)}
-    evidence_cache(tmp_path / "with", videos)
-    make_cache(tmp_path / "without", videos)
-    with_it, without = TokenCache(tmp_path / "with"), TokenCache(tmp_path / "without")
-    assert with_it.metadata("v")["checksum"] != without.metadata("v")["checksum"]
-    assert with_it.metadata("v").keys() == without.metadata("v").keys()
-    assert without.evidence == {} and torch.equal(with_it.get("v").tokens, without.get("v").tokens)
-    video = with_it.get("v", evidence=["image_embedding"], verify=True)
-    assert torch.equal(video.tokens, without.get("v", verify=True).tokens)
-    assert list(video.evidence) == ["image_embedding"]
-
-
 def test_what_is_not_there_is_said(tmp_path):
     evidence_cache(tmp_path / "c", {"v": random_tokens(0, SHAPE)})
     make_cache(tmp_path / "plain", {"v": random_tokens(0)})
@@ -136,19 +121,6 @@ def test_what_is_not_there_is_said(tmp_path):
     write_shard(store, "other", encoded("w", random_tokens(0, SHAPE), 0.25, "gstep"))
     with pytest.raises(CorruptShard, match="has no column image_embedding"):
         TokenCache(tmp_path / "c").get("w", evidence=["image_embedding"])
-
-
-def test_an_inspection_says_what_there_is(tmp_path, capsys):
-    evidence_cache(tmp_path, {"v": random_tokens(0, SHAPE)})
-    store = LocalStore(tmp_path)
-    header = json.loads(store.read(HEADER))
-    header["identity"] |= {"dtype": {"stored": "bfloat16"}, "sampling": {}}
-    header["identity"]["model"]["type"], header["identity"]["pruner"]["params"] = "llava_onevision", {}
-    store.put(HEADER, header_bytes(header))
-    cache = TokenCache(tmp_path)
-    Console(width=200).print(cache_report(cache, count(cache)))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "evidence token_attention from the encoder's last layer; image_embedding from SigLIP's" in said
 
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.uint8)
@@ -172,7 +144,7 @@ def test_what_the_encoder_gives_is_stored_at_the_kept_places(source, tmp_path, m
     assert more == 2 * round(ratio * 2 * 196) * (64 + 32 + 1)  # numbers of a token's evidence
     store = LocalStore(tmp_path)
     identity = {"retention_ratio": ratio, "evidence": asked}
-    store.put(HEADER, json.dumps({"schema_version": 1, "identity": identity}).encode())
+    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
     write_shard(store, "run", VideoEncoder(setup).encode_one(*decoded()))
     visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, asked)
     video = TokenCache(tmp_path).get("v", evidence=tuple(asked))
@@ -263,7 +235,7 @@ def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(so
     assert more == 2 * 2 * (196 * (1 + 1 + 32) + 64)  # two attentions and a key a token, a feature a frame
     store = LocalStore(tmp_path)
     identity = {"pruner": {"method": "none"}, "retention_ratio": 1.0, "evidence": asked}
-    store.put(HEADER, json.dumps({"schema_version": 2, "identity": identity}).encode())
+    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
     video = VideoEncoder(setup).encode_one(*decoded())
     assert video.kept is not None
     commit = write_shard(store, "run", *encoded_videos(encoded_bundle([video])))  # as it crosses the object store
@@ -282,15 +254,6 @@ def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(so
     assert not check_token_shard(store, row["token_shard"], [(commit, row)], read_header(store)).problems
 
 
-def test_the_feature_of_a_frame_stands_beside_its_first_token_alone(source, tmp_path):
-    asked = {"frame_feature_pooling_head": POOLING_HEAD}
-    store = LocalStore(tmp_path)
-    write_shard_of(store, VideoEncoder(EncodeSetup(source, "none", 1.0, device="cpu", evidence=asked)), asked)
-    (name,) = store.names("tokens", ".parquet")
-    column = pq.read_table(tmp_path / name, columns=["frame_feature_pooling_head"]).column(0)
-    assert np.flatnonzero(column.is_valid().to_numpy()).tolist() == [0, 196]
-
-
 def test_methods_see_evidence_as_it_is_stored(source):
     """Rounded before they choose, so that a cache of all tokens serves the very same selection later."""
     setup = EncodeSetup(source, "visionzip", 0.25, device="cpu")
@@ -301,9 +264,3 @@ def test_methods_see_evidence_as_it_is_stored(source):
     expected = gstep.prune(exact.tokens.bfloat16(), 0.25, "visionzip", evidence=rounded)
     kept = VideoEncoder(setup).encode_one(*decoded()).kept
     assert kept is not None and kept.index.tolist() == expected.index[expected.selection_order()].tolist()
-
-
-def write_shard_of(store, encoder, asked):
-    identity = {"pruner": {"method": "none"}, "retention_ratio": 1.0, "evidence": asked}
-    store.put(HEADER, json.dumps({"schema_version": 2, "identity": identity}).encode())
-    write_shard(store, "run", encoder.encode_one(*decoded()))

@@ -1,19 +1,13 @@
 """The dry run: what a run would do, told without starting or writing anything."""
 
 import io
-import json
-import os
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from pipeline.errors import CacheLocked, UsageError
-from pipeline.execution.claim import Claim
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import Forecast, forecast, render_forecast
-from pipeline.prune.resume import Tally
-from pipeline.storage.stores import LocalStore
 from tests.pipeline.inputs.test_manifest import write_jsonl
 
 
@@ -40,24 +34,6 @@ def shown(plan: Forecast) -> str:
     return " ".join(text.getvalue().split())
 
 
-def test_a_forecast_counts_and_writes_nothing(folder):
-    plan = told(folder)
-    assert (plan.tally, plan.n_todo, plan.doomed) == (Tally(new=3), 3, {})
-    assert plan.first_ids == ["a.mp4", "b.mp4", "c.mp4"] and plan.out == str(folder / "c")
-    n_frames, per_frame = plan.grid
-    assert n_frames == 4 and plan.one_size and plan.kept == round(0.25 * n_frames * per_frame)
-    assert plan.video_bytes == plan.kept * 64 * 2
-    assert not (folder / "c").exists()
-
-
-def test_a_limit_leaves_the_rest_waiting(folder):
-    plan = told(folder, limit=1)
-    assert (plan.n_todo, plan.first_ids) == (1, ["a.mp4"])
-    said = shown(plan)
-    assert "dry run: nothing was started or written" in said
-    assert "1 to do, 2 more wait (--limit), 0 done" in said and f"{plan.video_bytes:,} in all" in said
-
-
 def test_videos_that_are_known_to_fail_are_told_and_take_no_bytes(folder):
     (folder / "outside.mp4").write_bytes(b"x")
     (folder / "videos" / "link.mp4").symlink_to(folder / "outside.mp4")
@@ -82,34 +58,3 @@ def test_videos_that_are_known_to_fail_are_told_and_take_no_bytes(folder):
         "4 of the 8 have a clip that starts before 0 or ends before it starts (unsupported), e.g. back: from 4 s to",
     ):
         assert line in said, said
-
-
-def test_a_forecast_is_json_able(folder):
-    record = json.loads(json.dumps(told(folder, limit=1).as_record()))
-    assert record["tally"] == {"new": 3, "retried": 0, "redone": 0, "done": 0, "failed": 0}
-    assert (record["n_todo"], record["first_ids"], record["identity"]["retention_ratio"]) == (1, ["a.mp4"], 0.25)
-
-
-def test_the_identity_is_shown_leaf_by_leaf(folder):
-    said = shown(told(folder, pruner_param=["alpha=0.25"]))
-    assert "pruner.method gstep" in said and "pruner.params.alpha 0.25" in said and "dtype.compute float32" in said
-
-
-def test_what_a_run_would_refuse_is_refused(folder):
-    (folder / "c").mkdir()
-    with Claim(LocalStore(folder / "c"), "r9", print), pytest.raises(CacheLocked, match="r9"):
-        told(folder)
-    (folder / "file").write_text("x")
-    (folder / "videos" / "link.mp4").symlink_to(folder / "file")
-    with pytest.raises(UsageError, match=rf"1 of 4 videos may not be read(.|\n)*--video-root {folder}"):
-        told(folder)
-    (folder / "videos" / "link.mp4").unlink()
-    with pytest.raises(UsageError, match=rf"{folder}/file/c: nothing can be written here: .*file is no folder"):
-        told(folder, out=str(folder / "file" / "c"))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="who may do anything is refused nothing")
-def test_a_folder_that_takes_nothing_is_refused(folder):
-    (folder / "closed").mkdir(mode=0o555)
-    with pytest.raises(UsageError, match="is not writable"):
-        told(folder, out=str(folder / "closed" / "c"))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pyarrow as pa
 import pytest
@@ -17,60 +18,28 @@ from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import (
     BUNDLE_BYTES,
-    FRAME_RECORD_BYTES,
     PRUNING,
-    RECORD_BYTES,
-    RECORDS_BYTES,
     Resources,
     build_graph,
     plan_resources,
-    videos_for,
 )
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.pipeline.rays import ray_here, rows_of
 
 
-@pytest.mark.parametrize("cpus", [1, 2, 3, 4, 8, 64, 256])
-@pytest.mark.parametrize("gpus", [0, 1, 8])
-@pytest.mark.parametrize("n_videos", [1, 5, 160, 100_000])
-def test_one_of_each_stage_always_fits(cpus, gpus, n_videos):
-    plan = plan_resources(cpus, gpus, n_videos)
-    assert plan.decode.workers >= 1
-    assert plan.encode.workers >= 1
-    assert plan.decode.num_cpus + plan.encode.num_cpus + plan.write.num_cpus <= cpus
-    assert plan.encode.num_gpus == (1 if gpus else 0)
-    assert plan.encode.workers <= max(gpus, cpus // 4, 1)
-    assert plan.videos_per_block >= 1
-    assert 1 <= plan.videos_per_shard <= 16
-
-
-@pytest.mark.parametrize("cpus", [1, 2, 3, 4, 8, 64])
-@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 @pytest.mark.parametrize("asked", [{}, {"encode_workers": 4}, {"decode_workers": 99}])
-def test_all_workers_and_a_writer_fit_at_once(cpus, gpus, asked):
-    plan = plan_resources(cpus, gpus, 1000, **asked)
-    used = plan.decode.num_cpus * plan.decode.workers + plan.encode.num_cpus * plan.encode.workers
-    assert used + plan.write.num_cpus <= cpus
-    assert plan.encode.workers * plan.encode.num_gpus <= gpus
+def test_all_workers_and_a_writer_fit_at_once(asked):
+    for cpus, gpus, n_videos in product([1, 2, 3, 4, 8, 64, 256], [0, 1, 2, 8], [1, 5, 1000, 100_000]):
+        plan = plan_resources(cpus, gpus, n_videos, **asked)
+        used = plan.decode.num_cpus * plan.decode.workers + plan.encode.num_cpus * plan.encode.workers
+        assert used + plan.write.num_cpus <= cpus
+        assert plan.decode.workers >= 1 and plan.encode.workers >= 1 and plan.encode.num_gpus == min(gpus, 1)
+        assert plan.encode.workers * plan.encode.num_gpus <= gpus and plan.videos_per_block >= 1
 
 
-def test_a_cluster_is_used_whole():
-    assert (plan_resources(64, 8, 1000).encode.workers, plan_resources(64, 8, 1000).decode.workers) == (8, 64)
-    assert (plan_resources(64, 0, 1000).encode.workers, plan_resources(64, 0, 1000).decode.workers) == (16, 64)
-
-
-@pytest.mark.parametrize("gpus", [0, 1, 8])
-@pytest.mark.parametrize("cpus", [1, 2, 8, 96])
-def test_every_core_decodes_and_an_encoder_reserves_none(cpus, gpus):
-    plan = plan_resources(cpus, gpus, 1000)
-    assert plan.decode.workers == plan.cpus == cpus
-    assert (plan.encode.num_cpus, plan.encode.num_gpus) == (0, min(gpus, 1))
-
-
-@pytest.mark.parametrize("cpus", [1, 4, 96])
-@pytest.mark.parametrize("gpus", [1, 3, 8])
 @pytest.mark.parametrize("asked", [{}, {"decode_workers": 7}, {"encode_workers": 1}])
+@pytest.mark.parametrize(("cpus", "gpus"), [(1, 1), (4, 3), (96, 8)])
 def test_decoders_on_gpus_share_each_with_its_encoder(cpus, gpus, asked):
     plan = plan_resources(cpus, gpus, 1000, decode_on_gpus=True, **asked)
     a_gpu = math.ceil(plan.decode.workers / gpus)
@@ -80,7 +49,7 @@ def test_decoders_on_gpus_share_each_with_its_encoder(cpus, gpus, asked):
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])
-@pytest.mark.parametrize("per_gpu", [1, 2, 3, 7])
+@pytest.mark.parametrize("per_gpu", [1, 3, 7])
 def test_encoders_that_share_a_gpu_take_equal_parts_of_it(per_gpu, on_gpus):
     plan = plan_resources(64, 4, 1000, encoders_per_gpu=per_gpu, decode_on_gpus=on_gpus)
     whole = 0.8 if on_gpus else 1
@@ -102,26 +71,6 @@ def test_small_files_get_no_more_decoders_than_are_worth_their_start():
     assert [decoders(n * 2**20) for n in (0, 1, 4, 5, 17, 10**6)] == [1, 1, 1, 2, 5, 8]
     assert decoders(math.inf) == 8
     assert decoders(0, decode_workers=6) == 6
-
-
-def test_what_may_wait_does_not_grow_with_the_corpus():
-    small, large = plan_resources(64, 8, 10**4), plan_resources(64, 8, 10**7)
-    assert small.store_bytes(10**7, 10**7) == large.store_bytes(10**7, 10**7)
-
-
-def test_writers_are_as_many_as_the_encoders_rate_needs():
-    """A video's 11.2 MB take a writer 0.1 s beside busy decoders, an encoder on a GPU gives 20 videos a second."""
-    for gpus in (1, 2, 8, 1000):
-        plan = plan_resources(16 * gpus, gpus, 10**6)
-        assert 20 * 0.1 * plan.encode.workers <= plan.write.workers <= 3 * plan.encode.workers
-        assert plan.write.num_cpus == 0
-    assert plan_resources(16, 8, 3).write.workers == 3  # no more than there are videos
-    assert [plan_resources(cpus, 0, 10**6).write.workers for cpus in (1, 4, 16, 20, 256)] == [1, 1, 1, 2, 16]
-
-
-def test_every_writer_may_hold_a_shard_and_wait_for_the_next():
-    plan = plan_resources(4, 1, 1000)
-    assert plan.store_bytes(0, 10**7) >= (2 * plan.write.workers + 2) * plan.videos_per_shard * 10**7
 
 
 def test_shards_shrink_to_what_the_object_stores_hold():
@@ -150,23 +99,6 @@ def test_videos_share_a_bundle_and_a_very_large_one_is_alone():
     )
 
 
-@pytest.mark.parametrize("store_bytes", [2 * 10**8, 10**9, 10**10])
-def test_bundles_are_so_small_that_half_of_the_object_stores_holds_those_at_once(store_bytes):
-    plan = fitted(10**5, 32, store_bytes, cpus=2, gpus=0)
-    assert plan.videos_per_bundle == 1 or plan.store_bytes(32 * FRAME, 0) <= store_bytes / 2
-    assert fitted(10**5, 32, 10**10, cpus=2, gpus=0).videos_per_bundle == 4
-
-
-def test_encoders_have_enough_under_way_and_no_more_than_the_object_stores_hold():
-    for frames in (1, 2, 8, 32):
-        plan = fitted(10**5, frames)
-        assert plan.videos_per_bundle * plan.encode.in_flight >= 16
-    small = fitted(10**5, 32, store_bytes=8 * 20 * 32 * FRAME)
-    assert small.encode.in_flight * small.encode.workers * 32 * FRAME <= 8 * 20 * 32 * FRAME / 4
-    assert fitted(10**5, 768, store_bytes=10**9).encode.in_flight == 4  # what is computed and what comes next
-    assert fitted(8 * 64, 32).encode.in_flight == 8  # an eighth of its share of a short run
-
-
 def files(n_videos: int) -> pa.Table:
     """Rows of so many files, of which only the number matters."""
     return pa.table({"source_offset": pa.nulls(n_videos, pa.int64())})
@@ -183,19 +115,6 @@ def test_blocks_of_the_manifest_are_whole_bundles_and_the_last_ones_a_bundle_eac
     waiting = plan.decode.workers * plan.decode.in_flight
     assert all(size <= plan.videos_per_bundle for size in sizes[-waiting:])
     assert len(blocks) <= MAX_BLOCKS + waiting * plan.videos_per_block
-
-
-def test_shards_are_sized_by_what_videos_take():
-    assert videos_for(256 * 10**6, 11_239_424, 32) == 22  # LLaVA-OneVision-7B: 32 x 49 tokens of 3584 values
-    assert videos_for(256 * 10**6, 10**9, 768) == 1
-    assert videos_for(10**12, 1, 32) * (RECORD_BYTES + 32 * FRAME_RECORD_BYTES) <= RECORDS_BYTES
-    for n_videos in (1, 100, 10**4):
-        shard = plan_resources(64, 8, n_videos, videos_per_shard=1365).videos_per_shard
-        assert shard == max(1, min(1365, n_videos // 32))  # every one of 8 writers gets four
-
-
-def test_every_gpu_is_used_where_there_are_fewer_cpus():
-    assert [plan_resources(cpus, 8, 1000).encode.workers for cpus in (1, 4, 8, 64)] == [8, 8, 8, 8]
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +144,7 @@ def lazy_graph(plan: Resources, out: str) -> RunGraph:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cpus", "gpus"), [(1, 0), (2, 0), (64, 0), (64, 8)])
+@pytest.mark.parametrize(("cpus", "gpus"), [(1, 0), (64, 8)])
 def test_ray_does_not_fuse_the_stages(local_ray, tmp_path, cpus, gpus):
     names = operators(lazy_graph(plan_resources(cpus, gpus, 8), str(tmp_path)).dataset)
     assert names == ["Input", "MapBatches(Decoder)", "MapBatches(Encoder)"]
@@ -245,12 +164,6 @@ def test_every_task_is_tried_again_finitely(local_ray, tmp_path, gpus):
         (operator,) = operator.input_dependencies
     actors = {"max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES}
     assert limits == [actors] * 2
-
-
-@pytest.mark.slow
-def test_the_check_for_fusion_would_see_it(local_ray):
-    fused = ray.data.range(8).map_batches(lambda b: b, num_cpus=1).map_batches(lambda b: b, num_cpus=1)
-    assert any("->" in name for name in operators(fused))
 
 
 @pytest.mark.slow

@@ -79,9 +79,3 @@ def test_a_gpu_that_is_not_there_is_an_error_with_nothing_left_to_do_too(clips, 
 def test_what_cannot_be_done_is_refused_and_nothing_is_started(clips, videos, options, error, said):
     with pytest.raises(error, match=said):
         pipeline.prune_videos(videos, out="c", progress=False, **options)
-
-
-def test_public_names_are_there_and_say_what_they_are():
-    for name in pipeline.__all__:
-        assert getattr(pipeline, name).__doc__, name
-    assert set(pipeline.__all__) <= set(dir(pipeline))

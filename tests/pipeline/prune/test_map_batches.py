@@ -7,8 +7,6 @@ import pytest
 import torch
 
 import pipeline
-from pipeline.errors import ManifestError, UsageError
-from pipeline.execution.token_source import as_row
 from tests.pipeline.videos import sample
 
 CLIP = str(sample("bikes.mp4"))
@@ -45,22 +43,3 @@ def test_a_good_video_is_a_row_of_tokens_and_a_bad_one_says_why(model, tmp_path)
     assert (good["status"], good["error_class"]) == ("ok", None)
     assert (bad["status"], bad["error_class"], bad["tokens"]) == ("failed", "unsupported", None)
     assert web["error_class"] == "policy" and json.loads(bad["metadata"])["manifest"] == {"topic": "none"}
-
-
-def test_its_columns_are_those_of_the_dataset_of_a_cache():
-    rows = encoded(pipeline.prune_stages(model="tiny", **OPTIONS), [{"video_id": "a", "uri": CLIP}])
-    video = pipeline.encode_video(CLIP, model="tiny", **OPTIONS)
-    held = pipeline.CachedVideo(
-        "a", video.pruned.tokens, *(video.pruned.index,) * 3, merged=None, density=None, metadata={}
-    )
-    assert {field.name: field.type for field in as_row(held).schema}.items() <= {
-        field.name: field.type for field in rows.schema
-    }.items() | {("merged", pa.list_(pa.bool_())), ("density", pa.list_(pa.float32()))}
-
-
-def test_what_is_no_row_of_a_video_or_no_option_of_one_is_refused():
-    stages = pipeline.prune_stages(model="tiny", decode_timeout=60, **OPTIONS)
-    with pytest.raises(ManifestError, match="videos, row 0: no uri"):
-        pipeline.DecodeVideos(stages)(pa.table({"video_id": ["a"]}))
-    with pytest.raises(UsageError, match=r"prune_stages\(\) takes no out"):
-        pipeline.prune_stages(out="c")

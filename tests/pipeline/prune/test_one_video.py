@@ -11,7 +11,7 @@ import torch
 import pipeline
 from gstep.backbones import ModelSource
 from pipeline.errors import UsageError, VideoFault
-from tests.jobs.jobs import forbid_models, forbid_ray
+from tests.jobs.jobs import forbid_ray
 from tests.paths import ROOT
 from tests.pipeline.encoding import encode_clip
 from tests.pipeline.videos import sample
@@ -59,15 +59,6 @@ def test_a_picture_is_bright_where_tokens_were_kept_and_dark_elsewhere():
     fewer = video.kept(0.1)
     assert fewer.sum() == 5 * 196 // 10 and (video.kept() | ~fewer).all()
     assert video.picture(0.1, columns=3).sum() < picture.sum()
-
-
-def test_an_encoder_loads_its_model_once_and_takes_a_path_of_any_kind(monkeypatch):
-    encoder = pipeline.LocalEncoder(model="tiny", pruner="topk", **OPTIONS)
-    forbid_models(monkeypatch)
-    monkeypatch.chdir(CLIP.parent)
-    first, again = encoder(CLIP), encoder("bikes.mp4")
-    assert first.pruned == again.pruned and first.record["uri"] == again.record["uri"] == str(CLIP)
-    assert encoder(CLIP, end_s=2.0).timestamps[-1] < 2.0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jobs import prune
 from pipeline.errors import UsageError
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar import Tar
-from pipeline.plan.render import cluster_text, rows_of
+from pipeline.plan.render import rows_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import plan_run
 from tests.gstep.language.test_weights import LLMS
@@ -49,18 +49,20 @@ def test_a_plan_decodes_videos_and_touches_nothing(folder):
     before = sorted(folder.rglob("*"))
     plan = planned(folder)
     assert sorted(folder.rglob("*")) == before and not ray.is_initialized()
-    assert plan.videos == 3 and plan.failed_share.high == 0
+    assert plan.videos == 3 and plan.failed_share == 0
     assert 0 < plan.decode_core_s.low <= plan.decode_core_s.high < 30
     files = sum(path.stat().st_size for path in (folder / "videos").iterdir())
     assert plan.input_bytes.expected == pytest.approx(files) and plan.video_s.expected > 0
     assert plan.output_bytes.expected == 3 * round(0.25 * 4 * 196) * (64 * 2 + 12)
-    assert set(plan.tiers) == {"0.1", "0.15", "0.2"}
+    assert "3 of 3 videos were decoded" in plan.notes[0] and "3 of them were encoded here" in plan.notes
+    assert 0 < plan.encode_core_s.low < plan.encode_core_s.high < 30
 
 
 def test_some_of_the_videos_are_probed_and_the_rest_is_inferred(folder):
     plan = planned(folder, probe=2)
-    assert plan.videos == 3 and plan.failed_share.high > 0 and "2 of 3 videos were decoded" in plan.notes[0]
-    assert "no video was looked at" in planned(folder, probe=0).notes[0]
+    assert plan.videos == 3 and "2 of 3 videos were decoded" in plan.notes[0]
+    elsewhere = planned(folder, probe=2, gpus=8, gpu_type="A100", device="auto")
+    assert elsewhere.gpu_s.expected > 0 and any("of the GPU's peak" in note for note in elsewhere.notes)
 
 
 def test_a_limit_opens_the_tars_that_its_videos_lie_in_and_keeps_no_index(folder, monkeypatch):
@@ -87,11 +89,11 @@ def test_a_limit_opens_the_tars_that_its_videos_lie_in_and_keeps_no_index(folder
 
 def test_unreadable_videos_are_a_rate(folder):
     (folder / "videos" / "d.mp4").write_bytes(b"no video")
-    assert planned(folder).failed_share.expected == 0.25
+    assert planned(folder).failed_share == 0.25
     for name in "abc":
         (folder / "videos" / f"{name}.mp4").unlink()
-    plan = planned(folder)
-    assert plan.failed_share.expected == 1 and plan.output_bytes.high == 0 and "none of the probed" in plan.notes[0]
+    with pytest.raises(UsageError, match=r"none of the 1 probed videos can be read, e\.g\. d\.mp4: "):
+        planned(folder)
 
 
 def test_one_size_only_is_said(folder):
@@ -118,11 +120,6 @@ def test_a_model_needs_no_weights_for_that(tmp_path):
     plan = plan_run(config, Console(quiet=True))
     assert plan.gpu_s.expected > 1e6 * 21.33e12 / 989e12
     assert plan.cluster.cores == 8 * 24  # what usually stands beside them
-    shared = plan_run(replace(config, encoders_per_gpu=3), Console(quiet=True))
-    # Three encoders have three towers in the GPU's memory, and divide its time.
-    assert shared.peak_gpu_bytes == plan.peak_gpu_bytes.scaled(3) and shared.gpu_s == plan.gpu_s
-    assert (shared.stage_s, shared.wall_s) == (plan.stage_s, plan.wall_s)
-    assert cluster_text(shared) == "8 x H100 with 3 encoders each, 192 vCPUs"
 
 
 @pytest.mark.parametrize(("model", "patches"), [("tiny", 1), ("tiny-qwen2-5-vl", 2), ("tiny-qwen3-vl", 2)])
@@ -141,7 +138,7 @@ def test_short_videos_are_planned_with_the_least_frames_of_the_family(model, pat
     [
         ({"gpus": 8}, "--gpus goes with --plan"),
         ({"gpus": 0}, "--gpus goes with --plan"),
-        ({"simulate": True}, "--simulate goes with --plan"),
+        ({"gpu_hour": 1.0}, "--gpu-hour goes with --plan"),
         ({"corpus_videos": 2, "seconds": 1}, "--videos goes with --plan"),
         ({"plan": True, "dry_run": True}, "give one of them"),
         ({"plan": True, "corpus_videos": 0, "seconds": 1}, "whole number, at least 1"),
@@ -153,10 +150,8 @@ def test_short_videos_are_planned_with_the_least_frames_of_the_family(model, pat
         ({"plan": True, "gpu_type": "A200"}, "--gpu-type must be one of A100"),
         ({"plan": True, "gpu_type": "A100", "gpus": 0}, "do not go together"),
         ({"plan": True, "gpu_hour": -1.0}, "--gpu-hour must be a positive number"),
-        ({"gpu_hour": float("nan")}, "--gpu-hour must be a positive number"),
-        ({"max_cost": 5.0}, "--max-cost needs a price"),
+        ({"plan": True, "probe": 0}, "--probe must be a positive number"),
         ({"max_hours": 0.0}, "--max-hours must be a positive number"),
-        ({"probe": -1}, "--probe must be at least 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, says):
@@ -181,7 +176,7 @@ def test_the_table_of_the_page_is_what_plans_of_the_published_models_print(tmp_p
     )
     shown = dict(rows_of(plan))
     (row,) = re.findall(rf"^\| {model} \| 8 \| (.*) \|$", (ROOT / "pipeline/plan/README.md").read_text(), re.MULTILINE)
-    wall, bottleneck, gpu_hours, output, _, pays = row.split(" | ")
+    wall, bottleneck, gpu_hours, output, cost = row.split(" | ")
     assert (shown["wall time"], shown["output"]) == (wall, output)
-    assert shown["bottleneck"].startswith(bottleneck) and shown["pays from"].startswith(pays)
+    assert shown["bottleneck"].startswith(bottleneck) and shown["cost, per 1000 videos"] == cost
     assert shown["encode"].replace(" h", "").startswith(gpu_hours)

@@ -17,7 +17,7 @@ from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import PrunedVideo
-from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.errors import IdentityMismatch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import prepare, sampling_of
 from pipeline.storage.stores import LocalStore
@@ -59,14 +59,6 @@ def test_a_cache_of_the_older_rule_of_fps_is_refused_with_the_remedy(request_for
     assert "Use the cache's settings" not in str(told.value)
 
 
-def test_caches_of_a_number_of_frames_say_what_they_said(request_for):
-    """Their identity has no word of the rule of time, so that new videos go beside older ones."""
-    assert request_for(num_frames=8).identity("float32")["sampling"] == {"num_frames": 8}
-    assert request_for(fps=1.0).identity("float32")["sampling"] == {"fps": 1.0, "max_frames": 32, "time_rule": 2}
-    qwen = request_for(fps=1.0, model="tiny-qwen2-5-vl").identity("float32")["sampling"]
-    assert qwen == {"fps": 1.0, "max_frames": 768, "min_frames": 4, "min_rule": "stepped", "time_rule": 2}
-
-
 def test_a_run_says_which_cached_clips_would_have_other_frames_now(request_for, tmp_path, monkeypatch, capsys):
     """The end lies half a millisecond behind the last frame, which an older version took."""
     video = tmp_path / "videos" / "bikes.mp4"
@@ -104,25 +96,6 @@ def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request
         request_for(**{**asked, "siglip": str(folder)})
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"evidence": ["image_embedding"]}, "--evidence image_embedding: .*since one of llava_onevision .*--siglip"),
-        ({"siglip": "tiny"}, "this --pruner none does not, and no --evidence does"),
-        ({"pruner": "gstep", "evidence": ["token_key"], "siglip": "tiny"}, "no --evidence does"),
-        (
-            {"pruner": "fastvid", "siglip": "tiny", "pruner_param": ["variant=qwen"]},
-            "--pruner fastvid with variant=qwen: the encoder of llava_onevision does not give token_attention",
-        ),
-        ({"model": "tiny-qwen3-vl", "evidence": ["image_embedding"], "siglip": "tiny"}, "none is needed there"),
-        ({"model": "tiny-qwen3-vl", "evidence": ["token_attention"], "siglip": "tiny"}, "no --evidence does"),
-    ],
-)
-def test_a_request_says_which_flag_is_wrong(request_for, options, why):
-    with pytest.raises(UsageError, match=why):
-        request_for(**options)
-
-
 ABLATIONS = [
     *(("gstep", f"smoothing={kernel}") for kernel in ("raw", "box", "gaussian")),
     *(("gstep", f"fusion={factors}") for factors in ("temporal", "spatial", "full")),
@@ -148,9 +121,3 @@ def test_the_limit_of_frames_is_the_model_familys():
     assert defaults == {"llava_onevision": 32, "qwen2_5_vl": 768, "qwen3_vl": 768}
     assert sampling_of(PruneConfig(fps=2.0), 768) == Sampling(None, fps=2.0, max_frames=768)
     assert sampling_of(PruneConfig(), 768) == Sampling(32)
-
-
-def test_an_encoder_knows_the_shape_of_most_videos(request_for):
-    """A GPU compiles for it before the first one comes."""
-    assert request_for(num_frames=8).encode_setup("cpu", "float32").shape == (8, 384, 384)
-    assert request_for(fps=1.0, max_frames=6).encode_setup("cpu", "float32").shape == (6, 384, 384)

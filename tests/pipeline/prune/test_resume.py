@@ -12,7 +12,7 @@ from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import Tally, recut_clips, recut_line, remaining, retry_candidates, unfinished, within_limit
+from pipeline.prune.resume import Tally, recut_clips, recut_line, remaining, retry_candidates, unfinished
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
@@ -83,12 +83,6 @@ def test_a_changed_file_is_refused_skipped_or_redone(folder, live):
     assert left(folder, live, on_changed="redo") == {"a.mp4": 2, "c.mp4": 1}
 
 
-def test_a_changed_clip_is_noticed(folder, live):
-    (folder / "m.csv").write_text("video_id,uri,start_s\na.mp4,a.mp4,1.5\n")
-    with pytest.raises(SourceChanged, match=r"start_s was None, is 1\.5"):
-        remaining(read_manifest(str(folder / "m.csv")), live, PruneConfig())
-
-
 @pytest.mark.parametrize(
     ("clip", "first", "recut"),
     [
@@ -114,12 +108,6 @@ def test_a_clip_of_an_older_version_that_would_have_other_frames_is_named(tmp_pa
     write_shard(store, "later", newer)
     assert recut_clips(manifest, Ledger(store).refresh()) == []
     assert "1 cached clips would have other frames now (a)" in recut_line(["a"])
-
-
-def test_a_cached_video_outlives_its_file(folder, live):
-    (folder / "m.csv").write_text("video_id,uri\na.mp4,a.mp4\n")
-    (folder / "a.mp4").unlink()
-    assert len(remaining(read_manifest(str(folder / "m.csv")), live, PruneConfig()).todo) == 0
 
 
 @pytest.fixture
@@ -195,15 +183,6 @@ def test_a_store_that_never_answers_is_no_proof_that_nothing_changed(server, s3_
     assert s3_left(server, s3_live, s3_manifest(server), on_changed="skip") == ["e.mp4"]
 
 
-def test_everything_is_counted(folder, live):
-    (folder / "a.mp4").write_bytes(b"1234567")
-    manifest = read_manifest(str(folder))
-    assert remaining(manifest, live, PruneConfig(on_changed="skip")).tally == Tally(new=1, done=1, failed=1)
-    again = PruneConfig(on_changed="redo", retry_failed=True)
-    assert remaining(manifest, live, again).tally == Tally(new=1, redone=1, retried=1)
-    assert remaining(manifest, live, again).tally.n_todo == 3
-
-
 def fail(folder, name, attempts, **more):
     """One more failed row of ``name``, with the size that its file has."""
     path = folder / name
@@ -262,10 +241,3 @@ def test_parts_of_a_manifest_add_up(folder, live, in_the_first_part):
     rows = todo.select(["video_id", "attempts"]).to_pylist()
     assert rows[len(others) :] == [{"video_id": "b.mp4", "attempts": 2}, {"video_id": "c.mp4", "attempts": 1}]
     assert tally == Tally(new=len(others) + 1, retried=1, done=1)
-
-
-def test_a_share_is_the_first_of_what_is_left(folder, live):
-    todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
-    share, waiting = within_limit(todo, 1)
-    assert (share["video_id"].to_pylist(), waiting) == (["b.mp4"], 1)
-    assert within_limit(todo, 2)[1] == within_limit(todo, None)[1] == within_limit(todo, 9)[1] == 0

@@ -76,17 +76,6 @@ def test_what_came_from_outside_the_videos_is_counted(tmp_path):
     assert summary.failures == {"out-of-memory": 2, "io": 1, "internal": 1, "corrupt": 1, "crash": 1}
 
 
-def test_deepstack_levels_count_as_bytes(ledger):
-    assert summarise(ledger, deepstack_levels=3).token_bytes == 4 * summarise(ledger).token_bytes
-
-
-def test_an_empty_cache_has_nothing(tmp_path):
-    ledger = Ledger(write_header(tmp_path)).refresh()
-    summary = summarise(ledger, manifest("a"))
-    assert (summary.n_ok, summary.n_missing, summary.tokens_in, summary.failures) == (0, 1, 0, {})
-    assert shown(summary).startswith("videos 0 ok, 0 failed, 1 without a row")
-
-
 def shown(summary) -> str:
     text = io.StringIO()
     Console(file=text, width=200).print(render(summary))

@@ -7,14 +7,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from gstep import make_pruner
 from gstep.backbones import ModelSource
 from gstep.pruners.base import Pruner, Selection
-from gstep.pruners.gstep import GSTEP
 from gstep.types import VisualTokens
 from pipeline.prune import encode_stage
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.warm_up import MAX_TOKENS, compiled_beside
+from pipeline.prune.warm_up import compiled_beside
 from tests.gstep.synthetic import needs_cuda
 
 pruned: list[tuple[str, list[int], int]] = []
@@ -57,41 +55,11 @@ def test_a_method_compiles_in_a_thread_while_the_context_works():
     assert pruned == [("compile", [4, 9, 16], 9)]
 
 
-@pytest.mark.parametrize(("shape", "frames"), [((768, 200, 8), MAX_TOKENS // 200), ((2, 2 * MAX_TOKENS, 2), 1)])
-def test_a_long_video_is_cut(shape, frames):
-    with compiled_beside(Recorder(), 0.25, shape, "cpu"):
-        pass
-    assert [made[1] for made in pruned] == [[frames, *shape[1:]]]
-
-
 def test_a_failure_is_warned_of_and_raises_nothing():
     warned = pytest.warns(RuntimeWarning, match="recorder could not be tried .*no compiler")
     with warned, compiled_beside(Recorder(breaks=True), 0.25, (2, 3, 4), "cpu"):
         pass
     assert len(pruned) == 1
-
-
-def test_what_the_context_raises_comes_out_after_the_thread_has_ended():
-    with pytest.raises(KeyError), compiled_beside(Recorder(), 0.25, (2, 3, 4), "cpu"):
-        raise KeyError("no weights")
-    assert len(pruned) == 1 and "compile" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_methods_that_need_the_encoder_are_left_alone(monkeypatch):
-    visionzip = make_pruner("visionzip")
-    assert visionzip.sources
-    monkeypatch.setattr(type(visionzip), "select", None)
-    with compiled_beside(visionzip, 0.25, (2, 3, 4), "cpu"):
-        pass
-
-
-def test_the_seeds_of_the_process_are_left_alone():
-    torch.manual_seed(5)
-    expected = torch.randn(3)
-    torch.manual_seed(5)
-    with compiled_beside(GSTEP(), 0.25, (4, 9, 16), "cpu"):
-        pass
-    assert torch.equal(torch.randn(3), expected)
 
 
 def test_only_a_gpu_that_knows_its_videos_compiles_ahead(monkeypatch):

@@ -39,13 +39,6 @@ def test_the_same_videos_again_are_the_same_file(tmp_path):
     assert len(store.names("tokens", ".parquet")) == 1
 
 
-def test_failed_videos_alone_write_nothing(tmp_path):
-    store = write_header(tmp_path)
-    failure = encoded_failure("bad", VideoFault("io", "gone"))
-    (row,) = written_records(Writer(store, "run").write(encoded_bundle([failure])))
-    assert row["error_class"] == "io" and store.names("tokens", "") == []
-
-
 def test_a_disk_that_fails_ends_the_run_with_its_reason(tmp_path, monkeypatch):
     (tmp_path / "tokens").write_text("in the way")
     actor, handle = heartbeats_here(monkeypatch, tuple(PRUNING.stages), Worker("w1", "h1", "n1"))

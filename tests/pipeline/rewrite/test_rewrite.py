@@ -19,7 +19,7 @@ from pipeline.cache.reader import read_header
 from pipeline.cache.table import table_files
 from pipeline.errors import RemovedVideo, VideoFault
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.removal import remove_videos
+from pipeline.verify.moves import remove_videos
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip

@@ -101,11 +101,6 @@ def test_videos_of_a_dataset_are_files_like_others(hub):
     assert sorted(told["sizes"][:-1]) == sorted(map(len, FILES.values()))
 
 
-def test_what_is_not_there_is_refused(hub):
-    assert "no video" in read(hub, "/data/b.tar")["error"]
-    assert "no video" in read(hub, "/nowhere")["error"]
-
-
 def test_other_addresses_of_the_hub_are_refused(hub):
     with pytest.raises(UsageError, match="only local paths, s3:// and hf://datasets/ are read"):
         read_manifest("hf://spaces/a/b")

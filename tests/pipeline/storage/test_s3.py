@@ -82,12 +82,6 @@ def test_too_large_an_object_is_not_read(server, objects):
     assert objects.fetch(uri, len, limit=1000) == 1000
 
 
-def test_no_such_bucket(objects):
-    for call in (objects.read, lambda uri: list(objects.list(uri)), lambda uri: objects.put(uri, b"")):
-        with pytest.raises(FileNotFoundError, match=r"NoSuchBucket.*s3://no-such-bucket/a"):
-            call("s3://no-such-bucket/a")
-
-
 @contextmanager
 def scripted(*answers: tuple[int, Sequence[tuple[str, str]], bytes]) -> Iterator[tuple[Objects, list[dict[str, str]]]]:
     """A server that gives these answers (status, headers, body), the last one for ever; and what it was asked."""
@@ -308,10 +302,3 @@ def test_errors_hide_how_the_store_is_reached():
 def test_what_is_no_address_is_refused(uri):
     with pytest.raises(UsageError, match="expected s3://BUCKET/KEY"):
         check_uri(uri)
-
-
-def test_flags_win_over_the_environment(monkeypatch, server):
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    assert Objects.from_environment("http://127.0.0.1:9")._settings["endpoint_url"] != server.url
-    assert Objects.from_environment().exists(f"s3://{server.bucket}/no") is False

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from pipeline import TokenCache
-from pipeline.cache.header import header_bytes
-from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.writer import KeptTokens
 from pipeline.errors import UsageError
 from pipeline.storage.s3 import Objects
-from pipeline.verify.live_check import OLDER_CLIP, LiveCheck, compare, config_of_run, suspicion, todo_of, versions_of
-from pipeline.verify.report import LiveResult
+from pipeline.verify.live_check import LiveCheck, compare, config_of_run, suspicion, versions_of
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 
 TOKENS = random_tokens(0)
@@ -72,16 +69,6 @@ def test_nothing_in_common_and_another_size_are_told(stored):
     assert "beyond rounding" in suspicion(wide)
 
 
-@pytest.mark.parametrize("state", ["same", "source-gone", "failed"])
-def test_what_is_not_different_is_not_suspicious(state):
-    assert suspicion(LiveResult("v", state)) == ""
-
-
-def test_a_row_becomes_the_video_that_a_run_would_do(stored):
-    row = todo_of(stored.metadata)
-    assert (row["video_id"], row["uri"], row["policy"], row["attempts"]) == ("v", "/videos/v", None, 1)
-
-
 def test_versions_that_differ_are_named_then_and_now(stored):
     run = {"versions": {"torch": "0.1", "no-such-package": None}}
     found = versions_of({**stored.metadata, "backend": "decord"}, run, {"backend": "pyav"})
@@ -105,17 +92,3 @@ def test_a_cache_that_does_not_say_how_it_was_made_is_refused(tmp_path, stored):
     store.put("runs/r2.json", b"torn")  # the newest that can be read counts
     with pytest.raises(UsageError, match="what a cache says chooses no code"):
         LiveCheck(TokenCache(tmp_path), None, Objects.from_environment())
-
-
-def test_a_cache_of_the_older_rule_of_fps_is_not_called_damaged(tmp_path, stored):
-    store = TokenCache(tmp_path).store
-    header = dict(read_header(store))
-    store.put(HEADER, header_bytes({**header, "identity": {**header["identity"], "sampling": {"fps": 1.0}}}))
-    store.put("runs/r1.json", b'{"run_id": "r1", "config": {"fps": 1.0, "model": "tiny"}}')
-    with pytest.raises(UsageError, match=r"--live: .*older rule of --fps.*verify it without --live"):
-        LiveCheck(TokenCache(tmp_path), None, Objects.from_environment())
-
-
-def test_a_clip_that_an_older_version_cut_is_not_called_damaged():
-    other = LiveResult("v", "different", OLDER_CLIP, same_indices=0.1)
-    assert suspicion(other) == "" and "no damage" in other.note

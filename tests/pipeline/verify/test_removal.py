@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from pipeline import TokenCache
-from pipeline.cache.header import header_bytes
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import HEADER, made_with, read_header
-from pipeline.errors import CacheLocked, NotACache, RemovedVideo, UsageError, VideoFault
+from pipeline.cache.reader import made_with
+from pipeline.errors import CacheLocked, NotACache, RemovedVideo, VideoFault
 from pipeline.execution.claim import Claim
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.removal import remove_videos
+from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying
 from tests.pipeline.verifying import SHAPE, kinds, verified
@@ -149,9 +148,6 @@ def test_what_cannot_be_removed_is_refused(store, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotACache):
         remove_videos(LocalStore(tmp_path / "empty"), ["b"], "why", print, NOW)
-    store.put(HEADER, header_bytes({**read_header(store), "schema_version": 2}))
-    with pytest.raises(UsageError, match="of version 2, which is only read"):
-        remove_videos(store, ["b"], "why", print, NOW)
 
 
 def test_merging_keeps_what_was_removed(store, whole):

@@ -21,7 +21,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import remaining
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore, ObjectStore
-from pipeline.verify.removal import remove_videos
+from pipeline.verify.moves import remove_videos
 from pipeline.verify.repair import KEPT_IN
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, rewrite_row, say_what_was_committed, shards

@@ -2,12 +2,6 @@
 
 import pytest
 
-from pipeline import TokenCache
-from pipeline.cache.header import fingerprint, header_bytes
-from pipeline.cache.live_rows import read_file
-from pipeline.cache.reader import HEADER, read_header
-from pipeline.cache.schema import LATER, MADE_WITH, write_parquet
-from pipeline.cache.table import small_name, table_files
 from pipeline.errors import CacheLocked, NotACache
 from pipeline.execution.claim import Claim
 from pipeline.storage.stores import LocalStore
@@ -36,36 +30,6 @@ def test_what_an_unknown_method_declares_is_left_out_with_a_note(tmp_path):
     report = verified(by_an_own_method(tmp_path))
     assert report.problems == [] and report.exit_code == 0
     assert len(report.notes) == 1 and "the method not_here:Mine is unknown here" in report.notes[0]
-
-
-@pytest.mark.parametrize(
-    ("sampling", "notes"),
-    [
-        ({"fps": 1.0, "max_frames": 32}, 1),
-        ({"fps": 1.0, "max_frames": 32, "time_rule": 2}, 0),
-        ({"num_frames": 8}, 0),
-    ],
-)
-def test_a_cache_of_the_older_rule_of_fps_is_no_damage(tmp_path, sampling, notes):
-    store = write_header(tmp_path, hidden_size=8)
-    header = dict(read_header(store))
-    store.put(HEADER, header_bytes({**header, "identity": {**header["identity"], "sampling": sampling}}))
-    write_shard(store, "run", encoded("a", random_tokens(0, SHAPE), 0.25, "gstep"))
-    report = verified(store)
-    assert (report.problems, report.exit_code, len(report.notes)) == ([], 0, notes)
-    assert all("older rule of --fps" in note and "no damage" in note for note in report.notes)
-
-
-def test_a_cache_without_the_columns_of_now_is_sound(store):
-    """As one that a version before wrote: they are null, and the readers say so."""
-    for file in table_files(store, "videos"):
-        table = read_file(store, file).drop_columns(list(LATER))
-        data = write_parquet(table.replace_schema_metadata({MADE_WITH: fingerprint(read_header(store)["identity"])}))
-        store.delete(file.name)
-        store.put(small_name("videos", "old", int(file.name.split("-")[-2]), data), data)
-    report = verified(store)
-    assert (report.problems, report.exit_code) == ([], 0)
-    assert TokenCache(store.root).metadata("a")["clip_fps"] is None
 
 
 def test_a_row_that_is_there_twice_is_no_problem(store):
@@ -101,3 +65,12 @@ def test_no_cache_is_refused_and_left_alone(tmp_path):
 def test_an_empty_cache_is_sound(tmp_path):
     report = verified(write_header(tmp_path))
     assert report.problems == [] and report.counts["videos"] == 0
+
+
+def test_the_report_counts_by_class(store):
+    for file in shards(store):
+        file.unlink()
+    said = list(verified(store).lines())
+    (missing,) = (line for line in said if line.startswith("missing, 2: "))  # the class, how many, and one of them
+    assert "the shard is missing" in missing and "let --repair mark" in said[said.index(missing) + 1]
+    assert said[-1] == "2 problems"

@@ -40,50 +40,34 @@ class Clip(NamedTuple):
 CLIPS = {
     "plain.mp4": Clip(),
     "b-frames.mkv": Clip((*X264, "-bf", 3)),
-    "fragmented.mp4": Clip((*X264, "-movflags", "frag_keyframe+empty_moov")),
     "open-gop.mp4": Clip((*X264, "-bf", 3, "-x264-params", "open-gop=1:scenecut=0")),
-    "hevc.mp4": Clip((*X265, "-pix_fmt", "yuv420p")),
     "vp9.webm": Clip(VP9),
     "av1.mp4": Clip(AV1, count=8),
-    "av1.webm": Clip(AV1, count=8),
     "prores.mov": Clip(("-c:v", "prores"), count=8),
-    "mjpeg.avi": Clip(("-c:v", "mjpeg", "-q:v", 2)),
     "mpeg4.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2)),
-    "h264.avi": Clip((*X264, "-bf", 0), exact_start=False),
     "b-frames.avi": Clip((*X264, "-bf", 2), exact_start=False),
-    "h264.flv": Clip(),
     "wmv2.wmv": Clip(("-c:v", "wmv2", "-q:v", 2)),
     "animated.gif": Clip(("-vf", "split[a][b];[a]palettegen[p];[b][p]paletteuse")),
     # transport and program streams
     "mpeg2.ts": Clip(MPEG2),
-    "mpeg2.mpg": Clip(MPEG2),
     "h264.ts": Clip((*X264, "-bf", 2)),
-    "h264.m2ts": Clip(X264),
     # times
     "late.mp4": Clip((*X264, "-output_ts_offset", 1.5)),
-    "late.mkv": Clip((*X264, "-output_ts_offset", 1.5)),
     "late.ts": Clip((*X264, "-output_ts_offset", 1.5)),
     "negative.mp4": Clip((*X264, "-output_ts_offset", -0.32, "-avoid_negative_ts", "disabled")),
     "negative-cts.mp4": Clip((*X264, "-bf", 2, "-movflags", "negative_cts_offsets")),
     "uneven.mp4": Clip((*UNEVEN, *X264)),
     "uneven.mkv": Clip((*UNEVEN, *X264)),
-    "uneven.webm": Clip((*UNEVEN, *VP9)),
     "two-at-a-time.mkv": Clip((*TWICE, "-c:v", "ffv1")),
     # sizes and pixels
     "odd.mp4": Clip((*X264, "-pix_fmt", "yuv444p"), size=(33, 17)),
-    "odd.webm": Clip(VP9, size=(33, 17)),
     "one-pixel.mkv": Clip(("-c:v", "ffv1"), size=(1, 1)),
-    "one-pixel.webm": Clip(VP9, size=(1, 1)),
-    "cropped-left.mp4": Clip((*X264, "-bsf:v", "h264_metadata=crop_left=8:crop_top=8")),
     "hd-colours.mp4": Clip((*X264, *HD_COLOURS)),
-    "hd-colours.webm": Clip((*VP9, *HD_COLOURS)),
     "full-range.mp4": Clip((*X264, "-pix_fmt", "yuvj420p")),
     "interlaced.ts": Clip((*MPEG2, "-flags", "+ilme+ildct")),
     "alpha.webm": Clip((*VP9, "-pix_fmt", "yuva420p")),
     "cropped.mp4": Clip((*X264, "-bsf:v", "h264_metadata=crop_right=8:crop_top=8")),
     "ten-bit.mp4": Clip((*X264, "-pix_fmt", "yuv420p10le")),
-    "ten-bit-hevc.mkv": Clip((*X265, "-pix_fmt", "yuv420p10le")),
-    "ten-bit.webm": Clip((*VP9, "-pix_fmt", "yuv420p10le")),
 }
 
 
@@ -120,7 +104,7 @@ def test_a_clip_as_ffmpeg_makes_it(decode, tmp_path, name):
     assert_as_shown(decode, path, exact_start=clip.exact_start)
 
 
-@pytest.mark.parametrize("start", [0.2, 0.41, 0.8])
+@pytest.mark.parametrize("start", [0.2, 0.41])
 def test_an_edit_list_of_a_cut_without_encoding(decode, tmp_path, start):
     """What lies between the keyframe and the cut is stored and must not be shown."""
     whole = make_clip(tmp_path / "whole.mp4", *X264, "-bf", 2)
@@ -129,16 +113,17 @@ def test_an_edit_list_of_a_cut_without_encoding(decode, tmp_path, start):
     assert len(shown(tmp_path / "cut.mp4").frames) == 32 - round(start * 25 + 0.49)
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
-@pytest.mark.parametrize("turn", [("-display_rotation", angle) for angle in (90, 180, 270)] + [("-display_hflip",)])
+@pytest.mark.parametrize(
+    ("name", "turn"),
+    [("a.mp4", ("-display_rotation", 90)), ("a.mkv", ("-display_rotation", 270)), ("a.mp4", ("-display_hflip",))],
+)
 def test_a_display_matrix(decode, tmp_path, name, turn):
     whole = make_clip(tmp_path / "whole.mp4", *X264)
     ffmpeg(*turn, "-i", whole, "-c", "copy", tmp_path / name)
     assert_as_shown(decode, tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.ts"])
-@pytest.mark.parametrize("larger", [True, False])
+@pytest.mark.parametrize(("name", "larger"), [("a.mp4", True), ("a.mkv", False), ("a.ts", True)])
 def test_a_size_that_changes_on_the_way(decode, tmp_path, name, larger):
     sizes = [(64, 96), (128, 192)] if larger else [(128, 192), (64, 96)]
     parts = [
@@ -150,8 +135,7 @@ def test_a_size_that_changes_on_the_way(decode, tmp_path, name, larger):
     assert_as_shown(decode, tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.ts"])
-@pytest.mark.parametrize("default", [0, 1])
+@pytest.mark.parametrize(("name", "default"), [("a.mp4", 1), ("a.mkv", 0), ("a.ts", 1)])
 def test_two_video_streams(decode, tmp_path, name, default):
     """A small one and a larger, negative one: the default stream is shown, where the container knows of one."""
     both = ("-filter_complex", "[0]split[a][b];[b]scale=192:128,negate[c]", "-map", "[a]", "-map", "[c]")

@@ -42,28 +42,16 @@ class Clip(NamedTuple):
 CLIPS = {
     "h264.mp4": Clip(X264, lists=True),
     "h264.mkv": Clip((*X264, *CLUSTERS), lists=False),
-    "h264.flv": Clip(X264, lists=False),
     "h264.ts": Clip(X264, lists=False),
-    "h264.avi": Clip((*X264, "-bf", 0), lists=True),
     "hevc.mp4": Clip(X265, lists=True),
-    "hevc.mkv": Clip((*X265, *CLUSTERS), lists=False),
-    "hevc.ts": Clip(X265, lists=False),
     "av1.mp4": Clip(AV1, lists=True),
     "av1.webm": Clip(AV1, lists=False),
-    "vp9.mp4": Clip(VP9, lists=True),
     "vp9.webm": Clip(VP9, lists=False),
-    "vp8.webm": Clip(("-c:v", "libvpx", "-deadline", "realtime", "-cpu-used", 8, "-g", 10, "-b:v", "2M"), lists=False),
-    "mpeg4.mp4": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, "-g", 10), lists=True),
     "mpeg4.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, "-g", 10), lists=True),
-    "msmpeg4.avi": Clip(("-c:v", "msmpeg4", "-q:v", 2, "-g", 10), lists=True),
     "mpeg2.ts": Clip(MPEG2, lists=False),
-    "mpeg2.mkv": Clip((*MPEG2, *CLUSTERS), lists=False),
     "mjpeg.avi": Clip(("-c:v", "mjpeg", "-q:v", 2), lists=True),
-    "mjpeg.mov": Clip(("-c:v", "mjpeg", "-q:v", 2), lists=True),
     "png.mov": Clip(("-c:v", "png"), lists=True),
-    "prores.mov": Clip(("-c:v", "prores"), lists=True),
     "wmv2.wmv": Clip(("-c:v", "wmv2", "-q:v", 2, "-g", 10), lists=False),
-    "ffv1.mkv": Clip(("-c:v", "ffv1", "-g", 10), lists=False),
 }
 
 
@@ -156,11 +144,11 @@ def test_a_clip_behind_the_end_of_a_sound_file_is_no_damage(name, clips):
         assert fault.fault_class == "unsupported" and "starts behind the end of the video" in fault.message
 
 
-@pytest.mark.parametrize("name", ["late.mkv", "late.ts", "late.flv", "late.webm", "small.mpg", "small.m2ts"])
+@pytest.mark.parametrize("name", ["late.mkv", "late.ts", "small.mpg", "small.m2ts"])
 def test_a_late_start_and_padding_are_no_damage(name, tmp_path):
     """What a container states is the end of its time line; the last packets of a small file are mostly padding."""
     late = ("-output_ts_offset", 1.5) if name.startswith("late") else ()
-    codec = {"webm": VP9, "mpg": MPEG2}.get(name.partition(".")[2], X264)
+    codec = {"mpg": MPEG2}.get(name.partition(".")[2], X264)
     path = make_clip(tmp_path / name, *codec, *late)
     index = probe(str(path), sniff(path))
     index.packets.close()
@@ -168,7 +156,7 @@ def test_a_late_start_and_padding_are_no_damage(name, tmp_path):
     assert fault_of(path, index.duration_s + 0.1, index.duration_s + 0.5).fault_class == "unsupported"
 
 
-@pytest.mark.parametrize("name", ["png.mov", "msmpeg4.avi", "mjpeg.avi", "h264.mp4", "hevc.mp4", "vp9.mp4", "av1.mp4"])
+@pytest.mark.parametrize("name", ["png.mov", "mjpeg.avi", "h264.mp4", "hevc.mp4", "av1.mp4"])
 def test_a_frame_that_does_not_decode_costs_no_other(name, clips, tmp_path):
     """Whatever error the decoder has for it: some answer with EPERM, or an error of zlib's."""
     path = zeroed(clips(name), tmp_path / name, 50, 51)
@@ -195,8 +183,7 @@ def test_av1_goes_on_behind_an_error_that_its_decoder_does_not_recover_from(tmp_
     assert fault_of(path, 5.8, 7.0).fault_class == "corrupt"
 
 
-@pytest.mark.parametrize("name", ["av1.mp4", "av1.webm"])
-@pytest.mark.parametrize("first", [0, 1, 20, 21, 55])
+@pytest.mark.parametrize(("name", "first"), [("av1.mp4", 0), ("av1.mp4", 20), ("av1.webm", 21), ("av1.webm", 55)])
 def test_av1_loses_no_frame_by_going_on(name, first, clips, tmp_path):
     """A flush that is not needed would cost frames that ffmpeg shows."""
     path = zeroed(clips(name), tmp_path / name, first, first + 2)
@@ -207,9 +194,7 @@ def test_av1_loses_no_frame_by_going_on(name, first, clips, tmp_path):
         packets.close()
 
 
-@pytest.mark.parametrize(
-    "name", ["h264.ts", "hevc.ts", "mpeg2.ts", "h264.mkv", "vp9.webm", "h264.flv", "wmv2.wmv", "mpeg4.avi"]
-)
+@pytest.mark.parametrize("name", ["h264.ts", "mpeg2.ts", "h264.mkv", "wmv2.wmv", "mpeg4.avi"])
 def test_a_file_whose_end_was_never_written(name, clips, tmp_path):
     """All bytes behind 60 % are zeros, which a transport stream's demuxer answers with "try again"."""
     path, data = tmp_path / name, clips(name).read_bytes()

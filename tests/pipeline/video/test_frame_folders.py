@@ -9,11 +9,10 @@ import pytest
 
 from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.frame_folders import frame_rate, is_frame_folder, source_bytes, whole_frames
+from pipeline.video.frame_folders import frame_rate, is_frame_folder, source_bytes
 from pipeline.video.jpegs import JPEGS
 from pipeline.video.sampling import Sampling
-from pipeline.video.sandbox import DecodeSandbox
-from tests.pipeline.videos import KeepSize, numbered_frame, numbers, write_clip, write_jpegs
+from tests.pipeline.videos import KeepSize, numbers, write_jpegs
 
 N_FRAMES = 30
 
@@ -54,11 +53,6 @@ def test_the_whole_folder_with_its_provenance(frames):
     assert video.source_hash.startswith("blake2b:")
 
 
-def test_pixels_are_those_that_were_encoded(frames):
-    first = decode_video(request(frames, 1)).frames[0]
-    assert np.abs(first.astype(int) - numbered_frame(1, 64, 96)).mean() < 4  # full range, not that of video
-
-
 @pytest.mark.parametrize(
     ("start_s", "end_s", "first", "last"),
     [
@@ -86,27 +80,6 @@ def test_a_clip_goes_from_the_frame_nearest_to_its_start_to_the_one_nearest_to_i
 @pytest.mark.parametrize(("start_s", "end_s"), [(11.0, 12.0), (5.0, 4.0), (-1.0, 4.0), (10.5, None)])
 def test_a_clip_that_holds_no_frame_is_refused(frames, start_s, end_s):
     assert fault_of(frames, start_s=start_s, end_s=end_s).fault_class == "unsupported"
-
-
-def test_bounds_that_are_open_or_make_no_sense_stay_as_they_are():
-    assert whole_frames(None, None, 3.0) == (None, None)
-    assert whole_frames(-1.0, float("inf"), 3.0) == (-1.0, float("inf"))
-
-
-def test_fewer_frames_than_asked_for_are_repeated(few):
-    video = decode_video(request(few, 8))
-    assert video.n_repeated == 5 and sorted(set(numbers(video.frames))) == [1, 2, 3]
-
-
-def test_no_other_decoder_reads_them(few):
-    for decoder in ("auto", "decord", "pyav", "tests.pipeline.videos:Instant"):
-        assert decode_video(request(few, 3, decoder=decoder)).backend == JPEGS
-
-
-def test_the_child_process_reads_them_too(few):
-    with DecodeSandbox(timeout_s=30) as sandbox:
-        there, here = sandbox.decode(request(few, 3)), decode_video(request(few, 3))
-    assert np.array_equal(there.frames, here.frames) and there.source_hash == here.source_hash
 
 
 @pytest.mark.parametrize(
@@ -176,12 +149,6 @@ def scramble(path: Path) -> None:
     path.write_bytes(b"\xff\xd8\xff" + b"\0" * 99 + b"\xff\xd9")
 
 
-def test_frames_of_another_size_are_scaled_to_the_first(few):
-    write_jpegs(few.parent / "large", 2, (128, 192))
-    (few.parent / "large" / "00002.jpg").rename(few / "00002.jpg")
-    assert numbers(decode_video(request(few, 3)).frames) == [1, 2, 3]
-
-
 def test_content_order_and_length_are_in_the_hash(few):
     before = decode_video(request(few, 3)).source_hash
     one, two = few / "00001.jpg", few / "00002.jpg"
@@ -189,10 +156,3 @@ def test_content_order_and_length_are_in_the_hash(few):
     one.write_bytes(second)
     two.write_bytes(first)
     assert decode_video(request(few, 3)).source_hash != before
-
-
-def test_bytes_of_a_file_are_its_own(tmp_path):
-    clip = write_clip(tmp_path / "a.mp4", count=3)
-    assert source_bytes(str(clip)) == clip.stat().st_size
-    with pytest.raises(OSError, match="No such file"):
-        source_bytes(str(tmp_path / "gone"))

@@ -8,17 +8,11 @@ import pytest
 from pipeline.errors import VideoFault
 from pipeline.video.containers import sniff
 from pipeline.video.probe import probe, scan
-from tests.pipeline.videos import audio_with_cover, write_clip
+from tests.pipeline.videos import write_clip
 
 
 def index_of(path):
     return probe(str(path), sniff(path))
-
-
-def test_cover_art_is_no_video(tmp_path):
-    with pytest.raises(VideoFault, match="no video stream, only audio and pictures; leave it out") as caught:
-        index_of(audio_with_cover(tmp_path / "a.mp4"))
-    assert caught.value.fault_class == "unsupported"
 
 
 def test_huge_frames_are_refused_before_they_are_decoded(tmp_path):

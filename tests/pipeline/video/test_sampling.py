@@ -46,10 +46,6 @@ def test_fps_follows_the_real_times_of_a_variable_rate():
     assert choose_frames(times, Sampling(num_frames=None, fps=1.0), 5.05, 6.0).tolist() == [3]
 
 
-def test_fps_starts_at_the_first_frame_of_a_late_stream():
-    assert choose_frames(TS + 1.5, Sampling(num_frames=None, fps=1.0), 0.0, 3.5).tolist() == [0, 25]
-
-
 def test_fps_beyond_the_limit_is_spread_evenly():
     sampling = Sampling(num_frames=None, fps=5.0, max_frames=16)
     assert choose_frames(TS, sampling).tolist() == np.linspace(0, 249, 16, dtype=int).tolist()
@@ -74,11 +70,6 @@ def test_a_clip_that_cannot_be_is_named_with_the_duration(start, end, message):
     with pytest.raises(VideoFault, match=rf"(?s)10\.000 s.*{message}") as caught:
         choose_frames(TS, Sampling(num_frames=4), start, end, 10.0)
     assert caught.value.fault_class == "unsupported"
-
-
-def test_a_video_without_frames_is_unsupported():
-    with pytest.raises(VideoFault, match="no frame"):
-        choose_frames(np.zeros(0), Sampling())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from pipeline.video.sandbox import DecodeSandbox, strip_credentials
+from pipeline.video.sandbox import DecodeSandbox
 from tests.paths import ROOT
 from tests.pipeline.videos import KeepSize, decord_killer, numbers, sample, write_clip
 from tests.waiting import wait_until
@@ -51,11 +51,6 @@ def test_the_child_returns_what_decoding_here_does(sandbox):
     assert (there.source_hash, there.backend, there.attempts) == (here.source_hash, "pyav", 1)
 
 
-def test_a_relative_path_is_this_process_s(sandbox, clip, monkeypatch):
-    monkeypatch.chdir(clip.parent)
-    assert sandbox.decode(request(clip.name)).source_frames == 30
-
-
 @pytest.mark.parametrize(
     ("decoder", "fault_class", "exit_signal", "message"),
     [
@@ -88,9 +83,7 @@ def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(cl
 def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
     with DecodeSandbox(timeout_s=1.0) as sandbox:
         sandbox.decode(request(clip))  # the child is up: only the limit counts below
-        started = time.monotonic()
         fault = fault_of(sandbox, request(clip, "Hanging"))
-        assert time.monotonic() - started < 10
         assert (fault.fault_class, fault.attempts) == ("timeout", 1) and "1 s" in fault.message
         assert sandbox.decode(request(clip)).source_frames == 30
 
@@ -113,15 +106,6 @@ def test_a_table_that_states_more_samples_than_it_holds_is_damage_and_no_lack_of
     with DecodeSandbox(timeout_s=60, memory_mb=1024) as sandbox, pytest.raises(VideoFault) as fault:
         sandbox.decode(request(path))
     assert (fault.value.fault_class, fault.value.message) == ("corrupt", TOO_MANY)
-
-
-def test_a_fault_of_the_file_is_no_fault_of_the_child(sandbox, clip, tmp_path):
-    (tmp_path / "a.mp4").write_bytes(clip.read_bytes()[:-500])
-    pids = set()
-    for _ in range(2):
-        assert fault_of(sandbox, request(tmp_path / "a.mp4")).fault_class == "corrupt"
-        pids.add(json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["pid"])
-    assert len(pids) == 1
 
 
 def test_the_child_is_confined(clip, monkeypatch):
@@ -180,42 +164,10 @@ def test_credentials_of_the_parent_are_not_in_what_the_kernel_shows_of_the_child
     assert json.loads(done.stdout)["first"] == ["AWS_SECRET_ACCESS_KEY=", "HF_TOKEN=", "PLAIN=as it was"]
 
 
-UNGUARDED = """
-import sys
-from tests.pipeline.video.test_sandbox import DecodeSandbox, request
-print("the main module is run")
-with DecodeSandbox(timeout_s=300) as sandbox:
-    print(sandbox.decode(request(sys.argv[1])).source_frames)
-"""
-
-
-@pytest.mark.slow
-def test_a_child_does_not_import_the_main_module_again(clip, tmp_path):
-    """That of an actor is Ray's worker, with all of Ray."""
-    script = tmp_path / "parent.py"
-    script.write_text(UNGUARDED, encoding="utf-8")
-    command = [sys.executable, str(script), str(clip)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n") == ["the main module is run", "30", ""]
-
-
-def test_names_of_credentials():
-    environment = {"AWS_PROFILE": "", "GITHUB_TOKEN": "", "MY_SECRET_X": "", "db_password": "", "PATH": "", "HOME": ""}
-    strip_credentials(environment)
-    assert set(environment) == {"PATH", "HOME"}
-
-
 def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
     pid = json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["pid"]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the fork server reaps it")
-    assert sandbox.decode(request(clip)).source_frames == 30
-
-
-def test_a_request_that_cannot_be_sent_leaves_the_sandbox_sound(sandbox, clip):
-    with pytest.raises(Exception, match="pickle"):
-        sandbox.decode(DecodeRequest(clip, Sampling(), lambda: None))  # type: ignore[arg-type]
     assert sandbox.decode(request(clip)).source_frames == 30
 
 

@@ -58,18 +58,6 @@ def test_memory_is_filled_again_once_nothing_refers_to_its_frames():
     assert not told.new and (third == 4).all()
 
 
-def test_a_second_array_takes_the_place_of_the_first():
-    """As where the preferred decoder fails half-way."""
-    shared, received = SharedFrames(), ReceivedFrames()
-    shared.allocate(SHAPE)[:] = 1
-    frames, told = handed_over(shared, received, 2, (1, 2, 2, 3))
-    assert frames.tolist() == np.full((1, 2, 2, 3), 2).tolist() and told.new
-    del frames
-    shared.reuse(received.done())
-    shared.allocate((1, 2, 2, 3))  # given up before it was handed over, it is idle again
-    assert not handed_over(shared, received, 3, (1, 2, 2, 3))[1].new
-
-
 def test_no_more_memory_is_kept_than_the_next_videos_need():
     shared, received, shape = SharedFrames(), ReceivedFrames(), (1, 3000, 4000, 3)  # 36 MB each
     held = [handed_over(shared, received, n, shape)[0] for n in range(3)]

@@ -40,7 +40,7 @@ def request(path: Path, model: str, *clip: float | None, **options) -> DecodeReq
 
 
 @pytest.mark.parametrize("model", STOCK)
-@pytest.mark.parametrize("min_frames", [4, 6, 7])
+@pytest.mark.parametrize("min_frames", [4, 7])
 def test_the_least_frames_are_where_the_stock_processor_puts_them(model, min_frames):
     family = family_of(ModelSource.resolve(model))
     sampling = Sampling(None, 1.0, 768, min_frames=min_frames, min_rule=family.min_rule)
@@ -60,7 +60,7 @@ def test_the_least_is_the_checkpoints_own_and_llava_has_none():
         family_of(with_least("tiny-qwen2-5-vl", 0)).min_frames()
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi", "a.ts", "a.flv"])
+@pytest.mark.parametrize("name", ["a.mp4", "a.avi"])
 @pytest.mark.parametrize("model", FAMILIES)
 def test_a_short_clip_gets_the_least_in_every_container(tmp_path, name, model):
     path = write_clip(tmp_path / name, codec="mpeg4" if name == "a.avi" else "libx264", count=50)
@@ -79,11 +79,6 @@ def test_fewer_frames_than_the_least_are_taken_all_or_in_pairs(tmp_path):
     assert decode_video(request(path, "tiny-qwen3-vl", *three, fps=1.0)).frame_indices.tolist() == [10, 11, 12]
     assert decode_video(request(path, "tiny-qwen2-5-vl", *three, fps=1.0)).frame_indices.tolist() == [10, 11]
     assert decode_video(request(path, "tiny-qwen3-vl", fps=1.0, max_frames=2)).frame_indices.tolist() == [0, 25]
-
-
-def test_frames_that_stay_on_screen_are_repeated_rather_than_too_few(tmp_path):
-    path = write_clip(tmp_path / "a.mp4", count=2, pts=[0, 5000])
-    assert decode_video(request(path, "tiny-qwen3-vl", 0.0, 3.0, fps=1.0)).frame_indices.tolist() == [0, 0, 0]
 
 
 def test_a_still_is_too_short_for_qwen3_vl_alone(tmp_path):

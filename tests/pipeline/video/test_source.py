@@ -62,7 +62,7 @@ def fault_of(sandbox, server, uri, wanted):
     return caught.value
 
 
-@pytest.mark.parametrize("decoder", ["auto", "pyav", "decord"])
+@pytest.mark.parametrize("decoder", ["auto", "decord"])
 def test_an_object_decodes_like_its_file_in_one_request(server, place, decoder):
     path = sample("bikes.mp4")
     uri = server.upload("odd ü#%20?/bikes.mp4", path.read_bytes())

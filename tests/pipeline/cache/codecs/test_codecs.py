@@ -18,7 +18,7 @@ from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec, codec_of
 from pipeline.cache.header import CHECKSUM, header_bytes
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import HEADER, read_header
-from pipeline.verify.removal import remove_videos
+from pipeline.verify.moves import remove_videos
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.verifying import verified
@@ -173,47 +173,17 @@ def test_a_program_from_before_codecs_refuses_by_the_version(tmp_path):
     assert codec_of({}) is BFLOAT16
 
 
-def block(language: str, word: str) -> str:
-    """Return the README's only block in a language that has this word."""
-    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "pipeline/cache/README.md").read_text(), re.DOTALL)
-    (found,) = (text for text in blocks if word in text)
-    return str(found)
-
-
 @by_name
 def test_the_readme_reads_them_without_this_package(tmp_path, codec):
-    duckdb, pl = pytest.importorskip("duckdb"), pytest.importorskip("polars")
-    hidden, group = 256, codec.group
+    hidden = 256
     store = make_cache(tmp_path, {"v": random_tokens(0, (2, 10, hidden))}, codec=codec.name)
     (name,) = store.names("tokens", ".parquet")
     video = TokenCache(tmp_path).get("v", order="selection").tokens.float()
 
     names: dict[str, Any] = {}
-    exec(block("python", "def floats"), names)  # noqa: S102 - the page's own code
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "pipeline/cache/README.md").read_text(), re.DOTALL)
+    (block,) = (text for text in blocks if "def floats" in text)
+    exec(block, names)  # noqa: S102 - the page's own code
     for read in (pq.read_table, pd.read_parquet):
         floats = names["floats"](read(tmp_path / name), hidden, codec.name)
         assert torch.equal(torch.from_numpy(floats).to(torch.bfloat16).float(), video)
-
-    sql = (
-        block("sql", "create macro").replace("3584", str(hidden)).replace("cache/tokens/*", str(tmp_path / "tokens/*"))
-    )
-    query = sql.replace("int4(hex(token)", f"{codec.name}(hex(token)").replace("i // 32", f"i // {group}")
-    rows = duckdb.connect().execute(query).fetchall()
-    kept = [{one["channel"]: one["is"] for one in row[3]} for row in rows]
-    found = torch.tensor(
-        [[at.get(i, value) for i, value in enumerate(row[2])] for row, at in zip(rows, kept, strict=True)]
-    )
-    assert torch.equal(found.to(torch.bfloat16).float(), video)
-
-    floats_of, as_array = pl.List(pl.Float32), pl.Array(pl.Float16, hidden // group)
-    scale = pl.col("token_scale").bin.reinterpret(dtype=as_array, endianness="little").arr.to_list().cast(floats_of)
-    if codec.bits == 8:
-        number = pl.col("token").bin.reinterpret(dtype=pl.Array(pl.Int8, hidden), endianness="little").arr.to_list()
-    else:
-        digits = pl.col("token").bin.encode("hex").str.split("")
-        number = digits.list.eval(pl.element().str.to_integer(base=16) - 8)
-    repeated = scale.list.eval(pl.element().repeat_by(group).list.explode())
-    products = pl.read_parquet(tmp_path / name).sort("rank").select(number.cast(floats_of) * repeated)
-    found = torch.tensor(products.to_series().to_list()).to(torch.bfloat16).float()
-    at = torch.tensor([sorted(one) for one in kept])
-    assert torch.equal(found.scatter(1, at, video.gather(1, at)), video)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.execution.monitoring.load import Load, Progress, bottleneck
+from pipeline.execution.monitoring.load import Load, bottleneck
 from pipeline.execution.monitoring.report import WorkerReport
 
 
@@ -28,15 +28,6 @@ def test_shares_are_those_of_the_last_looks_alone():
     assert load.busy() == {"decode": 0.0, "encode": 0.0, "write": pytest.approx(0.5)}
 
 
-def test_counts_that_begin_anew_in_another_actor_give_no_shares_beyond_0_and_1():
-    load = Load()
-    load.add(report(up_s=(50, 50, 50), busy_s=(50, 50, 50)))
-    load.add(report(up_s=(60, 60, 60), busy_s=(5, 60, 70)))
-    for _ in range(3):
-        load.add(report(up_s=(1, 1, 1), busy_s=(1, 1, 1)))
-    assert all(0 <= share <= 1 for share in load.busy().values())
-
-
 def test_queues_hold_what_the_stage_before_is_through_with():
     load = Load()
     load.add(report(left=(7, 4, 4)))
@@ -60,9 +51,3 @@ def test_queues_hold_what_the_stage_before_is_through_with():
 )
 def test_the_last_stage_that_is_always_busy_limits_the_run(busy, limits):
     assert bottleneck(busy) == limits
-
-
-def test_a_line_names_the_busy_shares_and_the_bottleneck():
-    at = Progress(item="video", total=9, ok=3, ahead={"decoded": 5}, busy={"decode": 0.97, "encode": 0.41})
-    assert str(at) == "3/9 videos, 0 failed, 5 decoded, busy: decode 97% encode 41%"
-    assert str(Progress(item="video", busy=at.busy, bottleneck="decode")).endswith("encode 41% (bottleneck: decode)")

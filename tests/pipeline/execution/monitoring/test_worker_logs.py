@@ -49,14 +49,3 @@ def test_the_last_lines_of_the_dead_and_of_nobody_else():
     assert "its node was lost: " in text
     assert f"    {lost[1]} is here" in text and f"    {lost[1]} leaves" in text
     assert f"{kept[1]} is here" not in text
-
-
-def test_a_cluster_that_is_gone_costs_no_more_than_the_lines():
-    saved: list[bytes] = []
-    with ray_here({"num_cpus": 1}):
-        logs = WorkerLogs(saved.append)
-        logs.start()
-    logs.add([Death("decode", Worker("w", "h", "n", 7), ())])
-    logs.close()
-    (text,) = saved
-    assert b"a worker of decode on h (process 7, node n) died\nit had written nothing that Ray passed on" in text

@@ -1,0 +1,441 @@
+"""The parts of answering a question about a video, each timed: from the video itself, and from a cache of its tokens.
+
+Decoding and encoding do not depend on the question or on the share that is kept: they are measured once a video, repeat
+and kind of evidence, and count for every question that is asked online. A cache is read from the files that were just
+written, which the system still has in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gstep import PrunedTokens, VisualTokens, make_pruner
+from gstep.backbones import Backbone, ModelSource, Runtime, StaticParts, choose_runtime, family_of
+from gstep.checkpoints.random_weights import without_weights
+from gstep.evidence import HEAD_SOURCES, is_per_frame
+from gstep.language import Decoding, LanguageModel, PromptBuilder, Visual, load_language_model, prompt_builder
+from pipeline.cache.header import header_bytes
+from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.cache.token_shard import TokenShard
+from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
+from pipeline.errors import RunFailed, UsageError
+from pipeline.execution.request import refusing
+from pipeline.generate.asking import Embedders
+from pipeline.generate.late_pruning import LatePruning, asked_grid, late_pruning
+from pipeline.inputs.manifest import read_manifest
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import VideoDecoder
+from pipeline.prune.encode_stage import VideoEncoder, kept_tokens, pruned_columns, without_pixels
+from pipeline.prune.request import PruneRequest, needed_by, resolve
+from pipeline.rows import ManifestRow, VideoRecord
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore
+
+T = TypeVar("T")
+FULL = "none"
+_QUESTION = (
+    "Question {number}: what happens in this video after the person has looked at the camera?\n"
+    "A. They sit down.\nB. They leave the room.\nC. They ride a bike.\nD. Nothing happens.\n"
+    "Answer with the option's letter from the given choices directly."
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A pruning method at a retention ratio; ``late`` is its pruning of cached tokens, None for full retention."""
+
+    method: str
+    retention_ratio: float
+    late: LatePruning | None = None
+
+    @property
+    def evidence(self) -> frozenset[str]:
+        """The evidence that the encoder gives besides tokens, by label."""
+        return frozenset() if self.late is None else frozenset(column for _, column in self.late.evidence)
+
+    @property
+    def stored(self) -> bool:
+        """Whether the arm's cache stores only the kept tokens; otherwise each question selects from all stored ones."""
+        return self.late is not None and self.late.inside is None and self.late.pruner.cacheable
+
+    @property
+    def cached_evidence(self) -> list[str]:
+        """The evidence that the arm's cache has besides tokens."""
+        return [] if self.stored else sorted(self.evidence)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arms, videos and settings of a measurement.
+
+    Attributes:
+        request: all tokens of the videos, with the evidence that any of the methods looks at.
+        arms: full retention first.
+        random: whether the weights are.
+    """
+
+    request: PruneRequest
+    runtime: Runtime
+    builder: PromptBuilder
+    arms: tuple[Arm, ...]
+    questions: int
+    max_new_tokens: int
+    repeats: int
+    random: bool
+
+
+def prepare(folder: Path, arguments: argparse.Namespace) -> Job:
+    """Find the model, its frames and the methods. Raises UsageError, with the remedy, where one cannot be used."""
+    model, siglip = arguments.model, arguments.siglip
+    with refusing():
+        runtime = choose_runtime(arguments.device, arguments.dtype, arguments.attn)
+        random = arguments.random_weights or without_weights(model)
+        if random:
+            (folder / "model").mkdir()
+        source = ModelSource.random(model, folder / "model") if random else ModelSource.resolve(model)
+        asked = [one for one in asked_grid(arguments.method, arguments.retention_ratio, siglip) if one.method != FULL]
+        evidence = {pair for one in asked for pair in needed_by(one.method, source.model_type, one.params)}
+        if siglip is not None and not {where for _, where in evidence} & HEAD_SOURCES:
+            raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
+        config = PruneConfig(
+            videos=[arguments.videos],
+            out=str(folder),
+            model=model,
+            siglip=siglip,
+            pruner=FULL,
+            retention_ratio=1.0,
+            evidence=[f"{name}={where}" for name, where in sorted(evidence)],
+            num_frames=arguments.num_frames,
+            attn=arguments.attn,
+        )
+        manifest = read_manifest(arguments.videos)
+        request = resolve(config, manifest, LocalStore(folder), Objects.from_environment(), source)
+        builder, identity = prompt_builder(request.source), request.identity(runtime.dtype_name)
+        arms = [Arm(FULL, 1.0)]
+        for one in asked:
+            late = late_pruning(one, identity, request.source, builder)
+            arms.append(Arm(one.method_label, one.retention_ratio, late))
+    sizes = (arguments.questions, arguments.max_new_tokens, arguments.repeats)
+    return Job(request, runtime, builder, tuple(arms), *sizes, random)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The measurements of one question in one mode, in seconds and bytes; a step that a mode skips took 0 s.
+
+    Attributes:
+        mode: "online" from the video, "cached" from its tokens in a cache.
+        visual_tokens: those that are left for most of the language model's layers.
+        prompt_tokens: all that go in, text too.
+        kv_bytes: of the prompt's keys and values after the prefill.
+        llm_s: of the whole ``generate``; ``prefill_s`` until its first token and ``token_decode_s`` from there to the
+            last one are parts of it.
+        peak_bytes: of torch's memory on a GPU, or of this process's on a CPU, weights included; None if not known.
+        answer: token ids.
+    """
+
+    mode: str
+    video_id: str
+    question: int
+    repeat: int
+    visual_tokens: int
+    prompt_tokens: int
+    kv_bytes: int
+    video_decode_s: float = 0.0
+    encode_s: float = 0.0
+    read_s: float = 0.0
+    prune_s: float
+    prompt_s: float
+    llm_s: float
+    prefill_s: float
+    token_decode_s: float
+    bytes_read: int = 0
+    peak_bytes: float | None
+    answer: tuple[int, ...] = field(repr=False)
+
+    @property
+    def llm_with_tower_s(self) -> float:
+        """The model's seconds as the paper's harness counts them: vision tower and pruning included."""
+        return self.encode_s + self.prune_s + self.llm_s
+
+    @property
+    def total_s(self) -> float:
+        """The seconds from the start to the answer; online this is the paper's E2E, reading the video included."""
+        return self.video_decode_s + self.read_s + self.prompt_s + self.llm_with_tower_s
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second."""
+        return self.prompt_tokens / self.prefill_s
+
+    @property
+    def decode_rate(self) -> float | None:
+        """New tokens a second after the first, which the prefill gives; None for a single token."""
+        return (len(self.answer) - 1) / self.token_decode_s if len(self.answer) > 1 else None
+
+
+@dataclass
+class Found:
+    """All measurements of one arm; ``build_s`` are the seconds of putting a video into its cache, from the file on."""
+
+    arm: Arm
+    online: list[Sample] = field(default_factory=list)
+    cached: list[Sample] = field(default_factory=list)
+    build_s: list[float] = field(default_factory=list)
+
+
+class Timed(NamedTuple, Generic[T]):
+    """The result of a piece of work, its seconds, and the peak of memory meanwhile."""
+
+    value: T
+    seconds: float
+    peak_bytes: float | None
+
+
+def timed(work: Callable[[], T], device: str) -> Timed[T]:
+    """Run ``work`` and time it: on a GPU by CUDA events between synchronisations, else by wall clock."""
+    if not device.startswith("cuda"):
+        with suppress(OSError):  # Linux alone
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
+        started = time.perf_counter()
+        value = work()
+        seconds = time.perf_counter() - started
+        with suppress(OSError):
+            peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+            return Timed(value, seconds, None if peak is None else 1024.0 * int(peak[1]))
+        return Timed(value, seconds, None)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream(device)
+    begin.record(stream)
+    value = work()
+    end.record(stream)
+    end.synchronize()
+    return Timed(value, begin.elapsed_time(end) / 1e3, torch.cuda.max_memory_allocated(device))
+
+
+def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0, dropped: int = 0) -> int:
+    """Return the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on."""
+    width = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    layers = text_config.num_hidden_layers
+    numbers = layers * tokens - (layers - layer) * dropped
+    return int(numbers * text_config.num_key_value_heads * width * 2 * number_bytes)
+
+
+class Bench:
+    """The measurement of one job: its loaded models, and the caches that it makes below ``folder``.
+
+    Close it after use.
+    """
+
+    def __init__(self, job: Job, folder: Path, say: Callable[[str], None]) -> None:
+        self._job, self._say, self._device = job, say, job.runtime.device
+        say(f"loading {job.request.source.name}")
+        self.tower: Backbone = family_of(job.request.source).load(job.runtime)
+        self._decoder = VideoDecoder(job.request.decode_setup())
+        self.llm: LanguageModel = load_language_model(job.request.source, job.runtime)
+        # Every answer has its full length: random weights, or another method, would end some sooner.
+        self.llm.model.generation_config.eos_token_id = None
+        self._embedders = Embedders(self.llm, self._device, [arm.late for arm in job.arms if arm.late is not None])
+        self._decoding = Decoding(max_new_tokens=job.max_new_tokens)
+        self._stores = {arm: LocalStore(folder / f"cache-{number}") for number, arm in enumerate(job.arms)}
+        self._caches: dict[Arm, TokenCache] = {}
+        self._n_commits = 0
+
+    def close(self) -> None:
+        """Close the decoder."""
+        self._decoder.close()
+
+    def run(self) -> list[Found]:
+        """Measure all arms in turns, so that disturbances of the machine affect all alike.
+
+        All arms first answer from the videos, then from caches, when no vision tower is in memory any more. Raises
+        RunFailed, UsageError.
+        """
+        found = [Found(arm) for arm in self._job.arms]
+        for arm, store in self._stores.items():
+            store.make()
+            store.put(HEADER, self._header(arm))
+        self._measure("online", self._ask_online, found)
+        del self.tower
+        gc.collect()
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
+        self._caches = {arm: TokenCache(str(store)) for arm, store in self._stores.items()}
+        self._measure("cached", self._ask_cached, found)
+        return found
+
+    def _measure(self, mode: str, ask: Callable[..., None], found: Sequence[Found]) -> None:
+        """Ask about the first video once as a warm-up, then about all videos in every repeat."""
+        videos: list[ManifestRow] = self._job.request.manifest.to_pylist()
+        self._say(f"{mode}: to warm up")
+        ask(videos[0], 1, 0, [Found(one.arm) for one in found])
+        for repeat in range(1, self._job.repeats + 1):
+            for row in videos:
+                self._say(f"{mode}: {repeat} of {self._job.repeats}, {row['video_id']}")
+                ask(row, self._job.questions, repeat, found)
+
+    def _ask_online(self, row: ManifestRow, questions: int, repeat: int, found: Sequence[Found]) -> None:
+        """Decode and encode a video, ask every arm its questions, and write the video into the arm's cache."""
+        (record, frames), decode_s, _ = timed(lambda: self._decoded(row), "cpu")
+        for evidence in dict.fromkeys(one.arm.evidence for one in found):
+            setup = self._job.request.encode_setup(self._device, self._job.runtime.dtype_name)
+            sources = {name: where for name, where in setup.evidence.items() if name in evidence}
+            encoder = VideoEncoder(replace(setup, evidence=sources), self.tower)
+            tokens, encode_s, peak = timed(lambda encoder=encoder: encoder.encoded(frames), self._device)  # type: ignore[misc]
+            visual = self._visual(record, tokens)
+            about = {"mode": "online", "video_id": row["video_id"], "repeat": repeat}
+            about |= {"video_decode_s": decode_s, "encode_s": encode_s}
+            for one in (one for one in found if one.arm.evidence == evidence):
+                for number in range(questions):
+                    sample = self.ask(one.arm, visual, number, **about)
+                    one.online.append(replace(sample, peak_bytes=_highest(peak, sample.peak_bytes)))
+                made = {**record, "attempts": repeat + 1, "encode_s": encode_s}
+                store_s = self._store(one.arm, made, tokens, visual)  # type: ignore[arg-type]
+                one.build_s.append(decode_s + encode_s + store_s)
+
+    def _decoded(self, row: ManifestRow) -> tuple[VideoRecord, NDArray[np.uint8]]:
+        """Decode a video. Raises RunFailed if it cannot be read."""
+        todo = {**dict.fromkeys(("start_s", "end_s", "manifest", "policy", "size")), **row, "attempts": 1}
+        with self._decoder.open(todo) as source:  # type: ignore[arg-type]
+            record, frames = self._decoder.decode_one(todo, source)  # type: ignore[arg-type]
+        if frames is None:
+            raise RunFailed(f"{record['video_id']}: {record['error_class']}: {record['error_message']}")
+        return record, frames
+
+    def _visual(self, record: VideoRecord, encoded: VisualTokens) -> Visual:
+        """Return all tokens of an encoded video as a prompt takes them."""
+        n_frames, per_frame, _ = encoded.tokens.shape
+        return Visual(
+            tokens=encoded.tokens.flatten(0, 1),
+            index=torch.arange(n_frames * per_frame, device="cpu"),
+            n_frames=n_frames,
+            tokens_per_frame=per_frame,
+            extra=self.tower.model_extra(without_pixels(record)),
+            deepstack=tuple(level.flatten(0, 1) for level in encoded.deepstack),
+            newline=self._newline(),
+            evidence={
+                name: values if is_per_frame(name) else values.flatten(0, 1)
+                for name, values in encoded.evidence.items()
+            },
+            frame_indices=record["frame_indices"],
+            fps=record["fps"],
+        )
+
+    def _newline(self) -> torch.Tensor | None:
+        """Return the newline row [D] in the precision of a cache."""
+        row = self.tower.newline()
+        return None if row is None else row.to(torch.bfloat16)
+
+    def ask(self, arm: Arm, visual: Visual, number: int, *, prunes: bool = True, **about: Any) -> Sample:
+        """Ask one question about visual tokens, which the arm prunes first if it ``prunes`` before the prompt.
+
+        ``about`` are other fields of the sample. Raises UsageError if the prompt is too long.
+        """
+        late, text = arm.late, _QUESTION.format(number=number)
+        inside = None if late is None else late.inside
+
+        def prune() -> Visual:
+            if late is None or late.inside is not None or not prunes:
+                return replace(visual, evidence={})
+            pruned = late.select(visual, self._device, self._embedders.embedding(late, text))
+            return late.kept(visual, pruned, own_order=False)
+
+        kept, prune_s, prune_peak = timed(prune, self._device)
+        prompt, prompt_s, _ = timed(lambda: self._job.builder.build(text, [kept]), "cpu")
+        if prompt.extent + self._decoding.max_new_tokens > self.llm.context_length:
+            raise UsageError(
+                f"a prompt of {prompt.extent} tokens and its answer do not fit into the model's context of "
+                f"{self.llm.context_length}: take fewer --num-frames"
+            )
+        (answer,), llm_s, peak = timed(
+            lambda: self.llm.generate([prompt], [self._decoding], inside=inside), self._device
+        )
+        n_visual, layer = len(kept.index), 0
+        dropped = 0  # visual tokens that the model drops before the layer
+        if late is not None and inside is not None:
+            layer, dropped = late.pruner.layer or 0, n_visual - late.kept_inside(n_visual)
+        text_config, number_bytes = self._job.builder.config.get_text_config(), self._job.runtime.dtype.itemsize
+        return Sample(
+            question=number,
+            visual_tokens=n_visual - dropped,
+            prompt_tokens=len(prompt),
+            kv_bytes=kv_bytes(text_config, number_bytes, len(prompt), layer=layer, dropped=dropped),
+            prune_s=prune_s if prunes else 0.0,
+            prompt_s=prompt_s,
+            llm_s=llm_s,
+            prefill_s=answer.prefill_s,
+            token_decode_s=answer.decode_s,
+            peak_bytes=_highest(prune_peak, peak),
+            answer=answer.token_ids,
+            **about,
+        )
+
+    def _store(self, arm: Arm, record: VideoRecord, tokens: VisualTokens, visual: Visual) -> float:
+        """Prune a video and write it into the arm's cache; return the seconds. Later repeats replace earlier rows."""
+
+        def prune() -> PrunedTokens:
+            if arm.late is None or not arm.stored:
+                return make_pruner(FULL).prune(tokens, 1.0)
+            return arm.late.select(visual, self._device)
+
+        pruned, prune_s, _ = timed(prune, self._device)
+        made: VideoRecord = {
+            **record,
+            **pruned_columns(pruned, tokens),
+            "prune_s": prune_s,
+            "runtime": json.dumps(self._job.runtime.describe()),
+            "model_extra": json.dumps(dict(visual.extra)),
+        }
+
+        def write() -> None:
+            store, kept = self._stores[arm], kept_tokens(pruned, tokens, arm.cached_evidence)
+            rows = write_token_shard([PrunedVideo(made, kept)], store=store, run_id="efficiency")
+            self._n_commits += 1
+            commit(store, "efficiency", self._n_commits, rows)
+
+        return prune_s + timed(write, self._device).seconds
+
+    def _ask_cached(self, row: ManifestRow, questions: int, repeat: int, found: Sequence[Found]) -> None:
+        """Ask every arm its questions about a video from the arm's cache."""
+        video_id = row["video_id"]
+        for one in found:
+            arm, cache = one.arm, self._caches[one.arm]
+            stored = cache.metadata(video_id)
+            wanted = cache.wanted(stored, cache.reading(None, "index", arm.cached_evidence, False))
+            spans = TokenShard(cache.store, stored["token_shard"], stored["footer_hash"]).spans(wanted)
+            about = {"mode": "cached", "video_id": video_id, "repeat": repeat}
+            about["bytes_read"] = sum(end - start for start, end in spans)
+            for number in range(questions):
+                video, read_s, _ = timed(lambda: cache.get(video_id, evidence=arm.cached_evidence), "cpu")  # noqa: B023
+                sample = self.ask(arm, video.visual, number, prunes=not arm.stored, read_s=read_s, **about)
+                one.cached.append(sample)
+
+    def _header(self, arm: Arm) -> bytes:
+        """Return the cache header for an arm: of its kept tokens, or of all tokens with evidence if it prunes later."""
+        request = self._job.request
+        cached = {name: where for name, where in request.evidence.items() if name in arm.cached_evidence}
+        request = replace(request, evidence=cached)
+        if arm.stored and arm.late is not None:
+            request = replace(request, pruner=arm.late.pruner, retention_ratio=arm.late.retention_ratio)
+        static = StaticParts(self.tower.hidden_size, self._newline(), self._job.builder.deepstack_levels)
+        return header_bytes(request.header(self._job.runtime.dtype_name, static))
+
+
+def _highest(*peaks: float | None) -> float | None:
+    """Return the highest peak that was measured, or None."""
+    return max((peak for peak in peaks if peak is not None), default=None)

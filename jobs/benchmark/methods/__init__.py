@@ -1,1 +1,0 @@
-"""How long every pruning method takes beside GSTEP."""

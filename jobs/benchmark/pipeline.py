@@ -1,0 +1,212 @@
+"""The whole job beside a plain DataLoader loop on the same videos, with an encoder that only sleeps.
+
+Both run in turns as child processes, over few and over many videos. A figure is what one more video takes, so that
+starting cancels out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import av
+import numpy as np
+from rich.table import Table
+
+from jobs.benchmark.pipeline_work import DRIVER, FRAME_BYTES, JOB, LOOP, SIDE, Work
+from jobs.benchmark.processes import MAIN, ProcessTree
+from jobs.benchmark.shared import folder, machine, machine_line, say
+from jobs.command import count
+from jobs.frame.json_document import Done
+from pipeline.errors import RunFailed, UsageError
+
+#: Of one child process, or of each video by which two differ: "seconds", "peak MB", "store MB", "store objects" (what
+#: is larger than 100 kB; other things travel with their calls), and "CPU" seconds of each kind of process.
+Figures = Mapping[str, float]
+_CPU = "CPU "
+_CHILD = "from jobs.benchmark.pipeline_work import main; main()"
+_LOOK_S, _LOOKS_A_MEMORY = 0.25, 8
+_LEAST_S = 0.03  # shortest assumed time of a video, to work out how many fill the seconds
+_FEW = 16  # fewest videos: fewer would not fill every stage
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    several = {"type": count, "nargs": "+", "metavar": "N"}
+    parser.add_argument("--frames", **several, default=[2, 32], help="of a video, 0.44 MB each [2 32]")
+    parser.add_argument(
+        "--encode-ms", **several, default=[15, 60, 250], help="that encoders sleep for a video [15 60 250]"
+    )
+    parser.add_argument(
+        "--nodes", **several, default=[], help="logical nodes, with a worker of each kind a node, beside a loop a node"
+    )
+    parser.add_argument(
+        "--driver",
+        type=count,
+        nargs=2,
+        metavar="N",
+        help="instead: the job over N and N videos by stages that do nothing: what its driver takes",
+    )
+    parser.add_argument("--encoders", type=count, default=1, metavar="N", help="with --driver [1]")
+    workers = max(1, (os.cpu_count() or 1) - 1)
+    parser.add_argument(
+        "--workers", type=count, default=workers, metavar="N", help="that decode, in job and loop [the CPUs less one]"
+    )
+    parser.add_argument("--seconds", type=count, default=20, metavar="S", help="about, of one measurement [20]")
+    parser.add_argument("--repeats", type=count, default=1, metavar="N", help="times each; medians are shown [1]")
+    parser.add_argument("--folder", type=folder, metavar="DIR", help="make files below it, and remove them [temporary]")
+
+
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure and show. Raises RunFailed, UsageError."""
+    about = {"machine": machine(), "cpus": os.cpu_count()}
+    if arguments.driver is not None:
+        return _measure_driver(arguments, about)
+    cells: list[dict[str, float]] = []
+    for frames, encode_ms in product(arguments.frames, arguments.encode_ms):
+        first = None
+        for nodes in sorted(arguments.nodes) or [0]:
+            encoders, workers = nodes or 1, nodes or arguments.workers
+            work = Work(JOB, frames, encode_ms / 1e3, workers, encoders, nodes, str(arguments.folder or ""))
+            more = max(_FEW, round(arguments.seconds * encoders / max(work.encode_s, _LEAST_S)))
+            few = max(_FEW * encoders, more // 4)
+            turns: dict[str, list[Figures]] = {LOOP: [], JOB: []}
+            for turn in range(arguments.repeats):
+                for kind, figures in turns.items():
+                    say(f"{frames} frames, {encode_ms} ms, {encoders} nodes: {kind}, {turn + 1}")
+                    figures.append(measure(replace(work, kind=kind), few, few + more))
+            cells.append(cell(work, {kind: medians(figures) for kind, figures in turns.items()}, first))
+            first = first or cells[-1]
+    title = f"Encoders that sleep, on {os.cpu_count()} CPUs, {machine_line()}"
+    return Done(0, {**about, "cells": cells}, [as_table(cells, title)])
+
+
+def _measure_driver(arguments: argparse.Namespace, about: Mapping[str, object]) -> Done:
+    """Measure what the driver takes for a video, and how many videos come out here, where processes share the CPUs."""
+    few, many = sorted(arguments.driver)
+    if few == many:
+        raise UsageError("--driver takes two different numbers of videos: what a video more takes counts")
+    encoders, place = arguments.encoders, str(arguments.folder or "")
+    work = Work(DRIVER, min(arguments.frames), 0.0, arguments.workers, encoders, int(encoders > 1), place)
+    found = measure(work, few, many)
+    driver_ms = 1e3 * found[_CPU + MAIN]
+    if driver_ms <= 0:
+        raise RunFailed(f"{many - few} videos more took the driver no more of a CPU: give larger numbers")
+    line = (
+        f"{encoders} encoders, a video more from {few} to {many}: {1 / found['seconds']:.0f} videos/s with all "
+        f"processes on {os.cpu_count()} CPUs; {driver_ms:.2f} CPU ms of the driver, so {1e3 / driver_ms:.0f} videos/s "
+        f"of one core; {found['peak MB']:.0f} MB of all processes at most"
+    )
+    return Done(0, {**about, "encoders": encoders, "a_video": found}, [line])
+
+
+def measure(work: Work, few: int, many: int) -> dict[str, float]:
+    """Measure a work over few and over many videos; return each figure's growth a video, and the larger run's memory.
+
+    Raises RunFailed where a run fails, or where no time was added.
+    """
+    short, long = (run_child(replace(work, videos=videos)) for videos in (few, many))
+    growth = {name: (long.get(name, 0.0) - short.get(name, 0.0)) / (many - few) for name in {**short, **long}}
+    if growth["seconds"] <= 0:
+        raise RunFailed(f"{many - few} videos more took no longer: give more --seconds, or larger numbers")
+    return {**growth, "peak MB": long["peak MB"]}
+
+
+def medians(turns: Sequence[Figures]) -> dict[str, float]:
+    """Return the median of each figure."""
+    return {name: median(one.get(name, 0.0) for one in turns) for name in {name: 0 for one in turns for name in one}}
+
+
+def run_child(work: Work) -> dict[str, float]:
+    """Run one work in a child process that starts its own Ray, and return its figures.
+
+    Raises RunFailed where it fails.
+    """
+    private = TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # processes that are ending may write there
+    with TemporaryDirectory(dir=work.folder or None) as made, private as ray_folder:
+        work = replace(work, folder=made)
+        make_videos(work)
+        command = [sys.executable, "-c", _CHILD, json.dumps(asdict(work))]
+        with Path(made, "stdout").open("wb") as out, Path(made, "stderr").open("wb") as err:
+            environment = _environment(ray_folder)
+            child = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
+            tree = _watch(child)
+        if child.returncode:
+            wrong = ["it said nothing", *Path(made, "stderr").read_text(errors="replace").strip().splitlines()]
+            raise RunFailed(f"the {work.kind} over {work.videos} videos failed: {wrong[-1]}")
+        answer: dict[str, float] = json.loads(Path(made, "stdout").read_text().splitlines()[-1])
+    return {**answer, "peak MB": tree.peak_mb, **{f"{_CPU}{kind}": used for kind, used in tree.cpu_s().items()}}
+
+
+def make_videos(work: Work) -> None:
+    """Write a manifest whose rows all name one still clip, which decodes fast."""
+    picture = np.full((SIDE, SIDE, 3), np.linspace(32, 224, SIDE, dtype=np.uint8)[:, None], dtype=np.uint8)
+    with av.open(str(work.manifest.with_name("clip.mp4")), "w") as container:
+        stream = container.add_stream("libx264", rate=30)
+        stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
+        for _ in range(work.frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode(None))
+    rows = [{"video_id": f"video-{number:07d}", "uri": "clip.mp4"} for number in range(work.videos)]
+    work.manifest.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+def _watch(child: subprocess.Popen[bytes]) -> ProcessTree:
+    """Wait for a child process while sampling its process tree; kill whatever of the tree is left."""
+    tree, looks = ProcessTree(child.pid), 0
+    try:
+        while child.poll() is None:
+            tree.look(memory=looks < _LOOKS_A_MEMORY or looks % _LOOKS_A_MEMORY == 0)  # a short run is seen, too
+            looks += 1
+            time.sleep(_LOOK_S)
+    finally:
+        tree.end()
+        child.wait()
+    return tree
+
+
+def _environment(ray_folder: str) -> dict[str, str]:
+    """Return the child's environment: no Ray of others, and Ray workers at the same priority as a DataLoader's."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ray = {"TMPDIR": ray_folder, "AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}
+    return inherited | {f"RAY_{name}": value for name, value in ray.items()} | {"RAY_ENABLE_AUTO_CONNECT": "0"}
+
+
+def cell(work: Work, found: Mapping[str, Figures], first: Figures | None = None) -> dict[str, float]:
+    """Compute the figures of one combination of frames, encoder seconds and nodes.
+
+    ``found`` is by kind of work; ``first`` is the cell of the fewest nodes, which scaling is compared with.
+    """
+    shown = {"MB": work.frames * FRAME_BYTES / 1e6, "encode ms": 1e3 * work.encode_s, "nodes": work.nodes or 1}
+    speeds = {kind: 1 / figures["seconds"] for kind, figures in found.items()}
+    for kind, speed in speeds.items():
+        shown[f"{kind}, videos/s"] = speed
+        shown[f"{kind}, busy"] = speed * work.encode_s / work.encoders  # by the nominal time, not by a clock around it
+    shown[f"job / {LOOP}"] = speeds[JOB] / speeds[LOOP]
+    if first:
+        shown["job / nodes x the first"] = speeds[JOB] / (first[f"{JOB}, videos/s"] * work.nodes / first["nodes"])
+    for kind, figures in found.items():
+        by_process = {name: 1e3 * used for name, used in figures.items() if name.startswith(_CPU)}
+        shown[f"{kind}, peak MB (PSS)"] = figures["peak MB"]
+        shown[f"{kind}, CPU ms a video"] = sum(by_process.values())
+        shown |= {f"{kind}, CPU ms: {name.removeprefix(_CPU)}": used for name, used in by_process.items()}
+    return shown | {f"{name} a video": found[JOB][name] for name in ("store MB", "store objects")}
+
+
+def as_table(cells: Sequence[Figures], title: str) -> Table:
+    """Lay out a column for each combination that was measured."""
+    table = Table(title=title, title_justify="left", show_edge=False, show_header=False)
+    for name in dict.fromkeys(name for one in cells for name in one):
+        values = [one.get(name) for one in cells]
+        table.add_row(name, *("" if v is None else f"{v:,.{2 if abs(v) < 10 else 1}f}" for v in values))
+    return table

@@ -1,0 +1,121 @@
+"""What the child processes of ``pipeline`` run; of these here the plain loop: DataLoader -> model -> Parquet."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import av
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+SIDE = 384  # pixels: of the clips, and of what LLaVA-OneVision's preprocessing makes of them
+FRAME_BYTES = 3 * SIDE**2
+TOKENS_PER_FRAME, HIDDEN, RATIO = 196, 64, 0.25  # as of the model "tiny"
+KEPT_BYTES_PER_FRAME = int(RATIO * TOKENS_PER_FRAME) * HIDDEN * 2
+LOOP, JOB, DRIVER = "plain loop", "job", "driver"
+_VIDEOS_PER_FILE = 16
+_PREFETCH = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one child process.
+
+    Attributes:
+        kind: LOOP is a DataLoader in front of a model, JOB is ``jobs.prune``, DRIVER the JOB with stages that do
+            nothing.
+        frames: of each video.
+        encode_s: seconds that an encoder sleeps for each video.
+        workers: decode workers.
+        encoders: of the job; the plain loop has a process for each.
+        nodes: logical nodes; 0 is a Ray as the job starts it by itself.
+        folder: has the videos, and gets the results.
+        videos: how many.
+    """
+
+    kind: str
+    frames: int
+    encode_s: float
+    workers: int
+    encoders: int = 1
+    nodes: int = 0
+    folder: str = ""
+    videos: int = 0
+
+    @property
+    def manifest(self) -> Path:
+        """The manifest of the videos, which lie beside it."""
+        return Path(self.folder) / "manifest.jsonl"
+
+    @property
+    def out(self) -> Path:
+        """The folder for results."""
+        return Path(self.folder) / "out"
+
+
+class Videos(Dataset[tuple[str, torch.Tensor]]):
+    """A dataset of one encoder's share of the videos, each item an id and its frames, [t,h,w,3] uint8."""
+
+    def __init__(self, work: Work, encoder: int) -> None:
+        self._work = work
+        lines = work.manifest.read_text(encoding="utf-8").splitlines()
+        self._rows = [json.loads(line) for line in lines[encoder :: work.encoders]]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: int) -> tuple[str, torch.Tensor]:
+        row, size = self._rows[place], {"width": SIDE, "height": SIDE, "interpolation": "BICUBIC"}
+        with av.open(str(self._work.manifest.with_name(row["uri"]))) as container:
+            frames = [frame.to_ndarray(format="rgb24", **size) for frame in container.decode(video=0)]
+        return row["video_id"], torch.from_numpy(np.stack(frames[: self._work.frames]))
+
+
+def run_loop(work: Work) -> dict[str, float]:
+    """Run the plain loop over all videos, in a process for each of several encoders; return the seconds."""
+    work.out.mkdir()
+    started = time.perf_counter()
+    if work.encoders == 1:
+        encode_share(work, 0)
+    else:
+        with ProcessPoolExecutor(work.encoders, get_context("spawn")) as processes:
+            list(processes.map(partial(encode_share, work), range(work.encoders)))
+    return {"seconds": time.perf_counter() - started}
+
+
+def encode_share(work: Work, encoder: int) -> None:
+    """Decode by a DataLoader, sleep for each video as the encoder does, and write tokens to Parquet."""
+    tokens, waiting = os.urandom(work.frames * KEPT_BYTES_PER_FRAME), dict[str, bytes]()
+    videos, workers = Videos(work, encoder), max(1, work.workers // work.encoders)
+    # No batches: videos differ in length. Frames would go to the GPU as they are, so nothing is computed of them here.
+    loader = DataLoader(videos, batch_size=None, num_workers=workers, prefetch_factor=_PREFETCH)
+    for number, (video_id, _) in enumerate(loader, start=1):
+        time.sleep(work.encode_s)
+        waiting[video_id] = tokens
+        if len(waiting) == _VIDEOS_PER_FILE or number == len(videos):
+            table = pa.table({"video_id": list(waiting), "tokens": list(waiting.values())})
+            pq.write_table(table, work.out / f"{encoder}-{number:07d}.parquet")
+            waiting.clear()
+
+
+def main() -> None:
+    """Run the work of the command line in this child process; print what was measured as the last line."""
+    work = Work(**json.loads(sys.argv[1]))
+    if work.kind == LOOP:
+        measured = run_loop(work)
+    else:
+        from jobs.benchmark.pipeline_job import run_job  # noqa: PLC0415 - Ray would count in the memory of the loop
+
+        measured = run_job(work)
+    print(json.dumps(measured))

@@ -1,0 +1,346 @@
+"""What reading a cache costs beside plain pyarrow, and on S3 beside plain GETs of the same bytes.
+
+Each way reads all videos of a made-up cache once a round, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+from urllib.request import urlopen
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch.utils.data import DataLoader
+
+from jobs.benchmark.shared import figure_table, folder, machine, machine_line, say
+from jobs.command import count
+from jobs.frame.json_document import Done
+from pipeline import TokenCache, TokenDataset, pack
+from pipeline.cache.header import CacheHeader, CacheIdentity, fingerprint, header_bytes
+from pipeline.cache.reader import HEADER
+from pipeline.cache.schema import SCHEMA_VERSION
+from pipeline.cache.token_shard import Rows, TokenShard
+from pipeline.cache.writer import KeptTokens, PrunedVideo, commit, write_token_shard
+from pipeline.errors import RunFailed, UsageError
+from pipeline.rows import VideoRecord
+from pipeline.storage.s3 import Objects, Slice
+from pipeline.storage.stores import LocalStore, ObjectStore, Store
+
+T = TypeVar("T")
+STORED, TIER = 0.25, 0.10
+BATCH = 8
+BUCKET = "read"
+_COLUMNS = ("rank", "index", "frame", "token", "merged", "density")
+_START_S = 60.0  # the longest that moto may take to start
+_IDENTITY: CacheIdentity = {
+    "model": {"type": "llava_onevision", "weights": "made up"},
+    "preprocessing": {},
+    "sampling": {"num_frames": 32, "fps": None, "max_frames": None, "snap_s": None},
+    "pruner": {"method": "gstep", "params": {}},
+    "retention_ratio": STORED,
+    "dtype": {"compute": "bfloat16", "stored": "bfloat16"},
+}
+
+
+@dataclass
+class TimedReader:
+    """A way of reading the cache, and its measurements.
+
+    Attributes:
+        name: what it does.
+        read: read all videos once.
+        beside: the way it is compared with; "" for one that others are compared with.
+        n_bytes: of the tokens that it gives.
+        seconds: wall clock of each round.
+        cpu_seconds: of this process alone, likewise.
+        counted: whether this process makes its requests, so that they are counted.
+        requests: of a round, once shards are open; None where they are not counted.
+    """
+
+    name: str
+    read: Callable[[], object]
+    beside: str
+    n_bytes: int
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    counted: bool = False
+    requests: int | None = None
+
+    def shares(self, plain: TimedReader | None) -> tuple[str, str]:
+        """Return the medians over rounds of its rate beside ``plain``'s, by wall clock and by processor time."""
+        if plain is None:
+            return "", ""
+        size = self.n_bytes / plain.n_bytes
+        wall = median(size * p / max(own, 1e-9) for p, own in zip(plain.seconds, self.seconds, strict=True))
+        cpu = median(size * p / max(own, 1e-9) for p, own in zip(plain.cpu_seconds, self.cpu_seconds, strict=True))
+        return f"{wall:.0%}", f"{cpu:.0%}"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument("--videos", type=count, default=66, metavar="N", help="made-up videos [66]")
+    parser.add_argument("--tokens", type=count, default=1568, metavar="K", help="stored of each, a quarter [1568]")
+    parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
+    parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="[22]")
+    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds; medians are shown [5]")
+    parser.add_argument(
+        "--folder", type=folder, metavar="DIR", help="make the cache below it, and remove it [a temporary folder]"
+    )
+    parser.add_argument("--s3", action="store_true", help="from a server of moto's in a process of its own, too")
+
+
+def run(arguments: argparse.Namespace) -> Done:
+    """Make the cache, read it in every way, and show. Raises RunFailed, UsageError."""
+    with TemporaryDirectory(dir=arguments.folder) as made, _one_thread():
+        store = LocalStore(Path(made) / "cache")
+        say(f"making a cache of {arguments.videos} videos")
+        make_cache(store, arguments)
+        say("reading it")
+        ways = [*_by_pyarrow(store), *_by_cache(store, "")]
+        _read_in_turn(ways, arguments.repeats)
+        if arguments.s3:
+            with _s3_server() as (objects, client):
+                say("the same on S3")
+                remote = ObjectStore(f"s3://{BUCKET}/cache", objects)
+                make_cache(remote, arguments)
+                on_s3 = [_by_plain_gets(remote, client), *_by_cache(remote, "S3: ")]
+                _read_in_turn(on_s3, arguments.repeats, objects)
+                ways += on_s3
+    by_name, rows = {way.name: way for way in ways}, []
+    for way in ways:
+        wall, cpu = way.shares(by_name.get(way.beside))
+        rates = [way.n_bytes / 1e9 / max(median(seconds), 1e-9) for seconds in (way.seconds, way.cpu_seconds)]
+        requests = "" if way.requests is None else str(way.requests)
+        rows.append((way.name, f"{rates[0]:.2f}", wall, f"{rates[1]:.2f}", cpu, requests))
+    title = (
+        f"Reading {arguments.videos} videos of {2e-6 * arguments.tokens * arguments.hidden:.1f} MB of tokens each, "
+        f"in memory already, {machine_line()}"
+    )
+    note = "of plain: pyarrow with checksums and memory maps, for the same row groups and columns; on S3 boto3"
+    table = figure_table(title, ("", "GB/s", "of plain", "GB a CPU second", "of plain", "GET"), rows, note)
+    job = {name: getattr(arguments, name) for name in ("videos", "tokens", "hidden", "videos_per_shard", "repeats")}
+    record = [{name: value for name, value in vars(way).items() if name != "read"} for way in ways]
+    return Done(0, {"machine": machine(), "job": job, "ways": record}, [table])
+
+
+def make_cache(store: Store, job: argparse.Namespace) -> None:
+    """Write random bfloat16 tokens in random order of selection, as a run of GSTEP at 25 % does."""
+    store.make()
+    header: CacheHeader = {"schema_version": SCHEMA_VERSION, "identity": _IDENTITY, "newline": None}
+    store.put(HEADER, header_bytes({**header, "hidden_size": job.hidden}))
+    numbers, n_total = np.random.default_rng(0), round(job.tokens / STORED)
+
+    def make_video(place: int) -> PrunedVideo:
+        record: VideoRecord = {
+            "video_id": f"video-{place:06d}",
+            "uri": f"/videos/{place:06d}.mp4",
+            "status": "ok",
+            "attempts": 1,
+            "n_frames": 1,
+            "tokens_per_frame": n_total,
+            "hidden_size": job.hidden,
+            "n_tokens": job.tokens,
+            "n_total": n_total,
+            "retention_ratio": STORED,
+            "nested": True,
+            "frame_indices": [0],
+            "timestamps": [0.0],
+            "kept_per_frame": [job.tokens],
+        }
+        kept = KeptTokens(
+            tokens=numbers.integers(0, 2**14, (job.tokens, job.hidden), dtype=np.int16),
+            index=numbers.permutation(n_total)[: job.tokens].astype(np.int32),
+            rank=np.arange(job.tokens, dtype=np.int32),
+            density=numbers.random(job.tokens, dtype=np.float32),
+        )
+        return PrunedVideo(record, kept)
+
+    for number, start in enumerate(range(0, job.videos, job.videos_per_shard)):
+        places = range(start, min(start + job.videos_per_shard, job.videos))
+        rows = write_token_shard([make_video(place) for place in places], store=store, run_id="read")
+        commit(store, "read", number, rows, made_with=fingerprint(_IDENTITY))
+
+
+def _read_in_turn(ways: Sequence[TimedReader], repeats: int, objects: _CountedObjects | None = None) -> None:
+    """Read in every way once to warm up, then ``repeats`` times in turn, recording seconds and requests."""
+    for way in ways:
+        way.read()  # shards are open from here on, and files in memory
+    for way in [*ways] * repeats:
+        before = 0 if objects is None else objects.requests
+        started, used = time.perf_counter(), time.process_time()
+        way.read()
+        way.seconds.append(time.perf_counter() - started)
+        way.cpu_seconds.append(time.process_time() - used)
+        if objects is not None and way.counted:
+            way.requests = objects.requests - before
+
+
+def _by_pyarrow(store: LocalStore) -> Iterator[TimedReader]:
+    """Yield the baselines that read the same row groups and columns with pyarrow alone, from open files."""
+    cache = TokenCache(store.root)
+    whole, tier = (_wanted(cache, ratio) for ratio in (None, TIER))
+
+    def reading(wanted: Sequence[Rows], **options: bool) -> Callable[[], object]:
+        names = {rows.row["token_shard"] for rows in wanted}
+        files = {name: pq.ParquetFile(store.root / name, **options) for name in names}
+        groups = [(files[rows.row["token_shard"]], _groups(rows)) for rows in wanted]
+        return lambda: _each(groups, lambda at: at[0].read_row_groups(at[1], columns=list(_COLUMNS), use_threads=False))
+
+    checked = {"page_checksum_verification": True}
+    size = _token_bytes(whole)
+    yield TimedReader("pyarrow, mapped", reading(whole, memory_map=True, **checked), "", size)
+    yield TimedReader("pyarrow, mapped, no checksums", reading(whole, memory_map=True), "pyarrow, mapped", size)
+    yield TimedReader("pyarrow, not mapped", reading(whole, **checked), "pyarrow, mapped", size)
+    yield TimedReader(
+        "pyarrow, mapped, 10 % of 25 %", reading(tier, memory_map=True, **checked), "", _token_bytes(tier)
+    )
+
+
+def _by_cache(store: Store, where: str) -> Iterator[TimedReader]:
+    """Yield this package's own ways of reading: single videos, batches, a data loader."""
+    cache = TokenCache(str(store), store=store)
+    ids = cache.video_ids
+    mixed = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
+    batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
+    size, tier_size = (_token_bytes(_wanted(cache, ratio)) for ratio in (None, TIER))
+    beside = f"{where}boto3, a GET a video" if where else "pyarrow, mapped"
+    tier = beside if where else "pyarrow, mapped, 10 % of 25 %"
+
+    def loader(workers: int) -> Callable[[], None]:
+        data = DataLoader(TokenDataset(cache), batch_size=BATCH, collate_fn=pack, num_workers=workers)
+        return lambda: _each(data, lambda batch: None)
+
+    whole: dict[str, Callable[[], None]] = {
+        "get, in order of selection": lambda: _each(ids, lambda video_id: cache.get(video_id, order="selection")),
+        "get, in order of index": lambda: _each(ids, cache.get),
+        "get, shuffled videos": lambda: _each(mixed, cache.get),
+        f"get_many, batches of {BATCH}": lambda: _each(batches, cache.get_many),
+        f"DataLoader, batches of {BATCH}": loader(0),
+    }
+    for name, read in whole.items():
+        yield TimedReader(where + name, read, beside, size, counted=True)
+    yield TimedReader(f"{where}DataLoader, 2 workers", loader(2), beside, size)
+    yield TimedReader(
+        f"{where}get, 10 % of 25 %", lambda: _each(ids, lambda i: cache.get(i, TIER)), tier, tier_size, counted=True
+    )
+
+
+def _by_plain_gets(store: ObjectStore, client: Any) -> TimedReader:
+    """Return the baseline that makes one S3 GET for each video's bytes and nothing else."""
+    wanted = _wanted(TokenCache(store.root, store=store), None)
+    footers = {rows.row["token_shard"]: rows.row["footer_hash"] for rows in wanted}
+    shards = {name: TokenShard(store, name, footer_hash) for name, footer_hash in footers.items()}
+    prefix = store.root.removeprefix(f"s3://{BUCKET}/")
+    places = [
+        (f"{prefix}/{rows.row['token_shard']}", shards[rows.row["token_shard"]].spans(rows)[0]) for rows in wanted
+    ]
+
+    def read(place: tuple[str, tuple[int, int]]) -> object:
+        name, (start, end) = place
+        return client.get_object(Bucket=BUCKET, Key=name, Range=f"bytes={start}-{end - 1}")["Body"].read()
+
+    size = _token_bytes(wanted)
+    return TimedReader("S3: boto3, a GET a video", lambda: _each(places, read), "", size, requests=len(places))
+
+
+def _each(items: Iterable[T], read: Callable[[T], object]) -> None:
+    """Call ``read`` on one item after the other, keeping nothing."""
+    for item in items:
+        read(item)
+
+
+def _wanted(cache: TokenCache, ratio: float | None) -> list[Rows]:
+    """Return the token rows that a read at this ratio takes, for each video of the cache."""
+    reading = cache.reading(ratio, "index", (), False)
+    return [cache.wanted(cache.metadata(video_id), reading) for video_id in cache.video_ids]
+
+
+def _token_bytes(wanted: Sequence[Rows]) -> int:
+    """Return the bytes of the bfloat16 tokens in these rows."""
+    return sum(2 * rows.keep * int(rows.row["hidden_size"]) for rows in wanted)
+
+
+def _groups(rows: Rows) -> list[int]:
+    """Return the row group numbers that hold the wanted rows."""
+    ends, first = np.cumsum(rows.row["row_counts"]), rows.row["first_row_group"]
+    return list(range(first, first + int(np.searchsorted(ends, rows.keep)) + 1))
+
+
+class _CountedObjects(Objects):
+    """A reader of objects that counts its requests."""
+
+    requests = 0
+
+    def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
+        self.requests += 1
+        return super().read_slice(uri, start, end)
+
+    def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
+        self.requests += 1
+        return super().fetch(uri, write, limit)
+
+
+@contextmanager
+def _s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
+    """Run moto's S3 server with an empty bucket; yield a counting reader of it and boto3's client of it.
+
+    Raises UsageError where moto is missing, RunFailed where it does not start.
+    """
+    if importlib.util.find_spec("moto") is None or importlib.util.find_spec("boto3") is None:
+        raise UsageError("--s3 needs moto and boto3: pip install 'moto[server]' boto3")
+    import boto3  # noqa: PLC0415 - only with --s3
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_S
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not _answers(f"{address}/moto-api/"):
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RunFailed(f"moto's server did not start: see {' '.join(command)}")
+            time.sleep(0.1)
+        access = {"aws_access_key_id": "read", "aws_secret_access_key": "read", "region_name": "us-east-1"}
+        client = boto3.client("s3", endpoint_url=address, **access)
+        client.create_bucket(Bucket=BUCKET)
+        yield _CountedObjects(patience=1.0, endpoint_url=address, **access), client
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _answers(address: str) -> bool:
+    """Return whether a server answers there, and not with an error."""
+    try:
+        with urlopen(address, timeout=5):
+            return True
+    except OSError:  # it starts
+        return False
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Limit torch and pyarrow to one thread inside the context."""
+    threads = torch.get_num_threads(), pa.cpu_count()
+    torch.set_num_threads(1)
+    pa.set_cpu_count(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads[0])
+        pa.set_cpu_count(threads[1])

@@ -1,1 +1,0 @@
-"""How fast tokens are read from a cache."""

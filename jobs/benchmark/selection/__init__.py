@@ -1,1 +1,0 @@
-"""How long GSTEP selects, beside the loop of the paper."""

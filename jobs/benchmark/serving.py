@@ -1,0 +1,260 @@
+"""Answers from a cache beside answers from the videos: requests a second, time to the first token, reuse, memory.
+
+Every way has a process of its own, and is asked the same questions about the same videos.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import cycle
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import cast
+
+import torch
+from rich.table import Table
+
+from gstep.serving.options import prepare_process
+from jobs.benchmark.processes import ProcessTree
+from jobs.benchmark.serving_ways import MODES, ONLINE, CachedWay, Job, OnlineWay, Pass, Way
+from jobs.benchmark.shared import figure_table, machine, machine_line, say
+from jobs.command import count, file_in_folder, share
+from jobs.frame.json_document import Done
+from pipeline.errors import RunFailed, UsageError
+from pipeline.generate.engines import VLLM
+from pipeline.generate.engines.vllm import check_installed
+
+_CAUSE = re.compile(r"^.*?\b([A-Z]\w*(?:Error|Exception): .+)$", re.M)  # the last line of a traceback
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The median measurements of one way, ratio and number of questions a video.
+
+    Attributes:
+        requests: in a pass, all given at once.
+        requests_per_s: answered where nothing of their videos is held; reading tokens (or decoding and encoding videos)
+            included.
+        warm_requests_per_s: of the same requests once more.
+        first_token_s: of the median request, where nothing is held; None where a way does not say.
+        reused: share of the prompts' tokens that the prefix cache had; None likewise.
+        visual_tokens: in a prompt, on average.
+        sent_kb: kilobytes (10^3) that went to the engine's process, a question; None where it has none of its own.
+        peak_mb: memory of all processes together, with the model (PSS, in which shared pages count once), at the end of
+            the pass that had most.
+        gpu_mb: highest of torch's GPU memory in the process of the benchmark: vLLM's engine has another. None without a
+            GPU.
+    """
+
+    mode: str
+    retention_ratio: float
+    questions: int
+    requests: int
+    requests_per_s: float
+    warm_requests_per_s: float
+    first_token_s: float | None
+    reused: float | None
+    visual_tokens: float | None
+    sent_kb: float | None
+    peak_mb: float
+    gpu_mb: float | None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument(
+        "--model",
+        default="tiny-qwen2-5-vl",
+        metavar="MODEL",
+        help="a Hugging Face id or folder; the default is random and small: its figures say how ways compare, not how "
+        "fast a real one is [tiny-qwen2-5-vl]",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="CACHE",
+        help="one of the model's whose uris are files [made of the sample clips, all tokens]",
+    )
+    parser.add_argument("--num-frames", type=count, default=16, metavar="T", help="frames a video [16]")
+    parser.add_argument(
+        "--retention-ratio", type=share, nargs="+", default=[1.0, 0.25, 0.1], metavar="R", help="[1.0 0.25 0.1]"
+    )
+    parser.add_argument("--questions", type=count, nargs="+", default=[1, 8], metavar="Q", help="a video [1 8]")
+    parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="[16]")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        default=list(MODES),
+        help="from a cache by vLLM and by transformers; texts as long; from the videos [all]",
+    )
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
+    parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")
+
+
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure and show. Raises RunFailed, UsageError."""
+    if arguments.plot is not None and find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib")
+    if any(VLLM in mode for mode in arguments.modes):
+        check_installed("jobs.benchmark serving")
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", list[Measured]()
+    with TemporaryDirectory() as folder:
+        cache = arguments.cache
+        if cache is None:
+            say("making a cache of the sample clips")
+            cache = make_cache(Path(folder) / "cache", arguments.model, arguments.num_frames)
+        job = Job(
+            model=arguments.model,
+            cache=cache,
+            num_frames=arguments.num_frames,
+            ratios=tuple(sorted(arguments.retention_ratio, reverse=True)),
+            questions=tuple(arguments.questions),
+            max_new_tokens=arguments.max_new_tokens,
+            repeats=arguments.repeats,
+        )
+        for mode in arguments.modes:
+            say(f"{mode}: a process of its own")
+            found += measure(mode, replace(job, ratios=(1.0,)) if mode == ONLINE else job)
+    title = f"{arguments.model} on {machine_line(device)}"
+    if arguments.plot is not None:
+        write_plot(found, title, arguments.plot)
+    return Done(0, {"machine": machine(device), "job": job, "measured": found}, [as_table(found, title)])
+
+
+def make_cache(folder: Path, model: str, num_frames: int) -> str:
+    """Make a cache of the sample clips with every token in GSTEP's order, so of every ratio. Raises RunFailed."""
+    command = [sys.executable, "-m", "jobs.prune", "sample", "--out", str(folder), "--model", model]
+    command += ["--retention-ratio", "1.0", "--num-frames", str(num_frames)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RunFailed(f"jobs.prune: {done.stdout[-1000:]}{done.stderr[-1000:]}")
+    return str(folder)
+
+
+def measure(mode: str, job: Job) -> list[Measured]:
+    """Measure one way of answering in a child process, whose memory ends with it. Raises RunFailed where it fails."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with NamedTemporaryFile("r", errors="replace") as log:
+        child = context.Process(target=_measure_in_child, args=(mode, job, sender, log.name))
+        child.start()
+        sender.close()
+        try:
+            found: list[Measured] | str = receiver.recv()
+        except EOFError:
+            child.join()
+            found = f"the process died (exit code {child.exitcode})"
+        except BaseException:  # an interruption, which its engine's process must not outlive
+            ProcessTree(cast(int, child.pid)).end()
+            raise
+        child.join()
+        if isinstance(found, str):
+            # What an engine dies of is in its log; the process that asked knows only that it died.
+            causes = _CAUSE.findall(log.read())
+            raise RunFailed(f"{mode}: {causes[-1] if causes else found}")
+    return found
+
+
+def _measure_in_child(mode: str, job: Job, pipe: Connection, log: str) -> None:
+    """Measure in the child process, and send the results or the error's text through the pipe; prints go to ``log``."""
+    with Path(log).open("a") as printed:
+        for stream in (1, 2):
+            os.dup2(printed.fileno(), stream)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        if VLLM in mode:  # with its engine in a process of its own, as servers have it
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+            prepare_process("cuda" if torch.cuda.is_available() else "cpu", 1, multiprocessing=True)
+        way: Way = OnlineWay(job) if mode == ONLINE else CachedWay(mode, job)
+        try:
+            pipe.send(list(_measure_way(way, mode, job)))
+        finally:
+            way.close()
+    except Exception as error:  # noqa: BLE001 - the parent says it
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def _measure_way(way: Way, mode: str, job: Job) -> Iterator[Measured]:
+    """Yield one result a ratio and number of questions: each round is asked once cold, and then the same again."""
+    way.fresh(job.ratios[0], 1)()  # what is loaded and compiled on first use does not count
+    memory = ProcessTree(os.getpid())
+    for ratio in job.ratios:
+        for questions in job.questions:
+            cold, warm = list[Pass](), list[Pass]()
+            for _ in range(job.repeats):
+                ask = way.fresh(ratio, questions)
+                cold.append(ask())
+                warm.append(ask())
+                memory.look(memory=True)
+            requests = cold[0].requests
+            firsts = [one.first_token_s for one in cold if one.first_token_s is not None]
+            sent = [one.sent_bytes for one in cold if one.sent_bytes is not None]
+            reused = [one.reused_tokens / one.prompt_tokens for one in cold if one.reused_tokens is not None]
+            yield Measured(
+                mode=mode,
+                retention_ratio=ratio,
+                questions=questions,
+                requests=requests,
+                requests_per_s=requests / median(one.seconds for one in cold),
+                warm_requests_per_s=requests / median(one.seconds for one in warm),
+                first_token_s=median(firsts) if firsts else None,
+                reused=median(reused) if reused else None,
+                visual_tokens=cold[0].visual_tokens,
+                sent_kb=median(sent) / requests / 1e3 if sent else None,
+                peak_mb=memory.peak_mb,
+                gpu_mb=torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else None,
+            )
+
+
+def as_table(found: Sequence[Measured], title: str) -> Table:
+    """Lay out a row a measurement; ``times`` is the speed-up over vLLM on videos with as many questions a video."""
+    columns = (
+        *("way", "retention", "questions a video", "visual tokens", "requests/s", "warm", "times"),
+        *("first token s", "reused", "kB sent", "peak MB"),
+    )
+    online, rows = {one.questions: one.requests_per_s for one in found if one.mode == ONLINE}, []
+    for one in found:
+        speed, base = one.requests_per_s, online.get(one.questions)
+        figures = (
+            *((one.visual_tokens, ".0f"), (speed, ".2f"), (one.warm_requests_per_s, ".2f")),
+            *((speed / base if base else None, ".1f"), (one.first_token_s, ".3f")),
+            *((one.reused, ".0%"), (one.sent_kb, ".1f"), (one.peak_mb, ".0f")),
+        )
+        shown = ("" if value is None else format(value, form) for value, form in figures)
+        rows.append((one.mode, f"{100 * one.retention_ratio:g}%", str(one.questions), *shown))
+    return figure_table(title, columns, rows)
+
+
+def write_plot(found: Sequence[Measured], title: str, file: Path) -> None:
+    """Write a PNG of requests a second by questions a video, cold and warm, in a colour a way and dashes a ratio."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - the extra ``benchmark``
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    lines = dict.fromkeys((one.mode, one.retention_ratio) for one in found)
+    colors = {mode: f"C{number}" for number, mode in enumerate(dict.fromkeys(mode for mode, _ in lines))}
+    dashes = dict(zip(dict.fromkeys(ratio for _, ratio in lines), cycle(("-", "--", ":", "-.")), strict=False))
+    places = {number: place for place, number in enumerate(sorted({one.questions for one in found}))}
+    for panel, warm in zip(panels, (False, True), strict=True):
+        for mode, ratio in lines:
+            of_line = [one for one in found if (one.mode, one.retention_ratio) == (mode, ratio)]
+            speeds = [one.warm_requests_per_s if warm else one.requests_per_s for one in of_line]
+            style = {"color": colors[mode], "linestyle": dashes[ratio], "marker": "o"}
+            panel.plot([places[one.questions] for one in of_line], speeds, label=f"{mode}, {100 * ratio:g}%", **style)
+        panel.set_yscale("log")
+        panel.set_xticks(list(places.values()), [str(number) for number in places])
+        panel.set_xlabel("questions a video, " + ("asked again" if warm else "nothing held"))
+    panels[0].set_ylabel("requests/s")
+    panels[1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(file, format="png", dpi=110)

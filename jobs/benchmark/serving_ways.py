@@ -1,0 +1,237 @@
+"""Ways of answering questions about every video of a cache: from the cache, from texts as long, from the videos.
+
+Each way is asked cold, when nothing of a video is held anywhere, and then the same again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import fmean, median
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from gstep.backbones import ModelSource, choose_runtime
+from gstep.language import Decoding, Prompt, Visual, prompt_builder
+from gstep.language.prompt import tokenizer_of
+from pipeline import TokenCache
+from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, EngineSetup, load_engine
+from pipeline.generate.engines.vllm import VllmEngine
+from pipeline.rows import JsonObject
+
+#: Ways that answer from a cache -> their engine.
+CACHED = {"cached-vllm": VLLM, "text-vllm": VLLM, "cached-transformers": TRANSFORMERS}
+ONLINE = "online-vllm"
+MODES = (*CACHED, ONLINE)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of the benchmark: the model, the cache, and the ratios and numbers of questions a video to try.
+
+    Pickles.
+    """
+
+    model: str
+    cache: str
+    num_frames: int
+    ratios: tuple[float, ...]
+    questions: tuple[int, ...]
+    max_new_tokens: int
+    repeats: int
+
+
+class Pass(NamedTuple):
+    """The times and counts of one pass over all requests, which were given at once.
+
+    Attributes:
+        requests: how many.
+        seconds: reading tokens (or decoding and encoding videos) included.
+        first_token_s: of the median request; None where a way does not say.
+        prompt_tokens: of all requests.
+        reused_tokens: how many of them the prefix cache had; None where there is none.
+        visual_tokens: in a prompt, on average; None where a way does not say.
+        sent_bytes: what went to the engine's process; None where it has none of its own.
+    """
+
+    requests: int
+    seconds: float
+    first_token_s: float | None
+    prompt_tokens: int
+    reused_tokens: int | None
+    visual_tokens: float | None
+    sent_bytes: int | None
+
+
+Ask = Callable[[], Pass]
+
+
+class Way(Protocol):
+    """One way of answering, with its engine loaded."""
+
+    def fresh(self, ratio: float, questions: int) -> Ask:
+        """Return what asks so many questions about every video: at its first call nothing of them is held anywhere."""
+
+    def close(self) -> None:
+        """End the engine and its process."""
+
+
+class CachedWay:
+    """The way of answering from a cache with an engine of this package.
+
+    Each time questions are to find nothing that is held, they are asked about another number of a video's tokens, a
+    few more or less than the ratio says: rows and prefixes of other numbers have other names.
+    """
+
+    def __init__(self, mode: str, job: Job) -> None:
+        source, self._cache = ModelSource.resolve(job.model), TokenCache(job.cache)
+        setup = EngineSetup(CACHED[mode], largest_video=self._cache.most_tokens + 1)
+        self._engine = load_engine(setup, source, choose_runtime())
+        self._sent = SentBytes(self._engine.client) if isinstance(self._engine, VllmEngine) else None
+        self._builder = prompt_builder(source)
+        tokenizer = tokenizer_of(source)
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        self._words = [token for token in range(len(tokenizer)) if token not in special] if mode == "text-vllm" else []
+        self._decoding = Decoding(max_new_tokens=job.max_new_tokens)
+        self._rounds: Counter[float] = Counter()
+
+    def fresh(self, ratio: float, questions: int) -> Ask:
+        """Return what asks so many questions about every video, of a number of their tokens that nothing holds."""
+        number = self._rounds[ratio]
+        self._rounds[ratio] += 1
+        # One more, one less, two more, ...; of all that are stored there is only less.
+        less = number if ratio >= self._cache.retention_ratio else (number + 1) // 2 * (-1 if number % 2 else 1)
+        read = functools.cache(functools.partial(self._read, ratio, less))  # each video once a round
+        return functools.partial(self._ask, read, questions, number)
+
+    def close(self) -> None:
+        """End the engine and its process."""
+        self._engine.close()
+
+    def _read(self, ratio: float, less: int, video_id: str) -> Visual:
+        """Read a video as prompts take it, with ``less`` tokens fewer than the ratio says."""
+        row = self._cache.metadata(video_id)
+        tokens = max(1, int(ratio * row["n_total"]) - less)
+        share = (tokens + 0.5) / row["n_total"] if tokens < row["n_tokens"] else None
+        return self._cache.get(video_id, share).visual
+
+    def _ask(self, read: Callable[[str], Visual], questions: int, number: int) -> Pass:
+        """Build all prompts and ask them."""
+        started, sent = time.perf_counter(), self._sent.total if self._sent else 0
+        before = getattr(self._engine, "reused_tokens", 0)
+        prompts: list[Prompt] = []
+        for place, video_id in enumerate(self._cache.video_ids):
+            visual = read(video_id)
+            built = [self._builder.build(text, [visual]) for text in questions_of(questions)]
+            prompts += self._as_texts(built, Random(f"{number} {place}")) if self._words else built
+        firsts: list[float] = []
+        at_once = len(prompts) if self._sent else BATCH_SIZES[TRANSFORMERS]
+        for start in range(0, len(prompts), at_once):
+            part = prompts[start : start + at_once]
+            self._engine.generate(part, [self._decoding] * len(part))
+            firsts += getattr(self._engine, "first_token_s", [])
+        return Pass(
+            requests=len(prompts),
+            seconds=time.perf_counter() - started,
+            first_token_s=median(firsts) if firsts else None,
+            prompt_tokens=sum(map(len, prompts)),
+            reused_tokens=getattr(self._engine, "reused_tokens", 0) - before if self._sent else None,
+            visual_tokens=None if self._words else fmean(self._builder.n_visual(one.visuals) for one in prompts),
+            sent_bytes=self._sent.total - sent if self._sent else None,
+        )
+
+    def _as_texts(self, prompts: Sequence[Prompt], draw: Random) -> list[Prompt]:
+        """Return prompts in which words, the same in each, stand for the tokens of the one video."""
+        first, end = prompts[0].spans[0]
+        words = torch.tensor(draw.choices(self._words, k=end - first))
+        texts = []
+        for prompt in prompts:
+            ids = torch.cat([prompt.input_ids[:first], words, prompt.input_ids[end:]])
+            positions = torch.arange(len(ids)).expand(len(prompt.positions), -1)
+            texts.append(Prompt(ids, positions, (), prompt.prefix_length))
+        return texts
+
+
+class OnlineWay:
+    """The way of answering by vLLM alone, whose own loader decodes every video and whose model encodes it."""
+
+    def __init__(self, job: Job) -> None:
+        from vllm import LLM, SamplingParams  # noqa: PLC0415 - tens of seconds to import
+
+        runtime, (name, revision) = choose_runtime(), ModelSource.resolve(job.model).pretrained()
+        cache = TokenCache(job.cache)
+        self._files = [Path(cache.metadata(video_id)["uri"]).resolve() for video_id in cache]
+        self._llm = LLM(
+            model=name,
+            revision=revision,
+            dtype=runtime.dtype_name,
+            limit_mm_per_prompt={"image": 0, "video": 1},
+            allowed_local_media_path=os.path.commonpath([str(file.parent) for file in self._files]),
+            # This loader takes as many frames as it is told; those of the Qwen families take two a second.
+            media_io_kwargs={"video": {"num_frames": job.num_frames, "video_backend": "opencv"}},
+            max_model_len=-1,
+            disable_log_stats=False,
+            enforce_eager=runtime.device == "cpu",
+        )
+        self._video_token = int(self._llm.model_config.hf_config.video_token_id)
+        self._params = SamplingParams(max_tokens=job.max_new_tokens, temperature=0.0)
+        self._sent = SentBytes(self._llm.llm_engine.engine_core)
+
+    def fresh(self, ratio: float, questions: int) -> Ask:
+        """Return what asks so many questions about every video, once all caches of vLLM have been emptied."""
+        self._llm.reset_prefix_cache()
+        self._llm.llm_engine.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+        messages = [[_message(file, text)] for file in self._files for text in questions_of(questions)]
+        return functools.partial(self._ask, messages)
+
+    def close(self) -> None:
+        """End the engine and its process."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _ask(self, messages: list[list[JsonObject]]) -> Pass:
+        """Ask all messages at once."""
+        started, sent = time.perf_counter(), self._sent.total
+        outputs = self._llm.chat(messages, self._params, use_tqdm=False)
+        return Pass(
+            requests=len(messages),
+            seconds=time.perf_counter() - started,
+            first_token_s=float(median(output.metrics.first_token_latency for output in outputs)),
+            prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+            reused_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
+            visual_tokens=sum(output.prompt_token_ids.count(self._video_token) for output in outputs) / len(outputs),
+            sent_bytes=self._sent.total - sent,
+        )
+
+
+def _message(file: Path, text: str) -> JsonObject:
+    """Return a chat message with a video and a question."""
+    video: JsonObject = {"type": "video_url", "video_url": {"url": file.as_uri()}}
+    return {"role": "user", "content": [video, {"type": "text", "text": text}]}
+
+
+class SentBytes:
+    """The bytes that go to an engine's process: its client encodes all of them."""
+
+    def __init__(self, client: Any) -> None:
+        self.total = 0
+        encode = client.encoder.encode
+
+        def counted(message: object) -> Any:
+            parts = encode(message)
+            self.total += sum(memoryview(part).nbytes for part in parts)
+            return parts
+
+        client.encoder.encode = counted
+
+
+def questions_of(count: int) -> list[str]:
+    """Return ``count`` different texts of questions."""
+    return [f"Question {number}: what happens in this video, and why?" for number in range(count)]

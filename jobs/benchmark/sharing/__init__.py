@@ -1,1 +1,0 @@
-"""What merging two large caches and comparing them take."""

@@ -1,1 +1,0 @@
-"""What the videos table of a large cache takes to open, to search, to resume from and to merge."""

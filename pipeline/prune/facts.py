@@ -1,0 +1,98 @@
+"""What a run has taken so far, by the rows that it has committed, and the hours after which it ends."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from gstep.backbones import family_of
+from pipeline.errors import LimitReached
+from pipeline.prune.request import PruneRequest
+from pipeline.rows import VideoRecord
+
+#: Bytes of a token in its shard beside its vectors: index, rank, frame and density, compressed.
+COLUMN_BYTES = 12
+_HOUR = 3600.0
+
+
+@dataclass
+class Facts:
+    """Sums over the rows that a run has committed, and its hours.
+
+    Attributes:
+        token_bytes: stored bytes of a token and its columns.
+        on_gpus: whether encoders compute on GPUs.
+        max_hours: after how many the run ends; None for no limit.
+        reached: the limit that has ended the run, in words.
+    """
+
+    token_bytes: float
+    on_gpus: bool = False
+    max_hours: float | None = None
+    videos: int = 0
+    decode_core_s: float = 0.0
+    encode_s: float = 0.0
+    tokens: int = 0
+    video_s: float = 0.0
+    reached: str = ""
+    clock: Callable[[], float] = time.monotonic
+    _started: float = field(init=False)
+    _encoders: int = field(init=False, default=1)  # that compute at once, since _since
+    _since: float = field(init=False)
+    _encoder_s: float = field(init=False, default=0.0)  # that the encoders had until _since
+
+    def __post_init__(self) -> None:
+        self._started = self._since = self.clock()
+
+    def set_encoders(self, encoders: int) -> None:
+        """Count with so many encoders from now on; from the start on where nothing is committed yet."""
+        if self.videos:
+            self._encoder_s += (self.clock() - self._since) * self._encoders
+            self._since = self.clock()
+        self._encoders = encoders
+
+    def add(self, records: Iterable[VideoRecord]) -> None:
+        """Add the rows of a shard."""
+        for record in records:
+            self.videos += 1
+            self.decode_core_s += record.get("decode_s", 0.0)
+            self.encode_s += record.get("encode_s", 0.0)
+            if not self.on_gpus:  # a GPU prunes one video while it encodes another
+                self.encode_s += record.get("prune_s", 0.0)
+            self.tokens += record.get("n_tokens", 0)
+            if record["status"] == "ok":
+                self.video_s += video_seconds(record)
+
+    def check_limit(self) -> None:
+        """Raise LimitReached where the run has had its hours."""
+        if self.max_hours is not None and self.clock() - self._started >= self.max_hours * _HOUR:
+            self.reached = f"--max-hours {self.max_hours:g} is reached"
+            raise LimitReached(self.reached)
+
+    def as_record(self, wall_s: float | None = None) -> dict[str, float]:
+        """Return the facts as a JSON-able mapping; ``wall_s`` are the seconds of the run, by default until now."""
+        wall = self.clock() - self._started if wall_s is None else wall_s
+        encoder_s = self._encoder_s + max(0.0, wall - (self._since - self._started)) * self._encoders
+        return {
+            "wall_s": wall,
+            "decode_core_s": self.decode_core_s,
+            "encode_s": self.encode_s,
+            "output_bytes": self.tokens * self.token_bytes,
+            "encoder_busy": min(1.0, self.encode_s / encoder_s) if encoder_s else 0.0,
+            "video_hours": self.video_s / _HOUR,
+        }
+
+
+def token_bytes(request: PruneRequest) -> float:
+    """Return the stored bytes of a kept token with its columns, whatever the shape of its video."""
+    shape, family = request.decode_setup().largest_frames(), family_of(request.source)
+    stored = request.encode_setup(request.config.device, request.dtype).stored_bytes_per_video(*shape)
+    return COLUMN_BYTES + stored / request.retention_ratio / math.prod(family.token_counts(*shape))
+
+
+def video_seconds(record: VideoRecord) -> float:
+    """Return the seconds of a decoded video, or of its clip."""
+    duration, end = record.get("duration_s") or 0.0, record.get("end_s")
+    return max(0.0, (duration if end is None else min(end, duration)) - (record.get("start_s") or 0.0))

@@ -1,0 +1,219 @@
+"""``jobs.merge``: one cache of several that were made alike. Token shards are linked or copied, never rewritten.
+
+A cache is a set of rows and of files that never change, so the merged cache is the union of both sets. The header comes
+first, then the token shards that a live row of the union names, then the files of the tables, whose rows then count. At
+last these files are merged, which leaves out superseded rows. After an interrupt the same command goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.header import CacheHeader, differences, fingerprint, header_bytes
+from pipeline.cache.live_rows import RULE_COLUMNS, TOKENS, live_and_earlier, ok_rows, rule_columns
+from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.merging import merge
+from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.table import check_content, file_named
+from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.execution.claim import Claim
+from pipeline.execution.cluster import provenance
+from pipeline.execution.request import new_run_id
+from pipeline.execution.run_record import RUNS, RunFile
+from pipeline.rewrite.rewrite import check_place
+from pipeline.storage.stores import LocalStore, Store
+
+OnEqual = Literal["rule", "refuse"]
+_COLUMNS = ("video_id", *RULE_COLUMNS, "clip_key", "source_size", "earlier_attempts", "token_shard", "checksum")
+_TRIES: Final = 5  # readings of caches that are merged meanwhile
+_THREADS: Final = 4  # each copies a whole shard in memory
+_SHARDS_PER_LINE: Final = 1000  # token shards between two lines of progress
+_SHOWN: Final = 5
+_VERSIONS = ("gstep-cache", "pyarrow")
+
+
+@dataclass
+class MergedCaches:
+    """The result of merging caches.
+
+    Attributes:
+        run_id: it names the record in runs/.
+        videos: live rows of the merged cache.
+        equal: videos of which several of the caches have a row; one of them counts.
+        linked: token shards that share their bytes with the cache they are from.
+        copied: token shards that were copied, ``copied_bytes`` in all.
+        foreign: files of tables that were left out, since their rows were made with other settings.
+    """
+
+    run_id: str
+    videos: int = 0
+    equal: int = 0
+    linked: int = 0
+    copied: int = 0
+    copied_bytes: int = 0
+    foreign: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for the user about the result."""
+        yield f"{self.videos:,} videos; of {self.equal:,} several caches had a row"
+        yield f"token shards: {self.linked:,} linked, {self.copied:,} copied ({self.copied_bytes:,} bytes)"
+        if self.foreign:
+            yield f"warning: {len(self.foreign)} files were made with other settings and left out: {self.foreign[0]}"
+
+
+class _Union(NamedTuple):
+    """The videos tables of several caches, each as it was at one moment.
+
+    Attributes:
+        rows: _COLUMNS of the live rows of each cache, and ``cache``, its number.
+        files: the table's files of each cache.
+        foreign: files of tables whose rows were made with other settings; they are not in ``files``.
+    """
+
+    rows: pa.Table
+    files: list[list[str]]
+    foreign: list[str]
+
+
+def merge_caches(
+    sources: Sequence[Store], out: Store, say: Callable[[str], object], on_equal: OnEqual = "rule"
+) -> MergedCaches:
+    """Merge caches of one identity into ``out``, which is a new place or such a cache; ``sources`` stay as they are.
+
+    Of a video that several caches have the rule of live rows takes one, removed ones first. With ``refuse`` a video
+    whose tokens differ is an error.
+
+    Raises NotACache, IdentityMismatch, UsageError for equal ids, all before anything is written; CorruptShard where a
+    file is damaged, and OSError.
+    """
+    held = [*[out] * out.exists(HEADER), *(source for source in sources if source.root != out.root)]
+    header = _common_header(held)
+    check_place(out, header)
+    identity = fingerprint(header["identity"])
+    union = _read_union(held, identity)
+    if on_equal == "refuse":
+        _refuse_equal(union.rows)
+    out.make()
+    done = MergedCaches(new_run_id())
+    with Claim(out, done.run_id, say):
+        check_place(out, header)
+        if not out.exists(HEADER):
+            out.put(HEADER, header_bytes(header))
+        about = {"merged_from": [str(store) for store in held if store is not out]}
+        with RunFile(out, {**provenance(done.run_id, _VERSIONS), **about}):
+            _take_videos(held, union, identity, out, done, say)
+            for source in held:
+                for name in source.names(RUNS, ".json"):
+                    _take(source, out, name)
+            merge(out, identity, everything=True)
+    return done
+
+
+def _common_header(stores: Sequence[Store]) -> CacheHeader:
+    """Return the header that all caches share. Raises NotACache, IdentityMismatch."""
+    first, *others = headers = [read_header(store) for store in stores]
+    for store, header in zip(stores[1:], others, strict=True):
+        wrong = differences(first["identity"], header["identity"], has=f"{stores[0]} has", other=str(store))
+        if wrong:
+            lines = "\n  ".join(wrong)
+            raise IdentityMismatch(f"these caches were not made alike:\n  {lines}\nMerge only caches of one identity.")
+        if first["newline"] != header["newline"]:
+            raise IdentityMismatch(f"{stores[0]} and {store} have another row after a video's tokens (newline)")
+    return next((header for header in headers if "hidden_size" in header), first)
+
+
+def _read_union(held: Sequence[Store], identity: str) -> _Union:
+    """Read the live rows of each cache. Raises CorruptShard, OSError."""
+    tables, files, foreign = [], [], list[str]()
+    for number, store in enumerate(held):
+        opened = LiveVideos.open(store, identity)
+        rows = opened.live(_COLUMNS)
+        numbers = pa.array(np.full(len(rows), number, np.int32))
+        # Names of token shards are few and long.
+        names = rows["token_shard"].combine_chunks().dictionary_encode().cast(pa.dictionary(pa.int32(), pa.string()))
+        place = rows.schema.get_field_index("token_shard")
+        tables.append(rows.select(_COLUMNS).set_column(place, "token_shard", names).append_column("cache", numbers))
+        files.append([file.name for file in opened.files if file.name not in opened.foreign])
+        foreign += [f"{store}/{name}" for name in opened.foreign]
+    return _Union(pa.concat_tables(tables).unify_dictionaries().combine_chunks(), files, foreign)
+
+
+def _refuse_equal(rows: pa.Table) -> None:
+    """Raise UsageError where caches hold other tokens of one video."""
+    kinds = ok_rows(rows).group_by("video_id").aggregate([("checksum", "count_distinct")])
+    wrong = kinds.filter(pc.greater(kinds["checksum_count_distinct"], 1))["video_id"]
+    if len(wrong):
+        some = ", ".join(wrong.slice(0, _SHOWN).to_pylist())
+        raise UsageError(
+            f"{len(wrong)} videos have other tokens in several caches ({some}): take the row that counts with "
+            "--on-equal rule, or remove them from one with python -m jobs.remove"
+        )
+
+
+def _take_videos(
+    held: Sequence[Store],
+    union: _Union,
+    identity: str,
+    out: Store,
+    done: MergedCaches,
+    say: Callable[[str], object],
+) -> None:
+    """Bring tokens and then the rows that name them into ``out``; of a cache that is written to, those of one moment.
+
+    Where a cache's files were merged away meanwhile, all are read again.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            _take_live_tokens(held, union.rows, out, done, say)
+            for source, files in zip(held, union.files, strict=True):
+                for name in files:
+                    _take(source, out, name)
+            done.foreign = union.foreign
+            return
+        except FileNotFoundError:
+            if not left:
+                raise
+        union = _read_union(held, identity)
+
+
+def _take_live_tokens(
+    held: Sequence[Store], rows: pa.Table, out: Store, done: MergedCaches, say: Callable[[str], object]
+) -> None:
+    """Bring the token shards that live rows of the union name into ``out``."""
+    order, _ = live_and_earlier(rule_columns(rows))
+    live = ok_rows(rows.take(pa.array(order)))
+    done.videos, done.equal = len(order), len(rows) - len(order)
+    for number, source in enumerate(held):
+        names = live.filter(pc.equal(live["cache"], number))["token_shard"].unique().to_pylist()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for taken, n_bytes in enumerate(pool.map(partial(_take, source, out), names), 1):
+                done.linked += n_bytes == 0
+                done.copied += n_bytes is not None and n_bytes > 0
+                done.copied_bytes += n_bytes or 0
+                if taken % _SHARDS_PER_LINE == 0:
+                    say(f"{taken:,} of {len(names):,} token shards of {source}")
+
+
+def _take(source: Store, out: Store, name: str) -> int | None:
+    """Bring a file into ``out``: return the bytes that were copied, 0 for a linked token shard, None where it is there.
+
+    Raises CorruptShard, OSError.
+    """
+    if source is out or out.exists(name):
+        return None
+    of_tokens = name.startswith(TOKENS)
+    if of_tokens and source.folder is not None and isinstance(out, LocalStore) and out.link(name, source.folder / name):
+        return 0
+    data = source.read(name)
+    if not name.startswith(RUNS) and not file_named(name).level:
+        check_content(source, name, data, "rows" if of_tokens else "commit")
+    out.put(name, data)
+    return len(data)

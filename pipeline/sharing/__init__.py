@@ -1,1 +1,0 @@
-"""Caches that are passed around: merged into one, compared with each other."""

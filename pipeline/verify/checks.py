@@ -1,0 +1,361 @@
+"""Checks of single files: those of the videos table with each row, and token shards with each video's tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+import numpy as np
+import pyarrow as pa
+
+from gstep.evidence import is_per_frame
+from gstep.types import budget_for
+from pipeline.cache.cached_video import ONE_NUMBER
+from pipeline.cache.codecs import codec_of
+from pipeline.cache.header import CacheHeader, deepstack_levels, fingerprint
+from pipeline.cache.live_rows import INDEX_COLUMNS, completed, with_place
+from pipeline.cache.method import declared_method
+from pipeline.cache.schema import LATER, VIDEO_SCHEMA, tier_row_counts, token_schema
+from pipeline.cache.table import SortedFile, TableFile, file_named, made_with_of, read_small
+from pipeline.cache.token_shard import Rows, TokenShard, checksum_of
+from pipeline.errors import CorruptShard, FaultClass
+from pipeline.rows import JSON_COLUMNS, VideoRow
+from pipeline.storage.stores import Store
+from pipeline.verify.report import Kind, Problem
+
+_MAGIC = 4  # bytes of "PAR1" before the first row group
+Place = tuple[str, int]  # a file of the videos table and a row in it
+JUDGED_COLUMNS = (*INDEX_COLUMNS, "run_id", "token_shard")  # columns of every row that stay in memory
+_NEEDED = (
+    *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
+    *("n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
+    *("frame_indices", "timestamps", "kept_per_frame"),
+)
+
+
+@dataclass(frozen=True)
+class CheckedCommit:
+    """The result of checking one file of the videos table.
+
+    Attributes:
+        rows: JUDGED_COLUMNS of every row with ``shard`` and ``row``; None of a file that cannot be read, or is another
+            cache's.
+        problems: what is wrong.
+        n_bytes: of the file.
+        bad: rows that contradict themselves, so that their tokens cannot be judged by them.
+    """
+
+    rows: pa.Table | None
+    problems: list[Problem]
+    n_bytes: int = 0
+    bad: frozenset[int] = field(default_factory=frozenset)
+
+
+def method_of(header: CacheHeader) -> str:
+    """Return the name of the method that the cache was pruned with."""
+    return str(header["identity"].get("pruner", {}).get("method"))
+
+
+def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
+    """Check one file of the videos table: content, columns, and each row against itself and the header."""
+    file = file_named(name)
+    try:
+        table, made_with, n_bytes = _read(store, file)
+    except CorruptShard as error:
+        return CheckedCommit(None, [Problem(Kind(error.kind), str(error), name)])
+    except pa.ArrowException as error:
+        return CheckedCommit(None, [Problem(Kind.COMMIT, f"{store}/{name}: {error}", name)])
+    except OSError as error:
+        return CheckedCommit(None, [Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name)])
+    if wrong := sorted(_wrong_columns(table.schema)):
+        what = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
+        return CheckedCommit(None, [Problem(Kind.SCHEMA, what, name)], n_bytes)
+    if made_with != fingerprint(header["identity"]):
+        what = f"{store}/{name}: its rows were made with other settings, and no reader takes them"
+        return CheckedCommit(None, [Problem(Kind.FINGERPRINT, what, name)], n_bytes)
+    problems = []
+    table = completed(table, VIDEO_SCHEMA.names)
+    if file.level and (fault := _sorted_fault(table, file)):
+        problems.append(Problem(Kind.COMMIT, f"{store}/{name}: {fault}", name))
+    bad = set()
+    for place, row in enumerate(table.to_pylist()):
+        faults = list(row_faults(row, header))
+        problems += [Problem(Kind.ROW, f"{fault} ({name})", name, row["video_id"]) for fault in faults]
+        if faults:
+            bad.add(place)
+    return CheckedCommit(with_place(table.select(JUDGED_COLUMNS), name), problems, n_bytes, frozenset(bad))
+
+
+def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
+    """Read a file of the table: return (all rows, their identity's fingerprint, bytes).
+
+    Raises CorruptShard, ArrowException, OSError.
+    """
+    if file.level:
+        opened = SortedFile(store, file)
+        return pa.concat_tables(opened.parts()), opened.made_with, opened.n_bytes
+    data = store.read(file.name)
+    table = read_small(store, file.name, data)
+    return table, made_with_of(table.schema.metadata), len(data)
+
+
+def _wrong_columns(schema: pa.Schema) -> Iterator[str]:
+    """Yield the columns that are missing or of another type than VIDEO_SCHEMA has."""
+    for expected in VIDEO_SCHEMA:
+        name = expected.name
+        if schema.field(name).type != expected.type if name in schema.names else name not in LATER:
+            yield name
+
+
+def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:
+    """Describe how a sorted file's rows contradict its name; None where they agree."""
+    high, low = table["id_high"].to_numpy(), table["id_low"].to_numpy()
+    if len(table) != file.rows:
+        return f"{len(table)} rows, where its name has {file.rows}"
+    if (int(high[0]), int(high[-1])) != (file.first, file.last):
+        return "its first or last key is not the one in its name"
+    ascends = (high[1:] > high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] >= low[:-1]))
+    return None if ascends.all() else "its rows are not in the order of their keys"
+
+
+def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
+    """Yield a description of each contradiction inside a row of the videos table, or with the header."""
+    if row["status"] == "removed":
+        if row["token_shard"] is not None:
+            yield "a removed video with a token shard"
+    elif row["status"] == "failed":
+        if row["error_class"] not in get_args(FaultClass):
+            yield f"a failed video of no known error class: {row['error_class']!r}"
+        if row["token_shard"] is not None:
+            yield "a failed video with a token shard"
+    elif row["status"] != "ok":
+        yield f"its status is {row['status']!r}, neither ok, failed nor removed"
+    elif lacking := [name for name, value in row.items() if name in _NEEDED and value is None]:
+        yield f"an ok video without {', '.join(lacking)}"
+    else:
+        yield from _count_faults(row, header)
+        yield from _frame_faults(row)
+    for name in JSON_COLUMNS:
+        if row[name] is not None and not is_json(row[name]):
+            yield f"{name} is not JSON"
+
+
+def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
+    """Yield what contradicts itself in a row's token counts and retention ratio."""
+    n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
+    if n_total < 1 or n_total != row["n_frames"] * row["tokens_per_frame"]:
+        yield f"n_total is {n_total}, not {row['n_frames']} x {row['tokens_per_frame']}"
+        return
+    if not 1 <= n_tokens <= n_total:
+        yield f"n_tokens is {n_tokens} of {n_total}"
+    stored = header["identity"].get("retention_ratio")
+    if not 0 < ratio <= 1 or abs(ratio - stored) > 1e-9:
+        yield f"it is stored at retention ratio {ratio}, the cache at {stored}"
+        return
+    declared = declared_method(header["identity"])
+    if declared is not None and declared.exact and n_tokens != budget_for(ratio, n_total):
+        yield f"{n_tokens} tokens, where {method_of(header)} keeps {budget_for(ratio, n_total)} of {n_total}"
+    if declared is not None and row["nested"] != declared.nested:
+        yield f"nested is {row['nested']}, which {method_of(header)} is not"
+    yield from _layout_faults(row, header)
+
+
+def _layout_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
+    """Yield what contradicts itself in a row's row groups, width and counts per frame."""
+    n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
+    if row["row_counts"] != tier_row_counts(n_total, n_tokens, ratio, nested=row["nested"]):
+        yield f"its row groups of {row['row_counts']} rows do not end at the tiers of {n_tokens} tokens"
+    if row["first_row_group"] < 0:
+        yield f"its first row group is {row['first_row_group']}"
+    if row["hidden_size"] != header.get("hidden_size", row["hidden_size"]):
+        yield f"tokens of {row['hidden_size']} numbers, in a cache of {header['hidden_size']}"
+    if len(row["kept_per_frame"]) != row["n_frames"] or sum(row["kept_per_frame"]) != n_tokens:
+        yield f"kept_per_frame does not sum to {n_tokens} tokens in {row['n_frames']} frames"
+    if row["temporal_density"] is not None and len(row["temporal_density"]) != row["n_frames"]:
+        yield f"{len(row['temporal_density'])} temporal densities of {row['n_frames']} frames"
+
+
+def _frame_faults(row: VideoRow) -> Iterator[str]:
+    """Yield what contradicts itself in a row's frame indices and timestamps."""
+    frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
+    n_frames = row["n_frames"]
+    if len(frames) != len(seconds) or not len(frames) or n_frames < 1:
+        yield f"{len(frames)} frame_indices and {len(seconds)} timestamps"
+        return
+    per_t = math.ceil(len(frames) / n_frames)  # two on Qwen, where the last may be alone
+    if math.ceil(len(frames) / per_t) != n_frames:
+        yield f"{len(frames)} sampled frames cannot make {n_frames} of the model's"
+    end = row["source_frames"] if row["source_frames"] is not None else math.inf
+    if frames[0] < 0 or frames[-1] >= end or (np.diff(frames) < 0).any():
+        yield f"frame_indices do not ascend within the source's {end} frames"
+    steps = np.diff(seconds)
+    if not np.isfinite(seconds).all() or (steps < 0).any() or (steps[np.diff(frames) == 0] != 0).any():
+        yield "timestamps do not ascend with the frames"
+    repeated = len(frames) - len(np.unique(frames))
+    if row["n_repeated"] not in (None, repeated):
+        yield f"n_repeated is {row['n_repeated']}, {repeated} frames repeat"
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class CheckedShard:
+    """The result of checking one token shard.
+
+    Attributes:
+        problems: what is wrong.
+        n_bytes: of the file; 0 where it cannot be opened.
+        widths: numbers a token of each evidence that is stored.
+        n_tokens: token rows that were read.
+    """
+
+    problems: list[Problem]
+    n_bytes: int = 0
+    widths: dict[str, int] = field(default_factory=dict)
+    n_tokens: int = 0
+
+
+def check_token_shard(
+    store: Store, name: str, rows: Sequence[tuple[str, VideoRow]], header: CacheHeader
+) -> CheckedShard:
+    """Read one token shard, a video at a time, and check it against the rows that name it.
+
+    ``rows`` are (file of the table, row) of every video in it whose row is there; a later attempt may have superseded
+    others.
+    """
+    commit, first = rows[0]
+    try:
+        shard = TokenShard(store, name, first["footer_hash"])
+    except CorruptShard as error:
+        return CheckedShard([Problem(Kind(error.kind), str(error), name, videos_shard=commit)])
+    except OSError as error:
+        return CheckedShard([Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name, videos_shard=commit)])
+    schema = shard.schema
+    if wrong := list(_schema_faults(schema, first["hidden_size"], header)):
+        what = f"{store}/{name}: {'; '.join(wrong)}"
+        return CheckedShard([Problem(Kind.SCHEMA, what, name, videos_shard=commit)], shard.n_bytes)
+    problems = [
+        Problem(Kind.ROWS, f"{store}/{name}: {fault}", name, videos_shard=commit)
+        for fault in _file_faults(shard, [row for _, row in rows])
+    ]
+    n_tokens = 0
+    for videos_shard, row in rows:
+        for kind, what in _video_faults(shard, row, header):
+            problems.append(Problem(kind, f"{what} ({name})", name, row["video_id"], videos_shard))
+        n_tokens += row["n_tokens"]
+    widths = {key: schema.field(key).type.byte_width // 2 for key in header["identity"].get("evidence", {})}
+    return CheckedShard(problems, shard.n_bytes, widths, n_tokens)
+
+
+def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
+    """Yield the columns of a token shard that differ from what the header demands."""
+    evidence = header["identity"].get("evidence", {})
+    plain = token_schema(hidden_size, deepstack_levels(header), codec=codec_of(header["identity"]))
+    if sorted(schema.names) != sorted([*plain.names, *evidence]):
+        yield f"its columns are {', '.join(schema.names)}, not {', '.join([*plain.names, *evidence])}"
+        return
+    for expected in plain:
+        found = schema.field(expected.name)
+        if not found.type.equals(expected.type) or found.nullable != expected.nullable:
+            yield f"{expected.name} is {found.type}, not {expected.type}"
+    for name in evidence:
+        kind = schema.field(name).type
+        width = kind.byte_width if pa.types.is_fixed_size_binary(kind) else 0
+        if not width or width % 2 or (name.startswith(ONE_NUMBER) and width != 2):
+            yield f"{name} is {kind}, which holds no evidence of bfloat16 numbers"
+
+
+def _file_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
+    """Yield faults of the file's layout: bytes beside row groups and footer, or a row group of two videos."""
+    metadata = shard.metadata
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    n_pages = sum(group.column(i).total_compressed_size for group in groups for i in range(group.num_columns))
+    if shard.n_bytes != _MAGIC + n_pages + shard.n_footer:
+        yield f"{shard.n_bytes} bytes, where its pages and footer take {_MAGIC + n_pages + shard.n_footer}"
+    claims = np.zeros(len(groups), dtype=np.int64)
+    for row in rows:
+        first, counts = row["first_row_group"], row["row_counts"]
+        claims[first : first + len(counts)] += 1
+        if [group.num_rows for group in groups[first : first + len(counts)]] != counts:
+            yield f"{row['video_id']}: its row groups do not have the {counts} rows of its row"
+    if (claims > 1).any():
+        yield f"{int((claims > 1).sum())} row groups belong to several videos"
+
+
+def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[Kind, str]]:
+    """Yield (kind, description) of each fault in one video's tokens."""
+    try:
+        table = shard.read(Rows(row, row["n_tokens"], shard.schema.names))
+    except CorruptShard as error:
+        yield Kind(error.kind), str(error)
+        return
+    except OSError as error:
+        yield Kind.UNREADABLE, str(error)
+        return
+    ids = table["video_id"].unique().to_pylist()
+    if ids != [row["video_id"]]:
+        yield Kind.ROWS, f"the rows are those of {', '.join(map(str, ids[:3]))}"
+        return
+    vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
+    if checksum_of(table) != row["checksum"]:
+        yield Kind.CHECKSUM, "the token bytes do not have the checksum of the videos row"
+    yield from ((Kind.TOKENS, fault) for fault in token_faults(table, row, header))
+    for name in filter(is_per_frame, vectors):
+        if len(table) - table[name].null_count != row["n_frames"]:
+            yield Kind.TOKENS, f"{name} is not there once for each of {row['n_frames']} frames"
+
+
+def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterator[str]:
+    """Yield a description of each fault in a video's positions, order and numbers."""
+    index, frame = table["index"].to_numpy(), table["frame"].to_numpy()
+    if index.min() < 0 or index.max() >= row["n_total"]:
+        yield f"positions outside 0 to {row['n_total'] - 1}"
+        return
+    if not np.array_equal(frame, index // row["tokens_per_frame"]):
+        yield f"frames that are not index // {row['tokens_per_frame']}"
+    elif np.bincount(frame, minlength=row["n_frames"]).tolist() != row["kept_per_frame"]:
+        yield "not as many tokens of each frame as kept_per_frame says"
+    merged = _values(table["merged"], False)
+    if merged is None:
+        yield "merged is null for some tokens and not for others"
+        return
+    order = np.argsort(index, kind="stable")
+    # A merged token stands at its target's index, which may be kept besides.
+    twice = (np.diff(index[order]) == 0) & ~(merged[order][1:] | merged[order][:-1])
+    if twice.any():
+        yield f"position {index[order][1:][twice][0]} is there twice"
+    declared = declared_method(header["identity"])
+    if declared is not None and (table["merged"].null_count == 0) != declared.merges:
+        yield f"merged is {'null' if declared.merges else 'set'}, against {method_of(header)}"
+    if declared is not None and not (declared.nested or declared.reorders) and (np.diff(index) < 0).any():
+        yield "rows that are not in ascending index"
+    yield from _rank_faults(table, nested=row["nested"])
+
+
+def _rank_faults(table: pa.Table, nested: bool) -> Iterator[str]:
+    """Yield faults of ranks and densities."""
+    rank, density = table["rank"], _values(table["density"], 0.0)
+    if density is None or not np.isfinite(density).all():
+        yield "densities that are not all there, or not finite"
+    if not nested:
+        if rank.null_count != len(rank):
+            yield "a rank, of a method without an order"
+    elif rank.null_count or not np.array_equal(rank.to_numpy(), np.arange(len(rank))):
+        yield "ranks that are not 0, 1, 2, ... in the order of the rows"
+
+
+def _values(column: pa.ChunkedArray, fill: object) -> np.ndarray | None:
+    """Return a column's values, ``fill`` if all are null, or None if only some are."""
+    if column.null_count not in (0, len(column)):
+        return None
+    return np.asarray(column.fill_null(fill).to_numpy(zero_copy_only=False))

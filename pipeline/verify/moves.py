@@ -1,0 +1,283 @@
+"""Videos whose tokens are written again to other token shards: ``jobs.remove`` and ``jobs.compact --tokens``.
+
+A removal first commits a row with status "removed". This row beats every other row of its video: from then on readers
+refuse the video and no run encodes it again. Then the other videos of its token shards move to new ones, and the table
+is merged, which leaves out superseded rows. Last, what held the video is deleted, once readers had time to go on.
+
+A join writes the videos of small token shards again, many to a shard. Its record names the shards that it emptied, and
+a later join deletes them.
+
+A moved row counts one rewrite more. So a kill anywhere leaves both places, of which the rule of
+``pipeline.cache.live_rows`` takes one, with the same tokens; the same command goes on from the rows that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.header import fingerprint
+from pipeline.cache.live_rows import (
+    RULE_COLUMNS,
+    TOKENS,
+    VIDEOS,
+    VideoRows,
+    in_shard_order,
+    live_rows,
+    ok_rows,
+    read_file,
+    with_place,
+)
+from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.merging import merge
+from pipeline.cache.reader import made_with, read_header
+from pipeline.cache.runs import in_order
+from pipeline.cache.table import table_files
+from pipeline.cache.token_shard import ids_in_footer, read_videos
+from pipeline.cache.writer import SHARD_BYTES, bundled, commit, put_token_shard, token_shard_id
+from pipeline.errors import printable
+from pipeline.execution.claim import Claim
+from pipeline.execution.cluster import provenance
+from pipeline.execution.request import new_run_id
+from pipeline.execution.run_record import COMMITTED, RUNS, RunFile
+from pipeline.rows import JsonObject, VideoRecord, VideoRow
+from pipeline.storage.stores import Store
+
+_COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra")
+# Key in a removed row's model_extra: the shards that held the video, for a later run of the removal.
+_HELD = "token_shards"
+_EMPTIED = "emptied"  # key of a join's record: the token shards whose videos were written again
+_VERSIONS = ("gstep-cache", "pyarrow")
+
+
+def move_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[VideoRow]:
+    """Copy the tokens of videos to one new token shard, and return their changed rows.
+
+    Raises CorruptShard where one of them is damaged, and OSError.
+    """
+    moved: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
+    put_token_shard(store, run_id, moved, read_videos(store, rows))
+    return moved
+
+
+@dataclass
+class Removed:
+    """The result of a removal.
+
+    Attributes:
+        run_id: it names the record in runs/.
+        videos: ids that are removed now; ``unknown`` are those of them that had no row.
+        moved: other videos whose tokens were written anew.
+        deleted: files that held the videos.
+    """
+
+    run_id: str
+    videos: int = 0
+    unknown: list[str] = field(default_factory=list)
+    moved: int = 0
+    deleted: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for the user about the result."""
+        yield f"{self.videos:,} videos removed for good, {self.moved:,} others moved to new token shards"
+        yield f"{len(self.deleted):,} files deleted; {self.run_id} in runs/ says why"
+        if self.unknown:
+            shown = ", ".join(self.unknown[:5])
+            yield f"note: {len(self.unknown):,} of the videos had no row, and never get one now: {shown}"
+
+
+def remove_videos(
+    store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], keep: timedelta
+) -> Removed:
+    """Remove these videos for ``reason``; files that held them are deleted when they are unused for ``keep``.
+
+    Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
+    """
+    identity = made_with(store, required=True)
+    done = Removed(new_run_id(), len(ids))
+    record: JsonObject = {**provenance(done.run_id, _VERSIONS), "removed": len(ids), "reason": reason}
+    with Claim(store, done.run_id, say), RunFile(store, record):
+        removal = _Removal(store, identity, done, frozenset(ids))
+        removal.mark(reason)
+        removal.find_earlier()
+        removal.move_others()
+        merge(store, identity, everything=True, keep=keep)
+        if left := removal.unused():
+            if keep:
+                say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(left)} token shards")
+                time.sleep(keep.total_seconds())
+            for name in left:
+                store.delete(name)
+            done.deleted += left
+        done.deleted += merge(store, identity, everything=True, keep=keep).deleted
+    return done
+
+
+class _Removal:
+    """The steps of one removal of videos."""
+
+    def __init__(self, store: Store, identity: str | None, done: Removed, ids: frozenset[str]) -> None:
+        self._store, self._identity, self._done, self._ids = store, identity, done, ids
+        self._rows = self._read()
+        self._held = self._shards_of_removed()
+
+    def _read(self) -> pa.Table:
+        """Read _COLUMNS of all rows, superseded ones too, with each row's file and place."""
+        files = table_files(self._store, VIDEOS)
+        tables = [with_place(read_file(self._store, file, _COLUMNS), file.name) for file in files]
+        return pa.concat_tables(tables)
+
+    def _of_removed(self) -> pa.Table:
+        """Select all rows of the removed videos."""
+        ids = pa.array(sorted(self._ids), pa.string())
+        return self._rows.filter(pc.is_in(self._rows["video_id"], value_set=ids))
+
+    def _shards_of_removed(self) -> dict[str, set[str]]:
+        """Return the token shards of each removed video: those its rows name, or that its removed row recorded."""
+        held: dict[str, set[str]] = {video_id: set() for video_id in self._ids}
+        for row in self._of_removed().select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
+            removed = row["status"] == "removed" and row["model_extra"] is not None
+            held[row["video_id"]] |= set(json.loads(row["model_extra"])[_HELD]) if removed else {row["token_shard"]}
+        return {video_id: names - {None} for video_id, names in held.items()}
+
+    def mark(self, reason: str) -> None:
+        """Commit a "removed" row for each video that does not have one yet."""
+        live = {row["video_id"]: row for row in live_rows(self._rows).to_pylist()}
+        self._done.unknown = sorted(self._ids - live.keys())
+        rows: list[VideoRecord] = [
+            {
+                "video_id": video_id,
+                "uri": "",
+                "status": "removed",
+                "error_message": printable(reason),
+                "model_extra": json.dumps({_HELD: sorted(self._held[video_id])}),
+                "attempts": live[video_id]["attempts"] if video_id in live else 0,
+            }
+            for video_id in sorted(self._ids)
+            if video_id not in live or live[video_id]["status"] != "removed"
+        ]
+        if rows:
+            commit(self._store, self._done.run_id, 0, rows, made_with=self._identity)
+            self._rows = self._read()
+
+    def find_earlier(self) -> None:
+        """Find the token shards of earlier attempts, whose rows merges drop, and of killed runs, which have none."""
+        names = self._store.names(TOKENS, ".parquet")
+        if (pc.max(self._of_removed()["attempts"]).as_py() or 0) <= 1:  # then rows name all but those of killed runs
+            names = sorted(set(names).difference(self._rows["token_shard"].to_pylist()))
+        for name, ids in zip(names, in_order(partial(ids_in_footer, self._store), names, 8, 16), strict=True):
+            for video_id in self._ids.intersection(ids):
+                self._held[video_id].add(name)
+
+    def move_others(self) -> None:
+        """Copy the other videos of token shards that hold a removed one to new shards."""
+        live = live_rows(self._rows)
+        full = VideoRows(self._store)
+        names = pa.array(sorted(set().union(*self._held.values())), pa.string())
+        ok = ok_rows(live.filter(pc.is_in(live["token_shard"], value_set=names)))
+        for number, name in enumerate(sorted(set(ok["token_shard"].to_pylist())), 1):
+            rows = full.each(ok.filter(pc.equal(ok["token_shard"], name)))
+            moved = move_videos(self._store, self._done.run_id, sorted(rows, key=lambda row: row["first_row_group"]))
+            commit(self._store, self._done.run_id, number, moved, made_with=self._identity)
+            self._done.moved += len(moved)
+
+    def unused(self) -> list[str]:
+        """Return the token shards that hold a removed video and that no live row names any more."""
+        live = live_rows(self._read())
+        named = set(live["token_shard"].to_pylist())
+        mine = set().union(*self._held.values())
+        return sorted(name for name in mine - named if self._store.exists(name))
+
+
+@dataclass
+class Joined:
+    """The result of joining token shards.
+
+    Attributes:
+        run_id: it names the record in runs/; "" where nothing was joined.
+        videos: videos that were written again.
+        read: small token shards that they were in.
+        written: token shards that they are in now.
+        deleted: token shards that earlier joins emptied.
+    """
+
+    run_id: str = ""
+    videos: int = 0
+    read: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for the user about the result."""
+        if self.read:
+            yield (
+                f"{self.videos:,} videos of {len(self.read):,} token shards are in {len(self.written):,} now; the old "
+                "ones stay for a while, for those who read them"
+            )
+        else:
+            yield "no token shards to join"
+        if self.deleted:
+            yield f"{len(self.deleted):,} token shards of earlier joins deleted"
+
+
+def join_tokens(store: Store, say: Callable[[str], object], keep: timedelta, shard_bytes: int = SHARD_BYTES) -> Joined:
+    """Join token shards of less than half of ``shard_bytes``, and delete those that were emptied ``keep`` ago.
+
+    Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
+    """
+    header = read_header(store)
+    done, run_id, made_with = Joined(), new_run_id(), fingerprint(header["identity"])
+    with Claim(store, run_id, say):
+        live = ok_rows(LiveVideos.open(store, made_with).live(("status", "token_shard", "first_row_group")))
+        _delete_emptied(store, live, keep, done)
+        bundles = _bundles(store, live, shard_bytes)
+        if bundles:
+            done.run_id = run_id
+            run_file = RunFile(store, {**provenance(run_id, _VERSIONS), "joins": len(bundles)})
+            with run_file:
+                for number, names in enumerate(bundles):
+                    run_file.save(**{_EMPTIED: [*done.read, *names]})  # before they are, so that none is forgotten
+                    _join(store, run_id, number, live, names, made_with, done)
+                    run_file.note(**{COMMITTED: [token_shard_id(name) for name in done.written]})
+                    say(f"{number + 1:,} of {len(bundles):,} token shards written")
+            merge(store, made_with, everything=True, keep=keep)
+    return done
+
+
+def _bundles(store: Store, live: pa.Table, shard_bytes: int) -> list[list[str]]:
+    """List the names of small token shards that make a shard of about ``shard_bytes`` together, two or more."""
+    named = set(live["token_shard"].to_pylist())
+    small = [file for file in store.listed(TOKENS) if file.name in named and 2 * file.size < shard_bytes]
+    bundles = bundled(small, lambda file: file.size, shard_bytes)
+    return [[file.name for file in bundle] for bundle in bundles if len(bundle) > 1]
+
+
+def _join(
+    store: Store, run_id: str, number: int, live: pa.Table, names: list[str], made_with: str, done: Joined
+) -> None:
+    """Write the live videos of these token shards as one, and commit their rows. Raises CorruptShard, OSError."""
+    mine = live.filter(pc.is_in(live["token_shard"], value_set=pa.array(names)))
+    moved = move_videos(store, run_id, list(VideoRows(store).each(in_shard_order(mine))))
+    commit(store, run_id, number, moved, made_with=made_with)
+    done.videos += len(moved)
+    done.read += names
+    done.written.append(moved[0]["token_shard"])
+
+
+def _delete_emptied(store: Store, live: pa.Table, keep: timedelta, done: Joined) -> None:
+    """Delete the token shards that earlier joins emptied at least ``keep`` ago and that no live row names."""
+    named = set(live["token_shard"].to_pylist())
+    for record in store.names(RUNS, ".json"):
+        emptied = json.loads(store.read(record)).get(_EMPTIED, [])
+        if emptied and store.age(record) >= keep:
+            for name in emptied:
+                if name not in named and store.exists(name):
+                    store.delete(name)
+                    done.deleted.append(name)

@@ -1,0 +1,59 @@
+"""The benchmark of decoding, on clips that are made for it here; nothing here asserts a time."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jobs.benchmark import __main__ as benchmark
+from jobs.benchmark import clips
+from jobs.benchmark.decode import CHILD, FLOOR, HERE, JOB, needed
+from pipeline.video.containers import sniff
+from pipeline.video.decoders import PyavDecoder
+from pipeline.video.probe import probe
+
+SMALL = ("decode", "--clips", "small", "--frames", "4", "--repeats", "2", "--json")
+
+
+@pytest.fixture
+def one_clip(monkeypatch):
+    monkeypatch.setitem(clips.CLIPS, "h264-small", clips.Clip("libx264", 192, 128, 2, 12))
+
+
+def test_all_ways_of_decoding_are_measured_beside_the_least(one_clip, tmp_path, capsys):
+    argv = [*SMALL, "--folder", str(tmp_path / "clips")]
+    assert benchmark.main(argv) == 0
+    shown = capsys.readouterr()
+    (clip,) = json.loads(shown.out)["clips"]
+    assert clip["clip"] == "h264-small" and clip["bytes"] == 4 * 384 * 384 * 3
+    measured = {way for way, seconds in clip["cpu_s"].items() if seconds is not None}
+    assert measured >= {FLOOR, HERE, CHILD, "plain PyAV", "decord", "indexed", "ours, within 5 s of keyframes"}
+    assert all(clip["cpu_s"][way] > 0 for way in measured)
+    assert f"{HERE} / {FLOOR}" in shown.err.replace("\n", " ")
+    (made,) = (tmp_path / "clips").iterdir()
+    stamp = made.stat().st_mtime_ns
+    path = clips.make_clips(tmp_path / "clips", ["h264-small"])["h264-small"]
+    assert path == made and made.stat().st_mtime_ns == stamp  # kept, and not made again
+    index = probe(str(path), sniff(path))
+    assert len(index.timestamps) == 48 and len(index.keyframes) == 4
+    wanted = index.pts[np.array([0, 13, 40])].tolist()
+    assert [frame.pts for frame in needed(str(path), wanted, index.keyframes.tolist())] == wanted
+
+
+@pytest.mark.slow
+def test_the_whole_job_is_measured_beside_loops(one_clip, capsys):
+    assert benchmark.main([*SMALL, "--loop", "1", "6", "--workers", "1"]) == 0
+    (clip,) = json.loads(capsys.readouterr().out)["clips"]
+    per_second = clip["videos_per_s"]
+    assert set(per_second) == {JOB, "loop with decord", "loop with torchcodec"}
+    assert per_second[JOB] and per_second["loop with decord"]
+
+
+def test_packets_of_a_long_clip_are_those_of_a_short_one_repeated(monkeypatch, tmp_path):
+    monkeypatch.setitem(clips.LONG_CLIPS, "long", clips.Clip("libx264", 96, 64, 25, 12))
+    index = probe(str(clips.make_clips(tmp_path, ["long"])["long"]), "mov")
+    assert len(index.timestamps) == 600 and len(index.keyframes) >= 50
+    assert np.allclose(np.diff(index.timestamps), 1 / clips.FPS)
+    frames = np.concatenate(list(PyavDecoder(index).read(np.arange(600))))
+    assert np.array_equal(frames[:108], frames[492:])  # 492 frames were encoded
+    assert not np.array_equal(frames[:108], frames[108:216])

@@ -1,0 +1,148 @@
+"""The benchmark of efficiency on real tiny models; nothing here asserts how long anything takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from gstep.checkpoints import tiny
+from gstep.language.layer_pruning import CACHE
+from jobs.benchmark import __main__ as benchmark
+from jobs.benchmark.efficiency import add_flags, break_even
+from jobs.benchmark.efficiency_bench import Bench, kv_bytes, prepare
+from pipeline.inputs.manifest import read_manifest
+from tests.gstep.language.prompts import video
+from tests.jobs.jobs import forbid_models
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def clip():
+    """The path of a short clip."""
+    found = read_manifest("sample").to_pylist()
+    return next(row["uri"] for row in found if row["video_id"] == "carphone_pristine.mp4")
+
+
+def test_table_3_has_every_method_from_the_video_and_from_a_cache(clip, tmp_path, capsys):
+    # Every kind of method: inside the model, by the question, merging, nested.
+    argv = ["--videos", clip, "--num-frames", "4", "--questions", "2", "--max-new-tokens", "3", "--repeats", "1"]
+    argv += ["--method", "fastv", "cdpruner", "fastvid", "gstep", "--retention-ratio", ".15", ".25"]
+    assert benchmark.main(["efficiency", *argv, "--latex", str(tmp_path / "table.tex"), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    rows = {(row["method"], row["retention_ratio"]): row for row in record["rows"]}
+    methods = ("fastv", "cdpruner", "fastvid", "gstep")
+    assert list(rows) == [("none", 1.0)] + [(m, r) for m in methods for r in (0.25, 0.15)]
+    assert "attention sdpa" in record["title"] and "4 frames" in record["title"]
+    assert record["machine"]["processor"] and record["runtime"]["dtype"] == "float32"
+    full = rows["none", 1.0]
+    for row in rows.values():
+        assert row["visual_tokens"] <= max(1.0, row["retention_ratio"] * full["visual_tokens"] + 0.5)
+        assert row["online_peak_bytes"] > 10 * MIB and row["cached_peak_bytes"] > 10 * MIB
+        assert row["decode_rate"]["low"] > 0 and row["prefill_rate"]["low"] > 0 and row["same_answers"]
+        assert row["break_even"] == break_even(*(row[name]["median"] for name in ("build_s", "cached_s", "online_s")))
+    # A cache stores what a method keeps, or all where the question decides.
+    whole, read = full["bytes_read"], {key: row["bytes_read"] for key, row in rows.items()}
+    assert read["fastv", 0.15] == read["cdpruner", 0.25] == whole
+    assert read["gstep", 0.15] < read["gstep", 0.25] < whole / 2
+
+    answers = {"online": {}, "cached": {}}
+    for sample in record["samples"]:
+        online, shared = sample["mode"] == "online", ("prune_s", "prompt_s", "llm_s")
+        own, others = (("video_decode_s", "encode_s"), ("read_s",))[:: 1 if online else -1]
+        assert sample["total_s"] == pytest.approx(sum(sample[part] for part in (*own, *shared)))
+        assert all(sample[part] > 0 for part in own) and not any(sample[part] for part in others)
+        assert 0 < sample["prefill_s"] + sample["token_decode_s"] <= sample["llm_s"]
+        assert len(sample["answer"]) == 3 and (sample["bytes_read"] > 0) != online
+        key = sample["method"], sample["retention_ratio"], sample["question"]
+        answers[sample["mode"]][key] = [
+            sample[name] for name in ("answer", "prompt_tokens", "visual_tokens", "kv_bytes")
+        ]
+    assert answers["online"] == answers["cached"] and len(answers["online"]) == 18
+
+    latex = (tmp_path / "table.tex").read_text()
+    assert "\nOriginal (100\\%) & " in latex and latex.count(r"\multicolumn{5}{c}") == 2
+    assert latex.index("75\\%") < latex.index("85\\%") and latex.count("\\textbf{GSTEP (Ours)}") == 2
+    cells = [line for line in latex.splitlines() if line.startswith("CDPruner")]
+    assert len(cells) == 2 and all(line.count("arrow$") == 4 for line in cells)
+
+
+def test_the_number_of_questions_from_which_a_cache_pays():
+    assert [break_even(*s) for s in ((10, 1, 5), (10, 1, 11), (1e-9, 1, 2), (7, 2, 4))] == [3, 1, 1, 4]
+    assert break_even(1, 2, 2) is None and break_even(1, 3, 2) is None
+
+
+def test_the_kv_cache_of_a_7b_is_as_large_as_the_paper_says():
+    config = SimpleNamespace(num_hidden_layers=28, num_key_value_heads=4, hidden_size=3584, num_attention_heads=28)
+    assert kv_bytes(config, 2, 1) == 56 * 1024
+    assert [round(kv_bytes(config, 2, n + 75) / MIB, 1) for n in (6272, 1568, 940)] == [347.1, 89.9, 55.5]
+    fastv = [kv_bytes(config, 2, 6272 + 75, layer=2, dropped=6272 - n) for n in (1568, 940)]
+    assert [round(size / MIB) for size in fastv] == [108, 76]
+
+
+def job_of(folder, *argv):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    argv = ("--num-frames", "2", "--retention-ratio", "0.25", "--repeats", "1", "--device", "cpu", *argv)
+    return prepare(folder, parser.parse_args(argv))
+
+
+def test_the_formula_gives_the_bytes_of_the_real_kv_cache(tmp_path):
+    job = job_of(tmp_path, "--method", "gstep", "fastv,K=1", "fastv,K=3", "--max-new-tokens", "3")
+    bench, seen = Bench(job, tmp_path, lambda line: None), []
+    about = {"mode": "online", "video_id": "a", "repeat": 1}
+
+    def n_bytes(module, args, output):
+        seen.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in output[CACHE].layers))
+
+    bench.llm.model.register_forward_hook(n_bytes)
+    config, number_bytes = job.builder.config.get_text_config(), job.runtime.dtype.itemsize
+    for arm in job.arms:
+        seen.clear()
+        sample = bench.ask(arm, video("tiny-qwen2-5-vl"), 0, **about)
+        assert seen[0] == sample.kv_bytes and len(seen) == 3
+        assert seen[2] == sample.kv_bytes + kv_bytes(config, number_bytes, 2)
+    bench.llm.context_length = 10
+    with pytest.raises(ValueError, match="--num-frames"):
+        bench.ask(job.arms[0], video("tiny-qwen2-5-vl"), 0, **about)
+    bench.close()
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2-5-vl"])
+def test_a_config_alone_is_measured_with_random_weights(name, clip, tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads(json.dumps(tiny.TINY[name].config))
+    text = config.get("text_config", config)
+    text.update(num_hidden_layers=3, vocab_size=1200)
+    config["video_token_index" if name == "tiny" else "video_token_id"] = 1100
+    (folder / "config.json").write_text(json.dumps(config))
+    argv = ["--model", str(folder), "--videos", clip, "--num-frames", "2", "--max-new-tokens", "2", "--repeats", "1"]
+    argv += ["--method", "fastv", "gstep", "--retention-ratio", "0.5", "--dtype", "bfloat16"]
+    assert benchmark.main(["efficiency", *argv, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["random_weights"] and "random weights" in record["title"] and "bfloat16" in record["title"]
+    assert all(row["same_answers"] for row in record["rows"])
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--model", "tiny", "--method", "fastv"], "this model has 2 layers"),
+        (["--method", "gstep", "--siglip", "tiny"], "none of the methods takes anything from a SigLIP"),
+        (["--method", "gstepp"], "unknown method"),
+        (["--device", "cpu", "--attn", "flash_attention_2"], "runs on cuda"),
+        (["--model", "/no/such/folder"], "is no folder"),
+        (["--videos", "/no/such/folder"], "no such folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(argv, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    forbid_models(monkeypatch)
+    code = benchmark.main(["efficiency", *argv])
+    assert code == (1 if "--videos" in argv else 2)
+    assert said in capsys.readouterr().err

@@ -1,0 +1,183 @@
+"""The whole job beside a plain loop: what one more video takes, by child processes that are watched."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from gstep.backbones import ModelSource
+from jobs.benchmark import __main__ as benchmark
+from jobs.benchmark import pipeline, processes
+from jobs.benchmark.pipeline import make_videos, run_child
+from jobs.benchmark.pipeline_job import SleepingSetup
+from jobs.benchmark.pipeline_work import (
+    DRIVER,
+    FRAME_BYTES,
+    HIDDEN,
+    JOB,
+    KEPT_BYTES_PER_FRAME,
+    LOOP,
+    SIDE,
+    Work,
+    run_loop,
+)
+from jobs.benchmark.processes import MAIN, OTHER, ProcessTree, kind_of
+from pipeline.errors import RunFailed
+from pipeline.prune.batches import encoded_bundle, encoded_videos
+from tests.waiting import wait_until
+
+RAY = "/venv/lib/python3.11/site-packages/ray"
+
+
+@pytest.fixture
+def works(monkeypatch):
+    """Let child processes end at once: a video takes as long as it is encoded, and starting a second. The works run."""
+    works = []
+
+    def run_child(work):
+        works.append(work)
+        seconds = 1 + work.videos * (work.encode_s or 0.001) / work.encoders
+        figures = {"store MB": 1.0 + work.videos, "store objects": 1.0, "CPU main process": seconds, "CPU ended": 1.0}
+        return {"seconds": seconds, "peak MB": 9.0 + work.videos, **figures}
+
+    monkeypatch.setattr(pipeline, "run_child", run_child)
+    return works
+
+
+def cells(capsys, *argv):
+    assert benchmark.main(["pipeline", *argv, "--encode-ms", "50", "--seconds", "10", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["cells"]
+
+
+def test_loop_and_job_take_turns_and_starting_cancels_out(capsys, works):
+    found = cells(capsys, "--frames", "2", "32", "--workers", "3", "--repeats", "2")
+    assert [cell["MB"] for cell in found] == pytest.approx([0.885, 14.156], abs=1e-3)
+    for cell in found:
+        assert [cell[name] for name in ("plain loop, busy", "job, busy", "job / plain loop")] == pytest.approx(
+            [1.0] * 3
+        )
+        assert cell["job, CPU ms: main process"] == pytest.approx(50) and cell["job, CPU ms: ended"] == 0
+        assert cell["store MB a video"] == pytest.approx(1) and cell["job, peak MB (PSS)"] == 259
+    assert [work.kind for work in works[::2]] == [LOOP, JOB] * 4
+    assert {(work.workers, work.encoders, work.videos) for work in works} == {(3, 1, 50), (3, 1, 250)}
+
+
+def test_logical_nodes_have_a_worker_of_each_kind(capsys, works):
+    found = cells(capsys, "--nodes", "4", "1", "--frames", "2")
+    for kind in (JOB, LOOP):
+        sizes = [(work.nodes, work.workers, work.encoders, work.videos) for work in works if work.kind == kind]
+        assert sizes == [(1, 1, 1, 50), (1, 1, 1, 250), (4, 4, 4, 200), (4, 4, 4, 1000)]
+    assert [cell.get("job / nodes x the first") for cell in found] == [None, pytest.approx(1.0)]
+
+
+def test_the_driver_is_shown_by_what_a_video_more_takes(capsys, works):
+    assert benchmark.main(["pipeline", "--driver", "300", "100", "--encoders", "3"]) == 0
+    sizes = {(work.kind, work.encoders, work.nodes, work.videos) for work in works}
+    assert sizes == {(DRIVER, 3, 1, 100), (DRIVER, 3, 1, 300)}
+    assert "3 encoders, a video more from 100 to 300" in " ".join(capsys.readouterr().out.split())
+
+
+def test_times_that_cannot_be_told_are_no_figure(capsys, monkeypatch):
+    took = {"seconds": 9.0, "peak MB": 1.0, "CPU main process": 1.0}
+    monkeypatch.setattr(pipeline, "run_child", lambda work: took | {"seconds": float(work.videos)})
+    assert benchmark.main(["pipeline", "--driver", "5", "6"]) == 1
+    assert "1 videos more took the driver no more of a CPU" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(pipeline, "run_child", lambda work: took)
+    with pytest.raises(RunFailed, match="--seconds"):
+        pipeline.measure(Work(JOB, 2, 0.1, 1), 16, 32)
+
+
+def test_loops_of_several_encoders_share_the_videos(tmp_path):
+    work = Work(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
+    make_videos(work)
+    assert run_loop(work)["seconds"] > 10 * 0.01
+    written = [pq.read_table(file)["video_id"].to_pylist() for file in sorted(work.out.iterdir())]
+    assert [len(ids) for ids in written] == [10, 10] and len({*written[0], *written[1]}) == 20
+
+
+def test_a_child_process_is_measured_and_says_why_it_fails(tmp_path):
+    done = run_child(Work(LOOP, 2, 0.01, 1, folder=str(tmp_path), videos=20))
+    assert done["seconds"] > 20 * 0.01 and done["CPU main process"] > 0 and done["peak MB"] > 10
+    with pytest.raises(RunFailed, match="the plain loop over 2 videos failed: ValueError: sleep length"):
+        run_child(Work(LOOP, 2, -1.0, 1, folder=str(tmp_path), videos=2))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_job_runs_with_an_encoder_that_sleeps(tmp_path):
+    done = run_child(Work(JOB, 2, 0.02, 1, nodes=1, folder=str(tmp_path), videos=16))
+    assert done["seconds"] > 16 * 0.02 and done["peak MB"] > 100
+    assert done["store objects"] >= 16 and 16 <= done["store MB"] * 1e6 / (2 * FRAME_BYTES) < 40
+    kinds = ("main process", "decode actor", "decode child", "encode actor", "raylet", "gcs")
+    assert all(done[f"CPU {kind}"] > 0 for kind in kinds)
+
+
+@pytest.mark.slow
+def test_the_job_runs_by_stages_that_do_nothing_with_several_encoders(tmp_path):
+    done = run_child(Work(DRIVER, 2, 0.0, 1, encoders=2, nodes=1, folder=str(tmp_path), videos=64))
+    assert done["CPU main process"] > 0 and done["CPU encode actor"] > 0 and "CPU decode child" not in done
+
+
+def test_the_tokens_of_a_sleeping_encoder_travel_and_have_the_size_of_a_quarter():
+    setup = SleepingSetup(ModelSource.resolve("tiny"), "gstep", 0.25, work_s=0.02)
+    assert setup.bytes_per_video(2, SIDE, SIDE) == 2 * KEPT_BYTES_PER_FRAME
+    encoder, started = setup.encoder(), time.perf_counter()
+    made = encoder.encode_one({"video_id": "a", "status": "ok"}, np.zeros((2, SIDE, SIDE, 3), np.uint8))
+    assert time.perf_counter() - started >= 0.02
+    (video,) = encoded_videos(encoded_bundle([made]))
+    assert video.kept.tokens.nbytes == 2 * KEPT_BYTES_PER_FRAME
+    assert video.record["n_tokens"] == 2 * 49 and video.record["hidden_size"] == HIDDEN
+    assert sorted(video.kept.rank) == list(range(2 * 49)) and video.record["encode_s"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("ray::MapWorker(MapBatches(Decoder)).submit", "decode actor"),
+        ("ray::worker-1248:MapWorker(MapBatches(Encoder)).__init__", "encode actor"),
+        ("ray::Writer.write", "write actor"),
+        ("/venv/bin/python -c from multiprocessing.forkserver import main; main(48, 50, ['numpy'])", "decode child"),
+        (
+            '/venv/bin/python -c from jobs.benchmark.pipeline_work {"kind": "plain loop"}',
+            "DataLoader worker",
+        ),
+        (f"{RAY}/core/src/ray/raylet/raylet --raylet_socket_name=/tmp/r/sockets/raylet", "raylet"),
+        (f"/venv/bin/python {RAY}/_private/workers/default_worker.py --raylet-name=/tmp/r/sockets/raylet", OTHER),
+    ],
+)
+def test_a_process_is_known_by_its_command_line(command, kind):
+    assert kind_of(command) == kind
+
+
+BUSY = "import time; end = time.process_time() + .3\nwhile time.process_time() < end: pass\ntime.sleep(60)"
+
+
+def test_a_tree_counts_children_whose_parent_has_ended_and_ends_them(monkeypatch):
+    monkeypatch.setitem(processes.KINDS, "process_time", "busy child")
+    start = f"subprocess.Popen([sys.executable, '-c', {BUSY!r}], stdin=subprocess.DEVNULL)"
+    works = "import subprocess, sys, time\nwhile time.process_time() < .1: pass"  # a tick of the clock is 10 ms
+    code = f"{works}\nprint({start}.pid, flush=True); sys.stdin.read()"
+    root = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    tree = ProcessTree(root.pid)
+    try:
+        child = Path(f"/proc/{int(root.stdout.readline())}/cmdline")
+
+        def used() -> float:
+            tree.look(memory=True)
+            return tree.cpu_s().get("busy child", 0.0)
+
+        wait_until(lambda: used() > 0.1, "the child works")
+        root.stdin.close()
+        root.wait(timeout=30)
+        wait_until(lambda: used() >= 0.25, "the child goes on")
+        assert tree.cpu_s()[MAIN] > 0 and tree.peak_mb > 1
+    finally:
+        tree.end()
+        root.kill()
+        root.stdout.close()
+    wait_until(lambda: not child.exists() or not child.read_bytes(), "the child has ended")  # a zombie's is empty

@@ -1,0 +1,32 @@
+"""The benchmark of answering, by transformers from a cache; ``test_serving_vllm.py`` has the other ways."""
+
+import json
+
+import pytest
+
+from jobs.benchmark import __main__ as benchmark
+from jobs.benchmark.serving import measure
+from jobs.benchmark.serving_ways import Job
+from pipeline.errors import RunFailed
+from tests.pipeline.asking import tiny_cache
+
+
+@pytest.mark.slow
+def test_transformers_answers_from_a_cache_cold_and_again(tmp_path, capsys):
+    tiny_cache(tmp_path / "cache", ("a", "b"))
+    argv = ["--model", "tiny", "--cache", str(tmp_path / "cache"), "--modes", "cached-transformers", "--repeats", "1"]
+    argv += ["--retention-ratio", "0.25", "0.1", "--questions", "1", "2", "--max-new-tokens", "2"]
+    assert benchmark.main(["serving", *argv, "--plot", str(tmp_path / "ways.png"), "--json"]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)["measured"]
+    sizes = [(one["retention_ratio"], one["questions"], one["requests"]) for one in found]
+    assert sizes == [(0.25, 1, 2), (0.25, 2, 4), (0.1, 1, 2), (0.1, 2, 4)]
+    assert all(one["requests_per_s"] > 0 and one["warm_requests_per_s"] > 0 and one["peak_mb"] > 100 for one in found)
+    assert found[0]["visual_tokens"] > found[2]["visual_tokens"] and found[0]["sent_kb"] is None
+    assert "cached-transformers" in shown.err and (tmp_path / "ways.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_way_that_fails_says_why(tmp_path):
+    job = Job("tiny", str(tmp_path), 2, (0.25,), (1,), 2, 1)
+    with pytest.raises(RunFailed, match=r"cached-transformers: NotACache: .*not a pruned-token cache"):
+        measure("cached-transformers", job)

@@ -1,0 +1,43 @@
+"""The benchmark of answering: every way asks the same questions."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jobs.benchmark.serving_ways import CACHED, MODES, ONLINE
+from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
+from tests.paths import ROOT
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ROW = 64 * 2  # bytes of a token
+SMALL = ["serving", "--num-frames", "8", "--retention-ratio", "0.25", "--questions", "1", "4", "--repeats", "1"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """(way, questions a video) -> what is measured of it."""
+    command = [sys.executable, "-m", "jobs.benchmark", *SMALL, "--max-new-tokens", "4", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {(one["mode"], one["questions"]): one for one in json.loads(done.stdout)["measured"]}
+
+
+def test_every_way_answers_cold_and_again(found):
+    assert (*CACHED, ONLINE) == MODES and found.keys() == {(mode, number) for mode in MODES for number in (1, 4)}
+    for (_, questions), one in found.items():
+        assert one["requests"] == 4 * questions and one["peak_mb"] > 100
+        assert one["requests_per_s"] > 0 and one["warm_requests_per_s"] > 0
+
+
+def test_rows_are_sent_with_each_question_about_a_video(found):
+    for questions in (1, 4):
+        rows, texts = found["cached-vllm", questions], found["text-vllm", questions]
+        assert rows["sent_kb"] > 0.9 * ROW * rows["visual_tokens"] / 1e3 > texts["sent_kb"] > 0
+        assert found["cached-transformers", questions]["sent_kb"] is None
+
+
+def test_the_first_question_about_a_video_finds_nothing_and_others_share_what_it_left(found):
+    for mode in ("cached-vllm", "text-vllm"):
+        assert found[mode, 1]["reused"] < 0.2 < found[mode, 4]["reused"]

@@ -1,0 +1,201 @@
+"""Caches that were made alike become one: rows by the rule, token shards as they are, and kills harm nothing."""
+
+import hashlib
+from datetime import timedelta
+
+import pytest
+import torch
+
+from pipeline import TokenCache
+from pipeline.cache.header import fingerprint
+from pipeline.cache.merging import merge_at_once
+from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVideo, UsageError, VideoFault
+from pipeline.execution.run_record import committed_shards
+from pipeline.rewrite import merge as merge_module
+from pipeline.rewrite.merge import merge_caches
+from pipeline.storage.stores import LocalStore, ObjectStore, store_at
+from pipeline.verify.moves import remove_videos
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
+from tests.pipeline.s3 import S3Server
+from tests.pipeline.verifying import kinds, verified
+
+SHAPE = (4, 9, 8)
+
+
+def quiet(_):
+    """Take what the user would be told."""
+
+
+def cache_of(folder, videos, run="run", **more):
+    """A cache of videos, each name with a seed, or a fault."""
+    store = write_header(folder, hidden_size=8)
+    for number, (name, seed) in enumerate(videos.items()):
+        failed = isinstance(seed, VideoFault)
+        video = (
+            encoded_failure(name, seed, **more)
+            if failed
+            else encoded(name, random_tokens(seed, SHAPE), 0.25, "gstep", **more)
+        )
+        write_shard(store, f"{run}{number}", video)
+    return store
+
+
+@pytest.fixture
+def two(tmp_path):
+    fault = VideoFault("corrupt", "cut off")
+    return [
+        cache_of(tmp_path / "a", {"one": 1, "both": 2, "mended": fault}, "a"),
+        cache_of(tmp_path / "b", {"two": 3, "both": 2, "mended": 4}, "b"),
+    ]
+
+
+def bytes_of(store):
+    return {
+        path.relative_to(store.root): hashlib.sha256(path.read_bytes()).digest()
+        for path in store.root.rglob("*")
+        if path.is_file()
+    }
+
+
+def assert_whole(out, *sources):
+    """Each video is that of a source, bit for bit, and nothing is wrong with the cache."""
+    cache = TokenCache(out.root)
+    assert cache.video_ids == ["both", "mended", "one", "two"] and cache.failed == {}
+    for video_id in cache.video_ids:
+        holders = [held for held in map(TokenCache, (s.root for s in sources)) if video_id in held.video_ids]
+        assert any(torch.equal(cache.get(video_id).tokens, held.get(video_id).tokens) for held in holders)
+    report = verified(out)
+    assert kinds(report) == [] and report.orphans == [] == report.superseded
+
+
+def test_the_union_is_by_the_rule_and_leaves_its_sources_as_they_are(two, tmp_path):
+    before, out = [bytes_of(store) for store in two], LocalStore(tmp_path / "c")
+    done = merge_caches(two, out, quiet)
+    assert_whole(out, *two)
+    assert (done.videos, done.equal, done.linked, done.copied) == (4, 2, 4, 0)
+    assert [bytes_of(store) for store in two] == before
+    assert len(shards(out)) == 4 and all(file.stat().st_nlink == 2 for file in shards(out))  # "both" is there once
+    again = merge_caches(two, out, quiet)
+    assert (again.videos, again.linked) == (4, 0)  # its own rows win, since they are the same
+    assert_whole(out, *two)
+    into = LocalStore(f"{two[0].root}/")  # as a shell completes it: the cache that is merged into, by another spelling
+    assert merge_caches(two, into, quiet).equal == 2
+
+
+def test_a_cache_takes_in_another(two):
+    done = merge_caches(two, two[0], quiet)
+    assert done.linked == 2
+    assert_whole(two[0], *two)
+
+
+class OtherDisk(LocalStore):
+    """No link leads here."""
+
+    def link(self, name, file):
+        return False
+
+
+def test_bytes_are_copied_where_no_link_can_be_had(two, tmp_path):
+    done = merge_caches(two, out := OtherDisk(tmp_path / "c"), quiet)
+    assert (done.linked, done.copied) == (0, 4) and done.copied_bytes == sum(f.stat().st_size for f in shards(out))
+    assert_whole(out, *two)
+
+
+def test_a_damaged_token_shard_is_not_copied(two, tmp_path):
+    flip(shards(two[1])[0], 100)
+    with pytest.raises(CorruptShard, match=r"/b/tokens/.* hash in its name"):
+        merge_caches(two, OtherDisk(tmp_path / "c"), quiet)
+
+
+def test_a_flipped_bit_of_the_table_is_refused_before_anything_is_written(two, tmp_path):
+    flip(shards(two[1], "videos")[0], 500)
+    with pytest.raises(CorruptShard):
+        merge_caches(two, LocalStore(tmp_path / "c"), quiet)
+    assert not (tmp_path / "c").exists()
+
+
+def test_caches_of_other_settings_are_refused_with_what_differs(two, tmp_path):
+    other = write_header(tmp_path / "other", method="random")
+    with pytest.raises(IdentityMismatch, match=r"pruner\.method: .*/a has 'gstep', .*/other 'random'"):
+        merge_caches([two[0], other], LocalStore(tmp_path / "c"), quiet)
+    with pytest.raises(IdentityMismatch, match="were not made alike"):
+        merge_caches(two, other, quiet)
+    with pytest.raises(NotACache):
+        merge_caches([two[0], LocalStore(tmp_path / "none")], LocalStore(tmp_path / "c"), quiet)
+    assert not (tmp_path / "c").exists() and not (tmp_path / "none").exists()
+
+
+def test_equal_ids_with_other_tokens_are_refused_where_that_is_asked_for(two, tmp_path):
+    merge_caches(two, LocalStore(tmp_path / "same"), quiet, "refuse")  # "both" has the same tokens in both
+    third = cache_of(tmp_path / "third", {"one": 9}, "t")
+    with pytest.raises(UsageError, match=r"1 videos have other tokens in several caches \(one\)"):
+        merge_caches([*two, third], LocalStore(tmp_path / "c"), quiet, "refuse")
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_removed_video_stays_removed(two, tmp_path):
+    remove_videos(two[0], ["two", "both"], "licence", quiet, timedelta(0))
+    for number, sources in enumerate((two, two[::-1])):
+        out = LocalStore(tmp_path / f"c{number}")
+        merge_caches(sources, out, quiet)
+        cache = TokenCache(out.root)
+        assert cache.video_ids == ["mended", "one"]
+        for video_id in ("two", "both"):
+            with pytest.raises(RemovedVideo, match="licence"):
+                cache.get(video_id)
+        assert len(shards(out)) == 2
+
+
+def test_the_same_command_ends_what_was_stopped_anywhere(two, tmp_path):
+    """Every write is one before which a merge stops once; what is there then is a cache of whole rows."""
+    for store in two:
+        say_what_was_committed(store)
+    for allowed in range(40):
+        out = Dying(tmp_path / "c", spared="runs/.*")
+        out.left = allowed
+        try:
+            merge_caches(two, out, quiet)
+        except KeyboardInterrupt:
+            if (out.root / "cache.json").exists():
+                cache = TokenCache(out.root)
+                assert all(len(cache.get(video_id).tokens) for video_id in cache.video_ids)
+        else:
+            break
+    assert allowed > 3
+    assert_whole(out, *two)
+    assert len(committed_shards(out)) == 4
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_cache_that_is_written_to_meanwhile_is_taken_as_of_one_moment(two, tmp_path, monkeypatch, merged):
+    def and_more(held, rows, *rest):
+        take(held, rows, *rest)
+        if len(shards(two[0])) == 2:  # a run commits, and merges its table
+            write_shard(two[0], "later", encoded("later", random_tokens(9, SHAPE), 0.25, "gstep"))
+            say_what_was_committed(two[0])
+            if merged:
+                merge_at_once(two[0], fingerprint(TokenCache(two[0].root).identity))
+
+    take = merge_module._take_live_tokens
+    monkeypatch.setattr(merge_module, "_take_live_tokens", and_more)
+    out = LocalStore(tmp_path / "c")
+    done = merge_caches(two, out, quiet)
+    assert TokenCache(out.root).video_ids == ["both", *["later"] * merged, "mended", "one", "two"]
+    assert (done.videos, done.linked) == (4 + merged, 4 + merged)
+    report = verified(out)
+    assert kinds(report) == [] and report.orphans == []
+
+
+def test_folders_go_to_s3_and_back(two, tmp_path):
+    with S3Server("merge") as server:
+        to_s3_and_back(two, tmp_path, store_at(server.uri("merged"), server.objects()))
+
+
+def to_s3_and_back(two, tmp_path, far):
+    assert isinstance(far, ObjectStore)
+    done = merge_caches(two, far, quiet)
+    assert (done.linked, done.copied) == (0, 4)
+    back = LocalStore(tmp_path / "back")
+    assert merge_caches([far], back, quiet).copied == 4
+    assert_whole(back, *two)
