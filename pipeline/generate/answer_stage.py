@@ -12,7 +12,6 @@ import pyarrow as pa
 import torch
 
 from gstep.backbones import choose_runtime
-from pipeline.errors import QuestionFault
 from pipeline.execution.gpu_fault import give_up_process
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
@@ -155,8 +154,6 @@ class Answerer:
             return [{**row, "status": "ok", "batch_size": len(batch)} for row in rows]
         except EngineDied as error:
             give_up_process(batch[0].row["question_id"], error)
-        except QuestionFault as error:
-            fault = error
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
             fault = unforeseen_fault(batch[0].row["question_id"], error)
         self._short |= fault.fault_class == "out-of-memory"

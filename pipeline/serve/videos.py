@@ -66,7 +66,7 @@ class ServedVideos:
         self._identity = cache.identity
         declared = declared_method(cache.identity)
         self._order: TokenOrder = "selection" if declared is not None and declared.reorders else "index"
-        self._held: LruCache[tuple[str, float | None], ServedVideo] = LruCache(held_bytes, lambda v: n_bytes(v.visual))
+        self._held: LruCache[tuple[str, float | None], ServedVideo] = LruCache(held_bytes, _n_bytes)
         self._reads: SharedReads[tuple[str, float | None], ServedVideo] = SharedReads("cache-reader")
         self._lock = threading.RLock()
         self.away = False
@@ -169,6 +169,12 @@ class ServedVideos:
         except (OSError, NotACache):
             return False
         return True
+
+
+def _n_bytes(video: ServedVideo) -> int:
+    """Return the bytes of a video's tensors, and of its rows where those are a copy."""
+    visual = video.visual
+    return n_bytes(visual) + (0 if visual.placeholder_rows is visual.tokens else visual.placeholder_rows.nbytes)
 
 
 def _file_names(cache: TokenCache) -> frozenset[str]:
