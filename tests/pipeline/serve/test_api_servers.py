@@ -65,7 +65,7 @@ def test_all_of_them_answer_and_sigterm_lets_their_requests_end(cache):
             return Counter(map(str, await asyncio.gather(*asked, return_exceptions=True)))
 
     body = {"model": "tiny", "messages": parts("Who?", "cache://a"), "max_tokens": 300, "ignore_eos": True}
-    with serving(cache, *TWO) as (process, address):
+    with serving(cache, *TWO, stock=True) as (process, address):
         assert len(servers_of(process)) == 2
         assert asyncio.run(all_of_them(address)) == {"True": N_ASKED}
         with pytest.raises(openai.BadRequestError, match="'nope' is not in the cache"):
@@ -83,7 +83,7 @@ def test_all_of_them_answer_and_sigterm_lets_their_requests_end(cache):
 def test_an_api_server_that_is_killed_under_load_ends_the_server(cache):
     """Whatever runs it may start it again; nobody waits for an answer that does not come."""
     body = {"model": "tiny", "messages": parts("Who?", "cache://a"), "max_tokens": 200, "ignore_eos": True}
-    with serving(cache, *TWO, stock=True) as (process, address), ThreadPoolExecutor(20) as pool:
+    with serving(cache, *TWO) as (process, address), ThreadPoolExecutor(20) as pool:
         asked = [pool.submit(ended, f"{address}/v1/chat/completions", body) for _ in range(20)]
         wait_until(lambda: count_of(address, "vllm:num_requests_running") > 0, "requests that run")
         os.kill(servers_of(process)[0], signal.SIGKILL)
