@@ -94,8 +94,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=MODES,
         default=list(MODES),
-        help="from a cache by names that vLLM's workers look up, with the rows in each request, and by transformers; "
-        "texts as long; from the videos [all]",
+        help="from a cache by vLLM and by transformers; texts as long; from the videos [all]",
     )
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
     parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")

@@ -347,12 +347,6 @@ class TokenCache:
             )
         return Rows(row, rows_wanted(row, reading.retention_ratio), reading.columns, reading.near)
 
-    @contextmanager
-    def shard_of(self, wanted: Rows) -> Iterator[TokenShard]:
-        """Yield the opened token shard of a video's rows; what is found damaged within names the video."""
-        with self._video_in_errors(wanted.row["video_id"]):
-            yield self._open(wanted)
-
     def _open(self, wanted: Rows) -> TokenShard:
         """Open the token shard of a video, or return the one that is open already."""
         return self._shard(wanted.row["token_shard"], wanted.row["footer_hash"])

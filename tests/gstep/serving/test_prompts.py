@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from gstep.serving.items import prompt_positions, video_items
+from gstep.serving.prompts import prompt_positions, video_items
 from tests.gstep.language.prompts import builder, text_of, video
 from tests.gstep.llms import FAMILIES
 
@@ -72,12 +72,6 @@ def test_other_positions_of_the_same_tokens_have_another_name():
     policies = [("original", "transformers-5"), ("contiguous", "transformers-5"), ("original", "vllm")]
     names = {items_of("tiny-qwen2-5-vl", builder("tiny-qwen2-5-vl", *p).build("Who?", [one]))[0].name for p in policies}
     assert len(names) == 3
-
-
-def test_rows_hold_the_levels_and_the_newline():
-    llava, qwen = video("tiny", index=[0, 2]), video("tiny-qwen3-vl", index=[0, 2])
-    assert torch.equal(llava.placeholder_rows, torch.cat([llava.tokens, llava.newline[None].to(llava.tokens)]))
-    assert torch.equal(qwen.placeholder_rows, torch.cat([qwen.tokens, *qwen.deepstack], dim=1))
 
 
 def test_a_prompt_without_a_video_has_text_positions():
