@@ -14,6 +14,7 @@ from rich.console import Console
 from gstep.backbones import ModelSource, family_of
 from gstep.language import prompt_builder
 from gstep.pruners import read_pruner
+from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import CacheIdentity, differences, header_bytes, read_header_file
 from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.cache.schema import digest
@@ -21,15 +22,15 @@ from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
-from pipeline.evaluate.config import FULL_LABEL, EvaluateConfig
-from pipeline.evaluate.protocols import PAPER, Protocol
-from pipeline.evaluate.questions import question_table
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.protocols import Protocol
+from pipeline.evaluate.scores import question_table
 from pipeline.evaluate.whole_cache import Grid, check_frames, identity_of, videos_of
 from pipeline.execution.request import check_out, refusing, store_refusing
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import PRUNINGS, AnswersIdentity, AnswersTable, LateIdentity, read_answers_header
 from pipeline.generate.engines import ENGINES, EngineSetup
-from pipeline.generate.late_pruning import LateAsked, check_inside, is_whole, late_pruning
+from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
 from pipeline.generate.model import check_model, model_of
 from pipeline.generate.request import describe_prunings, engine_of, refuse_others
 from pipeline.prune.config import PruneConfig
@@ -76,10 +77,13 @@ class EvaluateRequest:
         }
 
     @property
-    def about(self) -> dict[str, str]:
-        """The facts that results may differ in: the model's name, and a hash of the questions."""
+    def about(self) -> JsonObject:
+        """The facts that results may differ in: the model's name, a hash of the questions, bytes of a cached token."""
+        static = family_of(self.source).static()
+        token_bytes = BFLOAT16.token_bytes(static.hidden_size, static.deepstack_levels)
         asked = [[item.question_id, item.question, item.options, item.expected] for item in self.loaded.items]
-        return {"model": self.source.name, "annotations": digest(json.dumps(sorted(asked, key=str)).encode())}
+        annotations = digest(json.dumps(sorted(asked, key=str)).encode())
+        return {"model": self.source.name, "annotations": annotations, "token_bytes": token_bytes}
 
     @property
     def title(self) -> str:
@@ -106,7 +110,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     store, cache = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER)
     check_out(store)
     benchmark = find_benchmark(config.benchmark)
-    protocol = _protocol(config, benchmark)
+    protocol = benchmark.protocol(config.protocol)
     loaded = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
     cached = store_at(cache, objects)
     held = _held(cached, named=config.cache is not None)
@@ -115,7 +119,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         check_model(cached, held["model"], source)
     if config.data is None and held is not None:
         _check_cached(loaded, cached, console)
-    grid = _possible(config, source, console)
+    grid = _arms(config, source)
     videos = videos_of(config, grid, protocol, source, cache, held)
     if held is not None and videos is None:
         check_frames(config, protocol, source, cache, held)
@@ -180,7 +184,7 @@ def read_results_header(store: Store) -> dict[str, Json]:
     return read_header_file(store, RESULTS_HEADER, (_RESULTS_VERSION,), NotResults, absent, of="results of ")
 
 
-def write_results_header(store: Store, identity: JsonObject, about: Mapping[str, str] | None = None) -> None:
+def write_results_header(store: Store, identity: JsonObject, about: JsonObject | None = None) -> None:
     """Write the header of a results folder: the identity of all its results, and ``about``, which runs may change."""
     store.make()
     header: JsonObject = {
@@ -191,38 +195,23 @@ def write_results_header(store: Store, identity: JsonObject, about: Mapping[str,
     store.put(RESULTS_HEADER, header_bytes(header))
 
 
-def _protocol(config: EvaluateConfig, benchmark: Benchmark) -> Protocol:
-    """Return the named protocol; by default the paper's for a paper's table, if the benchmark has it."""
-    of_paper = config.table is not None and PAPER in benchmark.named_protocols
-    return benchmark.protocol(config.protocol or (PAPER if of_paper else None))
+def _arms(config: EvaluateConfig, source: ModelSource) -> Grid:
+    """Return the arms that this model is asked under.
 
-
-def _possible(config: EvaluateConfig, source: ModelSource, console: Console) -> Grid:
-    """Return the arms that this model can be asked under, and report the ones left out.
-
-    Of a table's own methods those that cannot prune inside the model are left out. Positions stay out of the names of
-    methods where they are the model family's, and of methods that prune inside the model, which sees all tokens.
+    Positions stay out of the names of methods where they are the model family's, and of methods that prune inside the
+    model, which sees all tokens.
     """
     with refusing():
-        builder, variant = prompt_builder(source), family_of(source).variant
-        usual, grid, refused = builder.policy.positions, dict[str, LateAsked | None](), dict[str, ValueError]()
-        for one in config.grid().values():
+        usual, variant = prompt_builder(source).policy.positions, family_of(source).variant
+        arms: dict[str, LateAsked | None] = {}
+        for label, one in config.grid().items():
             if one is None:
-                grid[FULL_LABEL] = None
+                arms[label] = None
                 continue
-            pruner = read_pruner(one.method, one.params, family=variant)
-            try:
-                if config.table is not None and not config.method:
-                    check_inside(pruner, builder)
-            except ValueError as error:
-                refused[one.method] = error
-                continue
-            nothing_new = one.positions == usual or pruner.layer is not None
-            asked = replace(one, positions=None) if nothing_new else one
-            grid[asked.label] = asked
-    for method, why in refused.items():
-        console.print(f"note: --table {config.table} without {method}: {why}", highlight=False, markup=False)
-    return grid
+            inside = read_pruner(one.method, one.params, family=variant).layer is not None
+            asked = replace(one, positions=None) if inside or one.positions == usual else one
+            arms[asked.label] = asked
+    return arms
 
 
 def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:

@@ -27,7 +27,6 @@ from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCo
 from pipeline.evaluate.benchmarks.own import clusters_of
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.questions import answered_item, way_of
 from pipeline.evaluate.request import (
     ANSWERS_FOLDER,
     RESULTS_HEADER,
@@ -36,8 +35,8 @@ from pipeline.evaluate.request import (
     match_results,
     write_results_header,
 )
-from pipeline.evaluate.scores import score_table
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.scores import answered_item, score_table, way_of
+from pipeline.evaluate.statistics import ORIGINAL, Arm
 from pipeline.evaluate.whole_cache import passed_on
 from pipeline.execution.claim import Claim
 from pipeline.execution.request import new_run_id

@@ -7,8 +7,7 @@ from itertools import groupby
 
 from jobs.benchmark.efficiency.report import GIB, MIB
 from jobs.benchmark.efficiency.samples import Found
-from pipeline.evaluate.statistics.render import method_title
-from pipeline.evaluate.statistics.sheets import Group, Head, Number, Sheet, sheet_latex
+from pipeline.evaluate.table import escape_latex, method_title
 
 _HEADS = ("E2E (s)↓", "LLM Time (s)↓", "GPU (GB)↓", "KV (MB)↓")
 
@@ -20,21 +19,31 @@ def table3(found: Sequence[Found], title: str, memory: str) -> str:
     ``found``.
     """
     full, *others = found
-    groups = [Group("", [("Original (100%)", _numbers(full, None))])]
+    groups = [("", [("Original (100%)", _numbers(full, None))])]
     by_ratio = sorted(others, key=lambda one: -one.arm.retention_ratio)
     for ratio, block in groupby(by_ratio, key=lambda one: one.arm.retention_ratio):
         rows = [(method_title(one.arm.method), _numbers(one, full)) for one in block]
-        groups.append(Group(f"Pruning Ratio (↓ {100 * (1 - ratio):g}%)", rows))
+        groups.append((f"Pruning Ratio (↓ {100 * (1 - ratio):g}%)", rows))
     note = f"{len(full.online)} questions a line; memory: {memory}."
-    return sheet_latex(Sheet(title, "Method", [*map(Head, _HEADS)], groups, notes=[note]))
+    head = " & ".join(rf"\textbf{{{escape_latex(name)}}}" for name in ("Method", *_HEADS))
+    lines = [f"% {title}", "% Needs booktabs.", r"\begin{tabular}{l cccc}", r"\toprule", rf"{head} \\"]
+    for heading, rows in groups:
+        lines.append(r"\midrule")
+        if heading:
+            lines.append(rf"\multicolumn{{5}}{{c}}{{\textit{{{escape_latex(heading)}}}}} \\")
+        for name, numbers in rows:
+            bold = r"\textbf{GSTEP (Ours)}" if name == "GSTEP" else escape_latex(name)
+            lines.append(" & ".join([bold, *map(escape_latex, numbers)]) + r" \\")
+    lines += [r"\bottomrule", rf"\multicolumn{{5}}{{p{{0.95\linewidth}}}}{{\footnotesize {escape_latex(note)}}} \\"]
+    return "\n".join([*lines, r"\end{tabular}"]) + "\n"
 
 
-def _numbers(one: Found, full: Found | None) -> list[Number | None]:
-    """Return a row's table numbers, each with its change to full retention; None where not measured."""
+def _numbers(one: Found, full: Found | None) -> list[str]:
+    """Return a row's table numbers, each with its change to full retention; a dash where not measured."""
     values = _values(one)
     before = [None] * len(values) if full is None else _values(full)
     return [
-        None if value is None else Number(f"{value:.{digits}f}{_change(value, old)}")
+        "–" if value is None else f"{value:.{digits}f}{_change(value, old)}"
         for value, old, digits in zip(values, before, (1, 1, 2, 0), strict=True)
     ]
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jobs.benchmark.efficiency.samples import Built, Found, Sample
 from jobs.benchmark.shown import figure_table
-from pipeline.evaluate.statistics.render import method_title
+from pipeline.evaluate.table import method_title
 from pipeline.rows import JsonObject
 
 MIB, GIB = 2**20, 2**30

@@ -10,7 +10,7 @@ from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import own_benchmark
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.questions import answered_item, question_table, way_of
+from pipeline.evaluate.scores import answered_item, question_table, way_of
 from pipeline.generate.questions import QUESTION_SCHEMA, Way, read_questions
 from pipeline.rows import AnswerRecord, without_nulls
 from tests.pipeline.asking import write_questions

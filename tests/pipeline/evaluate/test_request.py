@@ -109,19 +109,10 @@ def test_only_the_first_so_many_questions_are_asked_and_all_faults_are_kept(tmp_
     assert sum(fault.left_out for fault in request.loaded.faults) == LEFT_OUT
 
 
-@pytest.mark.parametrize(("model", "fits"), [("tiny", False), ("tiny-qwen2-5-vl", True), ("tiny-qwen3-vl", False)])
-def test_a_table_leaves_out_what_cannot_prune_inside_the_model_and_says_so(tmp_path, model, fits):
-    said = io.StringIO()
-    options = {"table": "main", "method": [], "model": model, "siglip": "tiny" if model == "tiny" else None}
-    request = videomme(tmp_path, console=Console(file=said, width=300), **options)
-    assert request.protocol.name == "lmms-eval-0.5"  # the paper's
-    methods = {label.partition("@")[0] for label in request.grid}
-    assert methods == {"none", "fastvid", "cdpruner", "visionzip", "vidcom2", "gstep"} | ({"fastv"} if fits else set())
-    assert ("note: --table main without fastv: fastv with K=2 prunes before layer 2" in said.getvalue()) is not fits
-    assert videomme(tmp_path, **options, protocol="lmms-eval-0.7.3").protocol.name == "lmms-eval-0.7.3"
-    if not fits:
-        with pytest.raises(UsageError, match="fastv with K=2 prunes before layer 2"):
-            videomme(tmp_path, **{**options, "method": ["fastv", "cdpruner"]})
+def test_a_method_that_cannot_prune_inside_the_model_is_refused_and_a_protocol_may_be_named(tmp_path):
+    with pytest.raises(UsageError, match="fastv with K=2 prunes before layer 2"):
+        videomme(tmp_path, method=["fastv"], model="tiny")
+    assert videomme(tmp_path, protocol="paper").protocol.name == "lmms-eval-0.5"
 
 
 def test_videos_are_cached_whole_with_the_protocols_frames(tmp_path):

@@ -17,7 +17,7 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import EvaluateRequest, prepare, read_results_header
 from pipeline.evaluate.run import answer_and_score, answers_config, arms_of, drop_tokens, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.statistics import ORIGINAL, Arm
 from pipeline.execution.claim import Claim
 from pipeline.generate.answers import AnswersTable
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA

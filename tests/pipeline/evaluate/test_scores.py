@@ -7,11 +7,11 @@ import pytest
 
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
+from pipeline.evaluate.page import warned_line
 from pipeline.evaluate.parsers import without_reasoning
 from pipeline.evaluate.protocols import Prompt, Protocol
-from pipeline.evaluate.report.faults import warned_line
 from pipeline.evaluate.scores import SCORE_SCHEMA, Reply, read_reply, score_table
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.statistics import ORIGINAL, Arm
 from pipeline.generate.answers import ANSWER_SCHEMA
 
 ARMS = {"none@1": ORIGINAL, "fastv,K=3@0.25": Arm("fastv,K=3", 0.25)}

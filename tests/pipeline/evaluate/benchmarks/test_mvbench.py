@@ -12,7 +12,7 @@ from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import describe_data, evaluate
 from pipeline.evaluate.request import prepare
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, score_matrix
+from pipeline.evaluate.statistics import ORIGINAL, score_matrix
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.evaluate.layouts import by_id, commit_replies, faults_of, faulty, printed, replied

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS, find_benchmark
-from pipeline.evaluate.questions import question_table
+from pipeline.evaluate.scores import question_table
 from pipeline.evaluate.shapes.layout import ANNOTATIONS, Recipe, write_benchmark
 from pipeline.evaluate.shapes.questions import TYPES, ask
 from pipeline.evaluate.shapes.seeds import DEVELOPMENT, SEEDS
