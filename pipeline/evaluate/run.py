@@ -33,11 +33,11 @@ from pipeline.evaluate.request import (
     EvaluateRequest,
     data_folder,
     match_results,
+    passed_on,
     write_results_header,
 )
 from pipeline.evaluate.scores import answered_item, score_table, way_of
 from pipeline.evaluate.statistics import ORIGINAL, Arm
-from pipeline.evaluate.whole_cache import passed_on
 from pipeline.execution.claim import Claim
 from pipeline.execution.request import new_run_id
 from pipeline.execution.run_record import RUNS

@@ -21,7 +21,7 @@ from pipeline.evaluate.protocols import (
     Prompt,
     Protocol,
 )
-from pipeline.evaluate.whole_cache import frame_rule
+from pipeline.evaluate.request import frame_rule
 from pipeline.generate.choices import lettered_prompt
 from pipeline.video.sampling import Sampling, choose_frames
 

@@ -20,11 +20,12 @@ from pipeline.evaluate.protocols import FrameRule
 from pipeline.evaluate.request import (
     RESULTS_HEADER,
     data_folder,
+    frame_rule,
     match_results,
+    passed_on,
     prepare,
     write_results_header,
 )
-from pipeline.evaluate.whole_cache import frame_rule, passed_on
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
 from pipeline.generate.late_pruning import late_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA

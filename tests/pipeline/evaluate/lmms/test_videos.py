@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.lmms.videos import CachedIds, video_key
+from pipeline.evaluate.lmms.questions import CachedIds, video_key
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import av
 import numpy as np
 import pytest
 
-from pipeline.evaluate.shapes.files import read_mp4, write_mp4, write_picture
+from pipeline.evaluate.shapes.layout import read_mp4, write_mp4, write_picture
 from pipeline.evaluate.shapes.render import render
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import ROUND_EVEN, Sampling

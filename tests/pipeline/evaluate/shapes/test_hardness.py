@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from pipeline.evaluate.shapes.hardness import HARDNESS, PLAIN, Hardness
+from pipeline.evaluate.shapes.world import HARDNESS, PLAIN, Hardness
 
 
 def test_each_setting_but_the_mixed_one_turns_one_knob_or_what_belongs_together():

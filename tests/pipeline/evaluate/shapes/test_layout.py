@@ -12,11 +12,11 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS, find_benchmark
+from pipeline.evaluate.request import frame_rule
 from pipeline.evaluate.scores import question_table
 from pipeline.evaluate.shapes.layout import ANNOTATIONS, Recipe, write_benchmark
 from pipeline.evaluate.shapes.questions import TYPES, ask
-from pipeline.evaluate.shapes.seeds import DEVELOPMENT, SEEDS
-from pipeline.evaluate.whole_cache import frame_rule
+from pipeline.evaluate.shapes.world import DEVELOPMENT, SEEDS
 from pipeline.inputs.manifest import read_manifest
 from pipeline.video.probe import probe
 from pipeline.video.sampling import Sampling, choose_frames

@@ -6,13 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline.evaluate.shapes.hardness import HARDNESS, PLAIN
-from pipeline.evaluate.shapes.making import make_video
-from pipeline.evaluate.shapes.placing import light_of
+from pipeline.evaluate.shapes.making import light_of, make_video
 from pipeline.evaluate.shapes.questions import ask
-from pipeline.evaluate.shapes.seeds import TRAIN
-from pipeline.evaluate.shapes.words import COLORS, SCENES, SHAPES, SIGNS
-from pipeline.evaluate.shapes.world import FRAMES, SIDE
+from pipeline.evaluate.shapes.world import COLORS, FRAMES, HARDNESS, PLAIN, SCENES, SHAPES, SIDE, SIGNS, TRAIN
 from tests.pipeline.evaluate.shapes.shape_videos import videos
 
 ALL = [pytest.param(name, id=name) for name in HARDNESS]

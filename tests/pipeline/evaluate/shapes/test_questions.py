@@ -5,9 +5,8 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from pipeline.evaluate.shapes.hardness import HARDNESS
 from pipeline.evaluate.shapes.questions import TYPES, ask
-from pipeline.evaluate.shapes.words import CORNERS, NUMBERS, QUARTERS
+from pipeline.evaluate.shapes.world import CORNERS, HARDNESS, NUMBERS, QUARTERS
 from tests.paths import ROOT
 from tests.pipeline.evaluate.shapes.shape_videos import videos
 

@@ -9,12 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.evaluate.shapes.hardness import HARDNESS
 from pipeline.evaluate.shapes.making import make_video
 from pipeline.evaluate.shapes.render import RGB, mask_of, render
-from pipeline.evaluate.shapes.seeds import TRAIN
-from pipeline.evaluate.shapes.words import COLORS, SCENES, SHAPES
-from pipeline.evaluate.shapes.world import SIDE
+from pipeline.evaluate.shapes.world import COLORS, HARDNESS, SCENES, SHAPES, SIDE, TRAIN
 from tests.pipeline.evaluate.shapes.shape_videos import through_h264, videos
 
 PALETTE = np.array([RGB[color] for color in COLORS], float)

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.shapes.making import make_video
-from pipeline.evaluate.shapes.seeds import BLOCK, SEEDS, TEST, benchmark_seeds, check_seed
+from pipeline.evaluate.shapes.world import BLOCK, SEEDS, TEST, benchmark_seeds, check_seed
 
 
 @pytest.mark.parametrize(("one", "other"), list(combinations(SEEDS, 2)))
