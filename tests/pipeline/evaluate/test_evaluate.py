@@ -99,11 +99,6 @@ def videos(**failures) -> Summary:
     return Summary(**{**dict.fromkeys(Summary.__dataclass_fields__), "n_ok": 1, "failures": failures})
 
 
-def test_a_video_that_failed_by_a_bug_is_no_success(done):
-    assert code(done, answers(), videos(corrupt=3)) == 0
-    assert code(done, answers(), videos(internal=1)) == 1
-
-
 def printed(shown) -> str:
     said = io.StringIO()
     Console(file=said, width=200).print(render_evaluation(shown))
@@ -130,33 +125,6 @@ def test_the_terminal_shows_every_method_with_its_share_and_the_files(done):
     assert [row[2].strip() for row in rows[1:]] == cells
     assert lines[0].strip() == "T" and lines[-1] == "there: a.md, b.html"
     assert not any("answered" in line for line in lines)
-
-
-def test_more_splits_than_fit_a_terminal_are_left_to_the_file(done):
-    def wide(row):
-        return replace(row, cells=row.cells[:1] * 8 + row.cells[-1:])
-
-    table = done.table
-    columns = table.columns[:1] * 8 + table.columns[-1:]
-    table = replace(table, columns=columns, rows=list(map(wide, table.rows)))
-    lines = printed(replace(done, table=table)).splitlines()
-    rows = [line.split("│") for line in lines if "│" in line]
-    overall = [row.cells[-1].printed for row in table.rows[1:]]
-    assert [row[2].strip() for row in rows[1:]] == overall and {len(row) for row in rows} == {4}
-    assert "the 8 splits are in tables.md" in lines
-
-
-def test_answers_that_failed_are_shown_by_class(done):
-    asked = replace(done, done=replace(done.done, answers=answers(9, io=2)))
-    text = printed(asked)
-    assert "9 answered, 2 failed, 0 without a row" in text and "q: why" in text
-
-
-def test_what_cannot_be_computed_is_a_dash(done):
-    """Nothing is relative to full retention that got nothing right."""
-    table = replace(done.table, rows=[replace(done.table.original, rel=None, cells=(None,)), *done.table.rows[1:]])
-    (line,) = [line for line in printed(replace(done, table=table)).splitlines() if line.startswith(" Full")]
-    assert [cell.strip() for cell in line.split("│")] == ["Full retention", "100 %", "-", "-"]
 
 
 @pytest.mark.parametrize("text", ["[/easy]", "[red]"])

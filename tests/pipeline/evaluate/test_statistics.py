@@ -138,11 +138,6 @@ def test_scores_do_not_depend_on_the_order_of_rows():
     assert arms_of(score_table(score_rows("none", 0.999, [1.0]))) == [ORIGINAL]  # whatever its ratio says
 
 
-def test_an_arm_without_rows_is_nan_and_others_may_be_left_out():
-    matrix = score_matrix(table(), [FASTV, GSTEP])
-    assert np.isnan(matrix.scores[0]).all() and matrix.scores[1].tolist() == [1, 0, 0.2]
-
-
 def test_parts_of_columns():
     matrix = score_matrix(table(), [ORIGINAL])
     assert matrix.whole().tolist() == [0, 0, 0]
