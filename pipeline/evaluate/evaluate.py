@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import fmean
-from typing import cast
 
 import pyarrow.compute as pc
 from rich.console import Console, Group, RenderableType
@@ -173,7 +172,7 @@ def _shown(request: EvaluateRequest, done: ScoredQuestions) -> Presentation:
         benchmark=request.benchmark,
         described=request.identity,
         facts=[*_facts(request, done), *_machine()],
-        token_bytes=cast(int, request.about["token_bytes"]),
+        token_bytes=request.token_bytes,
         draws=request.config.draws,
         seed=request.config.seed,
     )

@@ -85,13 +85,17 @@ class EvaluateRequest:
         }
 
     @property
+    def token_bytes(self) -> int:
+        """The bytes that a cache in bfloat16 stores for a token and its deepstack levels."""
+        static = family_of(self.source).static()
+        return BFLOAT16.token_bytes(static.hidden_size, static.deepstack_levels)
+
+    @property
     def about(self) -> JsonObject:
         """The facts that results may differ in: the model's name, a hash of the questions, bytes of a cached token."""
-        static = family_of(self.source).static()
-        token_bytes = BFLOAT16.token_bytes(static.hidden_size, static.deepstack_levels)
         asked = [[item.question_id, item.question, item.options, item.expected] for item in self.loaded.items]
         annotations = digest(json.dumps(sorted(asked, key=str)).encode())
-        return {"model": self.source.name, "annotations": annotations, "token_bytes": token_bytes}
+        return {"model": self.source.name, "annotations": annotations, "token_bytes": self.token_bytes}
 
     @property
     def title(self) -> str:

@@ -187,7 +187,8 @@ class _Results:
             self.benchmark, self.identity, self.scores.filter(pa.array(rows)), first.name, first.parts.items()
         )
         annotations = str(self.about.get("annotations", "")).rpartition(":")[2][:8]
-        return replace(scored, made_of={**scored.made_of, "Annotations": annotations}) if annotations else scored
+        more = {"Annotations": annotations, "Scores": "of its server" if self.benchmark.submission else ""}
+        return replace(scored, made_of={**scored.made_of, **{name: text for name, text in more.items() if text}})
 
 
 def lay_out(config: EvaluateConfig) -> LaidOut:
