@@ -392,11 +392,9 @@ def _mean_of(cells: Sequence[Cell | None]) -> Cell | None:
 
 def _same_block(arms: Sequence[Arm]) -> list[list[int]]:
     """Return the numbers of the arms at the same ratio and positions, without full retention."""
-    by_block: dict[tuple[float, str], list[int]] = {}
-    for a, arm in enumerate(arms):
-        if a != _FULL:
-            by_block.setdefault((arm.ratio, arm.method.partition(_POSITIONS)[2]), []).append(a)
-    return list(by_block.values())
+    others = range(_FULL + 1, len(arms))  # in the order of _ordered
+    found = groupby(others, key=lambda a: (arms[a].ratio, arms[a].method.partition(_POSITIONS)[2]))
+    return [list(block) for _, block in found]
 
 
 def _marked(arms: Sequence[Arm], shown: Sequence[Cell | None]) -> list[Cell | None]:
