@@ -101,17 +101,13 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     live = _live(request)
     if answers is None:
         answers = summarise_answers(live, len(request.questions) * len(request.grid), set(), 0.0)
-    scores = score_table(request.loaded.items, arms_of(request), live, request.protocol)
-    write_results_header(request.store, request.identity, request.about)  # until now it is about the scores before
-    return ScoredQuestions(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
-
-
-def arms_of(request: EvaluateRequest) -> dict[str, Arm]:
-    """Return each grid entry's arm, by the label that its answers have."""
-    return {
+    arms = {
         label: ORIGINAL if one is None else Arm(one.method_label, one.retention_ratio)
         for label, one in request.grid.items()
     }
+    scores = score_table(request.loaded.items, arms, live, request.protocol)
+    write_results_header(request.store, request.identity, request.about)  # until now it is about the scores before
+    return ScoredQuestions(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
 
 
 def _answers_store(request: EvaluateRequest) -> Store:
