@@ -27,7 +27,7 @@ from gstep.backbones import Backbone, ModelSource, Runtime, StaticParts, choose_
 from gstep.checkpoints.random_weights import without_weights
 from gstep.evidence import HEAD_SOURCES, is_per_frame
 from gstep.language import Decoding, LanguageModel, PromptBuilder, Visual, load_language_model, prompt_builder
-from pipeline.cache.header import header_bytes
+from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
@@ -254,6 +254,7 @@ class Bench:
         self._embedders = Embedders(self.llm, self._device, [arm.late for arm in job.arms if arm.late is not None])
         self._decoding = Decoding(max_new_tokens=job.max_new_tokens)
         self._stores = {arm: LocalStore(folder / f"cache-{number}") for number, arm in enumerate(job.arms)}
+        self._fingerprints: dict[Arm, str] = {}
         self._caches: dict[Arm, TokenCache] = {}
         self._n_commits = 0
 
@@ -269,8 +270,10 @@ class Bench:
         """
         results = [ArmResult(arm) for arm in self._job.arms]
         for arm, store in self._stores.items():
+            header = self._header(arm)
             store.make()
-            store.put(HEADER, self._header(arm))
+            store.put(HEADER, header_bytes(header))
+            self._fingerprints[arm] = fingerprint(header["identity"])
         self._measure("online", self._ask_online, results)
         del self.tower
         gc.collect()
@@ -407,7 +410,7 @@ class Bench:
             store, kept = self._stores[arm], kept_tokens(pruned, tokens, arm.cached_evidence)
             rows = write_token_shard([PrunedVideo(row, kept)], store=store, run_id="efficiency")
             self._n_commits += 1
-            commit(store, "efficiency", self._n_commits, rows)
+            commit(store, "efficiency", self._n_commits, rows, made_with=self._fingerprints[arm])
 
         return prune_s + timed(write, self._device).seconds
 
@@ -426,7 +429,7 @@ class Bench:
                 sample = self.ask(arm, video.visual, number, prunes=not arm.stored, read_s=read_s, **about)
                 result.cached.append(sample)
 
-    def _header(self, arm: Arm) -> bytes:
+    def _header(self, arm: Arm) -> CacheHeader:
         """Return the cache header for an arm: of its kept tokens, or of all tokens with evidence if it prunes later."""
         request = self._job.request
         cached = {name: where for name, where in request.evidence.items() if name in arm.cached_evidence}
@@ -434,7 +437,7 @@ class Bench:
         if arm.stored and arm.late is not None:
             request = replace(request, pruner=arm.late.pruner, retention_ratio=arm.late.retention_ratio)
         static = StaticParts(self.tower.hidden_size, self._newline(), self._job.builder.deepstack_levels)
-        return header_bytes(request.header(self._job.runtime.dtype_name, static))
+        return request.header(self._job.runtime.dtype_name, static)
 
 
 def _highest(*peaks: float | None) -> float | None:
