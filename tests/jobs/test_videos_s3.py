@@ -59,7 +59,7 @@ def watched(folder):
     peak, done = [0], threading.Event()
 
     def watch():
-        while not done.wait(0.01):
+        while not done.wait(0.05):
             peak.append(sum(path.lstat().st_size for path in list(folder.rglob("*")) if path.exists()))
 
     thread = threading.Thread(target=watch)
