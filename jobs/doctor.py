@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 The flags are those of jobs.prune, so that what is looked at is the run that you mean: its model, its frames, its
-videos (of which a few are decoded) and its place, where a file is written and removed again. It takes a minute or two,
-and another one where vLLM is installed.
+videos (of which a few are decoded) and its place, where a file is written and removed again. It takes a minute or two.
 
 Exit code: 0 nothing is wrong; 1 a run would fail or be wrong, or Ray did not start; 2 refused; 130 interrupted.
 """
@@ -39,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def look() -> Done:
         with importing_much():
-            from pipeline.doctor.doctor import examine  # noqa: PLC0415 - --help needs neither torch nor Ray
+            from pipeline.doctor.doctor import Doctor  # noqa: PLC0415 - --help needs neither torch nor Ray
 
         found, config = [], from_flags(PruneConfig, arguments)
         if config.plan or config.dry_run:
             raise UsageError("--plan and --dry-run are for jobs.prune: leave them out")
-        for finding in examine(config, lambda line: console.print(line, style="dim")):
+        for finding in Doctor(config, lambda line: console.print(line, style="dim")).findings():
             found.append(finding)
             console.print(_line(finding))
         if not arguments.json:

@@ -18,18 +18,17 @@ examples:
       --method gstep vidcom2 fps --retention-ratio .10 .15 .20 .25 --out results
   python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep fastv,K=3
   python -m jobs.evaluate --score answers answers-10            score what jobs.generate answered
-  python -m jobs.evaluate --table main --benchmark videomme --data Video-MME --model MODEL --siglip SIGLIP --out r/vmme
-  python -m jobs.evaluate --table main --results r/vmme r/mlvu r/mvbench --out paper            Table 1 of the paper
+  python -m jobs.evaluate --results r/videomme r/mlvu r/mvbench --out table            one table of several benchmarks
 
 The same command again goes on where the last one stopped; more methods or ratios are answered beside those that are
-there. --out gets scores.parquet, tables.md, tables.tex and report.html.
+there. --out gets scores.parquet, tables.md, tables.tex, tables.json and report.html.
 
 """
 
 #: The options that --help shows.
 USUAL = (
     *("benchmark", "data", "model", "method", "retention_ratio", "num_frames", "out", "cache"),
-    *("score", "table", "results"),
+    *("score", "results"),
 )
 
 
@@ -52,17 +51,16 @@ def _evaluate(config: EvaluateConfig, console: Console) -> Done:
 
 
 def _lay_out(config: EvaluateConfig, console: Console) -> Done:
-    """Write and print the paper's tables from existing result folders."""
-    from pipeline.evaluate.paper.files import lay_out  # noqa: PLC0415
-    from pipeline.evaluate.paper.render import markdown  # noqa: PLC0415
+    """Write and print one table of the results in several folders."""
+    from pipeline.evaluate.results import lay_out  # noqa: PLC0415
+    from pipeline.evaluate.table import markdown  # noqa: PLC0415
 
     laid, say = lay_out(config), saying(console)
     for line in laid.missing:
         say(f"note: {line}")
-    print(markdown(laid.sheets))
-    notes = [*dict.fromkeys(note for sheet in laid.sheets for note in sheet.notes)]
+    print(markdown(laid.table))
     say(f"{laid.out}: {', '.join(laid.files)}")
-    return Done(0, {"out": laid.out, "files": laid.files, "missing": laid.missing, "notes": notes})
+    return Done(0, {"out": laid.out, "files": laid.files, "missing": laid.missing, **laid.table.as_record()})
 
 
 if __name__ == "__main__":

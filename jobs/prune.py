@@ -20,7 +20,7 @@ examples:
   python -m jobs.prune videos/ --out cache --model llava-hf/llava-onevision-qwen2-7b-ov-hf
   python -m jobs.prune manifest.jsonl --video-root /data --fps 1 --max-frames 64
   python -m jobs.prune manifest.jsonl --dry-run                 what a run would do; --limit 100 to do a part of it
-  python -m jobs.prune manifest.jsonl --plan --gpu-hour 1.80    what that would take; decodes 20 videos
+  python -m jobs.prune manifest.jsonl --plan                    what that would take; looks at 20 videos
   python -m jobs.prune --plan --model MODEL --gpus 64 --gpu-type A100 --videos 2e6 --seconds 60
 
 The same command again goes on where the last one stopped, and does nothing where nothing is left to do.

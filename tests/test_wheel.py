@@ -68,10 +68,6 @@ def test_the_console_script_runs_where_a_file_has_the_name_of_the_package(site, 
     said = command(site, tmp_path, "inspect", "cache", "--json")
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout)["n_ok"] == 1
-    said = command(site, tmp_path, "inspect", "cache", "v.mp4", "--html", "page.html")
-    assert said.returncode == 0 and "<svg" in (tmp_path / "page.html").read_text(), said.stderr
-    said = command(site, tmp_path, "prune", str(tmp_path / "missing.mp4"))
-    assert said.returncode == 2 and "no such folder, file or manifest" in said.stderr
     assert command(site, tmp_path, "--version").stdout.startswith("gstep-cache 0.")
 
 

@@ -26,5 +26,5 @@ def wait_until(
         if meanwhile is not None:
             meanwhile()
         assert time.monotonic() < deadline, f"not within {timeout:g} s: {what if isinstance(what, str) else what()}"
-        time.sleep(0.01)
+        time.sleep(0.02)
     return found

@@ -36,8 +36,6 @@ class Visual:
         frame_indices: the sampled frames, by their places in the source; a place repeats where a frame does. Empty
             where nobody knows them.
         fps: average frames a second of the whole source; None where nobody knows.
-        rows: the name by which an engine itself reads the vectors: those here have no data then (torch's device
-            "meta"). Empty where they are here.
     """
 
     tokens: Tensor
@@ -50,7 +48,6 @@ class Visual:
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
     frame_indices: Sequence[int] = ()
     fps: float | None = None
-    rows: str = ""
 
     @cached_property
     def placeholder_rows(self) -> Tensor:

@@ -1,6 +1,6 @@
 """Prompts of cached visual tokens for vLLM, without a patch of it: its own classes take what was kept and where it was.
 
-``items`` says what an engine must know of each video and needs no vLLM; the others run where vLLM is installed.
+``models`` alone is imported only where vLLM is installed.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from torch import Tensor
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
-from gstep.serving.items import prompt_positions
+from gstep.serving.prompts import prompt_positions
 
 
 class _Cached:
-    """The mixin that makes a vLLM model take cached tokens, in the fields of gstep.serving.items.
+    """The mixin that makes a vLLM model take cached tokens, in the fields of gstep.serving.prompts.
 
     ``embeds`` is [P,D*(1+levels)], and ``positions`` [3,S+1].
     """

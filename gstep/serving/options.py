@@ -1,4 +1,4 @@
-"""What vLLM must be told to serve cached tokens of a model: arguments of its engine, and its process's environment."""
+"""What vLLM must be told to serve cached tokens: arguments of its engine and of each answer, and its environment."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from gstep.backbones import ModelSource, Runtime
 from gstep.errors import ModelError
+from gstep.language.types import Decoding
+from gstep.language.weights import ends_of
 from gstep.serving import ARCHITECTURES, register
 
 PLUGINS = "vllm.general_plugins"
@@ -17,6 +19,24 @@ _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
 _ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM binds threads to cores that other processes use, or fails to
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+
+# Settings of generation_config.json that change what a model says, and that vLLM does not have: what each is when off.
+_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "exponential_decay_length_penalty": (None,),
+    "bad_words_ids": (None, []),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None, {}),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "guidance_scale": (None, 1.0),
+    "watermarking_config": (None,),
 }
 
 #: Variables that ``prepare_process`` sets.
@@ -62,7 +82,7 @@ OWN = frozenset(
     (
         *("model", "revision", "tokenizer", "tokenizer_revision", "trust_remote_code", "load_format", "dtype"),
         *("hf_overrides", "tensor_parallel_size", "enable_mm_embeds", "limit_mm_per_prompt", "mm_processor_cache_gb"),
-        *("generation_config", "disable_log_stats", "hf_config_path", "skip_tokenizer_init", "ec_transfer_config"),
+        *("generation_config", "disable_log_stats", "hf_config_path", "skip_tokenizer_init"),
         "hf_token",  # a secret, which belongs into the environment (HF_TOKEN)
     )
 )
@@ -87,3 +107,31 @@ def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool 
             f"point {PLUGINS}: pip install -e '.[vllm]' on every node"
         )
     register()
+
+
+def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
+    """Return keyword arguments of vLLM's SamplingParams for one answer.
+
+    Of a checkpoint's GenerationConfig vLLM itself uses only the tokens that end an answer; the rest is set here.
+    """
+    drawn = {"top_p": decoding.top_p, "top_k": decoding.top_k, "seed": decoding.seed} if decoding.temperature else {}
+    return {
+        "max_tokens": decoding.max_new_tokens,
+        "temperature": decoding.temperature,
+        "repetition_penalty": generation.repetition_penalty or 1.0,
+        "stop_token_ids": ends_of(generation),
+        "ignore_eos": True,  # only stop_token_ids end an answer, not what the tokenizer declares as its end
+        "detokenize": False,
+        **drawn,
+    }
+
+
+def check_served(name: str, generation: Any) -> None:
+    """Raise ModelError where a checkpoint's generation settings ask for more than vLLM does."""
+    for setting, off in _NOT_SERVED.items():
+        value = getattr(generation, setting, None)
+        if value not in off:
+            raise ModelError(
+                f"{name!r}: generation_config.json sets {setting} to {value!r}, which vLLM does not have: "
+                "answers would be others than the model's own"
+            )

@@ -11,7 +11,9 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,12 +26,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from gstep.backbones.preprocess.base import resize_frames
 from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
-from jobs.benchmark.clips import CLIPS, LONG_CLIPS, make_clips
 from jobs.benchmark.shared import figure_table, machine, machine_line, say, seconds_of
 from jobs.command import count
 from jobs.frame.json_document import Done
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
+from pipeline.inputs.manifest import read_manifest
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video, fingerprint
 from pipeline.video.probe import probe
@@ -39,6 +41,62 @@ from pipeline.video.sandbox import DecodeSandbox
 SIZE = (384, 384)  # frame size of LLaVA-OneVision
 HERE, CHILD, FLOOR, JOB = "ours, in this process", "ours, with the child process", "the least", "the job"
 _PREPROCESSOR = FixedSizePreprocessor(image_mean=(0.5,) * 3, image_std=(0.5,) * 3, height=SIZE[0], width=SIZE[1])
+FPS = 24  # of the clips
+_SOURCE = "bigbuckbunny.mp4"  # is played forwards and backwards for as long as a clip is
+_ENCODER_OPTIONS = {  # {0}: frames from a keyframe to the next
+    "libx264": {
+        "preset": "veryfast",
+        "crf": "23",
+        "x264-params": "keyint={0}:min-keyint={0}:scenecut=0:bframes=2",
+    },
+    "libx265": {
+        "preset": "ultrafast",
+        "crf": "26",
+        "x265-params": "keyint={0}:min-keyint={0}:scenecut=0:log-level=error",
+    },
+    "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8", "row-mt": "1", "b": "2M"},
+    "libsvtav1": {"preset": "11", "crf": "40"},
+}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The settings of a clip to encode.
+
+    Attributes:
+        encoder: FFmpeg's name of it.
+        width: pixels.
+        height: pixels.
+        seconds: how long it is, at 24 frames a second.
+        group: frames from a keyframe to the next.
+    """
+
+    encoder: str
+    width: int
+    height: int
+    seconds: int
+    group: int
+
+
+CLIPS = {
+    "h264-720p-10s-g250": Clip("libx264", 1280, 720, 10, 250),
+    "h264-720p-10s-g30": Clip("libx264", 1280, 720, 10, 30),
+    "hevc-720p-10s-g250": Clip("libx265", 1280, 720, 10, 250),
+    "vp9-720p-10s-g128": Clip("libvpx-vp9", 1280, 720, 10, 128),
+    "av1-720p-10s-g128": Clip("libsvtav1", 1280, 720, 10, 128),
+    "h264-1080p-60s-g250": Clip("libx264", 1920, 1080, 60, 250),
+    "h264-1080p-60s-g30": Clip("libx264", 1920, 1080, 60, 30),
+    "h264-720p-600s-g250": Clip("libx264", 1280, 720, 600, 250),
+}
+#: Clips that take minutes to decode once by every way.
+LONG_CLIPS = {
+    "hevc-1080p-60s-g250": Clip("libx265", 1920, 1080, 60, 250),
+    "vp9-1080p-60s-g128": Clip("libvpx-vp9", 1920, 1080, 60, 128),
+    "av1-1080p-60s-g128": Clip("libsvtav1", 1920, 1080, 60, 128),
+    "h264-1080p-600s-g250": Clip("libx264", 1920, 1080, 600, 250),
+    "h264-2160p-600s-g250": Clip("libx264", 3840, 2160, 600, 250),
+}
+_ENCODED = 500  # frames of a long clip that are encoded; their packets are repeated
 
 
 @dataclass
@@ -99,7 +157,7 @@ def run(arguments: argparse.Namespace) -> Done:
         raise UsageError("--loop takes two different numbers of videos: what a video more takes counts")
     sampling = Sampling(None if arguments.fps else arguments.frames, arguments.fps)
     torch.set_num_threads(1)
-    found = []
+    clip_times = []
     with TemporaryDirectory() as temporary:
         say("making the clips")
         for name, path in make_clips(arguments.folder or Path(temporary), names).items():
@@ -107,13 +165,65 @@ def run(arguments: argparse.Namespace) -> Done:
             times = measure(name, path, sampling, arguments.repeats, arguments.snap)
             if arguments.loop:
                 times.videos_per_s = videos_per_second(path, times.frames, arguments.loop, arguments.workers)
-            found.append(times)
+            clip_times.append(times)
     frames = f"{arguments.fps:g} frames a second" if arguments.fps else f"{arguments.frames} frames"
     title = f"CPU seconds for {frames} of a clip at 384 x 384, best of {arguments.repeats}, {machine_line()}"
     record = [
-        {"clip": one.clip, "bytes": one.n_bytes, "cpu_s": one.cpu_s, "videos_per_s": one.videos_per_s} for one in found
+        {"clip": t.clip, "bytes": t.n_bytes, "cpu_s": t.cpu_s, "videos_per_s": t.videos_per_s} for t in clip_times
     ]
-    return Done(0, {"machine": machine(), "clips": record}, [as_table(found, title)])
+    return Done(0, {"machine": machine(), "clips": record}, [as_table(clip_times, title)])
+
+
+def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Make the named clips that ``folder`` lacks, and return all by name.
+
+    Raises ManifestError without the sample clips.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"{name}.mp4" for name in names}
+    missing = [name for name in names if not paths[name].exists()]
+    if missing:
+        source = next(row["uri"] for row in read_manifest("sample").to_pylist() if row["video_id"] == _SOURCE)
+        with av.open(source) as container:
+            frames = list(container.decode(video=0))
+        frames += frames[::-1]
+        for name in missing:
+            part, clip = paths[name].with_suffix(".part.mp4"), (CLIPS | LONG_CLIPS)[name]
+            if name in CLIPS:
+                _encode(part, clip, FPS * clip.seconds, frames)
+            else:
+                once = paths[name].with_suffix(".once.mp4")
+                _encode(once, clip, _ENCODED // clip.group * clip.group, frames)
+                _repeat(once, part, clip)
+                once.unlink()
+            part.rename(paths[name])
+    return paths
+
+
+def _encode(path: Path, clip: Clip, count: int, frames: Sequence[av.VideoFrame]) -> None:
+    """Encode ``count`` frames into ``path``, repeating ``frames`` as often as needed."""
+    with av.open(str(path), "w") as out:
+        options = {name: value.format(clip.group) for name, value in _ENCODER_OPTIONS[clip.encoder].items()}
+        stream = out.add_stream(clip.encoder, rate=FPS, options=options)
+        stream.width, stream.height, stream.pix_fmt, stream.gop_size = clip.width, clip.height, "yuv420p", clip.group
+        for number in range(count):
+            frame = frames[number % len(frames)].reformat(clip.width, clip.height, "yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+
+
+def _repeat(once: Path, path: Path, clip: Clip) -> None:
+    """Fill ``path`` by remuxing the packets of the encoded clip ``once`` over and over, to ``clip``'s full length."""
+    with av.open(str(once)) as source, av.open(str(path), "w") as out:
+        read = source.streams.video[0]
+        stream = out.add_stream_from_template(read, opaque=True)
+        for turn in range(-(-FPS * clip.seconds // read.frames)):
+            source.seek(0, stream=read)
+            for packet in islice((p for p in source.demux(read) if p.size), FPS * clip.seconds - turn * read.frames):
+                packet.pts, packet.dts = (t + turn * read.duration for t in (packet.pts, packet.dts))
+                packet.stream = stream
+                out.mux(packet)
 
 
 def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: float) -> ClipTimes:
@@ -126,7 +236,7 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
     pts, keys = index.pts[chosen].tolist(), index.keyframes.tolist()
     request = DecodeRequest(path, sampling, _PREPROCESSOR)
     snapped = replace(request, sampling=replace(sampling, snap_to_keyframes_s=snap_s))
-    found = ClipTimes(name, chosen.tolist(), decode_video(request).frames.nbytes)
+    times = ClipTimes(name, chosen.tolist(), decode_video(request).frames.nbytes)
     decoded = needed(str(path), pts, keys)
     parts = ("needed packets decoded", "converted and resized")
     with DecodeSandbox(timeout_s=3600) as sandbox:
@@ -139,14 +249,13 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
             "read and hashed": lambda: fingerprint(path),
             "indexed": lambda: _read_index(path),
             f"ours, within {snap_s:g} s of keyframes": lambda: decode_video(snapped),
-            "plain PyAV": lambda: _by_plain_pyav(str(path), pts),
-            **{library: partial(decode, str(path), found.frames) for library, decode in LIBRARIES.items()},
+            **{library: partial(decode, str(path), times.frames) for library, decode in LIBRARIES.items()},
         }
         for way, call in [*ways.items()] * repeats:
-            seconds, best = _cpu_s(call), found.cpu_s.get(way)
-            found.cpu_s[way] = seconds if best is None or seconds is None else min(best, seconds)
-    found.cpu_s[FLOOR] = sum(found.cpu_s[part] or 0.0 for part in parts)
-    return found
+            seconds, best = _cpu_s(call), times.cpu_s.get(way)
+            times.cpu_s[way] = seconds if best is None or seconds is None else min(best, seconds)
+    times.cpu_s[FLOOR] = sum(times.cpu_s[part] or 0.0 for part in parts)
+    return times
 
 
 def needed(path: str, pts: Sequence[int], keys: Sequence[int]) -> list[Any]:
@@ -170,16 +279,6 @@ def needed(path: str, pts: Sequence[int], keys: Sequence[int]) -> list[Any]:
                 if not missing:
                     break
     return kept
-
-
-def _by_plain_pyav(path: str, pts: Sequence[int]) -> None:
-    """Decode frames with PyAV in the obvious way: seek to the keyframe before each, and decode up to it."""
-    with av.open(path) as container:
-        stream = container.streams.video[0]
-        stream.codec_context.thread_count = 1
-        for time_of_frame in pts:
-            container.seek(time_of_frame, stream=stream)
-            _resized(next(frame for frame in container.decode(stream) if frame.pts == time_of_frame))
 
 
 def _by_decord(path: str, frames: list[int]) -> torch.Tensor:
@@ -261,14 +360,14 @@ def videos_per_second(path: Path, frames: list[int], counts: Sequence[int], work
     few, many = sorted(counts)
     ways: dict[str, Callable[[int], object]] = {JOB: lambda count: encode_s.append(_job(path, len(frames), count))}
     ways |= {f"loop with {library}": partial(run_loop, library) for library in LIBRARIES}
-    found: dict[str, float | None] = {}
+    per_second: dict[str, float | None] = {}
     for way, run_way in ways.items():
         try:
             of_many, of_few = (seconds_of(partial(run_way, count))[0] for count in (many, few))
-            found[way] = (many - few) / (of_many - of_few)
+            per_second[way] = (many - few) / (of_many - of_few)
         except Exception:  # noqa: BLE001 - a library that is not here, or cannot read this clip, has no figure
-            found[way] = None
-    return found
+            per_second[way] = None
+    return per_second
 
 
 def _job(path: Path, n_frames: int, count: int) -> float:
@@ -285,18 +384,18 @@ def _job(path: Path, n_frames: int, count: int) -> float:
         return float(min(row["encode_s"] + row["prune_s"] for row in rows_of))
 
 
-def as_table(found: Sequence[ClipTimes], title: str) -> Table:
+def as_table(clip_times: Sequence[ClipTimes], title: str) -> Table:
     """Lay out a row a decoding way and a column a clip; the last rows are our ways over the floor."""
 
     def cells(values: Sequence[float | None]) -> list[str]:
         return ["-" if value is None else f"{value:.3f}" if value < 0.1 else f"{value:.2f}" for value in values]
 
-    table = figure_table(title, ["", *(one.clip for one in found)], [])
-    for way in (FLOOR, *(way for way in found[0].cpu_s if way != FLOOR)):
-        table.add_row(way, *cells([one.cpu_s[way] for one in found]))
+    table = figure_table(title, ["", *(times.clip for times in clip_times)], [])
+    for way in (FLOOR, *(way for way in clip_times[0].cpu_s if way != FLOOR)):
+        table.add_row(way, *cells([times.cpu_s[way] for times in clip_times]))
     for way in (HERE, CHILD, *LIBRARIES):
-        table.add_row(f"{way} / {FLOOR}", *cells([one.over_floor(way) for one in found]))
-    for way in found[0].videos_per_s:
-        table.add_row(f"{way}, videos/s", *cells([one.videos_per_s[way] for one in found]))
-    table.add_row("MB through the object store", *(f"{one.n_bytes / 1e6:.1f}" for one in found))
+        table.add_row(f"{way} / {FLOOR}", *cells([times.over_floor(way) for times in clip_times]))
+    for way in clip_times[0].videos_per_s:
+        table.add_row(f"{way}, videos/s", *cells([times.videos_per_s[way] for times in clip_times]))
+    table.add_row("MB through the object store", *(f"{times.n_bytes / 1e6:.1f}" for times in clip_times))
     return table

@@ -18,13 +18,13 @@ from typing import Any
 
 from rich.table import Table
 
-from jobs.benchmark.efficiency_bench import Bench, Found, Job, Sample, prepare
+from jobs.benchmark.efficiency_bench import ArmResult, Bench, Job, Sample, prepare
 from jobs.benchmark.shared import figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, seldom, share
 from jobs.frame.json_document import Done
 from pipeline.options import ATTN, DEVICES, DTYPES
-from pipeline.rows import JsonObject
 
+Row = dict[str, Any]  # an arm's figures by name, JSON-able
 METHODS = ("fastv", "fastvid", "cdpruner", "vidcom2", "gstep")  # methods of the paper's Table 3, in its order
 MIB, GIB = 2**20, 2**30
 _EVERY_S = 5.0  # seconds between two lines of progress
@@ -37,52 +37,42 @@ _ONLINE = {
     "online_s": "total_s",
 }
 _CACHED = {"read_s": "read_s", "cached_llm_s": "llm_s", "cached_s": "total_s"}  # likewise of samples from the cache
-#: The printed tables: a line about it, whether the change to full retention is shown, and its columns: title, figure,
-#: unit, digits. {memory} is what the peak was measured of.
-_TABLES = (
-    (
-        "online, medians of a question; in % the change to full retention",
-        True,
-        (
-            ("visual tokens", "visual_tokens", 1, 0),
-            ("E2E s", "online_s", 1, 3),
-            ("LLM s with tower", "llm_with_tower_s", 1, 3),
-            ("LLM s without tower", "llm_s", 1, 3),
-            ("{memory}", "online_peak_bytes", GIB, 2),
-            ("KV MiB", "kv_bytes", MIB, 1),
-        ),
-    ),
-    (
-        "parts of it; tokens/s of the prompt, and of the answer after its first token",
-        False,
-        (
-            ("read video s", "video_decode_s", 1, 3),
-            ("encode s", "encode_s", 1, 3),
-            ("prune s", "prune_s", 1, 3),
-            ("prompt s", "prompt_s", 1, 3),
-            ("prefill s", "prefill_s", 1, 3),
-            ("prefill tokens/s", "prefill_rate", 1, 0),
-            ("decode s", "token_decode_s", 1, 3),
-            ("decode tokens/s", "decode_rate", 1, 1),
-        ),
-    ),
-    (
-        "from a cache of its tokens (no vision tower in memory), seconds to cache a video,\n"
-        "and from how many questions about a video on caching takes less time",
-        False,
-        (
-            ("online s", "online_s", 1, 3),
-            ("cached s", "cached_s", 1, 3),
-            ("of it read s", "read_s", 1, 3),
-            ("of it LLM s", "cached_llm_s", 1, 3),
-            ("read MB", "bytes_read", 10**6, 2),
-            ("{memory}", "cached_peak_bytes", GIB, 2),
-            ("build s", "build_s", 1, 3),
-            ("break-even", "break_even", 1, 0),
-            ("same answers", "same_answers", 1, 0),
-        ),
-    ),
-)
+#: The printed tables: a line about it, and its columns: title -> figure. {memory} is what the peak was measured of.
+_TABLES = {
+    "online, medians of a question; in % the change to full retention": {
+        "visual tokens": "visual_tokens",
+        "E2E s": "online_s",
+        "LLM s with tower": "llm_with_tower_s",
+        "LLM s without tower": "llm_s",
+        "{memory}": "online_peak_bytes",
+        "KV MiB": "kv_bytes",
+    },
+    "parts of it; tokens/s of the prompt, and of the answer after its first token": {
+        "read video s": "video_decode_s",
+        "encode s": "encode_s",
+        "prune s": "prune_s",
+        "prompt s": "prompt_s",
+        "prefill s": "prefill_s",
+        "prefill tokens/s": "prefill_rate",
+        "decode s": "token_decode_s",
+        "decode tokens/s": "decode_rate",
+    },
+    "from a cache of its tokens (no vision tower in memory), seconds to cache a video,\n"
+    "and from how many questions about a video on caching takes less time": {
+        "online s": "online_s",
+        "cached s": "cached_s",
+        "of it read s": "read_s",
+        "of it LLM s": "cached_llm_s",
+        "read MB": "bytes_read",
+        "{memory}": "cached_peak_bytes",
+        "build s": "build_s",
+        "break-even": "break_even",
+        "same answers": "same_answers",
+    },
+}
+_COMPARED = ("online_s", "llm_with_tower_s", "llm_s", "online_peak_bytes", "kv_bytes")  # in the first table
+#: End of a figure's name -> its unit and digits as printed; others are whole numbers.
+_UNITS = {"_s": (1, 3), "_rate": (1, 1), "peak_bytes": (GIB, 2), "kv_bytes": (MIB, 1), "bytes_read": (10**6, 2)}
 _TITLES = {"fastv": "FastV", "fastvid": "FastVID", "cdpruner": "CDPruner", "visionzip": "VisionZip"}
 _TITLES |= {"vidcom2": "VidCom2", "gstep": "GSTEP"}
 _LATEX_HEADS = ("E2E (s)↓", "LLM Time (s)↓", "GPU (GB)↓", "KV (MB)↓")
@@ -137,22 +127,22 @@ def run(arguments: argparse.Namespace) -> Done:
     with TemporaryDirectory() as folder:
         job = prepare(Path(folder), arguments)
         with closing(Bench(job, Path(folder), seldom(say, _EVERY_S))) as bench:
-            found = bench.run()
-    rows = [summarise(one) for one in found]
+            results = bench.run()
+    rows = [summarise(result) for result in results]
     title = _title(job, arguments, rows[0]["visual_tokens"])
     memory = "GPU GiB" if job.runtime.device != "cpu" else "process's GiB"
     if arguments.latex is not None:
-        arguments.latex.write_text(table3(found, title, memory), encoding="utf-8")
+        arguments.latex.write_text(table3(results, title, memory), encoding="utf-8")
     flags = {name: value for name, value in vars(arguments).items() if name not in ("run", "json", "latex")}
     samples = [
         {
-            "method": one.arm.method,
-            "retention_ratio": one.arm.retention_ratio,
+            "method": result.arm.method,
+            "retention_ratio": result.arm.retention_ratio,
             **asdict(sample),
             "total_s": sample.total_s,
         }
-        for one in found
-        for sample in (*one.online, *one.cached)
+        for result in results
+        for sample in (*result.online, *result.cached)
     ]
     about = {"machine": machine(job.runtime.device), "runtime": job.runtime.describe(), "random_weights": job.random}
     record = {"title": title, "memory": memory, **about, "arguments": flags, "rows": rows, "samples": samples}
@@ -168,7 +158,7 @@ def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str
     return f"{model} on {where}; {what}; {n_videos} videos x {job.questions} questions x {job.repeats} repeats"
 
 
-def summarise(found: Found) -> JsonObject:
+def summarise(result: ArmResult) -> Row:
     """Return an arm's row: medians with their range, peaks, and from how many questions on a cache pays."""
 
     def spread(values: Sequence[float]) -> dict[str, float] | None:
@@ -180,20 +170,21 @@ def summarise(found: Found) -> JsonObject:
     def peak(samples: Sequence[Sample]) -> float | None:
         return max((sample.peak_bytes for sample in samples if sample.peak_bytes is not None), default=None)
 
-    row: JsonObject = {"method": found.arm.method, "retention_ratio": found.arm.retention_ratio}
-    for figures, samples in ((_ONLINE, found.online), (_CACHED, found.cached)):
+    row: Row = {"method": result.arm.method, "retention_ratio": result.arm.retention_ratio}
+    for figures, samples in ((_ONLINE, result.online), (_CACHED, result.cached)):
         for name, field in figures.items():
-            row[name] = spread([value for one in samples if (value := getattr(one, field)) is not None])
+            row[name] = spread([value for sample in samples if (value := getattr(sample, field)) is not None])
     for name in ("visual_tokens", "prompt_tokens", "kv_bytes"):
-        row[name] = median(getattr(one, name) for one in found.online)
-    build = row["build_s"] = spread(found.build_s)
+        row[name] = median(getattr(sample, name) for sample in result.online)
+    row["build_s"] = spread(result.build_s)
+    seconds = [row[name]["median"] for name in ("build_s", "cached_s", "online_s")]
     return {
         **row,
-        "bytes_read": median(one.bytes_read for one in found.cached),
-        "online_peak_bytes": peak(found.online),
-        "cached_peak_bytes": peak(found.cached),
-        "break_even": break_even(*(one["median"] for one in (build, row["cached_s"], row["online_s"]))),
-        "same_answers": answers(found.online) == answers(found.cached),
+        "bytes_read": median(sample.bytes_read for sample in result.cached),
+        "online_peak_bytes": peak(result.online),
+        "cached_peak_bytes": peak(result.cached),
+        "break_even": break_even(*seconds),
+        "same_answers": answers(result.online) == answers(result.cached),
     }
 
 
@@ -205,28 +196,26 @@ def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
     return max(1, math.ceil(build_s / (online_s - cached_s))) if online_s > cached_s else None
 
 
-def tables(rows: Sequence[JsonObject], title: str, memory: str) -> Iterator[Table]:
+def tables(rows: Sequence[Row], title: str, memory: str) -> Iterator[Table]:
     """Yield the tables to print: the paper's columns, their parts, and online beside cached."""
-    for about, compares, columns in _TABLES:
+    for number, (about, columns) in enumerate(_TABLES.items()):
         lines = []
         for row in rows:
             method = method_title(row["method"]) if row is not rows[0] else "Original"
-            cells = [_shown(row, rows[0] if compares else row, *column) for _, *column in columns]
+            compares = number == 0 and row is not rows[0]
+            cells = [_shown(name, row[name], rows[0][name] if compares else None) for name in columns.values()]
             lines.append((method, f"{100 * row['retention_ratio']:g}%", *cells))
-        heads = ("method", "kept", *(head.format(memory=memory) for head, *_ in columns))
+        heads = ("method", "kept", *(head.format(memory=memory) for head in columns))
         yield figure_table(f"{title}\n{about}", heads, lines)
 
 
-def _shown(row: JsonObject, full: JsonObject, name: str, unit: float, digits: int) -> str:
-    """Format a figure of a row, with the change to full retention unless that is the row itself; "-" for None."""
-
-    def value_of(of: JsonObject) -> Any:
-        return of[name]["median"] if isinstance(of[name], dict) else of[name]
-
-    value, before = value_of(row), value_of(full)
-    if value is None or isinstance(value, bool):
-        return {None: "-", True: "yes", False: "NO"}[value]
-    change = "" if row is full or not before or name == "visual_tokens" else f" {value / before - 1:+.1%}"
+def _shown(name: str, figure: Any, full: Any) -> str:
+    """Format a figure of a row, with its change to the figure ``full`` unless that is None; "-" for no figure."""
+    if figure is None or isinstance(figure, bool):
+        return {None: "-", True: "yes", False: "NO"}[figure]
+    value, before = (x["median"] if isinstance(x, dict) else x for x in (figure, full))
+    unit, digits = next((shown for end, shown in _UNITS.items() if name.endswith(end)), (1, 0))
+    change = f" {value / before - 1:+.1%}" if name in _COMPARED and before else ""
     return f"{value / unit:.{digits}f}{change}"
 
 
@@ -236,23 +225,23 @@ def method_title(method: str) -> str:
     return ", ".join([_TITLES.get(name, name), *parameters])
 
 
-def table3(found: Sequence[Found], title: str, memory: str) -> str:
+def table3(results: Sequence[ArmResult], title: str, memory: str) -> str:
     """Return the paper's Table 3 in LaTeX; seconds are summed over all questions, LLM time with tower and pruning.
 
     GiB and MiB are what the paper calls GB and MB. In brackets is the change to full retention, which is the first of
-    ``found``. It needs the package booktabs.
+    ``results``. It needs the package booktabs.
     """
-    full, *others = found
+    full, *others = results
     lines = [f"% {title}", "% Needs booktabs.", r"\begin{tabular}{l cccc}", r"\toprule"]
     lines.append(_latex_row("\\textbf{Method}", [rf"\textbf{{{head.translate(_LATEX)}}}" for head in _LATEX_HEADS]))
     lines += [r"\midrule", _latex_row(r"Original (100\%)", _latex_cells(full, full))]
-    largest_first = sorted(others, key=lambda one: -one.arm.retention_ratio)
-    for ratio, block in groupby(largest_first, key=lambda one: one.arm.retention_ratio):
+    largest_first = sorted(others, key=lambda result: -result.arm.retention_ratio)
+    for ratio, block in groupby(largest_first, key=lambda result: result.arm.retention_ratio):
         pruned = rf"Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)"
         lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{\textit{{{pruned}}}}} \\"]
-        for one in block:
-            name = method_title(one.arm.method).translate(_LATEX)
-            lines.append(_latex_row(r"\textbf{GSTEP (Ours)}" if name == "GSTEP" else name, _latex_cells(one, full)))
+        for result in block:
+            name = method_title(result.arm.method).translate(_LATEX)
+            lines.append(_latex_row(r"\textbf{GSTEP (Ours)}" if name == "GSTEP" else name, _latex_cells(result, full)))
     note = f"{len(full.online)} questions a line; memory: {memory}.".translate(_LATEX)
     lines += [r"\bottomrule", rf"\multicolumn{{5}}{{p{{0.95\linewidth}}}}{{\footnotesize {note}}} \\"]
     return "\n".join([*lines, r"\end{tabular}"]) + "\n"
@@ -263,17 +252,17 @@ def _latex_row(title: str, cells: Sequence[str]) -> str:
     return " & ".join([title, *cells]) + r" \\"
 
 
-def _latex_cells(one: Found, full: Found) -> list[str]:
+def _latex_cells(result: ArmResult, full: ArmResult) -> list[str]:
     """Return an arm's E2E seconds, LLM seconds, peak GiB and KV MiB in LaTeX, each with its change to ``full``."""
 
-    def values(of: Found) -> list[float | None]:
+    def values(of: ArmResult) -> list[float | None]:
         peaks = [sample.peak_bytes / GIB for sample in of.online if sample.peak_bytes is not None]
         seconds = [sum(s.total_s for s in of.online), sum(s.llm_with_tower_s for s in of.online)]
         return [*seconds, max(peaks, default=None), max(sample.kv_bytes for sample in of.online) / MIB]
 
     cells = []
-    for value, before, digits in zip(values(one), values(full), (1, 1, 2, 0), strict=True):
+    for value, before, digits in zip(values(result), values(full), (1, 1, 2, 0), strict=True):
         change = 0.0 if value is None or not before else 100 * (value / before - 1)
-        arrow = "" if one is full or value is None else f" ({'↑' if change > 0 else '↓'}{abs(change):.1f}%)"
+        arrow = "" if result is full or value is None else f" ({'↑' if change > 0 else '↓'}{abs(change):.1f}%)"
         cells.append("--" if value is None else f"{value:.{digits}f}{arrow}".translate(_LATEX))
     return cells

@@ -27,7 +27,7 @@ from gstep.backbones import Backbone, ModelSource, Runtime, StaticParts, choose_
 from gstep.checkpoints.random_weights import without_weights
 from gstep.evidence import HEAD_SOURCES, is_per_frame
 from gstep.language import Decoding, LanguageModel, PromptBuilder, Visual, load_language_model, prompt_builder
-from pipeline.cache.header import header_bytes
+from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
@@ -106,8 +106,9 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Job:
         if random:
             (folder / "model").mkdir()
         source = ModelSource.random(model, folder / "model") if random else ModelSource.resolve(model)
-        asked = [one for one in asked_grid(arguments.method, arguments.retention_ratio, siglip) if one.method != FULL]
-        evidence = {pair for one in asked for pair in needed_by(one.method, source.model_type, one.params)}
+        grid = asked_grid(arguments.method, arguments.retention_ratio, siglip)
+        pruned = [point for point in grid if point.method != FULL]
+        evidence = {pair for point in pruned for pair in needed_by(point.method, source.model_type, point.params)}
         if siglip is not None and not {where for _, where in evidence} & HEAD_SOURCES:
             raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
         config = PruneConfig(
@@ -125,9 +126,9 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Job:
         request = resolve(config, manifest, LocalStore(folder), Objects.from_environment(), source)
         builder, identity = prompt_builder(request.source), request.identity(runtime.dtype_name)
         arms = [Arm(FULL, 1.0)]
-        for one in asked:
-            late = late_pruning(one, identity, request.source, builder)
-            arms.append(Arm(one.method_label, one.retention_ratio, late))
+        for point in pruned:
+            late = late_pruning(point, identity, request.source, builder)
+            arms.append(Arm(point.method_label, point.retention_ratio, late))
     sizes = (arguments.questions, arguments.max_new_tokens, arguments.repeats)
     return Job(request, runtime, builder, tuple(arms), *sizes, random)
 
@@ -188,7 +189,7 @@ class Sample:
 
 
 @dataclass
-class Found:
+class ArmResult:
     """All measurements of one arm; ``build_s`` are the seconds of putting a video into its cache, from the file on."""
 
     arm: Arm
@@ -253,6 +254,7 @@ class Bench:
         self._embedders = Embedders(self.llm, self._device, [arm.late for arm in job.arms if arm.late is not None])
         self._decoding = Decoding(max_new_tokens=job.max_new_tokens)
         self._stores = {arm: LocalStore(folder / f"cache-{number}") for number, arm in enumerate(job.arms)}
+        self._fingerprints: dict[Arm, str] = {}
         self._caches: dict[Arm, TokenCache] = {}
         self._n_commits = 0
 
@@ -260,53 +262,55 @@ class Bench:
         """Close the decoder."""
         self._decoder.close()
 
-    def run(self) -> list[Found]:
+    def run(self) -> list[ArmResult]:
         """Measure all arms in turns, so that disturbances of the machine affect all alike.
 
         All arms first answer from the videos, then from caches, when no vision tower is in memory any more. Raises
         RunFailed, UsageError.
         """
-        found = [Found(arm) for arm in self._job.arms]
+        results = [ArmResult(arm) for arm in self._job.arms]
         for arm, store in self._stores.items():
+            header = self._header(arm)
             store.make()
-            store.put(HEADER, self._header(arm))
-        self._measure("online", self._ask_online, found)
+            store.put(HEADER, header_bytes(header))
+            self._fingerprints[arm] = fingerprint(header["identity"])
+        self._measure("online", self._ask_online, results)
         del self.tower
         gc.collect()
         if self._device != "cpu":
             torch.cuda.empty_cache()
         self._caches = {arm: TokenCache(str(store)) for arm, store in self._stores.items()}
-        self._measure("cached", self._ask_cached, found)
-        return found
+        self._measure("cached", self._ask_cached, results)
+        return results
 
-    def _measure(self, mode: str, ask: Callable[..., None], found: Sequence[Found]) -> None:
+    def _measure(self, mode: str, ask: Callable[..., None], results: Sequence[ArmResult]) -> None:
         """Ask about the first video once as a warm-up, then about all videos in every repeat."""
         videos: list[ManifestRow] = self._job.request.manifest.to_pylist()
         self._say(f"{mode}: to warm up")
-        ask(videos[0], 1, 0, [Found(one.arm) for one in found])
+        ask(videos[0], 1, 0, [ArmResult(result.arm) for result in results])
         for repeat in range(1, self._job.repeats + 1):
             for row in videos:
                 self._say(f"{mode}: {repeat} of {self._job.repeats}, {row['video_id']}")
-                ask(row, self._job.questions, repeat, found)
+                ask(row, self._job.questions, repeat, results)
 
-    def _ask_online(self, row: ManifestRow, questions: int, repeat: int, found: Sequence[Found]) -> None:
+    def _ask_online(self, row: ManifestRow, questions: int, repeat: int, results: Sequence[ArmResult]) -> None:
         """Decode and encode a video, ask every arm its questions, and write the video into the arm's cache."""
         (record, frames), decode_s, _ = timed(lambda: self._decoded(row), "cpu")
-        for evidence in dict.fromkeys(one.arm.evidence for one in found):
+        for evidence in dict.fromkeys(result.arm.evidence for result in results):
             setup = self._job.request.encode_setup(self._device, self._job.runtime.dtype_name)
             sources = {name: where for name, where in setup.evidence.items() if name in evidence}
             encoder = VideoEncoder(replace(setup, evidence=sources), self.tower)
             tokens, encode_s, peak = timed(lambda encoder=encoder: encoder.encoded(frames), self._device)  # type: ignore[misc]
             visual = self._visual(record, tokens)
-            about = {"mode": "online", "video_id": row["video_id"], "repeat": repeat}
+            about: dict[str, Any] = {"mode": "online", "video_id": row["video_id"], "repeat": repeat}
             about |= {"video_decode_s": decode_s, "encode_s": encode_s}
-            for one in (one for one in found if one.arm.evidence == evidence):
+            for result in (result for result in results if result.arm.evidence == evidence):
                 for number in range(questions):
-                    sample = self.ask(one.arm, visual, number, **about)
-                    one.online.append(replace(sample, peak_bytes=_highest(peak, sample.peak_bytes)))
-                made = {**record, "attempts": repeat + 1, "encode_s": encode_s}
-                store_s = self._store(one.arm, made, tokens, visual)  # type: ignore[arg-type]
-                one.build_s.append(decode_s + encode_s + store_s)
+                    sample = self.ask(result.arm, visual, number, **about)
+                    result.online.append(replace(sample, peak_bytes=_highest(peak, sample.peak_bytes)))
+                encoded = {**record, "attempts": repeat + 1, "encode_s": encode_s}
+                store_s = self._store(result.arm, encoded, tokens, visual)  # type: ignore[arg-type]
+                result.build_s.append(decode_s + encode_s + store_s)
 
     def _decoded(self, row: ManifestRow) -> tuple[VideoRecord, NDArray[np.uint8]]:
         """Decode a video. Raises RunFailed if it cannot be read."""
@@ -394,7 +398,7 @@ class Bench:
             return arm.late.select(visual, self._device)
 
         pruned, prune_s, _ = timed(prune, self._device)
-        made: VideoRecord = {
+        row: VideoRecord = {
             **record,
             **pruned_columns(pruned, tokens),
             "prune_s": prune_s,
@@ -404,28 +408,28 @@ class Bench:
 
         def write() -> None:
             store, kept = self._stores[arm], kept_tokens(pruned, tokens, arm.cached_evidence)
-            rows = write_token_shard([PrunedVideo(made, kept)], store=store, run_id="efficiency")
+            rows = write_token_shard([PrunedVideo(row, kept)], store=store, run_id="efficiency")
             self._n_commits += 1
-            commit(store, "efficiency", self._n_commits, rows)
+            commit(store, "efficiency", self._n_commits, rows, made_with=self._fingerprints[arm])
 
         return prune_s + timed(write, self._device).seconds
 
-    def _ask_cached(self, row: ManifestRow, questions: int, repeat: int, found: Sequence[Found]) -> None:
+    def _ask_cached(self, row: ManifestRow, questions: int, repeat: int, results: Sequence[ArmResult]) -> None:
         """Ask every arm its questions about a video from the arm's cache."""
         video_id = row["video_id"]
-        for one in found:
-            arm, cache = one.arm, self._caches[one.arm]
+        for result in results:
+            arm, cache = result.arm, self._caches[result.arm]
             stored = cache.metadata(video_id)
-            wanted = cache.wanted(stored, cache.reading(None, "index", arm.cached_evidence, False))
-            spans = TokenShard(cache.store, stored["token_shard"], stored["footer_hash"]).spans(wanted)
-            about = {"mode": "cached", "video_id": video_id, "repeat": repeat}
+            rows = cache.wanted(stored, cache.reading(None, "index", arm.cached_evidence, False))
+            spans = TokenShard(cache.store, stored["token_shard"], stored["footer_hash"]).spans(rows)
+            about: dict[str, Any] = {"mode": "cached", "video_id": video_id, "repeat": repeat}
             about["bytes_read"] = sum(end - start for start, end in spans)
             for number in range(questions):
                 video, read_s, _ = timed(lambda: cache.get(video_id, evidence=arm.cached_evidence), "cpu")  # noqa: B023
                 sample = self.ask(arm, video.visual, number, prunes=not arm.stored, read_s=read_s, **about)
-                one.cached.append(sample)
+                result.cached.append(sample)
 
-    def _header(self, arm: Arm) -> bytes:
+    def _header(self, arm: Arm) -> CacheHeader:
         """Return the cache header for an arm: of its kept tokens, or of all tokens with evidence if it prunes later."""
         request = self._job.request
         cached = {name: where for name, where in request.evidence.items() if name in arm.cached_evidence}
@@ -433,7 +437,7 @@ class Bench:
         if arm.stored and arm.late is not None:
             request = replace(request, pruner=arm.late.pruner, retention_ratio=arm.late.retention_ratio)
         static = StaticParts(self.tower.hidden_size, self._newline(), self._job.builder.deepstack_levels)
-        return header_bytes(request.header(self._job.runtime.dtype_name, static))
+        return request.header(self._job.runtime.dtype_name, static)
 
 
 def _highest(*peaks: float | None) -> float | None:

@@ -24,8 +24,7 @@ import numpy as np
 from rich.table import Table
 
 from jobs.benchmark.pipeline_work import DRIVER, FRAME_BYTES, JOB, LOOP, SIDE, Work
-from jobs.benchmark.processes import MAIN, ProcessTree
-from jobs.benchmark.shared import folder, machine, machine_line, say
+from jobs.benchmark.shared import MAIN, ProcessTree, folder, machine, machine_line, say
 from jobs.command import count
 from jobs.frame.json_document import Done
 from pipeline.errors import RunFailed, UsageError
@@ -42,14 +41,12 @@ _FEW = 16  # fewest videos: fewer would not fill every stage
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    several = {"type": count, "nargs": "+", "metavar": "N"}
-    parser.add_argument("--frames", **several, default=[2, 32], help="of a video, 0.44 MB each [2 32]")
-    parser.add_argument(
-        "--encode-ms", **several, default=[15, 60, 250], help="that encoders sleep for a video [15 60 250]"
-    )
-    parser.add_argument(
-        "--nodes", **several, default=[], help="logical nodes, with a worker of each kind a node, beside a loop a node"
-    )
+    for name, default, what in (
+        ("--frames", [2, 32], "of a video, 0.44 MB each [2 32]"),
+        ("--encode-ms", [15, 60, 250], "that encoders sleep for a video [15 60 250]"),
+        ("--nodes", [], "logical nodes, with a worker of each kind a node, beside a loop a node"),
+    ):
+        parser.add_argument(name, type=count, nargs="+", default=default, metavar="N", help=what)
     parser.add_argument(
         "--driver",
         type=count,
@@ -98,16 +95,16 @@ def _measure_driver(arguments: argparse.Namespace, about: Mapping[str, object]) 
         raise UsageError("--driver takes two different numbers of videos: what a video more takes counts")
     encoders, place = arguments.encoders, str(arguments.folder or "")
     work = Work(DRIVER, min(arguments.frames), 0.0, arguments.workers, encoders, int(encoders > 1), place)
-    found = measure(work, few, many)
-    driver_ms = 1e3 * found[_CPU + MAIN]
+    growth = measure(work, few, many)
+    driver_ms = 1e3 * growth[_CPU + MAIN]
     if driver_ms <= 0:
         raise RunFailed(f"{many - few} videos more took the driver no more of a CPU: give larger numbers")
     line = (
-        f"{encoders} encoders, a video more from {few} to {many}: {1 / found['seconds']:.0f} videos/s with all "
+        f"{encoders} encoders, a video more from {few} to {many}: {1 / growth['seconds']:.0f} videos/s with all "
         f"processes on {os.cpu_count()} CPUs; {driver_ms:.2f} CPU ms of the driver, so {1e3 / driver_ms:.0f} videos/s "
-        f"of one core; {found['peak MB']:.0f} MB of all processes at most"
+        f"of one core; {growth['peak MB']:.0f} MB of all processes at most"
     )
-    return Done(0, {**about, "encoders": encoders, "a_video": found}, [line])
+    return Done(0, {**about, "encoders": encoders, "a_video": growth}, [line])
 
 
 def measure(work: Work, few: int, many: int) -> dict[str, float]:
@@ -124,7 +121,9 @@ def measure(work: Work, few: int, many: int) -> dict[str, float]:
 
 def medians(turns: Sequence[Figures]) -> dict[str, float]:
     """Return the median of each figure."""
-    return {name: median(one.get(name, 0.0) for one in turns) for name in {name: 0 for one in turns for name in one}}
+    return {
+        name: median(turn.get(name, 0.0) for turn in turns) for name in {name: 0 for turn in turns for name in turn}
+    }
 
 
 def run_child(work: Work) -> dict[str, float]:
@@ -133,18 +132,18 @@ def run_child(work: Work) -> dict[str, float]:
     Raises RunFailed where it fails.
     """
     private = TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # processes that are ending may write there
-    with TemporaryDirectory(dir=work.folder or None) as made, private as ray_folder:
-        work = replace(work, folder=made)
+    with TemporaryDirectory(dir=work.folder or None) as temporary, private as ray_folder:
+        work = replace(work, folder=temporary)
         make_videos(work)
         command = [sys.executable, "-c", _CHILD, json.dumps(asdict(work))]
-        with Path(made, "stdout").open("wb") as out, Path(made, "stderr").open("wb") as err:
+        with Path(temporary, "stdout").open("wb") as out, Path(temporary, "stderr").open("wb") as err:
             environment = _environment(ray_folder)
             child = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
             tree = _watch(child)
         if child.returncode:
-            wrong = ["it said nothing", *Path(made, "stderr").read_text(errors="replace").strip().splitlines()]
+            wrong = ["it said nothing", *Path(temporary, "stderr").read_text(errors="replace").strip().splitlines()]
             raise RunFailed(f"the {work.kind} over {work.videos} videos failed: {wrong[-1]}")
-        answer: dict[str, float] = json.loads(Path(made, "stdout").read_text().splitlines()[-1])
+        answer: dict[str, float] = json.loads(Path(temporary, "stdout").read_text().splitlines()[-1])
     return {**answer, "peak MB": tree.peak_mb, **{f"{_CPU}{kind}": used for kind, used in tree.cpu_s().items()}}
 
 
@@ -182,31 +181,31 @@ def _environment(ray_folder: str) -> dict[str, str]:
     return inherited | {f"RAY_{name}": value for name, value in ray.items()} | {"RAY_ENABLE_AUTO_CONNECT": "0"}
 
 
-def cell(work: Work, found: Mapping[str, Figures], first: Figures | None = None) -> dict[str, float]:
+def cell(work: Work, by_kind: Mapping[str, Figures], first: Figures | None = None) -> dict[str, float]:
     """Compute the figures of one combination of frames, encoder seconds and nodes.
 
-    ``found`` is by kind of work; ``first`` is the cell of the fewest nodes, which scaling is compared with.
+    ``by_kind`` is by kind of work; ``first`` is the cell of the fewest nodes, which scaling is compared with.
     """
     shown = {"MB": work.frames * FRAME_BYTES / 1e6, "encode ms": 1e3 * work.encode_s, "nodes": work.nodes or 1}
-    speeds = {kind: 1 / figures["seconds"] for kind, figures in found.items()}
+    speeds = {kind: 1 / figures["seconds"] for kind, figures in by_kind.items()}
     for kind, speed in speeds.items():
         shown[f"{kind}, videos/s"] = speed
         shown[f"{kind}, busy"] = speed * work.encode_s / work.encoders  # by the nominal time, not by a clock around it
     shown[f"job / {LOOP}"] = speeds[JOB] / speeds[LOOP]
     if first:
         shown["job / nodes x the first"] = speeds[JOB] / (first[f"{JOB}, videos/s"] * work.nodes / first["nodes"])
-    for kind, figures in found.items():
+    for kind, figures in by_kind.items():
         by_process = {name: 1e3 * used for name, used in figures.items() if name.startswith(_CPU)}
         shown[f"{kind}, peak MB (PSS)"] = figures["peak MB"]
         shown[f"{kind}, CPU ms a video"] = sum(by_process.values())
         shown |= {f"{kind}, CPU ms: {name.removeprefix(_CPU)}": used for name, used in by_process.items()}
-    return shown | {f"{name} a video": found[JOB][name] for name in ("store MB", "store objects")}
+    return shown | {f"{name} a video": by_kind[JOB][name] for name in ("store MB", "store objects")}
 
 
 def as_table(cells: Sequence[Figures], title: str) -> Table:
     """Lay out a column for each combination that was measured."""
     table = Table(title=title, title_justify="left", show_edge=False, show_header=False)
-    for name in dict.fromkeys(name for one in cells for name in one):
-        values = [one.get(name) for one in cells]
+    for name in dict.fromkeys(name for figures in cells for name in figures):
+        values = [figures.get(name) for figures in cells]
         table.add_row(name, *("" if v is None else f"{v:,.{2 if abs(v) < 10 else 1}f}" for v in values))
     return table

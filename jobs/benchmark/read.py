@@ -105,8 +105,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Done:
     """Make the cache, read it in every way, and show. Raises RunFailed, UsageError."""
-    with TemporaryDirectory(dir=arguments.folder) as made, _one_thread():
-        store = LocalStore(Path(made) / "cache")
+    with TemporaryDirectory(dir=arguments.folder) as temporary, _one_thread():
+        store = LocalStore(Path(temporary) / "cache")
         say(f"making a cache of {arguments.videos} videos")
         make_cache(store, arguments)
         say("reading it")
@@ -192,12 +192,12 @@ def _read_in_turn(ways: Sequence[TimedReader], repeats: int, objects: _CountedOb
 def _by_pyarrow(store: LocalStore) -> Iterator[TimedReader]:
     """Yield the baselines that read the same row groups and columns with pyarrow alone, from open files."""
     cache = TokenCache(store.root)
-    whole, tier = (_wanted(cache, ratio) for ratio in (None, TIER))
+    whole, tier = (_rows_to_read(cache, ratio) for ratio in (None, TIER))
 
-    def reading(wanted: Sequence[Rows], **options: bool) -> Callable[[], object]:
-        names = {rows.row["token_shard"] for rows in wanted}
+    def reading(rows_of_videos: Sequence[Rows], **options: bool) -> Callable[[], object]:
+        names = {rows.row["token_shard"] for rows in rows_of_videos}
         files = {name: pq.ParquetFile(store.root / name, **options) for name in names}
-        groups = [(files[rows.row["token_shard"]], _groups(rows)) for rows in wanted]
+        groups = [(files[rows.row["token_shard"]], _groups(rows)) for rows in rows_of_videos]
         return lambda: _each(groups, lambda at: at[0].read_row_groups(at[1], columns=list(_COLUMNS), use_threads=False))
 
     checked = {"page_checksum_verification": True}
@@ -216,7 +216,7 @@ def _by_cache(store: Store, where: str) -> Iterator[TimedReader]:
     ids = cache.video_ids
     mixed = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
     batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
-    size, tier_size = (_token_bytes(_wanted(cache, ratio)) for ratio in (None, TIER))
+    size, tier_size = (_token_bytes(_rows_to_read(cache, ratio)) for ratio in (None, TIER))
     beside = f"{where}boto3, a GET a video" if where else "pyarrow, mapped"
     tier = beside if where else "pyarrow, mapped, 10 % of 25 %"
 
@@ -241,19 +241,20 @@ def _by_cache(store: Store, where: str) -> Iterator[TimedReader]:
 
 def _by_plain_gets(store: ObjectStore, client: Any) -> TimedReader:
     """Return the baseline that makes one S3 GET for each video's bytes and nothing else."""
-    wanted = _wanted(TokenCache(store.root, store=store), None)
-    footers = {rows.row["token_shard"]: rows.row["footer_hash"] for rows in wanted}
+    rows_of_videos = _rows_to_read(TokenCache(store.root, store=store), None)
+    footers = {rows.row["token_shard"]: rows.row["footer_hash"] for rows in rows_of_videos}
     shards = {name: TokenShard(store, name, footer_hash) for name, footer_hash in footers.items()}
     prefix = store.root.removeprefix(f"s3://{BUCKET}/")
     places = [
-        (f"{prefix}/{rows.row['token_shard']}", shards[rows.row["token_shard"]].spans(rows)[0]) for rows in wanted
+        (f"{prefix}/{rows.row['token_shard']}", shards[rows.row["token_shard"]].spans(rows)[0])
+        for rows in rows_of_videos
     ]
 
     def read(place: tuple[str, tuple[int, int]]) -> object:
         name, (start, end) = place
         return client.get_object(Bucket=BUCKET, Key=name, Range=f"bytes={start}-{end - 1}")["Body"].read()
 
-    size = _token_bytes(wanted)
+    size = _token_bytes(rows_of_videos)
     return TimedReader("S3: boto3, a GET a video", lambda: _each(places, read), "", size, requests=len(places))
 
 
@@ -263,19 +264,19 @@ def _each(items: Iterable[T], read: Callable[[T], object]) -> None:
         read(item)
 
 
-def _wanted(cache: TokenCache, ratio: float | None) -> list[Rows]:
+def _rows_to_read(cache: TokenCache, ratio: float | None) -> list[Rows]:
     """Return the token rows that a read at this ratio takes, for each video of the cache."""
     reading = cache.reading(ratio, "index", (), False)
     return [cache.wanted(cache.metadata(video_id), reading) for video_id in cache.video_ids]
 
 
-def _token_bytes(wanted: Sequence[Rows]) -> int:
+def _token_bytes(rows_of_videos: Sequence[Rows]) -> int:
     """Return the bytes of the bfloat16 tokens in these rows."""
-    return sum(2 * rows.keep * int(rows.row["hidden_size"]) for rows in wanted)
+    return sum(2 * rows.keep * int(rows.row["hidden_size"]) for rows in rows_of_videos)
 
 
 def _groups(rows: Rows) -> list[int]:
-    """Return the row group numbers that hold the wanted rows."""
+    """Return the row group numbers that hold the rows."""
     ends, first = np.cumsum(rows.row["row_counts"]), rows.row["first_row_group"]
     return list(range(first, first + int(np.searchsorted(ends, rows.keep)) + 1))
 

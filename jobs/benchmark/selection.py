@@ -84,9 +84,9 @@ def run(arguments: argparse.Namespace) -> Done:
     times = []
     for name in arguments.inputs:
         for n_frames in arguments.frames:
-            made = INPUTS[name].make(n_frames, arguments.tokens_per_frame, arguments.hidden).to(arguments.device)
+            tokens = INPUTS[name].make(n_frames, arguments.tokens_per_frame, arguments.hidden).to(arguments.device)
             for ratio in arguments.retention_ratios:
-                times.append(measure(name, made, ratio, arguments.repeats))
+                times.append(measure(name, tokens, ratio, arguments.repeats))
                 say(f"{name}, {times[-1].n_tokens} tokens, {ratio:g}: done")
     about = {"machine": machine(arguments.device), "hidden": arguments.hidden, "repeats": arguments.repeats}
     title = f"Seconds of a selection, D = {arguments.hidden}, on {machine_line(arguments.device)}"
@@ -115,10 +115,10 @@ def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Select
     }
     loop(unit_DM, density_M, 1)  # what libraries take on their first use is no form's
     prune("gstep")
-    found = medians_in_turn(forms, repeats)
-    medians = {form: seconds for form, (seconds, _) in found.items()}
+    timed = medians_in_turn(forms, repeats)
+    medians = {form: seconds for form, (seconds, _) in timed.items()}
     medians["loop"] *= max(1, budget - 1) / steps
-    same = torch.isin(found["selection"][1][: steps + 1], found["loop"][1]).float().mean().item()
+    same = torch.isin(timed["selection"][1][: steps + 1], timed["loop"][1]).float().mean().item()
     return SelectionTimes(name, n_tokens, ratio, budget, loop_steps=steps, same=same, **medians)
 
 

@@ -25,9 +25,8 @@ import torch
 from rich.table import Table
 
 from gstep.serving.options import prepare_process
-from jobs.benchmark.processes import ProcessTree
 from jobs.benchmark.serving_ways import MODES, ONLINE, CachedWay, Job, OnlineWay, Pass, Way
-from jobs.benchmark.shared import figure_table, machine, machine_line, say
+from jobs.benchmark.shared import ProcessTree, figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, share
 from jobs.frame.json_document import Done
 from pipeline.errors import RunFailed, UsageError
@@ -38,7 +37,7 @@ _CAUSE = re.compile(r"^.*?\b([A-Z]\w*(?:Error|Exception): .+)$", re.M)  # the la
 
 
 @dataclass(frozen=True)
-class Measured:
+class WayResult:
     """The median measurements of one way, ratio and number of questions a video.
 
     Attributes:
@@ -95,8 +94,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=MODES,
         default=list(MODES),
-        help="from a cache by names that vLLM's workers look up, with the rows in each request, and by transformers; "
-        "texts as long; from the videos [all]",
+        help="from a cache by vLLM and by transformers; texts as long; from the videos [all]",
     )
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
     parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")
@@ -108,7 +106,7 @@ def run(arguments: argparse.Namespace) -> Done:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     if any(VLLM in mode for mode in arguments.modes):
         check_installed("jobs.benchmark serving")
-    device, found = "cuda" if torch.cuda.is_available() else "cpu", list[Measured]()
+    device, results = "cuda" if torch.cuda.is_available() else "cpu", list[WayResult]()
     with TemporaryDirectory() as folder:
         cache = arguments.cache
         if cache is None:
@@ -125,11 +123,11 @@ def run(arguments: argparse.Namespace) -> Done:
         )
         for mode in arguments.modes:
             say(f"{mode}: a process of its own")
-            found += measure(mode, replace(job, ratios=(1.0,)) if mode == ONLINE else job)
+            results += measure(mode, replace(job, ratios=(1.0,)) if mode == ONLINE else job)
     title = f"{arguments.model} on {machine_line(device)}"
     if arguments.plot is not None:
-        write_plot(found, title, arguments.plot)
-    return Done(0, {"machine": machine(device), "job": job, "measured": found}, [as_table(found, title)])
+        write_plot(results, title, arguments.plot)
+    return Done(0, {"machine": machine(device), "job": job, "measured": results}, [as_table(results, title)])
 
 
 def make_cache(folder: Path, model: str, num_frames: int) -> str:
@@ -142,7 +140,7 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
     return str(folder)
 
 
-def measure(mode: str, job: Job) -> list[Measured]:
+def measure(mode: str, job: Job) -> list[WayResult]:
     """Measure one way of answering in a child process, whose memory ends with it. Raises RunFailed where it fails."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -151,19 +149,19 @@ def measure(mode: str, job: Job) -> list[Measured]:
         child.start()
         sender.close()
         try:
-            found: list[Measured] | str = receiver.recv()
+            answer: list[WayResult] | str = receiver.recv()
         except EOFError:
             child.join()
-            found = f"the process died (exit code {child.exitcode})"
+            answer = f"the process died (exit code {child.exitcode})"
         except BaseException:  # an interruption, which its engine's process must not outlive
             ProcessTree(cast(int, child.pid)).end()
             raise
         child.join()
-        if isinstance(found, str):
+        if isinstance(answer, str):
             # What an engine dies of is in its log; the process that asked knows only that it died.
             causes = _CAUSE.findall(log.read())
-            raise RunFailed(f"{mode}: {causes[-1] if causes else found}")
-    return found
+            raise RunFailed(f"{mode}: {causes[-1] if causes else answer}")
+    return answer
 
 
 def _measure_in_child(mode: str, job: Job, pipe: Connection, log: str) -> None:
@@ -185,7 +183,7 @@ def _measure_in_child(mode: str, job: Job, pipe: Connection, log: str) -> None:
         pipe.send(f"{type(error).__name__}: {error}")
 
 
-def _measure_way(way: Way, mode: str, job: Job) -> Iterator[Measured]:
+def _measure_way(way: Way, mode: str, job: Job) -> Iterator[WayResult]:
     """Yield one result a ratio and number of questions: each round is asked once cold, and then the same again."""
     way.fresh(job.ratios[0], 1)()  # what is loaded and compiled on first use does not count
     memory = ProcessTree(os.getpid())
@@ -198,16 +196,16 @@ def _measure_way(way: Way, mode: str, job: Job) -> Iterator[Measured]:
                 warm.append(ask())
                 memory.look(memory=True)
             requests = cold[0].requests
-            firsts = [one.first_token_s for one in cold if one.first_token_s is not None]
-            sent = [one.sent_bytes for one in cold if one.sent_bytes is not None]
-            reused = [one.reused_tokens / one.prompt_tokens for one in cold if one.reused_tokens is not None]
-            yield Measured(
+            firsts = [p.first_token_s for p in cold if p.first_token_s is not None]
+            sent = [p.sent_bytes for p in cold if p.sent_bytes is not None]
+            reused = [p.reused_tokens / p.prompt_tokens for p in cold if p.reused_tokens is not None]
+            yield WayResult(
                 mode=mode,
                 retention_ratio=ratio,
                 questions=questions,
                 requests=requests,
-                requests_per_s=requests / median(one.seconds for one in cold),
-                warm_requests_per_s=requests / median(one.seconds for one in warm),
+                requests_per_s=requests / median(p.seconds for p in cold),
+                warm_requests_per_s=requests / median(p.seconds for p in warm),
                 first_token_s=median(firsts) if firsts else None,
                 reused=median(reused) if reused else None,
                 visual_tokens=cold[0].visual_tokens,
@@ -217,41 +215,43 @@ def _measure_way(way: Way, mode: str, job: Job) -> Iterator[Measured]:
             )
 
 
-def as_table(found: Sequence[Measured], title: str) -> Table:
+def as_table(results: Sequence[WayResult], title: str) -> Table:
     """Lay out a row a measurement; ``times`` is the speed-up over vLLM on videos with as many questions a video."""
     columns = (
         *("way", "retention", "questions a video", "visual tokens", "requests/s", "warm", "times"),
         *("first token s", "reused", "kB sent", "peak MB"),
     )
-    online, rows = {one.questions: one.requests_per_s for one in found if one.mode == ONLINE}, []
-    for one in found:
-        speed, base = one.requests_per_s, online.get(one.questions)
+    online, rows = {result.questions: result.requests_per_s for result in results if result.mode == ONLINE}, []
+    for result in results:
+        speed, base = result.requests_per_s, online.get(result.questions)
         figures = (
-            *((one.visual_tokens, ".0f"), (speed, ".2f"), (one.warm_requests_per_s, ".2f")),
-            *((speed / base if base else None, ".1f"), (one.first_token_s, ".3f")),
-            *((one.reused, ".0%"), (one.sent_kb, ".1f"), (one.peak_mb, ".0f")),
+            *((result.visual_tokens, ".0f"), (speed, ".2f"), (result.warm_requests_per_s, ".2f")),
+            *((speed / base if base else None, ".1f"), (result.first_token_s, ".3f")),
+            *((result.reused, ".0%"), (result.sent_kb, ".1f"), (result.peak_mb, ".0f")),
         )
         shown = ("" if value is None else format(value, form) for value, form in figures)
-        rows.append((one.mode, f"{100 * one.retention_ratio:g}%", str(one.questions), *shown))
+        rows.append((result.mode, f"{100 * result.retention_ratio:g}%", str(result.questions), *shown))
     return figure_table(title, columns, rows)
 
 
-def write_plot(found: Sequence[Measured], title: str, file: Path) -> None:
+def write_plot(results: Sequence[WayResult], title: str, file: Path) -> None:
     """Write a PNG of requests a second by questions a video, cold and warm, in a colour a way and dashes a ratio."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - the extra ``benchmark``
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    lines = dict.fromkeys((one.mode, one.retention_ratio) for one in found)
+    lines = dict.fromkeys((result.mode, result.retention_ratio) for result in results)
     colors = {mode: f"C{number}" for number, mode in enumerate(dict.fromkeys(mode for mode, _ in lines))}
     dashes = dict(zip(dict.fromkeys(ratio for _, ratio in lines), cycle(("-", "--", ":", "-.")), strict=False))
-    places = {number: place for place, number in enumerate(sorted({one.questions for one in found}))}
+    places = {number: place for place, number in enumerate(sorted({result.questions for result in results}))}
     for panel, warm in zip(panels, (False, True), strict=True):
         for mode, ratio in lines:
-            of_line = [one for one in found if (one.mode, one.retention_ratio) == (mode, ratio)]
-            speeds = [one.warm_requests_per_s if warm else one.requests_per_s for one in of_line]
+            of_line = [result for result in results if (result.mode, result.retention_ratio) == (mode, ratio)]
+            speeds = [result.warm_requests_per_s if warm else result.requests_per_s for result in of_line]
             style = {"color": colors[mode], "linestyle": dashes[ratio], "marker": "o"}
-            panel.plot([places[one.questions] for one in of_line], speeds, label=f"{mode}, {100 * ratio:g}%", **style)
+            panel.plot(
+                [places[result.questions] for result in of_line], speeds, label=f"{mode}, {100 * ratio:g}%", **style
+            )
         panel.set_yscale("log")
         panel.set_xticks(list(places.values()), [str(number) for number in places])
         panel.set_xlabel("questions a video, " + ("asked again" if warm else "nothing held"))

@@ -23,12 +23,11 @@ from gstep.language import Decoding, Prompt, Visual, prompt_builder
 from gstep.language.prompt import tokenizer_of
 from pipeline import TokenCache
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, EngineSetup, load_engine
-from pipeline.generate.engines.cached_rows import read_outline
 from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.rows import JsonObject
 
 #: Ways that answer from a cache -> their engine.
-CACHED = {"cached-vllm": VLLM, "cached-vllm-rows": VLLM, "text-vllm": VLLM, "cached-transformers": TRANSFORMERS}
+CACHED = {"cached-vllm": VLLM, "text-vllm": VLLM, "cached-transformers": TRANSFORMERS}
 ONLINE = "online-vllm"
 MODES = (*CACHED, ONLINE)
 
@@ -93,9 +92,7 @@ class CachedWay:
 
     def __init__(self, mode: str, job: Job) -> None:
         source, self._cache = ModelSource.resolve(job.model), TokenCache(job.cache)
-        self._reads_rows = mode in ("cached-vllm-rows", "cached-transformers")
-        read_by = self._cache if mode == "cached-vllm" else None
-        setup = EngineSetup(CACHED[mode], largest_video=self._cache.most_tokens + 1, cache=read_by)
+        setup = EngineSetup(CACHED[mode], largest_video=self._cache.most_tokens + 1)
         self._engine = load_engine(setup, source, choose_runtime())
         self._sent = SentBytes(self._engine.client) if isinstance(self._engine, VllmEngine) else None
         self._builder = prompt_builder(source)
@@ -123,9 +120,7 @@ class CachedWay:
         row = self._cache.metadata(video_id)
         tokens = max(1, int(ratio * row["n_total"]) - less)
         share = (tokens + 0.5) / row["n_total"] if tokens < row["n_tokens"] else None
-        if self._reads_rows:
-            return self._cache.get(video_id, share).visual
-        return read_outline(self._cache, row, share, "index")
+        return self._cache.get(video_id, share).visual
 
     def _ask(self, read: Callable[[str], Visual], questions: int, number: int) -> Pass:
         """Build all prompts and ask them."""
@@ -148,7 +143,7 @@ class CachedWay:
             first_token_s=median(firsts) if firsts else None,
             prompt_tokens=sum(map(len, prompts)),
             reused_tokens=getattr(self._engine, "reused_tokens", 0) - before if self._sent else None,
-            visual_tokens=None if self._words else fmean(self._builder.n_visual(one.visuals) for one in prompts),
+            visual_tokens=None if self._words else fmean(self._builder.n_visual(prompt.visuals) for prompt in prompts),
             sent_bytes=self._sent.total - sent if self._sent else None,
         )
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.inputs.manifest import read_manifest
-
 DIRECTIONS = 64
 _DECAY = 0.5  # the k-th direction has a share of k^-0.5 of the first one's spread
 _STAYS = 0.98  # correlation of a place's content with that of the frame before
@@ -65,9 +63,3 @@ INPUTS = {
     "structured": Input(structured_tokens, "low-rank content plus noise, made up"),
     "iid": Input(iid_tokens, "standard normal numbers, the worst case"),
 }
-
-
-def sample_clips() -> list[str]:
-    """Return the paths of the sample clips. Raises ManifestError, with the remedy, where they are missing."""
-    paths: list[str] = read_manifest("sample").column("uri").to_pylist()
-    return paths

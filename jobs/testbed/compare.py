@@ -41,8 +41,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Compare the methods, print and write the tables; return the exit code."""
     from jobs.testbed.comparing import compare, markdown  # noqa: PLC0415 - not for --help
-    from pipeline.evaluate.files import SCORES  # noqa: PLC0415
-    from pipeline.evaluate.paper.gathered import read_scores  # noqa: PLC0415
+    from pipeline.evaluate.results import read_scores  # noqa: PLC0415
+    from pipeline.evaluate.scores import SCORES  # noqa: PLC0415
     from pipeline.storage.stores import LocalStore  # noqa: PLC0415
 
     if not (arguments.results / SCORES).is_file():

@@ -12,12 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.statistics.bootstrap import Difference, draw_counts, estimate
-from pipeline.evaluate.statistics.errors import OUTSIDE, holm
-from pipeline.evaluate.statistics.render import method_title
-from pipeline.evaluate.statistics.results import SIGNIFICANT
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, arms_of, score_matrix
-from pipeline.evaluate.statistics.sheets import escape_markdown, table_head, table_row
+from pipeline.evaluate.statistics import (
+    ORIGINAL,
+    OUTSIDE,
+    SIGNIFICANT,
+    Difference,
+    arms_of,
+    estimates,
+    holm,
+    score_matrix,
+)
+from pipeline.evaluate.table import escape_markdown, method_title, table_head, table_row
 
 _EVERYWHERE = "all"
 
@@ -94,8 +99,8 @@ def compare(
         part_Q = matrix.whole() if part == _EVERYWHERE else matrix.split(split, part)
         inside_Q = part_Q != OUTSIDE
         videos, cluster_Q = np.unique(matrix.clusters[inside_Q], return_inverse=True)
-        counts_RG = draw_counts(len(videos), draws, np.random.default_rng([seed, number]))
-        numbers = estimate(matrix.scores[:, inside_Q], cluster_Q, part_Q[inside_Q], counts_RG)
+        generator = np.random.default_rng([seed, number])
+        (numbers,) = estimates(matrix.scores[:, inside_Q], cluster_Q, [part_Q[inside_Q]], draws, generator)
         asked[part] = (int(inside_Q.sum()), len(videos))
         shown.update({(part, arm.method, arm.ratio): 100 * float(numbers.value[a]) for a, arm in enumerate(arms)})
         found += [(part, arms[a].ratio, arms[other].method, numbers.difference(a, other)) for a, other in pairs]

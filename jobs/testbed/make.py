@@ -11,8 +11,7 @@ from rich.console import Console
 
 from jobs.command import count, file_in_folder, seldom
 from jobs.frame.stores import saying
-from pipeline.evaluate.shapes.hardness import HARDNESS
-from pipeline.evaluate.shapes.seeds import SPLIT_NAMES
+from pipeline.evaluate.shapes.world import HARDNESS, SPLIT_NAMES
 
 HELP = "write videos, questions with answers, and where the videos show them"
 _DURATIONS = ("short", "medium", "long")
@@ -51,8 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Make the videos and their questions; returns the exit code."""
-    from pipeline.evaluate.shapes.files import read_mp4, write_picture  # noqa: PLC0415 - not needed for --help
-    from pipeline.evaluate.shapes.layout import Recipe, write_benchmark  # noqa: PLC0415
+    from pipeline.evaluate.shapes.layout import Recipe, read_mp4, write_benchmark, write_picture  # noqa: PLC0415 - not needed for --help  # noqa: PLC0415
 
     recipe = Recipe(
         split=arguments.split,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,11 +20,9 @@ from pipeline.cache.header import CacheHeader, deepstack_levels
 from pipeline.rows import VideoRow
 
 if TYPE_CHECKING:  # a cache is opened, listed and asked for metadata without torch
-    import torch
     from torch import Tensor
 
     from gstep.language import Visual
-    from pipeline.cache.reading import TokenOrder
 
 #: Evidence of one number a token: its labels begin so.
 ONE_NUMBER = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes == ("T", "N"))
@@ -84,64 +82,6 @@ class CachedVideo:
             frame_indices=row.get("frame_indices") or (),
             fps=row.get("fps"),
         )
-
-
-class PackedRows(NamedTuple):
-    """The vectors of one video's tokens as they are stored, on the CPU; K rows.
-
-    Attributes:
-        columns: [K,width / 2] of two bytes each, by the name of the column; bfloat16 is how they are viewed.
-        hidden_size: D.
-        header: of the cache.
-    """
-
-    columns: Mapping[str, Tensor]
-    hidden_size: int
-    header: CacheHeader
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of memory that the columns take."""
-        return sum(column.nbytes for column in self.columns.values())
-
-    def unpacked(self, device: str, dtype: torch.dtype) -> Tensor:
-        """Return what stands for the video's placeholders, [K,D*(1+levels)], decoded on ``device``.
-
-        On LLaVA-OneVision the newline is one row more. Only packed columns are copied to the device.
-        """
-        import torch  # noqa: PLC0415 - as below
-
-        stored = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
-        decode = partial(
-            codec_of(self.header["identity"]).decode, hidden_size=self.hidden_size, stored=stored.__getitem__
-        )
-        levels = [f"deepstack_{i}" for i in range(deepstack_levels(self.header))]
-        rows = torch.cat([decode(name) for name in ("token", *levels)], dim=1)
-        if (newline := newline_of(self.header)) is not None:
-            rows = torch.cat([rows, newline[None].to(rows)])
-        return rows.to(dtype)
-
-
-def outline(row: VideoRow, table: pa.Table, header: CacheHeader, order: TokenOrder, name: str) -> Visual:
-    """Return a video as prompts take it, without vectors: an engine reads those itself, by the name of its rows.
-
-    Args:
-        row: the video's row of the videos table.
-        table: its token rows as they are stored, with the column ``index``.
-        header: of the cache.
-        order: in which the prompt has them, and the engine reads them.
-        name: of the rows.
-    """
-    import torch  # noqa: PLC0415 - as below
-
-    index = torch.from_numpy(table["index"].to_numpy().astype(np.int64))
-    vectors = torch.empty(len(index), row["hidden_size"], dtype=torch.bfloat16, device="meta")
-    if order == "index":
-        index = index.sort(stable=True).values
-    levels = (vectors,) * deepstack_levels(header)
-    frame = index // row["tokens_per_frame"]
-    video = CachedVideo(row["video_id"], vectors, index, None, frame, None, None, row, levels, header=header)
-    return replace(video.visual, rows=name)
 
 
 def newline_of(header: CacheHeader) -> Tensor | None:

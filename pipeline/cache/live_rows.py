@@ -39,7 +39,7 @@ RuleColumns = dict[str, np.ndarray]
 
 def belongs(found: str | None, made_with: str | None) -> bool:
     """Return whether a file that carries the fingerprint ``found`` is of a cache with ``made_with``; None is any."""
-    return made_with is None or found == made_with
+    return found is None or made_with is None or found == made_with
 
 
 def completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:

@@ -13,28 +13,13 @@ import pyarrow as pa
 from gstep.evidence import name_of
 from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
 from pipeline.cache.codecs import TokenCodec, codec_of
-from pipeline.cache.header import (
-    CHECKSUM,
-    CacheHeader,
-    CacheIdentity,
-    deepstack_levels,
-    fingerprint,
-    read_header_file,
-)
+from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, fingerprint, read_header_file
 from pipeline.cache.live_videos import LiveShards, LiveVideos, Place
 from pipeline.cache.loaded_once import LoadedOnce
-from pipeline.cache.reading import Reading, TokenOrder, read_json, rows_wanted, token_columns
-from pipeline.cache.runs import read_runs
+from pipeline.cache.reading import Reading, TokenOrder, read_json, read_runs, rows_wanted, token_columns
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS
 from pipeline.cache.token_shard import Rows, TokenShard
-from pipeline.errors import (
-    CorruptShard,
-    EvidenceNotCached,
-    FailedVideo,
-    NotACache,
-    RemovedVideo,
-    UnknownVideo,
-)
+from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RemovedVideo, UnknownVideo
 from pipeline.rows import VideoRow
 from pipeline.storage.random_access import Fetched
 from pipeline.storage.stores import Store, store_at
@@ -59,8 +44,8 @@ def read_header(store: Store) -> CacheHeader:
 def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
     """Return the header of a cache that holds the same tokens in another codec."""
     identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
-    made = {**header, "schema_version": CODED_VERSIONS.get(codec, SCHEMA_VERSION), "identity": identity}
-    return cast(CacheHeader, {name: value for name, value in made.items() if name != CHECKSUM})
+    version = CODED_VERSIONS.get(codec, SCHEMA_VERSION)
+    return cast(CacheHeader, {**header, "schema_version": version, "identity": identity})
 
 
 def made_with(store: Store, *, required: bool = False) -> str | None:
@@ -361,12 +346,6 @@ class TokenCache:
                 f"{row['video_id']!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"] or ""
             )
         return Rows(row, rows_wanted(row, reading.retention_ratio), reading.columns, reading.near)
-
-    @contextmanager
-    def shard_of(self, wanted: Rows) -> Iterator[TokenShard]:
-        """Yield the opened token shard of a video's rows; what is found damaged within names the video."""
-        with self._video_in_errors(wanted.row["video_id"]):
-            yield self._open(wanted)
 
     def _open(self, wanted: Rows) -> TokenShard:
         """Open the token shard of a video, or return the one that is open already."""

@@ -95,9 +95,7 @@ def write_token_shard(
     return rows
 
 
-def commit(
-    store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], *, made_with: str | None = None
-) -> pa.Table:
+def commit(store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], *, made_with: str) -> pa.Table:
     """Make the records visible: one small file of the videos table, put whole. Returns them as VIDEO_SCHEMA.
 
     ``made_with`` is the fingerprint of the cache's identity; it goes into the file's metadata, under MADE_WITH.

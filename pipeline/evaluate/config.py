@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
-from pipeline.evaluate.grids import TABLES
 from pipeline.generate.late_pruning import LateAsked, asked_grid
 from pipeline.options import DTYPES, EngineOptions, check, option, positive
 
@@ -52,8 +51,7 @@ class EvaluateConfig(EngineOptions):
     protocol: str | None = option(
         None,
         "the prompt, frames and reply parser to follow: lmms-eval-0.7.3 or lmms-eval-0.5 (also called paper); for "
-        "videomme also official; letter for shapes and your own questions (default: the benchmark's first; with "
-        "--table paper)",
+        "videomme also official; letter for shapes and your own questions (default: the benchmark's first)",
         metavar="NAME",
     )
     limit: int | None = option(None, "ask only the first N questions", metavar="N")
@@ -65,18 +63,10 @@ class EvaluateConfig(EngineOptions):
     )
     results: list[str] = option(
         [],
-        "lay out the results of earlier evaluations, one folder per benchmark, as --table says",
+        "lay out the results of earlier evaluations, a folder per benchmark, as one table; --method and "
+        "--retention-ratio choose its rows",
         metavar="RESULTS",
         several=True,
-    )
-    table: str | None = option(
-        None,
-        "a table or figure of the paper: with --benchmark, evaluate its methods and ratios unless --method and "
-        "--retention-ratio name others; with --results, lay it out",
-        choices=tuple(TABLES),
-    )
-    mixed: bool = option(
-        False, "with --results: lay out results of other frames or another protocol side by side, and mark them"
     )
     model: str | None = option(
         None,
@@ -124,11 +114,6 @@ class EvaluateConfig(EngineOptions):
     )
     drop_tokens: bool = option(False, "delete the cache in --out once every question is answered")
     draws: int = option(10_000, "bootstrap samples of videos for intervals and p-values", metavar="N")
-    pages: int = option(
-        6,
-        "draw a page with the tokens each method keeps for the N videos on which methods disagree most",
-        metavar="N",
-    )
     num_frames: int | None = option(None, "frames a video (default: the protocol's)", metavar="T", group="videos")
     decode_timeout: float = option(120.0, "give up a video after S seconds of decoding", metavar="S")
     decode_workers: int | None = option(None, "decode processes at most (default: by the CPUs)", metavar="N")
@@ -144,18 +129,14 @@ class EvaluateConfig(EngineOptions):
         super().__post_init__()
         if [self.benchmark is None, not self.score, not self.results].count(False) != 1:
             raise UsageError(
-                "name what to ask, --benchmark NAME, or answers to score, --score ANSWERS, or results to lay out as a "
-                "--table, --results RESULTS: one of them"
+                "name what to ask, --benchmark NAME, or answers to score, --score ANSWERS, or results for one table, "
+                "--results RESULTS: one of them"
             )
-        for name in ("limit", "method", "retention_ratio", "drop_tokens"):
+        for name in ("limit", "drop_tokens"):
             if getattr(self, name) and self.benchmark is None:
                 raise UsageError(f"--{name.replace('_', '-')} goes with --benchmark")
-        if self.results and self.table is None:
-            raise UsageError(f"--results goes with --table, one of {', '.join(TABLES)}")
-        if self.mixed and not self.results:
-            raise UsageError("--mixed goes with --results")
-        if self.score and self.table is not None:
-            raise UsageError("--table goes with --benchmark, and then with --results, not with --score")
+        if self.score and (self.method or self.retention_ratio):
+            raise UsageError("--method and --retention-ratio go with --benchmark or --results: answers name their own")
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         for ratio in self.retention_ratio:
             check(0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
@@ -163,7 +144,6 @@ class EvaluateConfig(EngineOptions):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
-        check(self.pages >= 0, "pages", "at least 0", self.pages)
         check(self.draws >= 100, "draws", "at least 100", self.draws)
         check(positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
         if self.drop_tokens and self.cache is not None:
@@ -180,12 +160,12 @@ class EvaluateConfig(EngineOptions):
         Each method comes at each ratio, from the largest, and at each of the positions that were named. Raises
         UsageError for a method that is no METHOD[,NAME=VALUE...].
         """
-        table = None if self.table is None else TABLES[self.table]
-        methods = self.method or (table.methods if table else DEFAULT_METHODS)
-        ratios = self.retention_ratio or (table.ratios if table else DEFAULT_RATIOS)
-        named = [one for one in asked_grid(methods, ratios, self.siglip, self.seed) if one.method != FULL]
-        asked = [replace(one, positions=positions) for one in named for positions in POSITIONS[self.positions]]
-        return {FULL_LABEL: None, **{one.label: one for one in asked}}
+        asked = asked_grid(
+            self.method or DEFAULT_METHODS, self.retention_ratio or DEFAULT_RATIOS, self.siglip, self.seed
+        )
+        named = [one for one in asked if one.method != FULL]
+        placed = [replace(one, positions=positions) for one in named for positions in POSITIONS[self.positions]]
+        return {FULL_LABEL: None, **{one.label: one for one in placed}}
 
 
 FULL_LABEL = f"{FULL}@1"

@@ -20,16 +20,13 @@ from pipeline.errors import RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.files import write_results
-from pipeline.evaluate.pages import video_pages
+from pipeline.evaluate.page import warned_line
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.report.faults import warned_line
-from pipeline.evaluate.report.page import Presentation
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, write_results_header
-from pipeline.evaluate.run import ScoredQuestions, answer_and_score, arms_of, drop_tokens, score_answers
-from pipeline.evaluate.statistics.render import few_mark, method_title, titled
-from pipeline.evaluate.statistics.results import ResultsTable
+from pipeline.evaluate.results import Presentation, write_results
+from pipeline.evaluate.run import ScoredQuestions, answer_and_score, drop_tokens, score_answers
 from pipeline.evaluate.submissions import write_submissions
+from pipeline.evaluate.table import ResultsTable, titled
 from pipeline.generate.summary import render_answers
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
@@ -68,8 +65,7 @@ class Evaluation:
             "out": self.out,
             "files": self.files,
             "scores": [] if self.table is None else list(scores_of(self.table)),
-            # Intervals and p of few clusters are Student's; of fewer than six they are missing.
-            "clusters": {} if self.table is None else {one.key: one.n_clusters for one in self.table.columns},
+            "clusters": {} if self.table is None else {one.key: one.n_videos for one in self.table.columns},
             "submission": self.submission or None,
             "left_out": self.done.n_left_out,
             "videos": None if videos is None else videos.as_record(),
@@ -82,7 +78,7 @@ def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
     for row in table.rows:
         cells = zip(table.columns, row.cells, strict=True)
         yield {
-            "method": row.method,
+            "method": row.method + (f",positions={row.positions}" if row.positions else ""),
             "retention_ratio": row.ratio,
             "scores": {column.key: cell.score for column, cell in cells if cell is not None},
             "rel": None if row.rel is None else row.rel.score,
@@ -116,7 +112,7 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
     if submission:
         files = write_submissions(request.store, done, console)
     else:
-        table, files = write_results(request.store, done, _shown(request, done, console))
+        table, files = write_results(request.store, done, _shown(request, done))
     if config.drop_tokens:
         if again := _to_ask_again(done):
             console.print(f"note: {again} questions may be asked again (--retry-failed): their tokens stay")
@@ -169,14 +165,14 @@ def _missing_parts(loaded: LoadedQuestions, benchmark: Benchmark) -> Iterator[st
             )
 
 
-def _shown(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Presentation:
-    """Describe a benchmark's results for tables and page: title, facts about model and run, pages of videos."""
+def _shown(request: EvaluateRequest, done: ScoredQuestions) -> Presentation:
+    """Describe a benchmark's results for tables and page: title, facts about model and run."""
     return Presentation(
         title=request.title,
         benchmark=request.benchmark,
         described=request.identity,
         facts=[*_facts(request, done), *_machine()],
-        pages=video_pages(request, done.scores, list(arms_of(request).values()), console),
+        token_bytes=request.token_bytes,
         draws=request.config.draws,
         seed=request.config.seed,
     )
@@ -243,18 +239,14 @@ def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
     table.add_column("method")
     # The last column is the overall score.
     first = 0 if len(results.columns) <= _COLUMNS else len(results.columns) - 1
-    marked = [column.title + few_mark(column) for column in results.columns[first:]]
-    for name in ("kept", *marked, "Rel."):
+    for name in ("kept", *results.titles[first:]):
         table.add_column(Text(name), justify="right")
-    for rows in ((results.original,), *(block.rows for block in results.blocks)):
+    for rows in ([results.original], *(rows for _, rows in results.blocks)):
         for row in rows:
-            cells = [cell.printed if cell else "-" for cell in (*row.cells[first:], row.rel)]
-            table.add_row(
-                Text(titled(method_title(row.method), row)),
-                f"{100 * row.ratio:g} %",
-                *cells,
-                end_section=row is rows[-1],
-            )
+            cells = [cell.printed if cell else "-" for cell in results.numbers(row)[first:]]
+            table.add_row(Text(titled(row)), f"{100 * row.ratio:g} %", *cells, end_section=row is rows[-1])
     yield table
+    for remark in results.remarks:
+        yield Text(remark)
     if first:
         yield Text(f"the {first} splits are in tables.md")

@@ -1,4 +1,7 @@
-"""A request to evaluate, checked before anything is started: questions, protocol, model, methods, what is there."""
+"""A request to evaluate, checked before anything is started: questions, protocol, model, methods, what is there.
+
+Answers come from a cache of all tokens. An evaluation makes the cache with the protocol's frames, or reads one.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
+from gstep.evidence import HEAD_SOURCES, pairs
 from gstep.language import prompt_builder
 from gstep.pruners import read_pruner
+from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import CacheIdentity, differences, header_bytes, read_header_file
 from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.cache.schema import digest
@@ -21,22 +26,26 @@ from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
-from pipeline.evaluate.config import FULL_LABEL, EvaluateConfig
-from pipeline.evaluate.protocols import PAPER, Protocol
-from pipeline.evaluate.questions import question_table
-from pipeline.evaluate.whole_cache import Grid, check_frames, identity_of, videos_of
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.protocols import FrameRule, Protocol
+from pipeline.evaluate.scores import question_table
 from pipeline.execution.request import check_out, refusing, store_refusing
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import PRUNINGS, AnswersIdentity, AnswersTable, LateIdentity, read_answers_header
 from pipeline.generate.engines import ENGINES, EngineSetup
-from pipeline.generate.late_pruning import LateAsked, check_inside, is_whole, late_pruning
+from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
 from pipeline.generate.model import check_model, model_of
 from pipeline.generate.request import describe_prunings, engine_of, refuse_others
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.request import match_cache, needed_by, resolve, sampling_settings
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
+from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
 
+#: The prunings under which every question is asked, by label; None is full retention.
+Grid = Mapping[str, LateAsked | None]
 _RESULTS_VERSION = 1
 RESULTS_HEADER = "evaluation.json"
 ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # in the layouts of jobs.generate and jobs.prune
@@ -76,10 +85,17 @@ class EvaluateRequest:
         }
 
     @property
-    def about(self) -> dict[str, str]:
-        """The facts that results may differ in: the model's name, and a hash of the questions."""
+    def token_bytes(self) -> int:
+        """The bytes that a cache in bfloat16 stores for a token and its deepstack levels."""
+        static = family_of(self.source).static()
+        return BFLOAT16.token_bytes(static.hidden_size, static.deepstack_levels)
+
+    @property
+    def about(self) -> JsonObject:
+        """The facts that results may differ in: the model's name, a hash of the questions, bytes of a cached token."""
         asked = [[item.question_id, item.question, item.options, item.expected] for item in self.loaded.items]
-        return {"model": self.source.name, "annotations": digest(json.dumps(sorted(asked, key=str)).encode())}
+        annotations = digest(json.dumps(sorted(asked, key=str)).encode())
+        return {"model": self.source.name, "annotations": annotations, "token_bytes": self.token_bytes}
 
     @property
     def title(self) -> str:
@@ -106,7 +122,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     store, cache = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER)
     check_out(store)
     benchmark = find_benchmark(config.benchmark)
-    protocol = _protocol(config, benchmark)
+    protocol = benchmark.protocol(config.protocol)
     loaded = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
     cached = store_at(cache, objects)
     held = _held(cached, named=config.cache is not None)
@@ -115,7 +131,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         check_model(cached, held["model"], source)
     if config.data is None and held is not None:
         _check_cached(loaded, cached, console)
-    grid = _possible(config, source, console)
+    grid = _arms(config, source)
     videos = videos_of(config, grid, protocol, source, cache, held)
     if held is not None and videos is None:
         check_frames(config, protocol, source, cache, held)
@@ -180,7 +196,7 @@ def read_results_header(store: Store) -> dict[str, Json]:
     return read_header_file(store, RESULTS_HEADER, (_RESULTS_VERSION,), NotResults, absent, of="results of ")
 
 
-def write_results_header(store: Store, identity: JsonObject, about: Mapping[str, str] | None = None) -> None:
+def write_results_header(store: Store, identity: JsonObject, about: JsonObject | None = None) -> None:
     """Write the header of a results folder: the identity of all its results, and ``about``, which runs may change."""
     store.make()
     header: JsonObject = {
@@ -191,38 +207,23 @@ def write_results_header(store: Store, identity: JsonObject, about: Mapping[str,
     store.put(RESULTS_HEADER, header_bytes(header))
 
 
-def _protocol(config: EvaluateConfig, benchmark: Benchmark) -> Protocol:
-    """Return the named protocol; by default the paper's for a paper's table, if the benchmark has it."""
-    of_paper = config.table is not None and PAPER in benchmark.named_protocols
-    return benchmark.protocol(config.protocol or (PAPER if of_paper else None))
+def _arms(config: EvaluateConfig, source: ModelSource) -> Grid:
+    """Return the arms that this model is asked under.
 
-
-def _possible(config: EvaluateConfig, source: ModelSource, console: Console) -> Grid:
-    """Return the arms that this model can be asked under, and report the ones left out.
-
-    Of a table's own methods those that cannot prune inside the model are left out. Positions stay out of the names of
-    methods where they are the model family's, and of methods that prune inside the model, which sees all tokens.
+    Positions stay out of the names of methods where they are the model family's, and of methods that prune inside the
+    model, which sees all tokens.
     """
     with refusing():
-        builder, variant = prompt_builder(source), family_of(source).variant
-        usual, grid, refused = builder.policy.positions, dict[str, LateAsked | None](), dict[str, ValueError]()
-        for one in config.grid().values():
+        usual, variant = prompt_builder(source).policy.positions, family_of(source).variant
+        arms: dict[str, LateAsked | None] = {}
+        for label, one in config.grid().items():
             if one is None:
-                grid[FULL_LABEL] = None
+                arms[label] = None
                 continue
-            pruner = read_pruner(one.method, one.params, family=variant)
-            try:
-                if config.table is not None and not config.method:
-                    check_inside(pruner, builder)
-            except ValueError as error:
-                refused[one.method] = error
-                continue
-            nothing_new = one.positions == usual or pruner.layer is not None
-            asked = replace(one, positions=None) if nothing_new else one
-            grid[asked.label] = asked
-    for method, why in refused.items():
-        console.print(f"note: --table {config.table} without {method}: {why}", highlight=False, markup=False)
-    return grid
+            inside = read_pruner(one.method, one.params, family=variant).layer is not None
+            asked = replace(one, positions=None) if inside or one.positions == usual else one
+            arms[asked.label] = asked
+    return arms
 
 
 def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:
@@ -278,3 +279,105 @@ def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None],
 def data_folder(request: EvaluateRequest) -> Path:
     """Return the folder that video ids are relative to."""
     return Path(str(request.config.data)).absolute()
+
+
+_PASSED_ON = (
+    *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "wait", "join"),
+    *("retry_failed", "max_attempts"),
+    *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_region"),
+)
+
+
+def videos_of(
+    config: EvaluateConfig,
+    grid: Grid,
+    protocol: Protocol,
+    source: ModelSource,
+    cache: str,
+    held: CacheIdentity | None,
+) -> PruneConfig | None:
+    """Return the options of the jobs.prune run that adds the missing videos to the cache of all tokens.
+
+    It samples frames by the protocol and stores the evidence that the methods need. None where no videos are to be
+    added to a cache that is there.
+    """
+    evidence = _evidence(grid, source, cache, held)
+    heads = HEAD_SOURCES & {where for _, where in evidence}
+    if config.siglip is not None and not heads:
+        raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
+    if config.data is None or (held is not None and heads and config.siglip is None):
+        return None
+    rules = protocol.rules(source.model_type)
+    pixels = {} if rules.pixels is None else vars(rules.pixels)
+    return PruneConfig(
+        out=cache,
+        video_root=[str(config.data), *config.video_root],
+        on_forbidden="record",  # the benchmark has said already what is wrong with its videos
+        model=source.name,
+        pruner="none",
+        retention_ratio=1.0,
+        evidence=[f"{name}={where}" for name, where in sorted(evidence)],
+        num_frames=config.num_frames or rules.frames.num_frames,
+        frame_rule=frame_rule(rules.frames),
+        **pixels,
+        **passed_on(config, "siglip", "decode_timeout", "decode_workers", "encode_workers"),
+    )
+
+
+def passed_on(config: EvaluateConfig, *more: str) -> dict[str, Any]:
+    """Return the options that a run takes over unchanged: those of encoding and of answering, and ``more``."""
+    return {name: getattr(config, name) for name in (*_PASSED_ON, *more)}
+
+
+def check_frames(
+    config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, held: CacheIdentity
+) -> None:
+    """Raise UsageError if an existing cache was made with other frames than the protocol names."""
+    asked = config.num_frames is not None or source.model_type in protocol.models
+    if not asked or "sampling" not in held:
+        return
+    frames = protocol.rules(source.model_type).frames
+    rule = frame_rule(frames)
+    wanted = sampling_settings(Sampling(num_frames=config.num_frames or frames.num_frames, rule=rule))
+    if wanted != held["sampling"]:
+        raise IdentityMismatch(
+            f"{cache} has the frames {held['sampling']}, and {protocol.name} asks for {wanted}: name another "
+            "--cache, or its own number with --num-frames"
+        )
+
+
+def _evidence(grid: Grid, source: ModelSource, cache: str, held: CacheIdentity | None) -> frozenset[tuple[str, str]]:
+    """Return the evidence that the methods need besides tokens; of an existing cache, the evidence it holds.
+
+    Raises UsageError where that is less.
+    """
+    needed: dict[tuple[str, str], str] = {}
+    with refusing():
+        for one in grid.values():
+            if one is not None:
+                needed |= dict.fromkeys(needed_by(one.method, source.model_type, one.params), one.method)
+    if held is None:
+        return frozenset(needed)
+    stored = pairs(held.get("evidence", {}))
+    if missing := sorted(needed.keys() - stored):
+        raise UsageError(
+            f"{cache} holds no {' and '.join(name for name, _ in missing)} for {needed[missing[0]]}: name another "
+            "place with --cache, where all tokens are made again with it; the answers that are there stay"
+        )
+    return stored
+
+
+def frame_rule(rule: FrameRule) -> str:
+    """Return a protocol's frame rule as jobs.prune names it. Raise UsageError if jobs.prune has no such rule."""
+    names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
+    if (rule.rounding, rule.even) not in names:
+        raise UsageError(f"frames that are {rule} are not sampled here")
+    return names[rule.rounding, rule.even]
+
+
+def identity_of(videos: PruneConfig, cached: Store, objects: Objects, console: Console) -> CacheIdentity:
+    """Return the identity that the cache has or will have. Raise IdentityMismatch if an existing cache differs."""
+    job = resolve(videos, MANIFEST_SCHEMA.empty_table(), cached, objects)
+    with store_refusing():
+        job = match_cache(job, console)
+    return job.identity("float32" if job.dtype == "auto" else job.dtype)

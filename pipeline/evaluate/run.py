@@ -28,18 +28,17 @@ from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCo
 from pipeline.evaluate.benchmarks.own import clusters_of
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.questions import answered_item, way_of
 from pipeline.evaluate.request import (
     ANSWERS_FOLDER,
     RESULTS_HEADER,
     EvaluateRequest,
     data_folder,
     match_results,
+    passed_on,
     write_results_header,
 )
-from pipeline.evaluate.scores import score_table
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
-from pipeline.evaluate.whole_cache import passed_on
+from pipeline.evaluate.scores import answered_item, score_table, way_of
+from pipeline.evaluate.statistics import ORIGINAL, Arm
 from pipeline.execution.claim import Claim
 from pipeline.execution.request import new_run_id
 from pipeline.execution.run_record import RUNS
@@ -103,17 +102,13 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     live = _live(request)
     if answers is None:
         answers = summarise_answers(live, len(request.questions) * len(request.grid), set(), 0.0)
-    scores = score_table(request.loaded.items, arms_of(request), live, request.protocol)
-    write_results_header(request.store, request.identity, request.about)  # until now it is about the scores before
-    return ScoredQuestions(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
-
-
-def arms_of(request: EvaluateRequest) -> dict[str, Arm]:
-    """Return each grid entry's arm, by the label that its answers have."""
-    return {
+    arms = {
         label: ORIGINAL if one is None else Arm(one.method_label, one.retention_ratio)
         for label, one in request.grid.items()
     }
+    scores = score_table(request.loaded.items, arms, live, request.protocol)
+    write_results_header(request.store, request.identity, request.about)  # until now it is about the scores before
+    return ScoredQuestions(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
 
 
 def _answers_store(request: EvaluateRequest) -> Store:

@@ -1,20 +1,25 @@
-"""From answers to scores: ``scores.parquet``, a row for each question, method and ratio."""
+"""A benchmark's questions as ``jobs.generate`` asks them, and the scores of its answers: ``scores.parquet``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gstep.language import Decoding
 from pipeline.cache.schema import column
 from pipeline.evaluate.benchmarks.items import Item
-from pipeline.evaluate.benchmarks.own import same_text
+from pipeline.evaluate.benchmarks.own import is_unpublished, item_of, same_text
 from pipeline.evaluate.parsers import Parsed, parse, without_reasoning
 from pipeline.evaluate.protocols import Protocol
-from pipeline.evaluate.statistics.score_matrix import Arm
-from pipeline.rows import AnswerRecord, JsonObject, without_nulls
+from pipeline.evaluate.statistics import Arm
+from pipeline.generate.questions import QUESTION_SCHEMA, Way
+from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
+
+SCORES = "scores.parquet"
 
 SCORE_SCHEMA = pa.schema(
     [
@@ -43,13 +48,8 @@ SCORE_SCHEMA = pa.schema(
 )
 
 
-_NEEDED = [
-    *("question_id", "status", "error_class", "answer", "choice", "choice_scores"),
-    *("n_kept", "n_total", "kept_per_frame", "decode_warnings"),
-]
-
-
 _COUNTS = ("choice_scores", "n_kept", "n_total", "kept_per_frame", "decode_warnings")
+_NEEDED = ["question_id", "status", "error_class", "answer", "choice", *_COUNTS]
 
 
 class Reply(NamedTuple):
@@ -112,3 +112,43 @@ def _row(item: Item, arm: Arm, row: AnswerRecord | None, protocol: Protocol) -> 
     reply = read_reply(item, row, protocol)
     counts = {name: row.get(name) for name in _COUNTS}
     return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **counts}
+
+
+def way_of(protocol: Protocol, model_type: str) -> Way:
+    """Return the protocol's way of answering: choices method, system message and decoding, for all questions."""
+    decoding = Decoding(max_new_tokens=protocol.max_new_tokens, temperature=protocol.temperature)
+    return Way(decoding, protocol.choices, protocol.rules(model_type).system)
+
+
+def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
+    """Return the items as a table of QUESTION_SCHEMA, a row a question.
+
+    Where a reply is generated the prompt is the protocol's whole text, which goes through untouched.
+    """
+    way = way_of(protocol, model_type)
+    rows = [_question(item, protocol, model_type, way) for item in items]
+    return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
+
+
+def _question(item: Item, protocol: Protocol, model_type: str, way: Way) -> QuestionRecord:
+    """Return an item as a row of QUESTION_SCHEMA."""
+    scored = bool(item.options) and protocol.choices != "generate"
+    question: QuestionRecord = {
+        "question_id": item.question_id,
+        "video_ids": list(item.video_ids),
+        "prompt": item.question if scored else protocol.text(item, model_type),
+        "decoding": (way if scored else replace(way, method="generate")).describe(),
+    }
+    if scored:
+        question["choices"] = list(item.options)
+    if item.expected is not None:
+        question["target"] = item.expected
+    return question
+
+
+def answered_item(row: AnswerRecord) -> Item | None:
+    """Return the item of a question that jobs.generate answered, or None if it has no published right answer."""
+    if "target" not in row:
+        return None
+    item = item_of(row, f"question {row['question_id']}")
+    return None if is_unpublished(item) else item

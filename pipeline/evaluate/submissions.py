@@ -1,9 +1,10 @@
-"""Files for the server of a benchmark whose right answers are not published: the option that each reply names."""
+"""A benchmark whose right answers are not published: files for its server, and the scores that the server returned."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -11,14 +12,15 @@ import pyarrow as pa
 from rich.console import Console
 
 from pipeline.cache.schema import write_parquet
+from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.items import Item
-from pipeline.evaluate.files import SCORES
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.server_scores import FORM, submission_name, write_form
-from pipeline.evaluate.statistics.score_matrix import Arm, arm_by_row, arms_of
+from pipeline.evaluate.scores import SCORES
+from pipeline.evaluate.statistics import Arm, arm_by_row, arms_of
 from pipeline.storage.stores import Store
 
 FOLDER = "submissions"
+FORM = f"{FOLDER}/server.json"
 
 
 class Submission(NamedTuple):
@@ -54,7 +56,8 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[Arm, Submission
 def write_submissions(store: Store, done: ScoredQuestions, console: Console) -> list[str]:
     """Write the scores without a score, a file for each method and ratio, and the form for what the server returns.
 
-    Returns their names. Raises OSError; UsageError where somebody made the form unreadable.
+    Numbers that were typed into the form stay. Returns the names of the files. Raises OSError; UsageError where
+    somebody made the form unreadable.
     """
     store.put(SCORES, write_parquet(done.scores))
     names = [SCORES]
@@ -63,8 +66,58 @@ def write_submissions(store: Store, done: ScoredQuestions, console: Console) -> 
         store.put(names[-1], json.dumps(submission.choices, indent=1).encode())
         for line in _said(submission, len(done.loaded.items)):
             console.print(f"note: {names[-1]}: {line}", highlight=False, markup=False, soft_wrap=True)
-    write_form(store, arms_of(done.scores))
+    form = {**dict.fromkeys(map(submission_name, arms_of(done.scores))), **server_scores(store)}
+    store.put(FORM, json.dumps(form, indent=1).encode())
     return [*names, FORM]
+
+
+def submission_name(arm: Arm) -> str:
+    """Return an arm's name as a file name, even if the method is named by an import path."""
+    return f"{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}"
+
+
+def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
+    """Return scores whose means are the percentages typed into the form; arms without one stay unscored.
+
+    The server returns only the mean, and counts a missing reply as wrong: all questions count as about one video, from
+    which no interval is drawn, and as answered. Raises UsageError for a form with anything but percentages.
+    """
+    typed = server_scores(store)
+    of_row = [typed.get(submission_name(arm)) for arm in arm_by_row(scores)]
+    columns = {
+        "score": pa.array([None if value is None else value / 100 for value in of_row], pa.float64()),
+        "cluster": pa.repeat("server", len(of_row)),
+        "status": pa.repeat("ok", len(of_row)),
+    }
+    for name, values in columns.items():
+        place = scores.schema.get_field_index(name)
+        scores = scores.set_column(place, scores.schema.field(name), values)
+    return scores
+
+
+def unknown_names(store: Store, arms: Iterable[Arm]) -> list[str]:
+    """Return the names with a score in the form for which these results have no submission."""
+    known = set(map(submission_name, arms))
+    return [name for name, value in server_scores(store).items() if value is not None and name not in known]
+
+
+def server_scores(store: Store) -> dict[str, float | None]:
+    """Read the percentages that were typed into the form, by submission; {} without a form. Raises UsageError."""
+    if not store.exists(FORM):
+        return {}
+    try:
+        form = json.loads(store.read(FORM))
+    except ValueError as error:
+        raise UsageError(f"{store}: {FORM} is no JSON: {error}") from error
+    if not isinstance(form, dict):
+        raise UsageError(f'{store}: {FORM} must be an object such as {{"gstep@0.25": 59.2}}')
+    typed = {name: value for name, value in form.items() if value is not None}
+    for name, value in typed.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
+            raise UsageError(f"{store}: {FORM}: {name} must be a percentage of right answers, got {value!r}")
+    if typed and max(typed.values()) <= 1:
+        raise UsageError(f"{store}: {FORM}: percentages are wanted, 59.2 and not 0.592")
+    return form
 
 
 def _draw(item: Item) -> int:

@@ -6,15 +6,12 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 import torch
 
 from gstep.backbones import choose_runtime
-from pipeline.cache.reader import TokenCache
-from pipeline.errors import QuestionFault
 from pipeline.execution.gpu_fault import give_up_process
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
@@ -73,12 +70,8 @@ class Answerer:
         runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._handed_over_at_once = setup.batch_size
         self._size = BatchSize(setup.batch_size)
-        # A method that prunes here looks at the vectors, so that its prompts have to bring what it selects.
-        cache = (
-            None if any(setup.prunings.values()) else TokenCache(str(setup.store), store=setup.store, live=setup.live)
-        )
         with self._heartbeat.loading():
-            self._engine = engine or load_engine(replace(setup.engine, cache=cache), setup.source, runtime)
+            self._engine = engine or load_engine(setup.engine, setup.source, runtime)
             self._asker = Asker(setup, self._engine, runtime.device, self._heartbeat)
         self._provenance = json.dumps(self._engine.describe())
 
@@ -161,8 +154,6 @@ class Answerer:
             return [{**row, "status": "ok", "batch_size": len(batch)} for row in rows]
         except EngineDied as error:
             give_up_process(batch[0].row["question_id"], error)
-        except QuestionFault as error:
-            fault = error
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
             fault = unforeseen_fault(batch[0].row["question_id"], error)
         self._short |= fault.fault_class == "out-of-memory"

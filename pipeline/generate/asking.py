@@ -21,7 +21,6 @@ from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import POISON, Heartbeat
 from pipeline.generate.choices import lettered_prompt, letters
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, Engine, EngineSetup
-from pipeline.generate.engines.cached_rows import read_outline
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way
@@ -139,7 +138,6 @@ class Asker:
             setup.order,
             heartbeat=heartbeat,
             evidence=tuple(columns),
-            outline=read_outline if engine.reads_cache else None,
         )
         self._videos = ChosenVideos(videos, lates, device, own_order=setup.own_order)
         self._embedders = Embedders(engine, device, lates)

@@ -18,14 +18,12 @@ from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.rows import VideoRow
 
 _HELD_BYTES = 2**30  # bytes of tokens that an actor keeps in memory for later questions
 _SELECTED_BYTES = 2**29  # bytes of selections, and again of selected tokens, kept beside them
 _READERS = 8  # values that are read at once; who asks for what is held waits for none of them
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-Outline = Callable[[TokenCache, VideoRow, float | None, TokenOrder], Visual]
 
 
 class LruCache(Generic[K, V]):
@@ -107,11 +105,9 @@ class HeldVideos:
         limit: int = _HELD_BYTES,
         heartbeat: Heartbeat | None = None,
         evidence: Sequence[str] = (),
-        outline: Outline | None = None,
     ) -> None:
-        """Hold up to ``limit`` bytes; ``outline`` reads videos without vectors, for an engine that reads those."""
+        """Hold up to ``limit`` bytes."""
         self._cache = cache
-        self._outline = outline
         self._heartbeat = heartbeat or Heartbeat("answer")
         self._ratio = retention_ratio
         self._order: TokenOrder = order
@@ -124,18 +120,11 @@ class HeldVideos:
             return held._replace(seconds=0.0)
         started = time.perf_counter()
         with self._heartbeat.busy(f"the tokens of {video_id}, being read"):
-            visual, row = self._read(video_id)
+            video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
+        row = video.metadata
         ratio = self._ratio if self._ratio is not None else float(row["retention_ratio"])
         seconds = time.perf_counter() - started
-        return self._held.put(video_id, HeldVideo(visual, ratio, seconds, row["decode_warnings"] or 0))
-
-    def _read(self, video_id: str) -> tuple[Visual, VideoRow]:
-        """Return a video and its row."""
-        if self._outline is not None:
-            row = self._cache.metadata(video_id)
-            return self._outline(self._cache, row, self._ratio, self._order), row
-        video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
-        return video.visual, video.metadata
+        return self._held.put(video_id, HeldVideo(video.visual, ratio, seconds, row["decode_warnings"] or 0))
 
 
 class ChosenVideos:
@@ -193,6 +182,6 @@ def _selection_key(late: LatePruning) -> tuple[Pruner, int, float | None]:
 
 
 def n_bytes(visual: Visual) -> int:
-    """Return the bytes of a video's tensors, as far as they have data."""
+    """Return the bytes of a video's tensors."""
     tensors = (visual.tokens, visual.index, *visual.deepstack, *visual.evidence.values())
-    return sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+    return sum(tensor.nbytes for tensor in tensors)

@@ -176,7 +176,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     """Estimate a run of these videos on this cluster; ``notes`` are added to the plan's own."""
     n, n_good = work.videos, work.videos * (1 - work.failed)
     # Videos that travel together, as pipeline.prune.graph bundles them.
-    bundle = max(1.0, min(32.0, 64 * 2**20 / max(1.0, work.frame_bytes.expected)))
+    bundle = int(max(1.0, min(32.0, 64 * 2**20 / max(1.0, work.frame_bytes.expected))))
     host_s = spread(lambda size: _HOST_S + _HOST_S_PER_BYTE * size + _HOST_S_PER_BUNDLE / bundle, work.frame_bytes)
     driver_s = _WAITING.scaled(n * (_DRIVER_S + _DRIVER_S_PER_BUNDLE / bundle))
     cpus_s = total(work.decode_s, product(host_s, _WAITING)).scaled(n / cluster.cores)

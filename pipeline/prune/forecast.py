@@ -179,7 +179,7 @@ def _leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[
 def plan_run(config: PruneConfig, console: Console) -> Plan:
     """Estimate what a run with the same flags would take; looks at the probed videos, starts and writes nothing.
 
-    Raises UsageError for whatever a run would refuse before it starts, and where no probed video can be read.
+    Raises UsageError for whatever a run would refuse before it starts, and if no probed video can be read.
     """
     cluster, notes = _planned_cluster(config)
     if config.corpus_videos is None or config.seconds is None:
@@ -254,6 +254,7 @@ def _probed_work(config: PruneConfig, cluster: Cluster, console: Console) -> Wor
 
 
 def _shape(record: VideoRecord) -> Shape:
+    """Return the shape of a decoded video."""
     return len(record["frame_indices"]), record["height"], record["width"]
 
 
@@ -263,7 +264,7 @@ def _probe(request: PruneRequest, rows: Sequence[TodoRow], cluster: Cluster) -> 
     The seconds are those of a GPU, or else of a core. There are none where ``_probe_encoder`` finds none worth it.
     """
     records, encode_s = list[VideoRecord](), list[float]()
-    encoder: VideoEncoder | None = None
+    encoder, first = None, True
     with closing(VideoDecoder(request.decode_setup())) as decoder:
         for row in rows:
             with decoder.open(row) as source:
@@ -271,8 +272,8 @@ def _probe(request: PruneRequest, rows: Sequence[TodoRow], cluster: Cluster) -> 
             records.append(record)
             if frames is None:
                 continue
-            if all(one["status"] != "ok" for one in records[:-1]):
-                encoder = _probe_encoder(request, cluster, _shape(record), len(rows))
+            if first:
+                encoder, first = _probe_encoder(request, cluster, _shape(record), len(rows)), False
             if encoder is None:
                 continue
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: By this name vLLM finds the tokenizer (its own) and the renderer (ours) of a server.
 MODE = "cached-videos"
-#: The key of a ServedCache in the configuration of vLLM's connector.
+#: The key of a ServedCache in vLLM's ``additional_config``.
 CONFIG = "served"
 
 

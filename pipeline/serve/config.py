@@ -11,9 +11,6 @@ from pipeline.generate.config import PromptOptions
 from pipeline.options import S3Options, check, check_choices, engine_values, option, positive
 from pipeline.rows import Json
 
-#: What /health and /metrics call the cache that links name by no name.
-FIRST = "default"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(PromptOptions, S3Options):
@@ -41,7 +38,7 @@ class ServeConfig(PromptOptions, S3Options):
         metavar="NAME=VALUE",
     )
     held_bytes: int = option(
-        2**30, "bytes of tokens that each worker of vLLM keeps in memory for later questions", metavar="N"
+        2**30, "bytes of tokens that the server, and vLLM's engine, keep in memory for later questions", metavar="N"
     )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every one", metavar="HOST", group="server")
     port: int = option(8000, "port to listen on", metavar="PORT")
@@ -83,8 +80,8 @@ class ServeConfig(PromptOptions, S3Options):
         named: dict[str, str] = {}
         for text in self.caches:
             name, _, place = text.partition("=")
-            if not (name.strip() and place.strip()) or name in (*named, FIRST):
-                raise UsageError(f"--cache takes NAME=PLACE, each NAME once and not {FIRST!r}, got {text!r}")
+            if not (name.strip() and place.strip()) or name in named:
+                raise UsageError(f"--cache takes NAME=PLACE, each NAME once, got {text!r}")
             named[name] = place
         return named
 

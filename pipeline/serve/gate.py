@@ -1,112 +1,83 @@
-"""What every request passes before vLLM sees it: whether the server takes it, its key and size, and its line of log."""
+"""What every request passes before vLLM sees it: its key, its size, and whether the server still takes requests."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import secrets
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
-from uuid import uuid4
 
-from pipeline.serve.config import FIRST
-from pipeline.serve.guard import App, KeyGuard, Message, Receive, Scope, Send, reply
-from pipeline.serve.metrics import CacheMetrics
 from pipeline.serve.prompts import CachedPrompts, ServedCache, prompts_of
 
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+KEY = "VLLM_API_KEY"
+OPEN = frozenset(("/health", "/ping"))  # routes that load balancers ask without a key, also while the server ends
 RETRY_AFTER_S = 10
 _SKIPPED = 16  # of a body that is too large, up to so many times the limit is read, so that the client gets the error
 _HEADER = b"x-cached-videos"
 _ENDED = b'"Internal server error"'  # what vLLM says of a request that its engine ended, as it does without its rows
 
-
-@dataclass
-class Request:
-    """One request as its log line describes it; ``videos`` are the content names of the rows it is answered from."""
-
-    method: str
-    path: str
-    id: str = field(default_factory=lambda: uuid4().hex)
-    started: float = field(default_factory=time.monotonic)
-    status: int = 0
-    videos: list[str] = field(default_factory=list)
-
-    def line(self) -> bytes:
-        """Return the request's log line as JSON."""
-        about = {"method": self.method, "path": self.path, "status": self.status, "videos": self.videos}
-        when = {"time": datetime.now(UTC).isoformat(), "seconds": round(time.monotonic() - self.started, 4)}
-        return json.dumps({"event": "request", "id": self.id, **when, **about}).encode() + b"\n"
-
-
-#: The request that this task works for.
-REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
+#: The content names of the videos that this task's answer is made from.
+VIDEOS: ContextVar[list[str] | None] = ContextVar("videos", default=None)
 
 
 class RequestGate:
-    """The outermost ASGI middleware: it admits requests, limits their size, logs them, and answers health checks.
+    """The outermost ASGI middleware: it asks for the key on every route, limits bodies, and names an answer's videos.
 
-    After SIGTERM it lets in no other, and the server ends once the last has its answer or ``shutdown_timeout`` is over.
-    ``/health`` says whether the process lives and which store answers, ``/ready`` whether requests should be sent.
+    vLLM's own check of the key leaves out some routes that answer and read. After SIGTERM the gate lets in no other
+    request, where vLLM would answer with an empty text, and the server ends once the last has its answer or
+    ``shutdown_timeout`` is over.
     """
 
     def __init__(self, app: App) -> None:
-        self._app = KeyGuard(self._limited)
-        self._inner = app
+        self._app = app
+        self._key = os.environ.get(KEY, "").encode()
         self._state: Any = None  # of vLLM's own application
         self._prompts: CachedPrompts | None = None
-        self._metrics: CacheMetrics | None = None
         self._busy = 0
         self._draining: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer and log one HTTP request, or pass it on; other ASGI events go straight on."""
+        """Answer or pass on one ASGI connection."""
         if scope["type"] == "lifespan":
             self._start(scope["app"].state)
-        if scope["type"] != "http":
-            await (self._inner if scope["type"] == "lifespan" else self._app)(scope, receive, send)
-            return
-        request = Request(scope["method"], scope["path"])
-        REQUEST.set(request)
-        self._count()
-        self._busy += 1
-        try:
-            await self._answer(scope, receive, _recorded(request, send))
-        finally:
-            self._busy -= 1
-            self._count()  # one of several processes answers /metrics for all
-            if scope["path"] not in ("/health", "/ready", "/ping", "/metrics"):
-                os.write(2, request.line())  # past vLLM's prefixes, so that every line is JSON
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer /health and /ready here, refuse other requests during shutdown, and pass the rest on."""
-        draining = self._draining is not None
-        if scope["path"] == "/health":
-            await self._health(send)
-        elif scope["path"] == "/ready":
-            await reply(send, 503 if draining else 200, {"ready": not draining})
-        elif draining:
+            await self._app(scope, receive, send)
+        elif scope.get("path") in OPEN:
+            await self._app(scope, receive, send)
+        elif self._key and not self._has_key(scope):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await _refuse(send, 401, "Unauthorized")
+        elif scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif self._draining is not None:
             await _refuse(send, 503, "this server is shutting down; ask another one")
         else:
-            await self._app(scope, receive, send)
+            self._busy += 1
+            try:
+                await self._answer(scope, receive, send)
+            finally:
+                self._busy -= 1
 
     def _start(self, state: Any) -> None:
-        """Open the caches, export their metrics, and take over SIGTERM. Raises as CachedPrompts."""
+        """Open the caches, and take over SIGTERM. Raises as CachedPrompts."""
         self._state = state
         self._prompts = prompts_of(ServedCache.from_config(state.vllm_config))
-        self._metrics = CacheMetrics(self._prompts.caches)
         for model in state.openai_serving_models.base_model_paths:
             model.model_path = model.name  # else /v1/models tells everybody where the model lies
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._drain)
-
-    def _count(self) -> None:
-        """Bring the metrics of the caches up to date."""
-        if self._metrics is not None:
-            self._metrics.update()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._drain)
 
     def _drain(self) -> None:
         """Begin to end the server: no more requests are admitted."""
@@ -122,58 +93,47 @@ class RequestGate:
         self._state.server.force_exit = self._busy > 0
         self._state.server.should_exit = True
 
-    async def _health(self, send: Send) -> None:
-        """Send the state of each cache's store, and whether the process lives."""
-        caches = {} if self._prompts is None else self._prompts.caches
-        stores = {name or FIRST: "away" if videos.away else "ok" for name, videos in caches.items()}
-        try:
-            await self._state.engine_client.check_health()
-            status, engine = 200, "ok"
-        except Exception:  # noqa: BLE001 - whatever the engine says of itself
-            status, engine = 503, "dead"
-        await reply(send, status, {"engine": engine, "stores": stores, "draining": self._draining is not None})
+    def _has_key(self, scope: Scope) -> bool:
+        """Return whether a request carries the right key, compared in constant time."""
+        scheme, _, sent = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and secrets.compare_digest(sent, self._key)
 
-    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the request's body, refuse one that is too large before anything parses it, and pass others to vLLM."""
-        if scope["type"] != "http":
-            await self._inner(scope, receive, send)
-            return
         most = self._prompts.served.max_request_bytes if self._prompts is not None else 0
-        body, size, more = [], 0, True
+        parts, size, more = [], 0, True
         while more and size <= _SKIPPED * most:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
             size += len(message.get("body", b""))
-            body += [message.get("body", b"")] if size <= most else []
+            parts += [message.get("body", b"")] if size <= most else []
             more = message.get("more_body", False)
         if size > most:
-            said = f"a request has at most {most:,} bytes here (--max-request-bytes)"
-            await _refuse(send, 413, said, [(b"connection", b"close")])
+            await _refuse(send, 413, f"a request has at most {most:,} bytes here (--max-request-bytes)")
             return
-        if await self._answered(scope, b"".join(body), receive, send):
-            return
-        # Workers found rows no longer that were there when the prompt was made: it is made again of those there are.
-        assert self._prompts is not None
-        await asyncio.gather(*(asyncio.to_thread(videos.refresh) for videos in self._prompts.caches.values()))
-        if not await self._answered(scope, b"".join(body), receive, send):
-            await _refuse(send, 503, "the rows of a video cannot be read now; ask again later")
+        body, videos = b"".join(parts), list[str]()
+        VIDEOS.set(videos)
 
-    async def _answered(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> bool:
-        """Return whether vLLM answered a request; nothing was sent where it failed on the rows of cached videos."""
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        failed, request = False, REQUEST.get()
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = [(_HEADER, name.encode()) for name in videos]
+                retry = [(b"retry-after", str(RETRY_AFTER_S).encode())] if message["status"] == 503 else []
+                message = {**message, "headers": [*message.get("headers", ()), *names, *retry]}
+            await send(message)
+
+        if not await self._answered(scope, _replayed(body, receive), named, videos):
+            # The engine had let go of rows that vLLM took for sent: vLLM knows by now, and sends them this time.
+            await self._app(scope, _replayed(body, receive), named)
+
+    async def _answered(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:
+        """Return whether vLLM answered a request; nothing was sent where its engine ended one about cached videos."""
+        failed = False
         held: list[Message] = []  # the start of a 500, until its body says whether the engine ended the request
-        if request is not None:
-            request.videos = []
-
-        async def replayed() -> Message:
-            return whole.pop() if whole else await receive()
 
         async def watched(message: Message) -> None:
             nonlocal failed
-            about_videos = request is not None and bool(request.videos)
-            if message["type"] == "http.response.start" and message["status"] == 500 and about_videos:
+            if message["type"] == "http.response.start" and message["status"] == 500 and videos:
                 held.append(message)
                 return
             failed = failed or (bool(held) and _ENDED in message.get("body", b""))
@@ -182,26 +142,26 @@ class RequestGate:
                     await send(late)
                 held.clear()
 
-        await self._inner(scope, replayed, watched)
+        await self._app(scope, receive, watched)
         return not failed
 
 
-def _recorded(request: Request, send: Send) -> Send:
-    """Return a ``send`` that records the response's status, and adds the request's id and rows to the headers."""
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a ``receive`` that gives a body that was read already, and then what the client still says."""
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def recording(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            request.status = message["status"]
-            more = [(b"x-request-id", request.id.encode())]
-            more += [(_HEADER, name.encode()) for name in request.videos]
-            more += [(b"retry-after", str(RETRY_AFTER_S).encode())] if request.status == 503 else []
-            message = {**message, "headers": [*message.get("headers", ()), *more]}
-        await send(message)
+    async def replayed() -> Message:
+        return whole.pop() if whole else await receive()
 
-    return recording
+    return replayed
 
 
-async def _refuse(send: Send, code: int, message: str, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    """Send an error in the form of OpenAI's API, with ``more`` headers."""
-    kind = "server_error" if code >= 500 else "invalid_request"
-    await reply(send, code, {"error": {"message": message, "type": kind, "code": code}}, more)
+async def _refuse(send: Send, status: int, message: str) -> None:
+    """Send an error in the form of OpenAI's API."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    body = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"connection", b"close")] if status == 413 else []
+    headers += [(b"retry-after", str(RETRY_AFTER_S).encode())] if status == 503 else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

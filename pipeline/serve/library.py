@@ -9,6 +9,7 @@ from typing import Any
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import PromptBuilder, prompt_builder
 from gstep.serving.options import engine_options, prepare_process
+from gstep.serving.prompts import engine_input
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
 from pipeline.generate.model import check_model, model_of, stored_tower
@@ -56,8 +57,6 @@ def vllm_input(
     Raises UsageError and ModelError as ``vllm_options``, and ValueError for a text or policy that the model does not
     take.
     """
-    from gstep.serving.inputs import engine_input  # noqa: PLC0415 - imports vLLM
-
     videos = [video] if isinstance(video, CachedVideo) else list(video)
     if not videos or any(one.header is None for one in videos):
         raise ValueError("videos must come from TokenCache.get, at least one of them")

@@ -1,4 +1,7 @@
-"""Messages as an OpenAI client writes them -> a prompt of cached tokens. Needs no vLLM."""
+"""Messages as an OpenAI client writes them -> a prompt of cached tokens. Needs no vLLM.
+
+``cache://VIDEO_ID?retention_ratio=R`` is how a message names a cached video.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import parse_qsl, unquote
 
 from gstep.backbones import ModelSource
 from gstep.language import Prompt, PromptBuilder, prompt_builder
@@ -17,14 +21,58 @@ from pipeline.errors import UsageError
 from pipeline.generate.model import check_model, check_tokens, stored_tower
 from pipeline.rows import Json, JsonObject
 from pipeline.serve import CONFIG
-from pipeline.serve.links import SCHEME, CacheLink
 from pipeline.serve.videos import ServedVideo, ServedVideos
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ClientMessage = JsonObject
+SCHEME = "cache://"
+_RATIO = "retention_ratio"
+_CACHE = "cache"
 _CHARACTERS_PER_TOKEN = 8  # longest average of a text that may fit; usual text has four
+
+
+@dataclass(frozen=True)
+class CacheLink:
+    """A parsed link: video id, share of its tokens (None: the server's), and cache name ("": the first cache)."""
+
+    video_id: str
+    retention_ratio: float | None = None
+    cache: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> CacheLink:
+        """Read a link, whose id is percent-decoded so that one with a ``?`` or ``%`` can be named.
+
+        Raises ValueError for another scheme, and an unknown, repeated or impossible option.
+        """
+        if not url.startswith(SCHEME):
+            raise ValueError(
+                f"{url[:80]!r} is no cached video: this server reads {SCHEME}VIDEO_ID?{_RATIO}=R, no files and no "
+                "addresses"
+            )
+        name, _, query = url.removeprefix(SCHEME).partition("?")
+        pairs = parse_qsl(query, keep_blank_values=True)
+        asked = dict(pairs)
+        if unknown := sorted(asked.keys() - {_RATIO, _CACHE}):
+            raise ValueError(f"{url[:200]!r}: unknown option {unknown[0]!r}; known: {_RATIO}, {_CACHE}")
+        if len(asked) < len(pairs):
+            raise ValueError(f"{url[:200]!r} says an option twice")
+        if not name:
+            raise ValueError(f"{url[:200]!r} names no video")
+        return cls(unquote(name), _ratio(asked[_RATIO]) if _RATIO in asked else None, asked.get(_CACHE, ""))
+
+
+def _ratio(text: str) -> float:
+    """Parse a ratio in (0, 1]. Raises ValueError."""
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0.0 < ratio <= 1.0:
+        raise ValueError(f"{_RATIO} must be in (0, 1], got {text[:40]!r}")
+    return ratio
 
 
 @dataclass(frozen=True)
@@ -40,6 +88,7 @@ class ServedCache:
         retention_ratio: of videos whose link says none; None is all that is stored.
         positions, rule, frame_times: as of prompt_builder.
         refresh_seconds: how often the videos tables are looked at again.
+        held_bytes: of tokens that are kept in memory for later questions.
         max_request_bytes: of a request's body.
         shutdown_timeout: seconds that requests have to end after SIGTERM.
     """
@@ -53,13 +102,14 @@ class ServedCache:
     rule: str = "transformers-5"
     frame_times: str = "true"
     refresh_seconds: float = 10.0
+    held_bytes: int = 2**30
     max_request_bytes: int = 2**20
     shutdown_timeout: float = 30.0
 
     @classmethod
     def from_config(cls, config: VllmConfig) -> ServedCache:
         """Make the settings from vLLM's configuration, where JSON has turned tuples into lists."""
-        values = config.ec_transfer_config.ec_connector_extra_config[CONFIG]
+        values = config.additional_config[CONFIG]
         return cls(**{**values, "others": tuple((name, place) for name, place in values["others"])})
 
     def places(self) -> dict[str, str]:
@@ -85,18 +135,18 @@ class CachedPrompts:
         self.served = served
         self.source = ModelSource.resolve(served.model, served.revision, quantized=True)
         self.builder: PromptBuilder = prompt_builder(self.source, served.positions, served.rule, served.frame_times)
-        self.caches = {name: self._opened(name, place) for name, place in served.places().items()}
+        self.caches = {name: self._opened(place) for name, place in served.places().items()}
         #: The most visual tokens that a video of the caches has in a prompt.
         self.largest_video = max(videos.cache.most_tokens for videos in self.caches.values())
         self.largest_video += 1 if self.builder.needs_newline else 0
 
-    def _opened(self, name: str, place: str) -> ServedVideos:
+    def _opened(self, place: str) -> ServedVideos:
         """Open a cache that fits the model, refreshed at intervals. Raises UsageError where it does not fit."""
         first = TokenCache(place)
         check_model(first.store, first.identity["model"], self.source, partial(stored_tower, first.store, first.header))
         check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
         _check_ratio(first, self.served.retention_ratio)
-        return ServedVideos(partial(TokenCache, place), self.served.refresh_seconds, name)
+        return ServedVideos(partial(TokenCache, place), self.served.refresh_seconds, self.served.held_bytes)
 
     def close(self) -> None:
         """Stop refreshing the caches."""
@@ -153,7 +203,7 @@ def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
 
 @lru_cache(maxsize=1)
 def prompts_of(served: ServedCache) -> CachedPrompts:
-    """Return this process's only CachedPrompts, which renderer, health and metrics share."""
+    """Return this process's only CachedPrompts, which renderer and gate share."""
     return CachedPrompts(served)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.renderers.hf import HfRenderer
 
 from gstep.language.types import ChatMessage
-from gstep.serving.inputs import engine_input
+from gstep.serving.prompts import engine_input
 from pipeline.errors import CorruptShard, UnknownVideo
-from pipeline.serve.gate import REQUEST
+from pipeline.serve.gate import VIDEOS
 from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, parts_of, prompts_of
 from pipeline.serve.videos import ServedVideo, StoreAway, VideoGone
 
@@ -64,19 +65,46 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
             raise HTTPException(_STATUS[type(error)], str(error)) from error
         except (ValueError, KeyError, TypeError, UnknownVideo) as error:
             raise VLLMValidationError(str(error), parameter="messages") from error
-        if (request := REQUEST.get()) is not None:
-            request.videos = [video.name for video in videos]
+        if (names := VIDEOS.get()) is not None:
+            names[:] = [video.name for video in videos]
         return ready
 
-    def process_for_engine(self, prompt: Any, arrival_time: float, **keywords: Any) -> Any:
-        """Return a prompt of cached videos unchanged, and others as vLLM processes them."""
-        ready = _ready(prompt, arrival_time)
-        return super().process_for_engine(prompt, arrival_time, **keywords) if ready is None else ready
+    def process_for_engine(self, prompt: Any, arrival_time: float, *, skip_mm_cache: bool = False, **more: Any) -> Any:
+        """Return the engine's input of a prompt; vLLM itself processes those without cached videos."""
+        if (ready := self._ready(prompt, arrival_time, skip_mm_cache=skip_mm_cache)) is not None:
+            return ready
+        return super().process_for_engine(prompt, arrival_time, skip_mm_cache=skip_mm_cache, **more)
 
-    async def process_for_engine_async(self, prompt: Any, arrival_time: float, **keywords: Any) -> Any:
+    async def process_for_engine_async(
+        self, prompt: Any, arrival_time: float, *, skip_mm_cache: bool = False, **more: Any
+    ) -> Any:
         """Return what ``process_for_engine`` returns."""
-        ready = _ready(prompt, arrival_time)
-        return await super().process_for_engine_async(prompt, arrival_time, **keywords) if ready is None else ready
+        if (ready := self._ready(prompt, arrival_time, skip_mm_cache=skip_mm_cache)) is not None:
+            return ready
+        return await super().process_for_engine_async(prompt, arrival_time, skip_mm_cache=skip_mm_cache, **more)
+
+    def _ready(self, prompt: Any, arrival_time: float, *, skip_mm_cache: bool) -> Any:
+        """Return the engine input of a finished prompt with cached videos; None for another prompt.
+
+        Rows that the engine has already are left out, as vLLM's cache of multimodal items knows.
+        """
+        if not isinstance(prompt, dict) or _READY not in prompt:
+            return None
+        ready, cache = prompt[_READY], None if skip_mm_cache else self.mm_processor_cache
+        if prompt["prompt_token_ids"] != ready["prompt_token_ids"]:
+            raise VLLMValidationError("a prompt with cached videos cannot be cut", parameter="truncate_prompt_tokens")
+        if cache is not None:
+            items = {
+                modality: [
+                    cache.get_and_update_item((item, []), name)[0]
+                    for item, name in zip(ready["mm_kwargs"][modality], names, strict=True)
+                ]
+                for modality, names in ready["mm_hashes"].items()
+            }
+            ready = {**ready, "mm_kwargs": MultiModalKwargsItems(items)}
+            self.update_mm_cache_stats()
+        salt = {"cache_salt": prompt["cache_salt"]} if prompt.get("cache_salt") else {}
+        return {**ready, "arrival_time": arrival_time, **salt}
 
     def _made(self) -> CachedPrompts:
         """Return the maker of prompts, opened on first use."""
@@ -106,17 +134,6 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         ready = engine_input(prompt, prompts.builder.config.video_token_id)
         told = [{"role": message["role"], "content": _text(message)} for message in conversation.messages]
         return told, {"prompt_token_ids": prompt.input_ids.tolist(), _READY: ready}
-
-
-def _ready(prompt: Any, arrival_time: float) -> Any:
-    """Return the engine input of a finished prompt with cached videos; None for another prompt."""
-    if not isinstance(prompt, dict) or _READY not in prompt:
-        return None
-    ready = prompt[_READY]
-    if prompt["prompt_token_ids"] != ready["prompt_token_ids"]:
-        raise VLLMValidationError("a prompt with cached videos cannot be cut", parameter="truncate_prompt_tokens")
-    salt = {"cache_salt": prompt["cache_salt"]} if prompt.get("cache_salt") else {}
-    return {**ready, "arrival_time": arrival_time, **salt}
 
 
 def _check(params: Any) -> None:

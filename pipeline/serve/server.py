@@ -13,17 +13,15 @@ from typing import Any
 
 from gstep.backbones import choose_runtime
 from gstep.language.weights import generation_config
-from gstep.serving.options import ENVIRONMENT, OWN, engine_options, prepare_process
-from gstep.serving.sampling import check_served
+from gstep.serving.options import ENVIRONMENT, OWN, check_served, engine_options, prepare_process
 from pipeline.cache.reader import read_header
 from pipeline.errors import UsageError
 from pipeline.execution.request import refusing, store_refusing
-from pipeline.generate.engines.vllm import check_installed, connector_config, refuse_own
+from pipeline.generate.engines.vllm import check_installed, refuse_own
 from pipeline.generate.model import model_of
 from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import ServeConfig
-from pipeline.serve.gate import RequestGate
-from pipeline.serve.guard import KEY
+from pipeline.serve.gate import KEY, RequestGate
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.stores import store_at
 
@@ -31,7 +29,14 @@ _ENDS_S = 5  # beyond the shutdown timeout, in which a process that has answered
 # What is no user's to say, beside what no engine's user can.
 _OWN = OWN | {
     *("tokenizer_mode", "host", "port", "api_key", "served_model_name", "chat_template"),
-    *("allowed_media_domains", "allowed_local_media_path", "enable_scale_out", "middleware", "shutdown_timeout"),
+    *(
+        "allowed_media_domains",
+        "allowed_local_media_path",
+        "enable_scale_out",
+        "middleware",
+        "shutdown_timeout",
+        "additional_config",
+    ),
 }
 
 
@@ -60,8 +65,6 @@ def server_arguments(config: ServeConfig) -> list[str]:
     with refusing(), store_refusing():
         prompts = CachedPrompts(served)
         prompts.close()
-        caches = {name: videos.cache for name, videos in prompts.caches.items()}
-        connector = connector_config(caches, config.held_bytes, {CONFIG: asdict(served)})
     if prompts.builder.axes == 1 and prompts.builder.policy.positions == "original":
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
     with refusing():
@@ -78,9 +81,10 @@ def server_arguments(config: ServeConfig) -> list[str]:
         "tokenizer_mode": MODE,
         # If a route of vLLM fetched a media URL before the renderer sees it, no domain would be allowed.
         "allowed_media_domains": ["cached-videos.invalid"],
-        "ec_transfer_config": connector,
+        "additional_config": {CONFIG: asdict(served)},
+        # Rows go to the engine with the first question on a video; it keeps them for later ones.
+        "mm_processor_cache_gb": config.held_bytes / 2**30,
         "middleware": [f"{RequestGate.__module__}.{RequestGate.__name__}"],
-        "disable_uvicorn_access_log": True,  # the gate writes a line for each request
         "host": config.host,
         "port": config.port,
         **config.engine_params(),
@@ -119,6 +123,7 @@ def served_cache(config: ServeConfig) -> ServedCache:
         rule=config.rule,
         frame_times=config.frame_times,
         refresh_seconds=config.refresh_seconds,
+        held_bytes=config.held_bytes,
         max_request_bytes=config.max_request_bytes,
         shutdown_timeout=config.shutdown_timeout,
     )

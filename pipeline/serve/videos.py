@@ -1,37 +1,22 @@
-"""The videos of one cache that a server answers from: their live rows, and what prompts say of those asked about last.
-
-Vectors are not read here: vLLM's workers do that, by the names of their rows.
-"""
+"""The videos of one cache that a server answers from, as prompts take them; those asked about last stay in memory."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import quote
 
-import pyarrow as pa
-
 from gstep.language import Visual
-from pipeline.cache.header import CacheIdentity
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import TokenCache, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.table import table_files
-from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, RemovedVideo, UnknownVideo
-from pipeline.generate.engines.cached_rows import read_outline
+from pipeline.errors import CorruptShard, NotACache, RemovedVideo, UnknownVideo
 from pipeline.generate.held_videos import LruCache, SharedReads, n_bytes
-from pipeline.keys import keys_of
 from pipeline.rows import VideoRow
-
-_HELD_BYTES = 2**27  # bytes of outlines that a server keeps in memory for later questions
-_HELD_ROWS = 2**14  # rows of videos, some 10 KB each; all are read again where the table has changed
 
 
 class StoreAway(Exception):  # noqa: N818
@@ -43,54 +28,47 @@ class VideoGone(Exception):  # noqa: N818
 
 
 class ServedVideo(NamedTuple):
-    """A video as prompts take it, with a name that changes with its content."""
+    """A video as prompts take it.
+
+    Attributes:
+        name: of its stored content; it changes when the video is encoded anew.
+        snapshot: the number of the snapshot whose row had that content.
+    """
 
     visual: Visual
     name: str
-
-
-@dataclass
-class CacheStats:
-    """The counts of a cache's requests since the server started; ``errors`` by kind."""
-
-    hits: int = 0
-    misses: int = 0
-    load_seconds: float = 0.0
-    errors: Counter[str] = field(default_factory=Counter)
+    snapshot: int
 
 
 class _Snapshot(NamedTuple):
-    """An opened cache, the rows of videos that were asked about last, and the files of its table at that time."""
+    """An opened cache, the files of its table at that time, and how many snapshots there were before."""
 
     cache: TokenCache
-    rows: LruCache[str, VideoRow]
     files: frozenset[str]
+    number: int
 
 
 class ServedVideos:
     """The videos of one open cache that a server answers from. Threads may share it.
 
     Attributes:
-        stats: what was asked, for the server's metrics.
         away: whether the store did not answer when it was asked last.
     """
 
-    def __init__(self, open_cache: Callable[[], TokenCache], refresh_seconds: float, name: str = "") -> None:
-        """Open the cache, and look again every ``refresh_seconds``. Raises NotACache, CorruptShard and OSError.
+    def __init__(self, open_cache: Callable[[], TokenCache], refresh_seconds: float, held_bytes: int) -> None:
+        """Open the cache, and look again every ``refresh_seconds``; hold up to ``held_bytes`` of tokens.
 
-        ``name`` is the cache's, by which engines look up rows.
+        Raises NotACache, CorruptShard and OSError.
         """
         self._open = open_cache
-        self._name = name
-        self._identity: CacheIdentity | None = None
-        self._now = self._look(())
-        self._identity = self.cache.identity
-        declared = declared_method(self.cache.identity)
+        cache = open_cache()
+        self._now = _Snapshot(cache, _file_names(cache), 0)
+        self._identity = cache.identity
+        declared = declared_method(cache.identity)
         self._order: TokenOrder = "selection" if declared is not None and declared.reorders else "index"
-        self._held: LruCache[tuple[str, float | None], ServedVideo] = LruCache(_HELD_BYTES, lambda v: n_bytes(v.visual))
+        self._held: LruCache[tuple[str, float | None], ServedVideo] = LruCache(held_bytes, _n_bytes)
         self._reads: SharedReads[tuple[str, float | None], ServedVideo] = SharedReads("cache-reader")
         self._lock = threading.RLock()
-        self.stats = CacheStats()
         self.away = False
         self._closed = threading.Event()
         threading.Thread(target=self._keep_looking, args=(refresh_seconds,), name="cache-table", daemon=True).start()
@@ -99,11 +77,6 @@ class ServedVideos:
     def cache(self) -> TokenCache:
         """The cache as of the last refresh."""
         return self._now.cache
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the outlines in memory."""
-        return self._held.bytes
 
     def close(self) -> None:
         """Stop refreshing the cache."""
@@ -116,46 +89,30 @@ class ServedVideos:
         It raises UnknownVideo, RatioNotCached and CorruptShard as TokenCache.get, VideoGone and StoreAway.
         """
         with self._lock:
-            row = self._now.rows.get(video_id)
-            held = None if row is None else self._held.get((_content_name(row), retention_ratio))
-            if held is not None:
-                self.stats.hits += 1
-            else:
-                self.stats.misses += 1
-            return self._reads.find((video_id, retention_ratio), held, self._read)
+            held = self._held.get((video_id, retention_ratio))
+            current = held if held is not None and held.snapshot == self._now.number else None
+            return self._reads.find((video_id, retention_ratio), current, self._read)
 
     def refresh(self) -> None:
         """Open the table again if its files changed; while the store is away, videos in memory are still served."""
         try:
-            if self.away or _names(self.cache) != self._now.files:
+            if self.away or _file_names(self.cache) != self._now.files:
                 self._look_again()
             self.away = False
         except (OSError, NotACache, CorruptShard, UnknownVideo):
             self.away = True
 
-    def _look(self, wanted: Sequence[str]) -> _Snapshot:
-        """Open the cache anew, and read the rows of the wanted videos, so that no request waits for them later.
+    def _look_again(self) -> None:
+        """Open the cache anew.
 
         Raises NotACache where another cache has taken its place, whose tokens the model may not understand.
         """
         cache = self._open()
-        if self._identity not in (None, cache.identity):
+        if cache.identity != self._identity:
             raise NotACache(f"{cache.store} holds another cache now: start the server anew")
-        files = _names(cache)
-        rows: LruCache[str, VideoRow] = LruCache(_HELD_ROWS, lambda row: 1)
-        ids = pa.array(wanted, pa.string())
-        for name in ids.take(pa.array(keys_of(ids)[:, 0].argsort())).to_pylist():  # as sorted files have them
-            with suppress(UnknownVideo):
-                rows.put(name, cache.metadata(name))
-        return _Snapshot(cache, rows, files)
-
-    def _look_again(self) -> None:
-        """Replace the snapshot by a new one."""
+        files = _file_names(cache)
         with self._lock:
-            wanted = self._now.rows.keys()
-        new = self._look(wanted)
-        with self._lock:
-            self._now = new
+            self._now = _Snapshot(cache, files, self._now.number + 1)
 
     def _keep_looking(self, seconds: float) -> None:
         """Refresh at intervals until closed; runs in a thread."""
@@ -163,58 +120,46 @@ class ServedVideos:
             self.refresh()
 
     def _read(self, asked: tuple[str, float | None]) -> ServedVideo:
-        """Read a video, with one refresh if its files were merged or removed meanwhile; count errors."""
-        started = time.perf_counter()
+        """Read a video; runs in a reader thread."""
         try:
             try:
                 found = self._load(*asked)
-            except (CorruptShard, UnknownVideo) as error:
-                # It may have been done again and its old shard deleted, or its table read while the store was away.
-                if not (self.away or (isinstance(error, CorruptShard) and error.kind == "missing")):
+            except (CorruptShard, UnknownVideo):
+                if not self.away:
                     raise
-                self._look_again()
+                self._look_again()  # the table was read while the store was away
                 found = self._load(*asked)
-            self.away = False
-            return found
-        except Exception as error:
-            told = self._counted(error)
+        except (OSError, NotACache, CorruptShard, UnknownVideo) as error:
+            told = self._told(error)
             if told is error:
                 raise
             raise told from error
-        finally:
-            self.stats.load_seconds += time.perf_counter() - started
+        self.away = False
+        return found
 
     def _load(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
-        """Read which of a video's tokens are stored, name its content, and keep that in memory."""
-        now = self._now
-        row = now.cache.metadata(video_id)
-        visual = read_outline(now.cache, row, retention_ratio, self._order, self._name)
-        found = ServedVideo(visual, _content_name(row))
+        """Read a video's tokens, unless its row says that those in memory are still its own."""
+        now, asked = self._now, (video_id, retention_ratio)
+        name = _content_name(now.cache.metadata(video_id))
         with self._lock:
-            now.rows.put(video_id, row)
-            return self._held.put((found.name, retention_ratio), found)
+            found = self._held.get(asked)
+        if found is None or found.name != name:
+            video = now.cache.get(video_id, retention_ratio, self._order)
+            found = ServedVideo(video.visual, _content_name(video.metadata), now.number)
+            _ = found.visual.placeholder_hash  # computed here once, so that no prompt waits for it
+        with self._lock:
+            return self._held.put(asked, found._replace(snapshot=now.number))
 
-    def _counted(self, error: Exception) -> Exception:
-        """Count an error by its kind, and return the error that a request gets."""
+    def _told(self, error: Exception) -> Exception:
+        """Return the error that a request gets."""
         missing = isinstance(error, CorruptShard) and error.kind == "missing"
         # A folder that was unmounted looks like an empty cache.
-        lost = isinstance(error, OSError | NotACache) or (
-            (missing or type(error) is UnknownVideo) and not self._reachable()
-        )
-        if lost:
+        doubtful = missing or type(error) is UnknownVideo
+        if isinstance(error, OSError | NotACache) or (doubtful and not self._reachable()):
             self.away = True
-            error = StoreAway("the store of the cache does not answer; ask again later")
-        elif missing or isinstance(error, RemovedVideo):
-            error = VideoGone(str(error.args[0]))
-        kinds = {
-            StoreAway: "store-away",
-            VideoGone: "gone",
-            FailedVideo: "failed-video",
-            UnknownVideo: "unknown-video",
-            RatioNotCached: "ratio-not-cached",
-            CorruptShard: "corrupt",
-        }
-        self.stats.errors[next((kind for known, kind in kinds.items() if isinstance(error, known)), "internal")] += 1
+            return StoreAway("the store of the cache does not answer; ask again later")
+        if missing or isinstance(error, RemovedVideo):
+            return VideoGone(str(error.args[0]))
         return error
 
     def _reachable(self) -> bool:
@@ -226,7 +171,13 @@ class ServedVideos:
         return True
 
 
-def _names(cache: TokenCache) -> frozenset[str]:
+def _n_bytes(video: ServedVideo) -> int:
+    """Return the bytes of a video's tensors, and of its rows where those are a copy."""
+    visual = video.visual
+    return n_bytes(visual) + (0 if visual.placeholder_rows is visual.tokens else visual.placeholder_rows.nbytes)
+
+
+def _file_names(cache: TokenCache) -> frozenset[str]:
     """Return the names of the table's files."""
     return frozenset(file.name for file in table_files(cache.store, VIDEOS))
 

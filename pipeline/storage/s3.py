@@ -120,10 +120,6 @@ class Objects:
         flags = {"endpoint_url": endpoint, "region_name": region}
         return cls(**(found | {name: value for name, value in flags.items() if value}))
 
-    def variables(self) -> dict[str, str]:
-        """Return the AWS_* variables by which a process of another program's reaches the same stores."""
-        return {_ENVIRONMENT[name][0]: value for name, value in self._settings.items()}
-
     def impatient(self) -> Objects:
         """Return a client that gives up after two tries of 14 seconds, for requests that are useless when late."""
         return Objects(patience=0.2, **self._settings)

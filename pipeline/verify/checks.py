@@ -16,7 +16,7 @@ from gstep.types import budget_for
 from pipeline.cache.cached_video import ONE_NUMBER
 from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import CacheHeader, deepstack_levels, fingerprint
-from pipeline.cache.live_rows import INDEX_COLUMNS, completed, with_place
+from pipeline.cache.live_rows import INDEX_COLUMNS, belongs, completed, with_place
 from pipeline.cache.method import declared_method
 from pipeline.cache.schema import LATER, VIDEO_SCHEMA, tier_row_counts, token_schema
 from pipeline.cache.table import SortedFile, TableFile, file_named, made_with_of, read_small
@@ -73,7 +73,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     if wrong := sorted(_wrong_columns(table.schema)):
         what = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
         return CheckedCommit(None, [Problem(Kind.SCHEMA, what, name)], n_bytes)
-    if made_with != fingerprint(header["identity"]):
+    if not belongs(made_with, fingerprint(header["identity"])):
         what = f"{store}/{name}: its rows were made with other settings, and no reader takes them"
         return CheckedCommit(None, [Problem(Kind.FINGERPRINT, what, name)], n_bytes)
     problems = []

@@ -37,8 +37,8 @@ from pipeline.cache.live_rows import (
 )
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import made_with, read_header
-from pipeline.cache.runs import in_order
+from pipeline.cache.reader import read_header
+from pipeline.cache.reading import in_order
 from pipeline.cache.table import table_files
 from pipeline.cache.token_shard import ids_in_footer, read_videos
 from pipeline.cache.writer import SHARD_BYTES, bundled, commit, put_token_shard, token_shard_id
@@ -100,7 +100,7 @@ def remove_videos(
 
     Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
     """
-    identity = made_with(store, required=True)
+    identity = fingerprint(read_header(store)["identity"])
     done = Removed(new_run_id(), len(ids))
     record: JsonObject = {**provenance(done.run_id, _VERSIONS), "removed": len(ids), "reason": reason}
     with Claim(store, done.run_id, say), RunFile(store, record):
@@ -123,7 +123,7 @@ def remove_videos(
 class _Removal:
     """The steps of one removal of videos."""
 
-    def __init__(self, store: Store, identity: str | None, done: Removed, ids: frozenset[str]) -> None:
+    def __init__(self, store: Store, identity: str, done: Removed, ids: frozenset[str]) -> None:
         self._store, self._identity, self._done, self._ids = store, identity, done, ids
         self._rows = self._read()
         self._held = self._shards_of_removed()

@@ -23,7 +23,7 @@ from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, live_rows, no_ro
 from pipeline.cache.merging import KEEP
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import HEADER, TokenCache, read_header
-from pipeline.cache.runs import in_order
+from pipeline.cache.reading import in_order
 from pipeline.cache.token_shard import videos_in
 from pipeline.cache.writer import run_of, token_shard_id
 from pipeline.errors import NotACache

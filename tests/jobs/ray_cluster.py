@@ -13,7 +13,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,9 @@ class Cluster:
         gcs_address: of the cluster, what RAY_ADDRESS takes.
         folder: private and short-lived: the nodes' home and, below it, Ray's own files.
         environment: what the nodes, and with them every job, are started in.
-
-    ``also`` are more options of ``ray start``, for the head here and for a node in ``add_node``.
     """
 
-    def __init__(
-        self,
-        *,
-        cpus: int = 2,
-        gpus: int = 0,
-        resources: dict[str, float] | None = None,
-        also: Sequence[str] = (),
-        **environ: str,
-    ) -> None:
+    def __init__(self, *, cpus: int = 2, **environ: str) -> None:
         self.environment = environment(**environ)
         if "PYTHONPATH" not in environ:
             del self.environment["PYTHONPATH"]  # jobs must run the code they are submitted with, not this checkout
@@ -56,8 +45,8 @@ class Cluster:
         self.gcs_address = f"127.0.0.1:{self._gcs}"
         self._start(
             "--head", f"--port={self._gcs}", f"--temp-dir={self.folder}", "--include-dashboard=true",
-            f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", *also,
-            agent=agent, cpus=cpus, gpus=gpus, resources=resources,
+            f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
+            agent=agent, cpus=cpus,
         )  # fmt: skip
 
     def __enter__(self) -> Cluster:
@@ -75,12 +64,10 @@ class Cluster:
     def head_pid(self) -> int:
         return self._nodes[0].pid
 
-    def add_node(
-        self, *, cpus: int = 2, gpus: int = 0, resources: dict[str, float] | None = None, also: Sequence[str] = ()
-    ) -> None:
+    def add_node(self, *, cpus: int = 2) -> None:
         """Join one more node and wait until the cluster counts it."""
         (agent,) = _free_ports(1)
-        self._start(f"--address=127.0.0.1:{self._gcs}", *also, agent=agent, cpus=cpus, gpus=gpus, resources=resources)
+        self._start(f"--address=127.0.0.1:{self._gcs}", agent=agent, cpus=cpus)
         self._wait_until(lambda: len(self._alive_nodes()) == len(self._nodes), "the node joins")
 
     def ray(self, *argv: str, timeout: float = 240, cwd: Path | None = None, **environ: str) -> Ended:
@@ -134,14 +121,14 @@ class Cluster:
             node.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, *argv: str, agent: int, cpus: int, gpus: int, resources: dict[str, float] | None) -> None:
+    def _start(self, *argv: str, agent: int, cpus: int) -> None:
         with (self.folder / f"node-{len(self._nodes)}.log").open("wb") as log:
             node = subprocess.Popen(
                 [
                     RAY, "start", "--block", "--disable-usage-stats", *argv,
                     # The defaults are fixed numbers that another cluster on this machine may hold.
                     f"--dashboard-agent-listen-port={agent}", "--min-worker-port=0", "--max-worker-port=0",
-                    f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--resources={json.dumps(resources or {})}",
+                    f"--num-cpus={cpus}",
                     f"--object-store-memory={256 * 2**20}",
                 ],
                 env=self.environment, cwd=self.folder, start_new_session=True,

@@ -220,16 +220,10 @@ def test_a_mixture_of_experts(refuse, videos, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variable", "value", "why"),
-    [
-        ("RAY_TMPDIR", "/tmp/" + "x" * 120, "Ray cannot be started on this machine: OSError: "),
-        ("RAY_ADDRESS", "127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1 (RAY_ADDRESS): Connection refused"),
-    ],
-)
-def test_a_ray_that_is_not_there_is_one_line_with_the_remedy(videos, tmp_path, variable, value, why):
-    done = run("jobs.prune", str(videos), "--out", str(tmp_path / "c"), **{variable: value})
-    shutil.rmtree(value, ignore_errors=True)
+def test_a_ray_that_cannot_start_is_one_line_with_the_remedy(videos, tmp_path):
+    place = "/tmp/" + "x" * 120  # too long for its sockets
+    done = run("jobs.prune", str(videos), "--out", str(tmp_path / "c"), RAY_TMPDIR=place)
+    shutil.rmtree(place, ignore_errors=True)
     last = done.stdout.splitlines()[-1]
-    assert done.returncode == 1 and f" failed: {why}" in last, done.stdout
+    assert done.returncode == 1 and " failed: Ray cannot be started on this machine: OSError: " in last, done.stdout
     assert "Traceback" not in done.stdout

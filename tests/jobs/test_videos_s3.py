@@ -14,7 +14,8 @@ import pytest
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.video.decode import fingerprint
-from tests.jobs.jobs import clips, environment, forbid_ray, run
+from tests.jobs.jobs import clips, environment, forbid_ray, run, run_here
+from tests.pipeline.rays import PLAIN, ray_here
 from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
 from tests.waiting import wait_until
 
@@ -58,7 +59,7 @@ def watched(folder):
     peak, done = [0], threading.Event()
 
     def watch():
-        while not done.wait(0.01):
+        while not done.wait(0.05):
             peak.append(sum(path.lstat().st_size for path in list(folder.rglob("*")) if path.exists()))
 
     thread = threading.Thread(target=watch)
@@ -129,7 +130,7 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
     assert "changed since" in capsys.readouterr().out
 
 
-def test_a_manifest_may_mix_places_and_what_it_may_not_name_is_not_asked_for(server, cluster, tmp_path):
+def test_a_manifest_may_mix_places_and_what_it_may_not_name_is_not_asked_for(server, tmp_path, monkeypatch):
     shutil.copy(clips()[1], tmp_path / "local.mp4")
     for key in ("root/a.mp4", "other/b.mp4", "rooted/c.mp4"):
         server.upload(key, clips()[1].read_bytes())
@@ -141,9 +142,11 @@ def test_a_manifest_may_mix_places_and_what_it_may_not_name_is_not_asked_for(ser
         "c": server.uri("rooted/c.mp4"),
     }
     (tmp_path / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in uris.items()))
-    argv = ["jobs.prune", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--video-root", server.uri("root")]
-    argv += ["--on-forbidden", "record"]
-    done = run(*argv, *OPTIONS, "--max-failed", "3", **server.environment(), RAY_ADDRESS=cluster[0])
+    argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--video-root", server.uri("root")]
+    with ray_here(*PLAIN):  # which started without the credentials
+        server.reach(monkeypatch)
+        server.requests.clear()
+        done = run_here(prune, [*argv, "--on-forbidden", "record", *OPTIONS, "--max-failed", "3"])
     assert done.returncode == 0, done.stdout
     cache = TokenCache(tmp_path / "c")
     assert cache.video_ids == ["a", "local"]

@@ -12,15 +12,18 @@ from pipeline.evaluate.benchmarks.annotations import (
     NOT_PUBLISHED,
     AnswerRule,
     NotAskable,
+    Place,
+    Tables,
     Videos,
     answer_index,
     clip_of,
     data_folder,
     options_of,
+    read_annotations,
+    read_tables,
     text_of,
 )
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector, clip_id
-from pipeline.evaluate.benchmarks.reading import Place, Tables, read_annotations, read_tables
 from pipeline.evaluate.protocols import ALIASES, QUESTIONS, Protocol
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pipeline.evaluate.benchmarks.annotations import Place
 from pipeline.evaluate.benchmarks.base import Benchmark
-from pipeline.evaluate.benchmarks.reading import Place
 from pipeline.evaluate.protocols import Prompt, lmms_eval
 from pipeline.generate.choices import letters
 from pipeline.inputs.tables import UserRow

@@ -8,8 +8,8 @@ puts them between the frames, and is not here. A video is at ``video_path``, whi
 
 from __future__ import annotations
 
+from pipeline.evaluate.benchmarks.annotations import Place
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.benchmarks.reading import Place
 from pipeline.evaluate.protocols import Prompt, lmms_eval
 from pipeline.inputs.tables import UserRow
 

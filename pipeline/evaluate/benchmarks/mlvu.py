@@ -14,9 +14,8 @@ The rule for replies in lmms-eval 0.7.3 knows the letters A to D alone, for test
 
 from __future__ import annotations
 
-from pipeline.evaluate.benchmarks.annotations import answer_index
+from pipeline.evaluate.benchmarks.annotations import Place, answer_index
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.benchmarks.reading import Place
 from pipeline.evaluate.protocols import Prompt, lmms_eval
 from pipeline.generate.choices import letters
 from pipeline.inputs.tables import UserRow, UserValue

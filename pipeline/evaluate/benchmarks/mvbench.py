@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import re
 
+from pipeline.evaluate.benchmarks.annotations import Place
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.benchmarks.reading import Place
 from pipeline.evaluate.protocols import Prompt, lmms_eval
 from pipeline.inputs.tables import UserRow
 

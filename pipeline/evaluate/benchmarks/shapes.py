@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gstep.families import FAMILIES
-from pipeline.evaluate.benchmarks.annotations import without_letter
+from pipeline.evaluate.benchmarks.annotations import Place, without_letter
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.benchmarks.reading import Place
 from pipeline.evaluate.protocols import LETTER, FrameRule, ModelRules
 from pipeline.inputs.tables import UserRow
 

@@ -13,8 +13,7 @@ from gstep.backbones import choose_runtime
 from pipeline.cache.reader import TokenCache, read_header
 from pipeline.errors import RunFailed, UnknownVideo, UsageError
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
-from pipeline.evaluate.lmms.questions import LmmsQuestion
-from pipeline.evaluate.lmms.videos import CachedIds
+from pipeline.evaluate.lmms.questions import CachedIds, LmmsQuestion
 from pipeline.execution.request import refusing, store_refusing
 from pipeline.execution.run_record import RunFile
 from pipeline.generate.answer_stage import Answerer, answered_rows, question_blocks

@@ -13,8 +13,7 @@ from rich.console import Console
 from pipeline.errors import UsageError
 from pipeline.evaluate.lmms.answering import CachedReplies
 from pipeline.evaluate.lmms.arguments import Arguments
-from pipeline.evaluate.lmms.questions import LmmsQuestion, asked, unique
-from pipeline.evaluate.lmms.videos import video_key
+from pipeline.evaluate.lmms.questions import LmmsQuestion, asked, unique, video_key
 
 
 class GstepCached(lmms):  # type: ignore[misc]

@@ -22,9 +22,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from pipeline.evaluate.shapes.draws import one_of
-from pipeline.evaluate.shapes.words import CORNERS, NUMBERS, QUARTERS
-from pipeline.evaluate.shapes.world import Thing, ThingKind, Video
+from pipeline.evaluate.shapes.story import one_of
+from pipeline.evaluate.shapes.world import CORNERS, NUMBERS, QUARTERS, Thing, ThingKind, Video
 
 QuestionType = Literal["color", "shape", "corner", "scene", "quarter", "order", "onset", "count", "change", "sign"]
 _QUESTIONS = 4  # the number of this generator among those of a seed

@@ -7,9 +7,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.evaluate.shapes.placing import REACH
-from pipeline.evaluate.shapes.words import COLORS, SHAPES
-from pipeline.evaluate.shapes.world import SIDE, Thing, Video
+from pipeline.evaluate.shapes.making import REACH
+from pipeline.evaluate.shapes.world import COLORS, SHAPES, SIDE, Thing, Video
 
 Image = NDArray[np.float32]
 #: Colours brighter than any ground, so that brightness alone shows where a thing is and its shape.

@@ -12,7 +12,6 @@ from gstep.backbones import ModelSource, Runtime
 from gstep.language import Answer, Decoding, Prompt, Score
 from gstep.lazy import LazyTable
 from gstep.pruners.base import Pruner
-from pipeline.cache.reader import TokenCache
 from pipeline.generate.answers import AnswersIdentity
 from pipeline.rows import JsonObject
 
@@ -50,14 +49,12 @@ class EngineSetup:
         tensor_parallel: GPUs that the model is spread over.
         params: arguments of the engine's own.
         largest_video: the most visual tokens that a video has in a prompt.
-        cache: from which the engine reads vectors by itself, where it can; None where prompts bring them.
     """
 
     name: str = TRANSFORMERS
     tensor_parallel: int = 1
     params: JsonObject = field(default_factory=dict)
     largest_video: int = 0
-    cache: TokenCache | None = None
 
     def describe(self) -> AnswersIdentity:
         """Return the engine's part of the answers' identity, JSON-able; empty for the transformers engine."""
@@ -72,8 +69,6 @@ class Engine(Protocol):
 
     context_length: int
     """Tokens that a prompt and its answer may have together."""
-    reads_cache: bool
-    """Whether it reads the vectors of prompts by itself: they then need not have any."""
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
         """Group the prompts into batches of at most ``most``; return the prompts' numbers in each batch.

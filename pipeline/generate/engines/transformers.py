@@ -16,8 +16,6 @@ from pipeline.rows import JsonObject
 class TransformersEngine:
     """The engine that answers by :class:`gstep.language.LanguageModel`."""
 
-    reads_cache = False
-
     def __init__(self, model: LanguageModel, runtime: Runtime) -> None:
         self._model = model
         self._runtime = runtime

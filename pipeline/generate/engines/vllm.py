@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -21,25 +19,17 @@ from gstep.language.embeddings import InputEmbeddings
 from gstep.language.prompt import text_ids, tokenizer_of
 from gstep.language.weights import generation_config
 from gstep.pruners.base import Pruner
-from gstep.serving.options import OWN, engine_options, prepare_process
-from gstep.serving.sampling import check_served, sampling_params
-from pipeline.cache.reader import TokenCache
-from pipeline.errors import QuestionFault, QuestionFaultClass, UsageError
+from gstep.serving.options import OWN, check_served, engine_options, prepare_process, sampling_params
+from gstep.serving.prompts import engine_input
+from pipeline.errors import UsageError
 from pipeline.generate.engines import EngineDied, EngineSetup
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.rows import JsonObject
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import ObjectStore
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
-    from vllm.config import ECTransferConfig
 
-    from pipeline.generate.engines.connector import Asking
-
-SUPPORTED = ">=0.32,<0.33"  # earlier connectors cannot say that rows are not there
-_PAUSE_S = 0.001  # where nothing could be computed: threads of this process read what is missing
-HELD_BYTES = 2**30  # of rows that each worker keeps in memory
+SUPPORTED = ">=0.32,<0.33"
 _IDS_AT_ONCE = 100  # log-probabilities that one request may ask for; vLLM allows 128
 
 
@@ -54,7 +44,6 @@ class VllmEngine:
         self._tokenizer = tokenizer_of(source)
         self._embeddings = InputEmbeddings(source, self._tokenizer, runtime.dtype)
         self._video_token = int(config.video_token_id)
-        self.reads_cache = setup.cache is not None
         self._generation = generation_config(source, config)
         self._n_asked = 0
         # Each request that waits holds its prompt: no more of them than keep the scheduler busy.
@@ -74,8 +63,6 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
         options = engine_options(source, runtime, setup.largest_video, setup.tensor_parallel)
-        if setup.cache is not None:
-            options["ec_transfer_config"] = _connector_to(setup.cache)
         arguments = EngineArgs(**{**options, **setup.params})
         # The limits of offline use: throughput before latency.
         engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
@@ -168,8 +155,6 @@ class VllmEngine:
         """Clear the prefix and encoder caches, so that the next batch is computed as the first one was."""
         self._engine.reset_prefix_cache()
         self._engine.reset_encoder_cache()
-        if (asking := self._asking()) is not None:
-            asking.forget_placed()
 
     @property
     def client(self) -> Any:
@@ -188,17 +173,14 @@ class VllmEngine:
         from vllm import SamplingParams  # noqa: PLC0415 - as above
         from vllm.exceptions import VLLMValidationError  # noqa: PLC0415
 
-        from gstep.serving.inputs import engine_input  # noqa: PLC0415 - imports vLLM
-
         names = [f"{self._n_asked + i}" for i in range(len(prompts))]
         self._n_asked += len(prompts)
         waiting: dict[str, str] = {}  # in the engine: our name -> its own
-        theirs: dict[str, str] = {}
         done: dict[str, RequestOutput] = {}
         for name, prompt, how in zip(names, prompts, params, strict=True):
             try:
                 request = engine_input(prompt, self._video_token)
-                waiting[name] = theirs[name] = self._engine.add_request(name, request, SamplingParams(**how))
+                waiting[name] = self._engine.add_request(name, request, SamplingParams(**how))
             except (ValueError, VLLMValidationError) as error:
                 self._engine.abort_request(list(waiting.values()), internal=True)
                 raise ValueError(str(error)) from error
@@ -207,30 +189,13 @@ class VllmEngine:
         while waiting:
             self._step(waiting, done)
         outputs = [done[name] for name in names]
-        if unread := [theirs[name] for name in names if done[name].outputs[0].finish_reason == "error"]:
-            raise self._unread(unread[0])
         self.reused_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
         return outputs
-
-    def _asking(self) -> Asking | None:
-        """Return the scheduler's side of what reads the cache; None without, or in another process."""
-        core = getattr(self.client, "engine_core", None)
-        connector = None if core is None else core.scheduler.get_ec_connector()
-        return None if connector is None else connector.asking
-
-    def _unread(self, request: str) -> QuestionFault:
-        """Return why the vectors of a request's prompt could not be read."""
-        asking = self._asking()
-        said = "" if asking is None else asking.reasons.get(request, "")
-        kind, _, message = (said or "internal: vLLM ended the request").partition(": ")
-        return QuestionFault(cast(QuestionFaultClass, kind), message)
 
     def _step(self, waiting: dict[str, str], done: dict[str, RequestOutput]) -> None:
         """Run one step, and move ended requests from ``waiting`` to ``done``. Raises EngineDied."""
         try:
             outputs = self._engine.step()
-            if self.reads_cache and not outputs:
-                time.sleep(_PAUSE_S)
         except Exception as error:  # what went wrong inside leaves its scheduler in no known state
             raise EngineDied(f"vLLM: {type(error).__name__}: {error}") from error
         for output in (output for output in outputs if output.finished):
@@ -274,41 +239,6 @@ def _continued(prompt: Prompt, ids: Sequence[int]) -> Prompt:
         input_ids=torch.cat([prompt.input_ids, torch.tensor(ids)]),
         positions=torch.cat([prompt.positions, start + torch.arange(len(ids))], dim=1),
     )
-
-
-def connector_config(
-    caches: Mapping[str, TokenCache], held_bytes: int = HELD_BYTES, more: JsonObject = MappingProxyType({})
-) -> JsonObject:
-    """Return vLLM's ``ec_transfer_config`` by which its workers read these caches by themselves, JSON-able.
-
-    ``more`` goes into the connector's own part.
-    """
-    row_bytes = max(
-        cache.codec.token_bytes(max(cache.hidden_sizes, default=0), cache.deepstack_levels) for cache in caches.values()
-    )
-    return {
-        "ec_connector": "CachedRowsConnector",
-        "ec_connector_module_path": "pipeline.generate.engines.connector",
-        "ec_role": "ec_consumer",
-        "ec_connector_extra_config": {
-            "places": {name: str(cache.store) for name, cache in caches.items()},
-            "held_bytes": held_bytes,
-            "row_bytes": row_bytes,
-            **more,
-        },
-    }
-
-
-def _connector_to(cache: TokenCache) -> ECTransferConfig:
-    """Return vLLM's ECTransferConfig of a cache: this process reads it as it was opened, others by its place."""
-    from vllm.config import ECTransferConfig  # noqa: PLC0415 - as above
-
-    from pipeline.generate.engines.connector import OPENED  # noqa: PLC0415 - imports vLLM
-
-    OPENED[str(cache.store)] = cache
-    if isinstance(cache.store, ObjectStore) and isinstance(cache.store.objects, Objects):
-        os.environ.update(cache.store.objects.variables())
-    return ECTransferConfig(**connector_config({"": cache}))
 
 
 def _version() -> str | None:

@@ -1,16 +1,18 @@
-"""What vLLM is told of a model: no vision tower, and room for the largest video."""
+"""What vLLM is told of a model and of decoding: no vision tower, room for the largest video, the ends of an answer."""
 
 import os
 import sys
 from types import SimpleNamespace
 
 import pytest
+from transformers import GenerationConfig
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.errors import ModelError
+from gstep.language import Decoding
 from gstep.serving import ARCHITECTURES
 from gstep.serving import options as serving
-from gstep.serving.options import OWN, engine_options, prepare_process
+from gstep.serving.options import OWN, check_served, engine_options, prepare_process, sampling_params
 from tests.gstep.llms import FAMILIES
 
 
@@ -22,7 +24,7 @@ def test_no_tower_is_built_and_no_processor_asked(name):
     assert (told["trust_remote_code"], told["load_format"], told["dtype"]) == (False, "safetensors", "float32")
     ours = {"architectures": [ARCHITECTURES[source.model_type]]} if name != "tiny" else {}
     assert told["hf_overrides"] == ours  # LLaVA-OneVision goes by vLLM's own class
-    assert told.keys() >= OWN - {"tokenizer", "hf_config_path", "skip_tokenizer_init", "hf_token", "ec_transfer_config"}
+    assert told.keys() >= OWN - {"tokenizer", "hf_config_path", "skip_tokenizer_init", "hf_token"}
 
 
 def test_a_step_takes_the_largest_video():
@@ -60,3 +62,33 @@ def test_processes_that_would_not_know_the_classes_are_refused(monkeypatch):
     for asked in ({"tensor_parallel": 2}, {"tensor_parallel": 1, "multiprocessing": True}):
         with pytest.raises(ModelError, match="pip install -e"):
             prepare_process("cuda", **asked)
+
+
+def test_a_greedy_answer_ends_where_the_checkpoint_says():
+    generation = GenerationConfig(eos_token_id=[9, 7], repetition_penalty=1.05)
+    assert sampling_params(Decoding(max_new_tokens=5), generation) == {
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "repetition_penalty": 1.05,
+        "stop_token_ids": [7, 9],
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+
+
+def test_a_drawn_answer_has_its_own_seed():
+    params = sampling_params(Decoding(4, 0.7, 0.9, 20, 123), GenerationConfig(eos_token_id=None))
+    assert {name: params[name] for name in ("temperature", "top_p", "top_k", "seed")} == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "seed": 123,
+    }
+    assert (params["stop_token_ids"], params["repetition_penalty"]) == ([], 1.0)
+
+
+@pytest.mark.parametrize("setting", [{"no_repeat_ngram_size": 3}, {"suppress_tokens": [4]}, {"min_new_tokens": 2}])
+def test_what_vllm_does_not_have_is_refused(setting):
+    check_served("m", GenerationConfig(repetition_penalty=1.3))
+    with pytest.raises(ModelError, match=next(iter(setting))):
+        check_served("m", GenerationConfig(**setting))

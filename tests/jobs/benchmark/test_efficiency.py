@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from gstep.checkpoints import tiny
+from gstep.language import LanguageModel
 from gstep.language.layer_pruning import CACHE
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.efficiency import add_flags, break_even
@@ -90,7 +91,7 @@ def job_of(folder, *argv):
     return prepare(folder, parser.parse_args(argv))
 
 
-def test_the_formula_gives_the_bytes_of_the_real_kv_cache(tmp_path):
+def test_the_formula_gives_the_bytes_of_the_real_kv_cache(tmp_path, monkeypatch):
     job = job_of(tmp_path, "--method", "gstep", "fastv,K=1", "fastv,K=3", "--max-new-tokens", "3")
     bench, seen = Bench(job, tmp_path, lambda line: None), []
     about = {"mode": "online", "video_id": "a", "repeat": 1}
@@ -105,7 +106,7 @@ def test_the_formula_gives_the_bytes_of_the_real_kv_cache(tmp_path):
         sample = bench.ask(arm, video("tiny-qwen2-5-vl"), 0, **about)
         assert seen[0] == sample.kv_bytes and len(seen) == 3
         assert seen[2] == sample.kv_bytes + kv_bytes(config, number_bytes, 2)
-    bench.llm.context_length = 10
+    monkeypatch.setattr(LanguageModel, "context_length", 10)
     with pytest.raises(ValueError, match="--num-frames"):
         bench.ask(job.arms[0], video("tiny-qwen2-5-vl"), 0, **about)
     bench.close()

@@ -12,7 +12,7 @@ import pytest
 
 from gstep.backbones import ModelSource
 from jobs.benchmark import __main__ as benchmark
-from jobs.benchmark import pipeline, processes
+from jobs.benchmark import pipeline, shared
 from jobs.benchmark.pipeline import make_videos, run_child
 from jobs.benchmark.pipeline_job import SleepingSetup
 from jobs.benchmark.pipeline_work import (
@@ -26,7 +26,7 @@ from jobs.benchmark.pipeline_work import (
     Work,
     run_loop,
 )
-from jobs.benchmark.processes import MAIN, OTHER, ProcessTree, kind_of
+from jobs.benchmark.shared import MAIN, OTHER, ProcessTree, kind_of
 from pipeline.errors import RunFailed
 from pipeline.prune.batches import encoded_bundle, encoded_videos
 from tests.waiting import wait_until
@@ -158,7 +158,7 @@ BUSY = "import time; end = time.process_time() + .3\nwhile time.process_time() <
 
 
 def test_a_tree_counts_children_whose_parent_has_ended_and_ends_them(monkeypatch):
-    monkeypatch.setitem(processes.KINDS, "process_time", "busy child")
+    monkeypatch.setitem(shared.KINDS, "process_time", "busy child")
     start = f"subprocess.Popen([sys.executable, '-c', {BUSY!r}], stdin=subprocess.DEVNULL)"
     works = "import subprocess, sys, time\nwhile time.process_time() < .1: pass"  # a tick of the clock is 10 ms
     code = f"{works}\nprint({start}.pid, flush=True); sys.stdin.read()"

@@ -1,4 +1,4 @@
-"""The benchmark of answering: every way asks the same questions, and rows are sent where requests bring them alone."""
+"""The benchmark of answering: every way asks the same questions."""
 
 import json
 import subprocess
@@ -31,15 +31,13 @@ def test_every_way_answers_cold_and_again(found):
         assert one["requests_per_s"] > 0 and one["warm_requests_per_s"] > 0
 
 
-def test_rows_are_sent_where_requests_bring_them_and_nowhere_else(found):
+def test_rows_are_sent_with_each_question_about_a_video(found):
     for questions in (1, 4):
-        rows, names, texts = (found[mode, questions] for mode in ("cached-vllm-rows", "cached-vllm", "text-vllm"))
-        # By name go ids and positions, which requests with rows have too.
-        assert rows["sent_kb"] - names["sent_kb"] > 0.9 * ROW * names["visual_tokens"] / 1e3
-        assert texts["sent_kb"] < names["sent_kb"] < 0.06 * names["visual_tokens"] + 4
+        rows, texts = found["cached-vllm", questions], found["text-vllm", questions]
+        assert rows["sent_kb"] > 0.9 * ROW * rows["visual_tokens"] / 1e3 > texts["sent_kb"] > 0
         assert found["cached-transformers", questions]["sent_kb"] is None
 
 
 def test_the_first_question_about_a_video_finds_nothing_and_others_share_what_it_left(found):
-    for mode in ("cached-vllm", "cached-vllm-rows", "text-vllm"):
+    for mode in ("cached-vllm", "text-vllm"):
         assert found[mode, 1]["reused"] < 0.2 < found[mode, 4]["reused"]

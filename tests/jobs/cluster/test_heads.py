@@ -27,12 +27,12 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     """The machine of the first head is lost in the middle: its head, its driver, its workers."""
     ids = tiny_videos(tmp_path / "videos", 40)
     cache = tmp_path / "c"
-    decoder = ("--decoder", "tests.jobs.hostile:SlowDecoder", "--decode-workers", "1")
     command = ("python", "-m", "jobs.prune", str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2")
+    decoder = ("--decoder", "tests.jobs.hostile:PatientDecoder", "--decode-workers", "1")
     options = (*decoder, "--flush-seconds", "1", "--log-interval", "1")
     with Cluster(cpus=2, PYTHONPATH=str(ROOT)) as first:
         assert first.submit(*command, *options, options=("--no-wait", "--submission-id", "one")).returncode == 0
-        wait_until(lambda: files(cache, "videos"), lambda: first.logs("one"), meanwhile=lambda: time.sleep(0.1))
+        wait_until(lambda: files(cache, "videos"), lambda: first.logs("one"), meanwhile=pause)
         lost = [first.head_pid, *family(first.head_pid)]
         for pid in lost:
             os.kill(pid, signal.SIGKILL)
@@ -45,21 +45,14 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     started = time.time()
     with Cluster(cpus=2, PYTHONPATH=str(ROOT), RAY_metrics_report_interval_ms="1000") as second:
         second.submit(*command, *options, options=("--no-wait", "--submission-id", "two"))
-        texts = []
-
-        def ended() -> bool:
-            texts.append(scrape(second))
-            return second.info("two")["status"] in ENDED
-
-        wait_until(ended, lambda: second.logs("two"), 240, meanwhile=lambda: time.sleep(0.3))
+        both = ("decode", "encode")  # a port names a metric for a while before it has values
+        meanwhile = wait_until(lambda: scrape(second, both), lambda: second.logs("two"), 240, meanwhile=pause)
+        (tmp_path / "videos" / "quick").touch()
+        wait_until(lambda: second.info("two")["status"] in ENDED, lambda: second.logs("two"), 240, meanwhile=pause)
         assert second.info("two")["status"] == "SUCCEEDED", second.logs("two")
         said, n_left = second.logs("two"), len(ids) - len(kept)
         time.sleep(3)  # what the driver reported last is scraped
         after = scrape(second)
-    # A port names a metric for a while before and after it has values.
-    both = ("decode", "encode")
-    full = [text for text in texts if all(values(text, "ray_gstep_busy_share", stage=stage) for stage in both)]
-    meanwhile = full[-1]
     assert f"{len(kept)} of {len(ids) + 2} videos are in the cache already" in said
     assert re.search(rf"{n_left + 2}/{n_left + 2} videos, .*busy: decode \d+% encode \d+%.* \(bottleneck: ", said), said
     opened = TokenCache(cache)
@@ -83,14 +76,20 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     assert values(meanwhile, "ray_gstep_last_row_time")[0] > started
 
 
-def scrape(cluster):
-    """What all ports say that Ray lists; nothing while one of them does not listen yet."""
+def scrape(cluster, busy=()):
+    """What all ports say that Ray lists; nothing while one does not listen, or a stage of ``busy`` has no share yet."""
     listing = cluster.folder / "prom_metrics_service_discovery.json"
     try:
         ports = [port for entry in json.loads(listing.read_text()) for port in entry["targets"]]
-        return "".join(urllib.request.urlopen(f"http://{at}/metrics", timeout=10).read().decode() for at in ports)
+        text = "".join(urllib.request.urlopen(f"http://{at}/metrics", timeout=10).read().decode() for at in ports)
     except OSError:
         return ""
+    told = all(values(text, "ray_gstep_busy_share", stage=stage) for stage in busy)
+    return text if told and (not busy or values(text, "ray_gstep_last_row_time")) else ""
+
+
+def pause():
+    time.sleep(0.2)
 
 
 def values(text, name, **labels):

@@ -12,9 +12,8 @@ import pytest
 from jobs.testbed.__main__ import main
 from jobs.testbed.comparing import compare
 from pipeline.errors import UsageError
-from pipeline.evaluate.statistics.errors import holm
-from pipeline.evaluate.statistics.score_matrix import arm_by_row
-from tests.pipeline.evaluate.statistics.score_tables import score_rows, score_table
+from pipeline.evaluate.statistics import arm_by_row, holm
+from tests.pipeline.evaluate.score_tables import score_rows, score_table
 
 VIDEOS, EACH = 40, 5
 CLUSTERS = [f"v{i // EACH}" for i in range(VIDEOS * EACH)]

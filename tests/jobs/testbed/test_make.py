@@ -11,8 +11,7 @@ import pytest
 
 from jobs.testbed.__main__ import main
 from pipeline.evaluate.benchmarks import find_benchmark
-from pipeline.evaluate.shapes.seeds import SEEDS
-from pipeline.evaluate.shapes.world import DURATIONS
+from pipeline.evaluate.shapes.world import DURATIONS, SEEDS
 from tests.jobs.jobs import run
 from tests.jobs.test_help import HEAVY
 from tests.waiting import wait_until
@@ -146,4 +145,4 @@ def test_help_loads_nothing_heavy():
     done = run("jobs.testbed", "make", "--help", PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0
     loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stdout.splitlines() if line.startswith("import time:")}
-    assert "pipeline.evaluate.shapes.seeds" in loaded and not (HEAVY | {"numpy"}) & loaded
+    assert "pipeline.evaluate.shapes.world" in loaded and not (HEAVY | {"numpy"}) & loaded

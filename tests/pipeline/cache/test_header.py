@@ -48,19 +48,6 @@ def test_a_fingerprint_is_of_what_is_said_and_not_how():
     assert len({fingerprint(x) for x in ({"a": 1}, {"a": "1"}, {"a": 1.5}, {"b": 1}, {"a": None}, {})}) == 6
 
 
-def test_no_flipped_bit_goes_unseen(store):
-    whole = store.read("h.json")
-    for at in range(len(whole)):
-        data = bytearray(whole)
-        data[at] ^= 1
-        store.put("h.json", bytes(data))
-        try:
-            found = read(store)
-        except NotACache:
-            continue
-        assert {name: found[name] for name in HEADER} == HEADER, at  # in white space, or in the checksum's own name
-
-
 def test_a_header_without_a_checksum_is_taken_as_it_is(store):
     store.put("h.json", json.dumps(HEADER).encode())
     assert read(store) == HEADER

@@ -4,17 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import CorruptShard, TokenCache
+from pipeline import TokenCache
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VideoRows, read_file
-from pipeline.cache.table import check_content, small_name, table_files
+from pipeline.cache.table import table_files
 from pipeline.cache.writer import PrunedVideo
 from pipeline.errors import VideoFault
-from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import (
     encoded,
     encoded_failure,
@@ -47,16 +45,6 @@ def test_the_live_row_is_ok_before_failed_then_most_attempts(tmp_path):
 
 def read_file_rows(store):
     return [row for file in table_files(store, "videos") for row in read_file(store, file).to_pylist()]
-
-
-def test_a_damaged_videos_shard_raises(tmp_path):
-    store = make_cache(tmp_path, {"v": random_tokens(0)})
-    (name,) = store.names("videos", ".parquet")
-    data = bytearray(store.read(name))
-    data[len(data) // 2] ^= 1
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(CorruptShard, match="hash in its name"):
-        TokenCache(tmp_path)
 
 
 ROWS = st.lists(
@@ -117,16 +105,6 @@ def video_of(row: dict[str, Any]) -> PrunedVideo:
 def test_a_cache_without_a_commit_has_columns_and_no_rows(tmp_path):
     table = read_live(write_header(tmp_path), ("video_id", "status"))
     assert (table.schema.names, len(table)) == (["video_id", "status", "shard", "row"], 0)
-
-
-def test_the_name_of_a_shard_is_its_content(tmp_path):
-    store, data = LocalStore(tmp_path), b"content"
-    name = small_name("videos", "run", 7, data)
-    assert name.startswith("videos/run-000007-") and name.endswith(".parquet")
-    check_content(store, name, data)
-    with pytest.raises(CorruptShard, match="restore the file") as caught:
-        check_content(store, name, b"content!")
-    assert caught.value.kind == "commit"
 
 
 def test_more_text_than_offsets_of_32_bits_reach(tmp_path, monkeypatch):

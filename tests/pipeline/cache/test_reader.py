@@ -271,15 +271,6 @@ def test_a_shard_of_other_bits_under_the_same_name_is_found_by_verify(tmp_path):
     assert caught.value.kind == "checksum"
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_what_was_verified_is_what_is_read_without(tmp_path, deep, ratio):
-    for order in ("index", "selection"):
-        plain, checked = (TokenCache(tmp_path).get("v", ratio, order, verify=verify) for verify in (False, True))
-        assert torch.equal(bits(plain.tokens), bits(checked.tokens)) and torch.equal(plain.index, checked.index)
-        assert torch.equal(plain.rank, checked.rank) and torch.equal(plain.density, checked.density)
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(plain.deepstack, checked.deepstack, strict=True))
-
-
 def test_other_tools_open_it(tmp_path, videos):
     make_cache(tmp_path, videos)
     counts = "select count(*), min(octet_length(token)), max(octet_length(token)) from read_parquet(?)"
@@ -343,10 +334,3 @@ def test_a_shard_without_a_level_that_the_cache_has_is_corrupt(tmp_path, deep):
     write_shard(store, "run", encoded("v", tokens, 0.25, "gstep", levels[:1]))
     with pytest.raises(CorruptShard, match="has no column deepstack_1"):
         TokenCache(tmp_path / "c").get("v")
-
-
-def test_a_cache_that_says_nothing_of_levels_has_none(tmp_path):
-    """As they were written before there were any."""
-    store = make_cache(tmp_path, {"v": random_tokens(0)})
-    assert "deepstack_levels" not in TokenCache(tmp_path, store=store).header
-    assert TokenCache(tmp_path).deepstack_levels == 0 and TokenCache(tmp_path).get("v").deepstack == ()

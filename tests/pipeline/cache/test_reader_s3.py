@@ -1,16 +1,11 @@
 """A cache below an S3 prefix: the same bytes as in a folder, for few requests."""
 
-from datetime import timedelta
-
 import pytest
 import torch
 
 from jobs import inspect
 from pipeline.cache.reader import TokenCache
-from pipeline.errors import CorruptShard, NotACache
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import ObjectStore, store_at
-from pipeline.verify.moves import remove_videos
+from pipeline.storage.stores import ObjectStore
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 
@@ -67,63 +62,6 @@ def test_a_video_is_one_get(server, store):
     assert kinds(server, lambda: cache.get("v1", 0.1)) == {"GET": 1}
 
 
-def test_a_smaller_tier_fetches_fewer_bytes(store):
-    make_cache(store, VIDEOS)
-    fetched = []
-
-    class Counting(Objects):
-        def read_slice(self, uri, start, end=None):
-            piece = super().read_slice(uri, start, end)
-            fetched.append(len(piece.data))
-            return piece
-
-    cache = TokenCache(store.root, store=ObjectStore(store.root, Counting(**store.objects._settings)))
-    cache.get("v0")
-    sizes = []
-    for ratio in (0.10, 0.15, 0.20, 0.25):
-        fetched.clear()
-        cache.get("v0", ratio)
-        sizes.append(sum(fetched))
-    assert sizes == sorted(set(sizes)) and sizes[0] < 0.5 * sizes[-1]
-
-
-def test_damage_and_absence_are_told_apart(server, store):
-    with pytest.raises(NotACache, match=r"no cache\.json"):
-        TokenCache(store.root, store=store)
-    make_cache(store, VIDEOS)
-    (name,) = store.names("tokens", ".parquet")
-    store.put(name, store.read(name)[:-1] + b"?")
-    with pytest.raises(CorruptShard, match="PAR1"):
-        TokenCache(store.root, store=store).get("v0")
-    store.put(name, b"")
-    with pytest.raises(CorruptShard, match="PAR1"):
-        TokenCache(store.root, store=store).get("v0")
-    store.delete(name)
-    with pytest.raises(CorruptShard, match="the shard is missing"):
-        TokenCache(store.root, store=store).get("v0")
-
-
-def test_a_video_that_a_removal_has_moved_is_read_where_it_is_now(store):
-    make_cache(store, VIDEOS)
-    cache = TokenCache(store.root, store=store)
-    before = cache.get("v1")  # whose token shard is open from now on
-    remove_videos(store, ["v0"], "asked for", lambda line: None, timedelta(0))
-    after = cache.get("v1")
-    assert torch.equal(before.tokens, after.tokens)
-    assert before.metadata["token_shard"] != after.metadata["token_shard"]
-
-
-def test_a_store_that_refuses_is_no_damage(store):
-    with S3Server() as server:
-        store = ObjectStore(server.uri("c"), server.objects())
-        make_cache(store, VIDEOS)
-        cache = TokenCache(store.root, store=store)
-        cache.get("v0")
-        server.fail_below("GET", "c/tokens/", 403)
-        with pytest.raises(PermissionError, match="AccessDenied"):
-            cache.get("v1")
-
-
 def test_the_environment_leads_to_it(server, store, monkeypatch, capsys):
     make_cache(store, VIDEOS)
     for name, value in server.environment().items():
@@ -142,18 +80,3 @@ def test_a_store_out_of_reach_is_one_line(monkeypatch, capsys):
     assert inspect.main(["s3://nowhere/cache", "--s3-endpoint", "http://127.0.0.1:9"]) == 1
     told = capsys.readouterr().err
     assert "EndpointConnectionError" in told and "127.0.0.1" not in told and "Traceback" not in told
-
-
-def test_many_shards_come_in_the_order_of_their_names(store):
-    write_header(store)
-    for i in range(40):
-        write_shard(store, f"run{i:02d}", encoded(f"v{i:02d}", random_tokens(i, (1, 4, 4)), 0.25, "gstep"))
-    cache = TokenCache(store.root, store=store)
-    assert cache.video_ids == [f"v{i:02d}" for i in range(40)]
-    assert cache.metadata("v17")["run_id"] == "run17"
-
-
-def test_other_addresses_are_no_stores():
-    assert str(store_at("file:///data/x")) == "/data/x"
-    with pytest.raises(ValueError, match="a cache is a folder, s3://BUCKET/PREFIX or gs://"):
-        store_at("ftp://bucket/x")

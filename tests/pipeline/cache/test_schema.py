@@ -2,20 +2,12 @@
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-import pytest
 
 from pipeline.cache.schema import (
-    FOOTER_TAIL,
     VIDEO_SCHEMA,
     digest,
-    footer_length,
-    footer_of,
-    open_parquet,
-    parse_footer,
     tier_row_counts,
     token_schema,
-    write_parquet,
 )
 
 
@@ -37,41 +29,6 @@ def test_token_columns_are_as_wide_as_their_vectors():
     widths = {field.name: field.type.byte_width for field in schema if pa.types.is_fixed_size_binary(field.type)}
     assert widths == {"token": 16, "deepstack_0": 16, "deepstack_1": 16, "token_key": 8, "token_attention": 2}
     assert schema.names[-2:] == ["token_key", "token_attention"]  # who does not ask for them reads none of them
-
-
-def table_of(n_rows: int) -> pa.Table:
-    vectors = [bytes([i % 256]) * 16 for i in range(n_rows)]
-    return pa.table({"n": pa.array(range(n_rows), pa.int32()), "v": pa.array(vectors, pa.binary(16))})
-
-
-def test_a_file_has_the_row_groups_that_were_asked_for(tmp_path):
-    (tmp_path / "a.parquet").write_bytes(write_parquet(table_of(10), [3, 1, 6]))
-    found = pq.read_metadata(tmp_path / "a.parquet")
-    assert [found.row_group(i).num_rows for i in range(3)] == [3, 1, 6] and found.num_row_groups == 3
-    assert pq.read_table(tmp_path / "a.parquet").equals(table_of(10))
-    with pytest.raises(AssertionError):
-        write_parquet(table_of(10), [3, 6])
-    assert open_parquet(pa.BufferReader(write_parquet(table_of(0)))).read().equals(table_of(0))
-
-
-def test_a_flipped_bit_in_a_page_is_seen():
-    data = write_parquet(table_of(1000)).to_pybytes()
-    metadata = parse_footer(bytes(footer_of(memoryview(data))))
-    column = metadata.row_group(0).column(1)
-    at = column.data_page_offset + column.total_compressed_size - 5
-    damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-    with pytest.raises(OSError, match=r"(?i)checksum|crc"):
-        open_parquet(pa.BufferReader(damaged)).read()
-
-
-def test_the_footer_is_what_its_length_says():
-    data = write_parquet(table_of(5), [5]).to_pybytes()
-    footer = bytes(footer_of(memoryview(data)))
-    assert data.endswith(footer) and footer.endswith(b"PAR1") and len(footer) == footer_length(data[-FOOTER_TAIL:])
-    assert parse_footer(footer).num_rows == 5
-    for tail in (b"", b"PAR1", bytes(8), data[-FOOTER_TAIL:-1] + b"2"):
-        with pytest.raises(ValueError, match="not a Parquet file"):
-            footer_length(tail)
 
 
 def test_a_digest_is_of_the_bytes_however_they_are_cut():

@@ -22,7 +22,7 @@ def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):
     video = encoded("v", random_tokens(0), 0.25, "gstep")
     written = write_token_shard([video], store=write_header(tmp_path / "nodes"), run_id="run")
     with pytest.raises(FileNotFoundError, match="must be shared by all"):
-        commit(store, "run", 0, written)
+        commit(store, "run", 0, written, made_with="made")
     assert len(TokenCache(tmp_path / "drivers")) == 0
 
 
@@ -31,7 +31,7 @@ def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path, method):
     """A node that was taken for dead computed the same videos on another kind of GPU, and its write comes last."""
     store = write_header(tmp_path, method=method)
     video = encoded("v", random_tokens(0), 0.25, method)
-    commit(store, "run", 0, write_token_shard([video], store=store, run_id="run"))
+    commit(store, "run", 0, write_token_shard([video], store=store, run_id="run"), made_with="made")
     before = TokenCache(tmp_path).get("v", order="selection")
     assert video.kept is not None
     other = replace(video.kept, tokens=video.kept.tokens ^ np.int16(1))
@@ -93,7 +93,7 @@ def test_a_commit_of_many_shards_asks_a_distant_store_for_several_at_a_time(tmp_
             together.wait()  # one request at a time would wait for ever
             return super().exists(name)
 
-    commit(Distant(tmp_path), "r", 0, rows)
+    commit(Distant(tmp_path), "r", 0, rows, made_with="made")
     assert list(TokenCache(tmp_path).video_ids) == ["a", "b"]
 
 
@@ -109,9 +109,9 @@ def test_a_driver_that_was_stopped_in_its_commit_shows_no_video_whose_tokens_wer
             super().put(name, data)
 
     with pytest.raises(RunFailed, match="was removed before its videos were committed"):
-        commit(Stopped(tmp_path), "run", 0, rows)
+        commit(Stopped(tmp_path), "run", 0, rows, made_with="made")
     with pytest.raises(FileNotFoundError, match="removed meanwhile"):
-        commit(store, "run", 0, rows)
+        commit(store, "run", 0, rows, made_with="made")
     assert store.names("videos", ".parquet") == [] and len(TokenCache(tmp_path)) == 0
 
 
@@ -120,7 +120,7 @@ def test_a_commit_never_makes_a_cache_that_is_gone(tmp_path):
     rows = write_token_shard([encoded("v", random_tokens(0), 0.25, "gstep")], store=store, run_id="run")
     (tmp_path / "c").rename(tmp_path / "old")
     with pytest.raises(FileNotFoundError):
-        commit(store, "run", 0, rows)
+        commit(store, "run", 0, rows, made_with="made")
     with pytest.raises(FileNotFoundError):
         store.put("videos/x.parquet", b"x")
     assert not (tmp_path / "c").exists()
@@ -148,12 +148,12 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
         place = tmp_path / what
         store = Moved(write_header(place / "c").root)
         rows = write_token_shard([video], store=store, run_id="run")
-        commit(store, "run", 0, rows)
+        commit(store, "run", 0, rows, made_with="made")
         store.moving = True
         if what == "tokens":
             write_token_shard([video], store=store, run_id="other")
         elif what == "commit":
-            commit(store, "run", 1, rows)
+            commit(store, "run", 1, rows, made_with="made")
         elif what == "delete":
             (name,) = store.names("videos", ".parquet")
             store.delete(name)
@@ -166,7 +166,7 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
         store.delete("cache.json")
         assert [path.name for path in (place / "c").rglob("*") if path.is_file()] == ["cache.json"]
         with pytest.raises(FileNotFoundError):
-            commit(store, "run", 2, rows)
+            commit(store, "run", 2, rows, made_with="made")
         assert TokenCache(place / "old").video_ids == ([] if what == "delete" else ["v"])
 
 
@@ -180,5 +180,5 @@ def test_a_worker_that_comes_to_the_new_folder_cannot_make_the_driver_commit_the
     video = encoded("v", random_tokens(0), 0.25, "gstep")
     rows = write_token_shard([video], store=LocalStore(tmp_path / "c"), run_id="run")
     with pytest.raises(FileNotFoundError):
-        commit(driver, "run", 0, rows)
+        commit(driver, "run", 0, rows, made_with="made")
     assert not list(tmp_path.glob("*/videos/*"))

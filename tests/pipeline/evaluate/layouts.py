@@ -16,12 +16,11 @@ import pyarrow.parquet as pq
 from pipeline.errors import QuestionFault
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
-from pipeline.evaluate.files import main_table
-from pipeline.evaluate.report.page import Presentation
 from pipeline.evaluate.request import EvaluateRequest, write_results_header
+from pipeline.evaluate.results import Presentation, main_table
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import score_table
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.statistics import ORIGINAL, Arm
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore

@@ -17,16 +17,15 @@ from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, describe_data, evaluate, render_evaluation
-from pipeline.evaluate.files import main_table
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.report.page import Presentation
 from pipeline.evaluate.request import prepare
+from pipeline.evaluate.results import Presentation, main_table
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evaluate.layouts import commit_replies, generated
-from tests.pipeline.evaluate.report.report_data import items_of, scores_of
+from tests.pipeline.evaluate.score_tables import items_of, scores_of
 
 QUIET = Console(quiet=True)
 OWN = Benchmark(name="q", title="Q", protocols=(LETTER,))
@@ -100,11 +99,6 @@ def videos(**failures) -> Summary:
     return Summary(**{**dict.fromkeys(Summary.__dataclass_fields__), "n_ok": 1, "failures": failures})
 
 
-def test_a_video_that_failed_by_a_bug_is_no_success(done):
-    assert code(done, answers(), videos(corrupt=3)) == 0
-    assert code(done, answers(), videos(internal=1)) == 1
-
-
 def printed(shown) -> str:
     said = io.StringIO()
     Console(file=said, width=200).print(render_evaluation(shown))
@@ -114,51 +108,23 @@ def printed(shown) -> str:
 def test_the_record_has_every_method_with_its_scores_and_the_counts(done):
     record = json.loads(json.dumps(replace(done, done=replace(done.done, answers=answers())).as_record()))
     assert (record["out"], record["files"]) == (done.out, list(done.files)) and record["answers"]["n_ok"] is not None
-    rows = [done.table.original, *(row for block in done.table.blocks for row in block.rows)]
+    rows = done.table.rows
     assert [(row["method"], row["retention_ratio"]) for row in record["scores"]] == [(r.method, r.ratio) for r in rows]
     first = record["scores"][0]
     assert first["scores"].keys() == {column.key for column in done.table.columns}
     assert (first["rel"], first["scores"]["overall"]) == (rows[0].rel.score, rows[0].cells[-1].score)
-    assert list(record["clusters"].values()) == [column.n_clusters for column in done.table.columns]
+    assert list(record["clusters"].values()) == [column.n_videos for column in done.table.columns]
 
 
 def test_the_terminal_shows_every_method_with_its_share_and_the_files(done):
     lines = printed(done).splitlines()
     rows = [line.split("│") for line in lines if "│" in line]
-    assert [row[0].strip() for row in rows] == ["none", "GSTEP", "FastV, K=3", "GSTEP", "FastV, K=3"]
+    assert [row[0].strip() for row in rows] == ["Full retention", "GSTEP", "FastV, K=3", "GSTEP", "FastV, K=3"]
     assert [row[1].strip() for row in rows] == ["100 %", "25 %", "25 %", "10 %", "10 %"]
-    cells = [row.cells[0].printed for block in done.table.blocks for row in block.rows]
+    cells = [row.cells[0].printed for row in done.table.rows[1:]]
     assert [row[2].strip() for row in rows[1:]] == cells
     assert lines[0].strip() == "T" and lines[-1] == "there: a.md, b.html"
     assert not any("answered" in line for line in lines)
-
-
-def test_more_splits_than_fit_a_terminal_are_left_to_the_file(done):
-    def wide(row):
-        return replace(row, cells=row.cells[:1] * 8 + row.cells[-1:])
-
-    table = done.table
-    blocks = tuple(replace(block, rows=tuple(map(wide, block.rows))) for block in table.blocks)
-    columns = table.columns[:1] * 8 + table.columns[-1:]
-    table = replace(table, columns=columns, original=wide(table.original), blocks=blocks)
-    lines = printed(replace(done, table=table)).splitlines()
-    rows = [line.split("│") for line in lines if "│" in line]
-    overall = [row.cells[-1].printed for block in table.blocks for row in block.rows]
-    assert [row[2].strip() for row in rows[1:]] == overall and {len(row) for row in rows} == {4}
-    assert "the 8 splits are in tables.md" in lines
-
-
-def test_answers_that_failed_are_shown_by_class(done):
-    asked = replace(done, done=replace(done.done, answers=answers(9, io=2)))
-    text = printed(asked)
-    assert "9 answered, 2 failed, 0 without a row" in text and "q: why" in text
-
-
-def test_what_cannot_be_computed_is_a_dash(done):
-    """Nothing is relative to full retention that got nothing right."""
-    table = replace(done.table, original=replace(done.table.original, rel=None, cells=(None,)))
-    (line,) = [line for line in printed(replace(done, table=table)).splitlines() if line.startswith(" none")]
-    assert [cell.strip() for cell in line.split("│")] == ["none", "100 %", "-", "-"]
 
 
 @pytest.mark.parametrize("text", ["[/easy]", "[red]"])
@@ -193,7 +159,7 @@ def test_answers_that_are_there_become_results_without_ray(places, tmp_path):
     done = scored(places, tmp_path / "r")
     written = {path.name for path in (tmp_path / "r").iterdir()}
     assert written == {*done.files, "evaluation.json"} and done.files[0] == "scores.parquet"
-    assert [row.cells[-1].printed for row in (done.table.original, *done.table.blocks[0].rows)] == ["75.0", "25.0"]
+    assert [row.cells[-1].printed for row in done.table.rows] == ["75.0", "25.0"]
     assert pq.read_table(tmp_path / "r" / "scores.parquet").num_rows == 8
     assert done.exit_code(EvaluateConfig(score=places)) == 0 and not ray.is_initialized()
     assert places[0] in done.table.title and done.out == str(tmp_path / "r")

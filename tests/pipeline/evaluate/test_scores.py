@@ -1,18 +1,26 @@
-"""From answers to scores: a row for each question and arm, whatever became of the answer."""
+"""A benchmark's questions as jobs.generate asks them, and a row of scores for each, whatever became of the answer."""
 
+from __future__ import annotations
+
+import json
 from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 
+from gstep.language import Decoding
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
+from pipeline.evaluate.benchmarks.own import own_benchmark
+from pipeline.evaluate.page import warned_line
 from pipeline.evaluate.parsers import without_reasoning
-from pipeline.evaluate.protocols import Prompt, Protocol
-from pipeline.evaluate.report.faults import warned_line
-from pipeline.evaluate.scores import SCORE_SCHEMA, Reply, read_reply, score_table
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.protocols import LETTER, Prompt, Protocol
+from pipeline.evaluate.scores import SCORE_SCHEMA, Reply, answered_item, question_table, read_reply, score_table, way_of
+from pipeline.evaluate.statistics import ORIGINAL, Arm
 from pipeline.generate.answers import ANSWER_SCHEMA
+from pipeline.generate.questions import QUESTION_SCHEMA, Way, read_questions
+from pipeline.rows import AnswerRecord, without_nulls
+from tests.pipeline.asking import write_questions
 
 ARMS = {"none@1": ORIGINAL, "fastv,K=3@0.25": Arm("fastv,K=3", 0.25)}
 
@@ -62,11 +70,6 @@ def test_a_question_without_an_answer_counts_as_failed():
     for one in (missing, failed):
         assert (one["reply"], one["parsed"], one["right"], one["score"]) == (None, None, False, 0.0)
         assert (one["answer"], one["n_options"]) == (1, 3)  # of the question it is known all the same
-
-
-def test_a_row_says_of_its_question_what_tables_go_by():
-    (one,) = scored([item(splits={"duration": "short"})], row(), arms={"none@1": ORIGINAL})
-    assert (one["video_id"], one["cluster"], one["splits"]) == ("v", "c", [("duration", "short")])
 
 
 def test_a_reply_is_read_by_the_rule():
@@ -119,10 +122,6 @@ def test_a_scored_choice_counts_as_it_is():
     assert one["choice_scores"] == [-3.0, -2.0, -1.0] and one["reply"] == "A kite"
 
 
-def test_a_choice_that_was_read_when_it_was_answered_is_read_again_by_the_rule():
-    assert read_reply(item(), row("Answer: B", choice=1), by("videomme-0.5")).parsed == 0
-
-
 def test_a_free_answer_is_right_by_its_text():
     free = item(options=(), answer=None)
     assert read_reply(free, row(" A cat. "), by("letter")) == Reply(None, True, 1.0)
@@ -152,3 +151,94 @@ def test_decode_warnings_reach_the_scores_and_one_line_of_them():
         "1 of 3 answers, about 1 videos, come from frames that were decoded with warnings and may be damaged"
     )
     assert warned_line(table.slice(1)) == ""
+
+
+VIDEOMME = BENCHMARKS["videomme"].protocol()
+ITEM = Item(
+    question_id="007-2",
+    video_ids=("data/-Ab3.mp4",),
+    question="Which year?",
+    options=("A. 1900.", "B. 1950.", "C. 1980.", "D. 2001."),
+    answer=1,
+    expected="B",
+    cluster="-Ab3",
+)
+OWN = [
+    {"question_id": 1, "video_id": "a", "prompt": "What?", "choices": ["x", "y"], "answer": "y", "split": "s"},
+    {"question_id": "two", "video_id": ["a", "b"], "prompt": "Why?", "answer": "because"},
+]
+
+
+def test_all_questions_are_answered_as_the_protocol_says():
+    way = way_of(VIDEOMME, "llava_onevision")
+    assert way == Way(Decoding(16, 0.0), "generate", "You are a helpful assistant.")
+    assert way_of(VIDEOMME, "qwen2_5_vl").system is None
+    assert way_of(LETTER, "llava_onevision") == Way(Decoding(64, 0.0), "letter", None)
+
+
+def test_where_a_reply_is_generated_the_prompt_is_the_protocols_whole_text():
+    """Nothing is added to it: choices of its own would be put below once more."""
+    table = question_table([ITEM], VIDEOMME, "llava_onevision")
+    (row,) = table.to_pylist()
+    assert table.schema == QUESTION_SCHEMA
+    assert row["prompt"] == VIDEOMME.text(ITEM, "llava_onevision") and "B. 1950." in row["prompt"]
+    assert (row["question_id"], row["video_ids"], row["choices"]) == ("007-2", ["data/-Ab3.mp4"], None)
+    assert row["target"] == "B" and "target" not in row["decoding"]
+    assert json.loads(row["decoding"]) == {
+        "method": "generate", "system": "You are a helpful assistant.", "max_new_tokens": 16, "temperature": 0.0
+    }  # fmt: skip
+
+
+def test_own_questions_are_asked_as_jobs_generate_asks_them(tmp_path):
+    file = str(write_questions(tmp_path / "q.jsonl", OWN))
+    table = question_table(own_benchmark(file).load(None).items, LETTER, "llava_onevision")
+    asked = read_questions(file, Way(Decoding(64)))
+    for name in ("question_id", "video_ids", "prompt", "choices", "target", "decoding"):
+        assert table[name].to_pylist() == asked[name].to_pylist(), name
+
+
+def answered(path, *rows) -> list[AnswerRecord]:
+    """What jobs.generate leaves of the questions of a file."""
+    table = read_questions(str(write_questions(path, list(rows))), Way(Decoding(), "loglikelihood"))
+    return [without_nulls({**row, "status": "ok", "answer": "x"}, AnswerRecord) for row in table.to_pylist()]
+
+
+def test_an_answered_question_is_the_one_that_its_file_held(tmp_path):
+    file = write_questions(tmp_path / "q.jsonl", OWN)
+    items = own_benchmark(str(file)).load(None).items
+    found = [answered_item(row) for row in answered(file, *OWN)]
+    assert [item.cluster for item in found] == ["", ""]  # none was named
+    for item, same in zip(found, items, strict=True):
+        assert {**vars(item), "cluster": None} == {**vars(same), "cluster": None}
+    assert (found[0].options, found[0].answer, found[0].splits) == (("x", "y"), 1, {"split": "s"})
+    assert (found[1].options, found[1].answer, found[1].video_ids) == ((), None, ("a", "b"))
+
+
+def test_a_split_and_a_cluster_that_the_file_names_are_kept(tmp_path):
+    (row,) = answered(tmp_path / "q.jsonl", {**OWN[0], "split": 3, "cluster": "series", "topic": "x"})
+    item = answered_item(row)
+    assert (item.splits, item.cluster) == ({"split": "3"}, "series")
+
+
+@pytest.mark.parametrize("answer", ["", " ", -1, "-1"])
+def test_an_empty_answer_and_one_that_is_not_published_is_none(tmp_path, answer):
+    (row,) = answered(tmp_path / "q.jsonl", {**OWN[0], "answer": answer})
+    assert answered_item(row) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("y", 1),
+        ("Y", 1),
+        ("B", 1),
+        (1, 1),
+        ("1", 1),
+        (1.0, 1),
+        ("z", None),
+    ],
+)
+def test_an_answer_means_the_same_choice_asked_here_or_scored_afterwards(tmp_path, answer, right):
+    (row,) = answered(tmp_path / "q.jsonl", {**OWN[0], "answer": answer})
+    (item,) = own_benchmark(str(tmp_path / "q.jsonl")).load(None).items
+    assert (item.answer, answered_item(row).answer) == (right, right)

@@ -14,7 +14,7 @@ from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
 from pipeline.evaluate.request import prepare
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.statistics import ORIGINAL, Arm
 from pipeline.evaluate.submissions import submissions
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
 from tests.pipeline.evaluate.layouts import commit_replies, replied
@@ -103,9 +103,3 @@ def test_subset_and_full_set_never_share_a_place(data, tmp_path):
     given = {"benchmark": "egoschema", "data": str(data), "out": str(tmp_path / "r")}
     with pytest.raises(IdentityMismatch, match="benchmark: the results have 'egoschema-subset', this run 'egoschema'"):
         evaluate(EvaluateConfig(**given), QUIET)
-
-
-def test_its_questions_tell_no_answer(data, tmp_path):
-    given = {"benchmark": "egoschema", "data": str(data), "out": str(tmp_path / "r")}
-    questions = prepare(EvaluateConfig(**given), QUIET).questions
-    assert questions["target"].null_count == len(questions) == 5

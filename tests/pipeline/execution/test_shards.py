@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline.execution.shards import LOOK_S, Batch, RunGraph, Shards
+from pipeline.execution.shards import Batch, RunGraph, Shards
 from pipeline.execution.stages import Stage, start_actors
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
@@ -66,14 +66,6 @@ def test_what_has_waited_long_enough_is_a_shard_although_nothing_follows():
     assert given(shards) == []
     clock.now = 179.0
     assert given(shards) == [["c"]] and not shards.unwritten
-
-
-def test_the_last_shard_is_what_is_left():
-    shards = of_three(Clock())
-    assert not shards.finish() and given(shards) == []
-    shards.take(batch("a"))
-    assert shards.finish() and given(shards) == [["a"]]
-    assert not shards.finish()
 
 
 def test_a_shard_whose_commit_was_interrupted_is_given_again_under_its_number():
@@ -146,21 +138,6 @@ def test_shards_that_are_written_meanwhile_are_committed_together_and_again_afte
             interrupted.close()  # the driver was interrupted in its commit
             (again,) = shards.rest(within_s=60)
             assert again.rows.equals(first.rows) and not shards.unwritten
-
-
-@pytest.mark.slow
-def test_a_driver_that_may_take_batches_looks_for_written_shards_only_so_often(tmp_path):
-    gate, clock = tmp_path / "open", Clock()
-    with ray_here({"num_cpus": 2}), Shards(RunGraph(None, 1, lambda: [gated(gate)]), 3600, clock) as shards:
-        shards.take(Batch([ray.put(batch("a").tables[0])], 1))
-        assert given(shards) == []  # the first look
-        gate.touch()
-        ray.wait(list(shards._writing), timeout=60)
-        assert shards.has_room() and given(shards) == []
-        clock.now = LOOK_S
-        assert given(shards) == [["a"]]
-        shards.take(Batch([ray.put(batch("b").tables[0])], 1))
-        assert shards.finish() and given(shards) == [["b"]]  # the end does not wait for its time
 
 
 def gated(gate: Path):

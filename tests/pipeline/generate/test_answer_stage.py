@@ -16,7 +16,9 @@ from pipeline import TokenCache
 from pipeline.execution import gpu_fault
 from pipeline.generate.answer_stage import ANSWERED, GROW_AFTER, Answerer, BatchSize, answered_rows, question_blocks
 from pipeline.generate.answers import AnswersTable, commit_answers
+from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines.transformers import TransformersEngine
+from pipeline.generate.graph import plan_answers
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
 from pipeline.generate.summary import summarise_answers
@@ -364,3 +366,28 @@ def test_an_answer_tells_the_decode_warnings_of_its_videos(cache, tmp_path):
     live = AnswersTable(store).live()
     summary = summarise_answers(live, 3, set(), 0.0)
     assert summary.n_warned == 2 and "2 answers are about videos that were decoded with warnings" in str(summary)
+
+
+@pytest.mark.parametrize("cpus", [1, 2, 64])
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+@pytest.mark.parametrize("n_questions", [1, 40, 10**6])
+@pytest.mark.parametrize("workers", [None, 3])
+def test_all_models_fit_a_cluster_at_once(cpus, gpus, n_questions, workers):
+    config = GenerateConfig(questions="q.jsonl", workers=workers)
+    plan = plan_answers(cpus, gpus, n_questions, config)
+    assert 1 <= plan.answer.workers <= max(gpus, 1 if workers is None else workers)
+    assert plan.cpus <= cpus and plan.gpus <= gpus
+    assert 1 <= plan.questions_per_block <= 64
+    assert plan.answer.workers * plan.questions_per_block <= max(n_questions, 8 * plan.answer.workers)
+
+
+@pytest.mark.parametrize(("batch_size", "per_shard", "block"), [(128, 64, 128), (48, 64, 48), (8, 20, 16), (1, 3, 3)])
+def test_a_block_is_whole_batches(batch_size, per_shard, block):
+    config = GenerateConfig(questions="q.jsonl", batch_size=batch_size, questions_per_shard=per_shard)
+    assert plan_answers(8, 2, 10**4, config).questions_per_block == block
+
+
+def test_every_gpu_gets_a_model():
+    config = GenerateConfig(questions="q.jsonl")
+    assert plan_answers(64, 8, 10**4, config).answer.workers == 8
+    assert plan_answers(64, 0, 10**4, config).answer.workers == 1

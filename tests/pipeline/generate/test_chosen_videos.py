@@ -1,4 +1,4 @@
-"""A cache of all tokens, pruned when it is asked: what prompts get is what a cache pruned by the method would give."""
+"""Cached videos for prompts: pruned when asked they are what a cache pruned by the method would give; few are held."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.cache.method import describe_method
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.asking import Asker
 from pipeline.generate.engines import EngineSetup, load_engine
-from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LruCache
+from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LruCache, n_bytes
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.generate.questions import Way
 from pipeline.prune.decode_stage import decoded_columns
@@ -179,3 +179,21 @@ def test_a_pruning_may_have_positions_of_its_own(tmp_path):
         close.positions[0], torch.arange(len(close))
     )
     assert not torch.equal(original.positions, close.positions) and original.extent > close.extent
+
+
+def test_a_video_is_read_once_and_few_are_held(tmp_path):
+    cache = tiny_cache(tmp_path / "c", ("a", "b", "c"))
+    opened = TokenCache(str(cache), store=cache)
+    size = n_bytes(opened.get("a").visual)
+    held = HeldVideos(opened, None, limit=2 * size)
+    a, ratio, seconds, warnings = held.get("a")
+    assert (ratio, warnings) == (0.25, 0) and seconds > 0
+    assert held.get("a")[0] is a and held.get("a")[2] == 0
+    held.get("b")
+    assert held.get("a")[0] is a  # both fit
+    held.get("c")
+    assert held.get("a")[0] is a and held.get("b")[2] > 0  # the one that was not asked for longest had to go
+    small = HeldVideos(opened, None, limit=size)
+    first = small.get("a")[0]
+    small.get("b")
+    assert small.get("a")[0] is not first  # it had to go

@@ -47,7 +47,7 @@ def asked(cache, video_id="v", **options):
     """What the actor makes of a question on a video."""
     job = request_about(cache, [{**ROW, "video_id": video_id}], **options)
     (question,) = (without_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
-    engine = SimpleNamespace(context_length=10**6, reads_cache=False)
+    engine = SimpleNamespace(context_length=10**6)
     asker = Asker(answer_setup(job, "cpu", "float32"), engine, "cpu", Heartbeat("answer"))
     return asker.ask({**question, "attempts": 1}, Way.parse(question["decoding"]))
 

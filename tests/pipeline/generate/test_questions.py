@@ -1,4 +1,4 @@
-"""Questions: the three kinds of file say the same, and what is wrong with a row is said with its place."""
+"""Questions: the three kinds of file say the same, what is wrong with a row is said with its place; choices."""
 
 import json
 
@@ -7,6 +7,7 @@ import pytest
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
+from pipeline.generate.choices import lettered_prompt, parse_letter
 from pipeline.generate.questions import Way, given_questions, read_questions
 from tests.pipeline.asking import write_questions
 
@@ -217,3 +218,42 @@ def test_questions_at_hand_are_those_of_a_file(tmp_path, kind):
 def test_what_is_no_list_of_questions_is_refused_by_name(given, said):
     with pytest.raises(QuestionsError, match=said):
         given_questions(given, WAY)
+
+
+def test_letters_are_put_as_lmms_eval_puts_them():
+    assert lettered_prompt("Which?", ["a dog", "a cat"]) == (
+        "Which?\nA. a dog\nB. a cat\nAnswer with the option's letter from the given choices directly."
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "choice"),
+    [
+        ("B", 1),
+        (" (B)", 1),
+        ("B. a cat", 1),
+        ("**B**", 1),
+        ("B\nbecause", 1),
+        ("The answer is C.", 2),
+        ("the correct option is: (C)", 2),
+        ("a cat", 1),
+        ("A Cat.", 1),
+        ("A cow.", 2),
+        ("a cow", 2),
+        ("I think B fits", 1),
+        ("A man walks", None),  # an article
+        ("I do not know", None),
+        ("The answer is a car", None),
+        ("the answer is b", 1),
+        ("Answer: (c).", 2),
+        ("E", None),  # no such choice
+        ("B or C", None),
+        ("", None),
+    ],
+)
+def test_the_letter_of_a_generated_answer(answer, choice):
+    assert parse_letter(answer, ["a dog", "a cat", "a cow."]) == choice
+
+
+def test_the_word_i_is_no_letter_among_many_choices():
+    assert parse_letter("Well, I do not know", [f"choice {i}" for i in range(9)]) is None

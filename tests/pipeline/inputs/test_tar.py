@@ -140,15 +140,15 @@ def test_an_extended_header_of_a_gigabyte_is_not_read(tmp_path):
     assert faults(path) == {"good.mp4": None, "b.mp4": "unsupported", "c.mp4": None}
 
 
-def test_members_by_the_hundred_thousand_are_found(tmp_path):
+def test_members_by_the_ten_thousand_are_found(tmp_path):
     block = member("000000.mp4")
     with (tmp_path / "a.tar").open("wb") as file:
-        for number in range(100_000):
+        for number in range(20_000):
             file.write(renumbered(block, lambda head, n=number: head.__setitem__(slice(0, 6), f"{n:06}".encode())))
         file.write(b"\0" * 1024)
     found = read_manifest(str(tmp_path / "a.tar"))
-    assert len(found) == 100_000 and found["fault"].null_count == 100_000
-    assert found["video_id"][99_999].as_py() == "a.tar/099999.mp4"
+    assert len(found) == 20_000 and found["fault"].null_count == 20_000
+    assert found["video_id"][19_999].as_py() == "a.tar/019999.mp4"
 
 
 def test_a_cut_tar_costs_its_tail(tmp_path):
@@ -176,7 +176,7 @@ def test_a_broken_header_costs_one_video(tmp_path):
 def test_any_flipped_byte_of_a_header_is_noticed_or_harmless(tmp_path):
     """A name may become another name; nothing else is read as a video than what was packed."""
     whole, draw = ended(*(member(f"{name}.mp4", name.encode() * 600) for name in "abc")), random.Random(3)
-    for _ in range(300):
+    for _ in range(150):
         data = bytearray(whole)
         place = draw.choice([0, 1536, 3072]) + draw.randrange(BLOCK)
         data[place] ^= 1 << draw.randrange(8)

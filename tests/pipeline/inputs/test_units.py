@@ -54,11 +54,6 @@ def test_workers_outnumber_tars():
     assert len(found) >= 4 * 64 and max(stop - start for start, stop in found) <= len(videos) / (4 * 64) + 1
 
 
-def test_a_video_larger_than_a_range_is_alone():
-    found = cut(members([5, 2 * RANGE_BYTES, 5, 3 * RANGE_BYTES]), 1)
-    assert (1, 2) in found and (3, 4) in found
-
-
 def test_rows_of_a_row_group_stay_together_also_where_some_are_done():
     assert cut(rows_of_a_table(*range(100)), 2, row_group=40) == [(0, 40), (40, 80), (80, 100)]
     assert cut(rows_of_a_table(*range(30, 100)), 2, row_group=40) == [(0, 10), (10, 50), (50, 70)]

@@ -93,7 +93,7 @@ def test_a_mean_is_surer_of_more_values_and_sure_of_all():
 
 @pytest.mark.parametrize(
     ("seconds", "width", "height", "core_s"),
-    [  # of jobs/benchmark/README.md, 32 frames at 24 a second, here at 30: seconds x 0.8 have as many pictures
+    [  # measured on two cores, 32 frames at 24 a second; here at 30, so that seconds x 0.8 have as many pictures
         (10, 1280, 720, 0.42), (10, 1280, 720, 0.45),
         (60, 1920, 1080, 4.87), (60, 1920, 1080, 2.19), (60, 1920, 1080, 5.42),
         (600, 1280, 720, 5.52),

@@ -5,9 +5,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,64 +175,6 @@ def test_two_calls_at_a_time_never_compute_at_a_time_and_one_loads_while_the_oth
         records = [call.result()[0] for call in calls]
     assert [(record["video_id"], record["status"]) for record in records] == [("a", "ok"), ("b", "ok")]
     assert most == [1, 1]
-
-
-class FakeStream:
-    """A stream of a GPU, or its event, that notes what is asked of it."""
-
-    def __init__(self, name: str, told: list[str]) -> None:
-        self.name, self.told = name, told
-
-    def record(self) -> None:
-        self.told.append(f"record {self.name}")
-
-    def synchronize(self) -> None:
-        self.told.append(f"wait for {self.name}")
-
-    def elapsed_time(self, other: "FakeStream") -> float:
-        assert self.told.index(f"wait for {other.name}") > self.told.index(f"record {self.name}")
-        return 250.0
-
-
-def on_fake_streams(monkeypatch, told: list[str]) -> VideoEncoder:
-    """An encoder on the CPU that takes its turns as on a GPU."""
-    encoder = VideoEncoder(EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, device="cpu"))
-    encoder._copies, encoder._prunes = FakeStream("copies", told), FakeStream("prunes", told)
-    encoder._pruning = threading.Lock()
-    names = iter(f"event {k}" for k in range(1, 99))
-
-    @contextmanager
-    def on(stream):
-        told.append(f"on {stream.name}")
-        yield
-
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: FakeStream("default", told))
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_options: FakeStream(next(names), told))
-    prune, encode = encoder._pruner.prune, encoder.backbone.encode
-    noting = SimpleNamespace(prune=lambda *given, **more: (told.append("prune"), prune(*given, **more))[1], sources={})
-    encoder._pruner = noting
-    monkeypatch.setattr(encoder.backbone, "encode", lambda *given: (told.append("encode"), encode(*given))[1])
-    return encoder
-
-
-def test_tokens_are_complete_before_another_stream_prunes_them_and_locks_are_free_while_a_gpu_computes(monkeypatch):
-    told: list[str] = []
-    encoder = on_fake_streams(monkeypatch, told)
-    free: list[tuple[bool, bool]] = []
-    wait = FakeStream.synchronize
-
-    def waiting(stream):
-        free.append((not encoder._encoding.locked(), not encoder._pruning.locked()))
-        wait(stream)
-
-    monkeypatch.setattr(FakeStream, "synchronize", waiting)
-    visual, encode_s = encoder._encode(torch.from_numpy(FRAMES))
-    pruned, prune_s = encoder._prune(visual)
-    encoding = ["on default", "record event 1", "encode", "record event 2", "wait for event 2"]
-    assert told == [*encoding, "on prunes", "record event 3", "prune", "record event 4", "wait for event 4"]
-    assert (encode_s, prune_s) == (0.25, 0.25) and free == [(True, True)] * 2
-    assert len(pruned.index) == 98
 
 
 @needs_cuda

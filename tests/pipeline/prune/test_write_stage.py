@@ -3,6 +3,7 @@
 import pytest
 
 from pipeline import TokenCache
+from pipeline.cache.reader import made_with
 from pipeline.cache.writer import commit
 from pipeline.errors import VideoFault
 from pipeline.execution.monitoring.report import Worker
@@ -23,7 +24,7 @@ def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
     rows = written_records(written)
     assert [(row["video_id"], row["status"]) for row in rows] == [("a", "ok"), ("bad", "failed"), ("b", "ok")]
     assert len(store.names("tokens", ".parquet")) == 1 and "token_shard" not in rows[1]
-    commit(store, "run", 0, rows)
+    commit(store, "run", 0, rows, made_with=made_with(store))
     cache = TokenCache(tmp_path)
     assert cache.failed == {"bad": "corrupt"}
     for video in good:

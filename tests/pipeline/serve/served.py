@@ -57,7 +57,7 @@ def serving(cache, *flags, stock=False):
         while True:
             assert server.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()[-5000:]
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5)
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
                 break
             except OSError:
                 time.sleep(1)

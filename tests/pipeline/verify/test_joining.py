@@ -49,10 +49,11 @@ def size_of(store, n):
 
 
 def test_all_become_one_and_the_old_ones_go_when_readers_had_time(store):
-    before = tokens(store)
+    before, reader = tokens(store), TokenCache(store.root)
     done = join_tokens(store, quiet, LATER)
     assert (done.videos, len(done.read), len(done.written), done.deleted) == (7, 7, 1, [])
     assert_same(store, before)
+    assert all(torch.equal(reader.get(name).tokens, before[name]) for name in NAMES)
     assert len(shards(store)) == 9  # seven old ones, the new one, and that of the first "a"
     again = join_tokens(store, quiet, NOW)
     assert (again.run_id, again.read, len(again.deleted)) == ("", [], 7)
@@ -66,13 +67,6 @@ def test_large_ones_stay_and_bundles_are_of_the_size(store):
     assert (len(done.read), len(done.written)) == (6, 2)  # the seventh has none to join
     assert_same(store, before)
     assert join_tokens(store, quiet, NOW, 2).read == []
-
-
-def test_readers_of_before_go_on(store):
-    cache = TokenCache(store.root)
-    before = tokens(store)
-    join_tokens(store, quiet, LATER)
-    assert all(torch.equal(cache.get(name).tokens, before[name]) for name in NAMES)
 
 
 def test_a_damaged_shard_is_named_and_costs_nothing(store):

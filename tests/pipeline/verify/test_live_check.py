@@ -1,7 +1,6 @@
 """A video that was encoded again: what is the same, what is rounding, and what is neither."""
 
 import dataclasses
-from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from pipeline import TokenCache
 from pipeline.cache.writer import KeptTokens
 from pipeline.errors import UsageError
 from pipeline.storage.s3 import Objects
-from pipeline.verify.live_check import LiveCheck, compare, config_of_run, suspicion, versions_of
+from pipeline.verify.live_check import LiveCheck, compare, config_of_run, suspicion
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 
 TOKENS = random_tokens(0)
@@ -67,13 +66,6 @@ def test_nothing_in_common_and_another_size_are_told(stored):
     wide = compare(stored, again(random_tokens(0, (4, 25, 32))))
     assert (wide.state, wide.note, wide.same_indices) == ("different", "tokens of another size", 0.0)
     assert "beyond rounding" in suspicion(wide)
-
-
-def test_versions_that_differ_are_named_then_and_now(stored):
-    run = {"versions": {"torch": "0.1", "no-such-package": None}}
-    found = versions_of({**stored.metadata, "backend": "decord"}, run, {"backend": "pyav"})
-    assert found["torch"] == ("0.1", version("torch"))
-    assert found["backend"] == ("decord", "pyav") and "no-such-package" not in found
 
 
 def test_options_of_a_run_that_are_none_here_are_left_out(tmp_path, stored):

@@ -13,7 +13,7 @@ from pipeline.verify.repair import UPLOAD_AGE, clean
 from pipeline.verify.report import Report
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_shard
 from tests.pipeline.damage import flip, say_what_was_committed, shards
-from tests.pipeline.verifying import SHAPE, check_damage, kinds, verified
+from tests.pipeline.verifying import SHAPE, kinds, verified
 
 NOW = timedelta(0)
 
@@ -50,11 +50,6 @@ COMMITS = {
     "a commit deleted": lambda s: shards(s, "videos")[0].unlink(),
     "a flipped bit in a commit": lambda s: flip(shards(s, "videos")[0], 600),
 }
-
-
-def test_a_commit_deleted_is_found_and_named(store):
-    say_what_was_committed(store)
-    check_damage(store, COMMITS["a commit deleted"], {"lost"}, {None})
 
 
 class Growing(LocalStore):
@@ -127,4 +122,5 @@ def test_the_same_on_s3(server):
     assert (after.orphans, after.uploads, after.problems) == ([], [], [])
     store.put(name, store.read(name)[:-50])
     assert kinds(verified(store)) == ["footer"]
-    assert len(ObjectStore(server.uri("elsewhere"), server.objects()).uploads()) == 1  # not below the cache's prefix
+    others = ObjectStore(server.uri("elsewhere"), server.objects()).uploads()
+    assert len(list(others)) == 1  # not below the cache's prefix

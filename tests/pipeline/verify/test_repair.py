@@ -11,14 +11,10 @@ import pytest
 import torch
 
 from pipeline import TokenCache
-from pipeline.cache.ledger import Ledger
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import write_parquet
 from pipeline.cache.table import small_name
 from pipeline.errors import RunFailed, UsageError, VideoFault
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import remaining
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.moves import remove_videos
@@ -90,15 +86,6 @@ def test_one_damaged_video_is_marked_and_its_neighbours_stay_bit_for_bit(store, 
     assert (row["status"], row["error_class"], row["attempts"], row["uri"]) == ("failed", "io", 1, "/videos/b")
     assert "marked by a repair" in row["error_message"]
     assert len(shards(store)) == 4  # of a and c together, d, f's second, e
-
-
-def test_a_marked_video_is_what_the_next_run_takes_up(store):
-    damage_tokens(store, "b")
-    verified(store, repair=True, keep=NOW)
-    rows = [{"video_id": v, "uri": f"/videos/{v}"} for v in IDS]
-    manifest = MANIFEST_SCHEMA.empty_table().from_pylist(rows, schema=MANIFEST_SCHEMA)
-    todo, _ = remaining(manifest, Ledger(store).refresh(), PruneConfig(retry_failed=True, on_changed="skip"))
-    assert (todo["video_id"].to_pylist(), todo["attempts"].to_pylist()) == (["b"], [2])
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-1])])

@@ -2,9 +2,8 @@
 
 import pytest
 
-from pipeline.errors import CacheLocked, NotACache
+from pipeline.errors import CacheLocked
 from pipeline.execution.claim import Claim
-from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
 from tests.pipeline.verifying import SHAPE, by_an_own_method, check_damage, verified
@@ -54,12 +53,6 @@ def test_a_run_that_holds_the_cache_keeps_it_from_being_cleaned(store):
             verified(store, clean=True)
         report = verified(store)
     assert report.exit_code == 0 and any("writes here" in note and "run9" in note for note in report.notes)
-
-
-def test_no_cache_is_refused_and_left_alone(tmp_path):
-    with pytest.raises(NotACache, match=r"no cache\.json"):
-        verified(LocalStore(tmp_path), clean=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_empty_cache_is_sound(tmp_path):

@@ -1,7 +1,5 @@
 """Decoding on a GPU through PyAV: what it gives is what a core gives, and where it gives nothing a core serves."""
 
-from fractions import Fraction
-
 import av
 import av.filter
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 from pipeline.video.decode import DecodeRequest
 from pipeline.video.decoders import PyavDecoder, load_decoder
 from pipeline.video.nvdec_decoder import _CODECS, NvdecDecoder, PyavNvdecDecoder
-from pipeline.video.probe import IndexMismatch, probe
+from pipeline.video.probe import probe
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.gstep.synthetic import needs_cuda
@@ -52,26 +50,6 @@ def test_frames_in_a_gpu_s_layout_have_the_pixels_of_a_core(index):
         packed = frame.reformat(format=layout)
         assert packed.format.name == layout
         assert np.array_equal(ours._pixels(packed), plain._pixels(frame)), number
-
-
-def test_what_a_core_shows_otherwise_is_left_to_it(tmp_path):
-    made = probe(str(write_clip(tmp_path / "a.mp4")), "mov")
-    frame = av.VideoFrame(made.width + 2, made.height, "nv12")
-    with pytest.raises(IndexMismatch, match="the GPU gives frames of"):
-        without_gpu(made)._pixels(frame)
-    graph = av.filter.Graph()
-    source = graph.add_buffer(width=made.width, height=made.height, format="nv12", time_base=Fraction(1, 25))
-    graph.link_nodes(source, graph.add("setfield", "tff"), graph.add("buffersink")).configure()
-    graph.push(av.VideoFrame(made.width, made.height, "nv12"))
-    interlaced = graph.pull()
-    assert interlaced.interlaced_frame
-    with pytest.raises(IndexMismatch, match="interlaced"):
-        without_gpu(made)._pixels(interlaced)
-    made.packets.close()
-    other = probe(str(write_clip(tmp_path / "b.avi", codec="mjpeg", pix_fmt="yuvj420p")), "avi")
-    with pytest.raises(IndexMismatch, match="mjpeg is left to a core"):
-        NvdecDecoder(other)
-    other.packets.close()
 
 
 def test_this_pyav_decodes_on_gpus():

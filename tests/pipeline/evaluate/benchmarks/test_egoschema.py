@@ -86,14 +86,6 @@ def test_the_subset_has_a_score_in_which_a_draw_is_its_expectation(hub):
     assert printed(SUBSET, done) == {"EgoSchema subset": "40.0"}
 
 
-def test_the_full_set_has_no_score(hub):
-    loaded = FULL.load(hub)
-    done = replied(FULL, loaded, {UIDS[0]: "D", UIDS[1]: ""})
-    assert done.scores["parsed"].to_pylist() == [3, None, None, None, None]
-    assert done.scores["right"].null_count == done.scores["score"].null_count == len(loaded.items)
-    assert done.scores["status"].to_pylist() == ["ok", "ok", "failed", "failed", "failed"]
-
-
 def test_without_the_published_answers_there_is_no_subset(authors, tmp_path):
     (tmp_path / "questions.json").write_text((authors / "questions.json").read_text())
     with pytest.raises(

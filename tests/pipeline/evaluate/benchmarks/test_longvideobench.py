@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
-from pipeline.evaluate.benchmarks.reading import Place
+from pipeline.evaluate.benchmarks.annotations import Place
 from pipeline.inputs.manifest import read_manifest
 from tests.pipeline.evaluate.layouts import by_id, faults_of, faulty, printed, replied
 from tests.pipeline.evaluate.longvideobench import ASKED, FIVE, PATHS, ROWS, write_longvideobench
@@ -106,8 +106,3 @@ def test_the_score_is_over_questions_and_a_draw_scores_its_expectation(loaded):
     assert done.scores["score"].to_pylist() == [1.0, 0.0, 1 / 3, 1.0, 0.0, 1.0]  # "Answer: D" is A; 9 is never met
     assert done.scores["parsed"].to_pylist() == [2, 0, None, 1, 4, 4]
     assert printed(LVB, done) == {"8-15 s": "50.0", "15-60 s": "66.7", "3-10 min": "50.0", "Overall": "55.6"}
-
-
-def test_without_annotations_it_is_said_what_to_unpack(tmp_path):
-    with pytest.raises(UsageError, match=r"no annotations of LongVideoBench .*cat videos\.tar\.part\.\* \| tar x"):
-        LVB.load(tmp_path)

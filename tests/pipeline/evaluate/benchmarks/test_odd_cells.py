@@ -11,25 +11,8 @@ from tests.pipeline.evaluate.longvideobench import write_longvideobench
 from tests.pipeline.evaluate.mlvu import write_mlvu_dev, write_mlvu_test
 from tests.pipeline.evaluate.mvbench import write_main
 
-ODD = [
-    None,
-    "",
-    " ",
-    "x\0",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    ["a"] * 30,
-    [None],
-    True,
-    -1,
-    5,
-    1e300,
-    "../../x",
-    "/etc",
-    "x" * 5000,
-]
+TEXTS = ["", " ", "x\0", "\ud800", "../../x", "/etc", "x" * 5000]
+ODD = [*TEXTS, None, [], {}, [[]], ["a"] * 30, [None], True, -1, 5, 1e300]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""generation_kwargs of tasks, and what becomes of a reply; lmms-eval is not needed."""
+"""generation_kwargs of tasks, what becomes of a reply, and which cached video a document names; without lmms-eval."""
+
+from __future__ import annotations
 
 import json
 
 import pytest
 
-from gstep.language import Decoding
 from pipeline.errors import UsageError
-from pipeline.evaluate.lmms.questions import MAX_NEW_TOKENS, asked, unique
+from pipeline.evaluate.lmms.questions import MAX_NEW_TOKENS, CachedIds, asked, video_key
 
 STOCK = {"max_new_tokens": 16, "temperature": 0, "top_p": 1.0, "num_beams": 1, "do_sample": False, "until": ["\n\n"]}
 
@@ -41,13 +42,6 @@ def test_what_is_drawn(settings, drawn):
     assert decoding.max_new_tokens == MAX_NEW_TOKENS
 
 
-def test_a_drawn_question_asked_twice_has_a_seed_of_its_own():
-    names = unique(["t/0", "t/1", "t/0", "t/0"])
-    assert names == ["t/0", "t/1", "t/0#1", "t/0#2"]
-    decodings = [asked(name, "t", 0, "v", "p", {"temperature": 1.0}).decoding for name in names]
-    assert len({d.seed for d in decodings}) == 4 and all(isinstance(d, Decoding) for d in decodings)
-
-
 def test_a_reply_ends_before_a_stop_text_but_not_before_the_one_that_every_task_has():
     assert of(**STOCK).reply("B\n\nbecause") == "B\n\nbecause"
     assert of(until="because").reply("B, because") == "B, "
@@ -68,3 +62,58 @@ def test_a_reply_ends_before_a_stop_text_but_not_before_the_one_that_every_task_
 def test_settings_that_are_not_understood_are_refused_with_the_task(settings, why):
     with pytest.raises(UsageError, match=why):
         of(**settings)
+
+
+@pytest.mark.parametrize(
+    ("doc", "key"),
+    [
+        ({"video_id": "007", "videoID": "-Ab3xYz_9Qk", "question_id": "007-2"}, "-Ab3xYz_9Qk"),
+        ({"video_id": "@cook-712", "id": "@cook-712_0", "video_path": "712.mp4"}, "712.mp4"),
+        ({"video_name": "needle_3.mp4", "task_type": "needle"}, "needle_3.mp4"),
+        ({"question_idx": "3", "video_idx": "0aa1-uuid"}, "0aa1-uuid"),
+        ({"video": "v.mp4", "question": "?"}, "clevrer/video_validation/v.mp4"),
+    ],
+    ids=["VideoMME", "LongVideoBench", "MLVU", "EgoSchema", "MVBench"],
+)
+def test_what_a_document_calls_its_video(doc, key):
+    assert video_key(doc, folder="clevrer/video_validation" if "video" in doc else None) == key
+
+
+def test_other_tasks_say_how():
+    assert video_key({"clip": "x", "set": "a"}, "{set}/{clip}.mp4") == "a/x.mp4"
+    assert video_key({"videoID": "x", "part": 3}, "{videoID}-{part}") == "x-3"
+    with pytest.raises(UsageError, match=r"video_id=\{vid\} .*it has clip"):
+        video_key({"clip": "x"}, "{vid}")
+    with pytest.raises(UsageError, match=r"no field names a video .* it has clip, n\): say how with video_id=TEMPLATE"):
+        video_key({"clip": "x", "n": 1})
+    with pytest.raises(UsageError, match="no field"):
+        video_key({"video": None, "videoID": ""})
+
+
+@pytest.mark.parametrize(
+    ("ids", "key", "found"),
+    [
+        (["data/-Ab.mp4", "data/b.mkv"], "-Ab", "data/-Ab.mp4"),
+        (["b.MP4"], "b", "b.MP4"),
+        (["-Ab"], "-Ab", "-Ab"),
+        (["videos/712.mp4", "videos/1712.mp4"], "712.mp4", "videos/712.mp4"),
+        (["a/v.1.mp4"], "v.1", "a/v.1.mp4"),
+        (["MLVU/video/2_needle/needle_3.mp4"], "needle_3.mp4", "MLVU/video/2_needle/needle_3.mp4"),
+        (["video/data0613/star/Cut/x.mp4"], "star/Cut/x.mp4", "video/data0613/star/Cut/x.mp4"),
+        (["a/v.mp4", "v.mp4"], "v.mp4", "v.mp4"),  # the one that is so to the letter
+        (["v.mp4"], "clevrer/video_validation/v.mp4", None),  # of which folder, nobody knows
+        (["x/1712.mp4"], "712.mp4", None),
+        (["v.mkv"], "v.mp4", None),
+        (["v.jpg"], "v", None),
+        ([], "v", None),
+    ],
+)
+def test_an_id_is_or_ends_with_what_the_document_says(ids, key, found):
+    assert CachedIds(ids, {}).find(key) == found
+
+
+def test_several_are_refused_and_one_that_failed_is_told():
+    with pytest.raises(UsageError, match=r"'v' may be 'a/v.mp4' or 'b/v.mp4': say which with video_id=TEMPLATE"):
+        CachedIds(["a/v.mp4", "b/v.mp4"], {}).find("v")
+    ids = CachedIds(["a/v.mp4"], {"b/v.mp4": "corrupt", "c/w.mp4": "timeout"})
+    assert (ids.find("v"), ids.find("w.mp4"), ids.failed["c/w.mp4"]) == ("a/v.mp4", "c/w.mp4", "timeout")

@@ -3,11 +3,9 @@
 import io
 from functools import cache
 
-from pipeline.evaluate.shapes.files import read_mp4, write_mp4
-from pipeline.evaluate.shapes.hardness import HARDNESS
+from pipeline.evaluate.shapes.layout import read_mp4, write_mp4
 from pipeline.evaluate.shapes.making import make_video
-from pipeline.evaluate.shapes.seeds import SEEDS
-from pipeline.evaluate.shapes.world import FRAMES
+from pipeline.evaluate.shapes.world import FRAMES, HARDNESS, SEEDS
 
 
 @cache

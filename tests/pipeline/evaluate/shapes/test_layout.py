@@ -1,27 +1,31 @@
-"""A folder as VideoMME is published, read as any other benchmark."""
+"""A folder as VideoMME is published, read as any other benchmark; its videos come back frame by frame."""
 
-import json
+from __future__ import annotations
+
+import io
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import av
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.benchmarks import BENCHMARKS, find_benchmark
-from pipeline.evaluate.questions import question_table
-from pipeline.evaluate.shapes.layout import ANNOTATIONS, Recipe, write_benchmark
-from pipeline.evaluate.shapes.questions import TYPES, ask
-from pipeline.evaluate.shapes.seeds import DEVELOPMENT, SEEDS
-from pipeline.evaluate.whole_cache import frame_rule
-from pipeline.inputs.manifest import read_manifest
+from pipeline.evaluate.benchmarks import BENCHMARKS
+from pipeline.evaluate.request import frame_rule
+from pipeline.evaluate.scores import question_table
+from pipeline.evaluate.shapes.layout import ANNOTATIONS, Recipe, read_mp4, write_benchmark, write_mp4, write_picture
+from pipeline.evaluate.shapes.questions import ask
+from pipeline.evaluate.shapes.render import render
+from pipeline.evaluate.shapes.world import DEVELOPMENT
+from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.probe import probe
-from pipeline.video.sampling import Sampling, choose_frames
+from pipeline.video.sampling import ROUND_EVEN, Sampling, choose_frames
 from tests.pipeline.evaluate.shapes.shape_videos import videos
 from tests.pipeline.evaluate.videomme import SCHEMA
+from tests.pipeline.videos import KeepSize
 
 SHAPES, VIDEOMME = BENCHMARKS["shapes"], BENCHMARKS["videomme"]
 SMALL = Recipe(n_videos=6)
@@ -57,14 +61,6 @@ def test_every_row_is_a_question_of_its_video(folder):
     assert {item.splits["duration"] for item in loaded.items} == {"short", "medium", "long"}
 
 
-def test_the_same_folder_is_a_videomme(folder):
-    ours, theirs = SHAPES.load(folder).items, VIDEOMME.load(folder).items
-    assert [(one.question_id, one.video_id, one.answer) for one in ours] == [
-        (one.question_id, one.video_id, one.answer) for one in theirs
-    ]
-    assert theirs[0].options == tuple(f"{letter}. {text}" for letter, text in zip("ABCD", ours[0].options, strict=True))
-
-
 def test_choices_are_asked_with_one_letter_each_and_every_frame_is_taken(folder):
     protocol, items = SHAPES.protocol(), SHAPES.load(folder).items
     assert protocol.name == "letter"
@@ -86,25 +82,6 @@ def test_a_row_that_holds_no_options_is_a_fault_and_no_crash(tmp_path, folder):
     loaded = SHAPES.load(made)
     assert [(fault.kind, fault.question_id) for fault in loaded.faults] == [("bad-row", "001-1"), ("bad-row", "001-2")]
     assert len(loaded.items) == len(rest)
-
-
-def test_questions_are_also_questions_of_ones_own(folder):
-    own = find_benchmark(str(folder / "questions.jsonl")).load(folder).items
-    ours = SHAPES.load(folder).items
-    assert [(one.question_id, one.video_ids, one.question, one.options, one.answer) for one in own] == [
-        (one.question_id, one.video_ids, one.question, one.options, one.answer) for one in ours
-    ]
-    assert [one.splits["split"] for one in own] == [one.splits["task_type"] for one in ours]
-
-
-def test_the_manifest_names_the_videos_as_their_folder_does(folder):
-    named, found = read_manifest(str(folder / "manifest.jsonl")), read_manifest(str(folder))
-    assert sorted(named["video_id"].to_pylist()) == sorted(found["video_id"].to_pylist())
-    assert all(
-        path.endswith(name) for name, path in zip(*(named[c].to_pylist() for c in ("video_id", "uri")), strict=True)
-    )
-    rows = [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
-    assert [row["n_frames"] for row in rows] == [8, 16, 32] * 2 and {row["seeds"] for row in rows} == {"development"}
 
 
 def test_making_it_again_writes_the_same_bytes_and_mends_what_is_missing(tmp_path, folder):
@@ -172,18 +149,40 @@ def test_recipes_that_make_no_sense_are_refused(options, said):
         Recipe(**options)
 
 
-def test_durations_and_hardness_take_turns_and_lengths_have_their_share():
-    films = list(Recipe(n_videos=24, durations=("short", "long"), hardness=("plain", "dim", "pan")).videos())
-    made = Counter((film.duration, film.video.n_frames, film.video.hardness.name) for film in films)
-    assert set(made.values()) == {4} and len(made) == 6
+@pytest.mark.parametrize("length", [0, 1, 2])
+@pytest.mark.parametrize("decoder", ["auto", "pyav"])
+def test_every_way_of_sampling_takes_each_rendered_frame_once(tmp_path, length, decoder):
+    video = videos(3)[length]
+    count, path = video.n_frames, tmp_path / "v.mp4"
+    write_mp4(path, render(video))
+    for sampling in (
+        Sampling(num_frames=None, fps=1, max_frames=32),
+        Sampling(num_frames=count),
+        Sampling(num_frames=32, rule=ROUND_EVEN),
+    ):
+        decoded = decode_video(DecodeRequest(path, sampling, KeepSize(), decoder=decoder))
+        assert decoded.frame_indices.tolist() == list(range(count)) == decoded.timestamps.tolist()
+        assert (decoded.fps, decoded.duration_s, decoded.codec, decoded.n_repeated) == (1.0, float(count), "h264", 0)
+        assert abs(decoded.frames.astype(int) - read_mp4(path)).max() <= 2
 
 
-@pytest.mark.parametrize("split", list(SEEDS))
-def test_videos_are_of_the_split_that_was_named(split):
-    films = list(Recipe(split=split, n_videos=3).videos())
-    assert all(film.video.seed in SEEDS[split] for film in films)
-    assert Recipe().split == "development"
+def test_a_file_has_the_same_bytes_every_time(tmp_path):
+    first, again, other = io.BytesIO(), tmp_path / "again.mp4", io.BytesIO()
+    one, two = (render(video) for video in (videos(3)[1], videos(6)[4]))
+    write_mp4(first, one)
+    write_mp4(again, one)
+    write_mp4(other, two)
+    assert first.getvalue() == again.read_bytes() != other.getvalue()
 
 
-def test_every_type_of_question_is_a_part_of_the_split(folder):
-    assert {item.splits["task_type"] for item in SHAPES.load(folder).items} <= set(TYPES)
+def test_a_picture_has_every_frame_in_its_place(tmp_path):
+    short, long = (np.full((count, 4, 6, 3), 200, np.uint8) for count in (2, 5))
+    short[1] = 90
+    write_picture(tmp_path / "p.png", [short, long], columns=3, scale=2)
+    with av.open(str(tmp_path / "p.png")) as file:
+        (picture,) = (frame.to_ndarray(format="rgb24") for frame in file.decode(video=0))
+    assert picture.shape == (2 * (4 + 4 + 8), 2 * 18, 3)
+    assert picture[4, 4].tolist() == [200] * 3 and picture[4, 16].tolist() == [90] * 3
+    assert picture[4, 28].tolist() == [0] * 3 and picture[12, 4].tolist() == [255] * 3
+    assert picture[28, 16].tolist() == [200] * 3 and picture[28, 28].tolist() == [0] * 3
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

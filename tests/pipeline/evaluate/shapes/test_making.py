@@ -1,18 +1,31 @@
-"""What is in a video: every rule that questions rely on, on videos of all lengths and settings."""
+"""What is in a video: every rule that questions rely on, its golden digest, its seeds and settings."""
+
+from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations
 
 import pytest
 
-from pipeline.evaluate.shapes.hardness import HARDNESS, PLAIN
+from pipeline.errors import UsageError
 from pipeline.evaluate.shapes.making import make_video
-from pipeline.evaluate.shapes.placing import light_of
 from pipeline.evaluate.shapes.questions import ask
-from pipeline.evaluate.shapes.seeds import TRAIN
-from pipeline.evaluate.shapes.words import COLORS, SCENES, SHAPES, SIGNS
-from pipeline.evaluate.shapes.world import FRAMES, SIDE
+from pipeline.evaluate.shapes.world import (
+    BLOCK,
+    COLORS,
+    FRAMES,
+    HARDNESS,
+    PLAIN,
+    SEEDS,
+    SHAPES,
+    SIDE,
+    SIGNS,
+    TEST,
+    TRAIN,
+    benchmark_seeds,
+    check_seed,
+)
 from tests.pipeline.evaluate.shapes.shape_videos import videos
 
 ALL = [pytest.param(name, id=name) for name in HARDNESS]
@@ -58,17 +71,6 @@ def test_a_thing_that_does_not_move_stays_wholly_in_its_corner(hardness):
                 assert not any(low < SIDE // 2 < high for low, high in sides)
 
 
-@pytest.mark.parametrize("hardness", ALL)
-def test_scenes_are_different_and_long_enough(hardness):
-    for video in videos(60, hardness):
-        assert len(set(video.scenes)) == len(video.scenes) == len(set(video.scene_of))
-        assert len(video.scenes) == (2 if hardness == "cuts" else len(video.cuts) + 1)
-        assert set(video.scenes) <= set(video.scene_choices) <= set(SCENES) and len(set(video.scene_choices)) == 4
-        edges = [0, *video.cuts, video.n_frames]
-        lengths = [end - start for start, end in pairwise(edges)]
-        assert min(lengths) >= max(2, video.n_frames // 8)
-
-
 def test_kinds_are_what_they_say():
     seen = set()
     for video in videos(300):
@@ -87,13 +89,6 @@ def test_kinds_are_what_they_say():
     assert seen == {("brief", False), ("static", False), ("moving", False), ("static", True)}
 
 
-def test_a_needle_is_one_frame_in_long_stretches_of_nothing():
-    for video in videos(60, "needle"):
-        assert all(len(thing.shots) == 1 for thing in video.named)
-        busy = {shot.frame for thing in video.things for shot in thing.shots}
-        assert video.n_frames < 32 or len(busy) <= 20
-
-
 def test_extras_are_what_questions_take_them_for():
     seen = {8: set(), 16: set(), 32: set()}
     for video in videos(300):
@@ -110,61 +105,6 @@ def test_extras_are_what_questions_take_them_for():
         if sign := video.extra("sign"):
             assert sign.name in video.sign_choices and len(set(video.sign_choices)) == 4
     assert all(kinds == {"copies", "changing", "sign"} for kinds in seen.values())
-
-
-def test_a_setting_changes_what_it_names_and_leaves_the_story():
-    for plain, dim, pan, clutter in zip(
-        *(videos(30, name) for name in ("plain", "dim", "pan", "clutter")), strict=True
-    ):
-        for other in (dim, pan, clutter):
-            for one, same in zip(plain.things, other.things, strict=True):
-                assert (one.name, one.kind, frames_of(one)) == (same.name, same.kind, frames_of(same))
-            assert (plain.scenes, plain.scene_of) == (other.scenes, other.scene_of)
-        assert all(thing.contrast == 1.0 for thing in plain.things)
-        assert all(0.25 <= thing.contrast <= 0.4 for thing in dim.things)
-        assert plain.specks == 0 and 4 <= clutter.specks <= 8
-        assert set(plain.camera) == {(0, 0)} and len(set(pan.camera)) > 1
-
-
-def test_the_camera_goes_to_and_fro_at_its_pace():
-    for video in videos(30, "pan"):
-        right = [x for x, _ in video.camera]
-        steps = [abs(b - a) for a, b in pairwise(right)]
-        assert max(map(abs, right)) <= 6 and 3 <= max(steps) <= 5
-
-
-def test_a_shaking_camera_is_somewhere_else_in_each_frame():
-    for video in videos(30, "shake"):
-        assert 2 <= max(abs(at) for way in video.camera for at in way) <= 5
-        assert len(set(video.camera)) > video.n_frames / 2
-
-
-def test_a_zoom_shrinks_things_where_they_stand_and_leaves_signs():
-    for plain, zoom in zip(videos(30), videos(30, "zoom"), strict=True):
-        assert 0.7 <= min(zoom.zoom) < max(zoom.zoom) <= 1.0
-        for whole, thing in zip(plain.things, zoom.things, strict=True):
-            for shot, seen in zip(whole.shots, thing.shots, strict=True):
-                share = 1.0 if thing.kind == "sign" else zoom.zoom[seen.frame]
-                assert seen.size == int(share * shot.size)
-                for at, to in ((shot.x, seen.x), (shot.y, seen.y)):  # of the middle of the thing, from the picture's
-                    assert abs((to + seen.size / 2 - 48) - share * (at + shot.size / 2 - 48)) <= 1
-
-
-def test_scenes_that_are_cut_between_come_back():
-    lengths = {8: 4, 16: 8, 32: 8}
-    for video in videos(60, "cuts"):
-        assert 4 <= len(video.cuts) + 1 <= lengths[video.n_frames]
-        assert all(video.scene_of[t] != video.scene_of[t - 1] for t in video.cuts)
-        assert {video.scene_of[t] for t in video.cuts} == {0, 1}
-
-
-def test_scenes_fade_in_and_out():
-    assert light_of((0, 4, 10), 2, 12) == pytest.approx(
-        [1 / 3, 2 / 3, 2 / 3, 1 / 3, *[1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3], 1 / 3, 1 / 3]
-    )
-    for video in videos(30, "fade"):
-        dark = [t for t in range(video.n_frames) if video.light[t] == min(video.light)]
-        assert {0, video.n_frames - 1, *video.cuts, *(cut - 1 for cut in video.cuts)} == set(dark)
 
 
 def test_a_video_follows_from_its_seed_length_and_setting():
@@ -189,3 +129,58 @@ def test_crowded_videos_find_room():
 def test_other_lengths_are_refused():
     with pytest.raises(ValueError, match="videos have 8, 16, 32 frames, got 12"):
         make_video(TRAIN[0], split="train", n_frames=12)
+
+
+@pytest.mark.parametrize(
+    ("knob", "said"),
+    [
+        ({"size": (5, 9)}, r"hardness plain: size must lie in \(6, 24\), got \(5, 9\)"),
+        ({"size": (20, 14)}, "size must be a range from 0 upwards"),
+        ({"contrast": (0.0, 1.0)}, "contrast must lie in"),
+        ({"specks": (-1, 3)}, "specks must be a range from 0 upwards"),
+        ({"pan": (0, 9)}, "pan must lie in"),
+        ({"brief": (0, 1)}, "brief must lie in"),
+        ({"scenes": (1, 9)}, "scenes must lie in"),
+        ({"shake": (0, 7)}, "shake must lie in"),
+        ({"zoom": (0.8, 1.1)}, "zoom must lie in"),
+        ({"fade": (2, 1)}, "fade must be a range"),
+        ({"pan": (0, 2), "zoom": (0.8, 1.0)}, "a camera can do one of pan, shake and zoom"),
+        ({"standing": 1.5}, "standing must be a share"),
+    ],
+)
+def test_knobs_that_make_no_video_are_refused(knob, said):
+    with pytest.raises(ValueError, match=said):
+        replace(PLAIN, **knob)
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(SEEDS, 2)))
+def test_no_two_splits_share_a_seed(one, other):
+    assert not set(SEEDS[one]) & set(SEEDS[other])
+
+
+def test_a_test_video_is_made_for_whoever_names_its_split_alone():
+    assert make_video(TEST[0], split="test").seed == TEST[0]
+    for split in ("train", "development"):
+        with pytest.raises(ValueError, match=f"seed {TEST[0]} is of the test videos; those of split='{split}' are"):
+            make_video(TEST[0], split=split)
+    with pytest.raises(TypeError, match="split"):
+        make_video(SEEDS["train"][0])
+
+
+def test_seeds_of_no_split_are_refused():
+    for seed in (-1, 0, SEEDS["train"].stop, TEST.stop):
+        with pytest.raises(ValueError, match=f"seed {seed} is of no split"):
+            check_seed(seed, "train")
+
+
+def test_benchmarks_of_two_seeds_share_no_video():
+    for split in SEEDS:
+        assert not set(benchmark_seeds(split, 0, BLOCK)) & set(benchmark_seeds(split, 1, BLOCK))
+        assert benchmark_seeds(split, 1, 3)[-1] in SEEDS[split]
+    last = len(TEST) // BLOCK - 1
+    assert benchmark_seeds("test", last, BLOCK)[-1] == TEST[-1]
+    with pytest.raises(UsageError, match=f"--seed must be 0 to {last} on the split test, got {last + 1}"):
+        benchmark_seeds("test", last + 1, 1)
+    for count in (0, BLOCK + 1):
+        with pytest.raises(UsageError, match=f"--videos must be 1 to {BLOCK}, got {count}; take another --seed"):
+            benchmark_seeds("train", 0, count)

@@ -1,41 +1,28 @@
 """vLLM says what transformers says of the same prompts: texts, choices, scores; with its prefix cache and in parts."""
 
-import copy
 import dataclasses
 import json
 import os
 import shutil
-import threading
-import time
 
 import pytest
 import torch
 
-from gstep.backbones import ModelSource, choose_runtime, family_of
+from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
-from pipeline import TokenCache
-from pipeline.errors import QuestionFault
 from pipeline.generate.answer_stage import Answerer
 from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.engines import EngineDied, EngineSetup, load_engine
-from pipeline.generate.engines.cached_rows import read_outline
-from pipeline.generate.held_videos import LruCache
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
 from pipeline.rows import QuestionRecord, without_nulls
 from tests import vllm_here
 from tests.gstep.language.prompts import video
 from tests.gstep.llms import FAMILIES, encode
-from tests.pipeline.asking import newline_of, tiny_cache, write_questions
-from tests.pipeline.caches import read_live, write_header, write_shard
-from tests.pipeline.encoding import encode_clip
-from tests.pipeline.videos import sample
-
-from vllm import SamplingParams  # isort: skip - once vllm_here has looked
-from gstep.serving.inputs import engine_input  # isort: skip
-from vllm.distributed.ec_transfer import ec_transfer_state, get_ec_transfer  # isort: skip
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.caches import read_live
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -44,126 +31,20 @@ TEXTS = ["A", "B", "C", "yes, always", "yes, never at all", "no"]
 MARKERS = "Is <|vision_start|> before <|vision_end|>, and <0.2 seconds> after?"
 
 
-def engines_of(source, cache=None, **params):
+def engines_of(source, largest_video=400, params=vllm_here.PARAMS):
     """(vLLM's, transformers')."""
-    setup = EngineSetup("vllm", params={**vllm_here.PARAMS, **params}, largest_video=400, cache=cache)
+    setup = EngineSetup("vllm", params=params, largest_video=largest_video)
     return load_engine(setup, source, RUNTIME), load_engine(EngineSetup(), source, RUNTIME)
 
 
-CLIPS = ("bikes.mp4", "bigbuckbunny.mp4")
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def cache(request, tmp_path_factory):
-    """A cache of two real clips, which the engine reads by itself."""
-    source, folder = ModelSource.resolve(request.param), tmp_path_factory.mktemp("read") / "c"
-    identity = {
-        "model": {"type": source.model_type, "weights": source.identity},
-        "pruner": {"method": "gstep", "params": {}},
-        "retention_ratio": 0.25,
-        "dtype": {"stored": "bfloat16"},
-    }
-    newline = newline_of(source) if request.param == "tiny" else None
-    levels = family_of(source).static().deepstack_levels
-    store = write_header(folder, identity=identity, newline=newline, deepstack_levels=levels)
-    write_shard(store, "run", *(encode_clip(source, sample(c), 4, "gstep", 0.25, c)[1] for c in CLIPS))
-    return TokenCache(folder)
-
-
-@pytest.fixture(scope="module")
-def family(request, cache):
+def family(request):
     """(name, vLLM's engine, transformers' engine)."""
-    (name,) = (name for name in FAMILIES if ModelSource.resolve(name).identity == cache.identity["model"]["weights"])
-    ours, theirs = engines_of(ModelSource.resolve(name), cache)
+    ours, theirs = engines_of(ModelSource.resolve(request.param))
     wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     assert ours._engine.vllm_config.use_v2_model_runner == wanted
-    yield name, ours, theirs
+    yield request.param, ours, theirs
     ours.close()
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """For engines beside those of ``family``: vLLM has one connector a process."""
-    monkeypatch.setattr(ec_transfer_state, "_EC_CONNECTOR_AGENT", None)
-
-
-def asked_of(name, cache, texts=("What is happening?", MARKERS)):
-    """(prompts whose rows the engine reads, the same with their rows): every policy and ratio, one video and two."""
-    outlines, whole = [], []
-    for ratio in (None, 0.1):
-        for policy in policies(name):
-            build = prompt_builder(ModelSource.resolve(name), *policy).build
-            for videos in (CLIPS[:1], CLIPS[1:], CLIPS):
-                outline = [read_outline(cache, cache.metadata(video), ratio, "index") for video in videos]
-                for text in texts if name != "tiny" else ("Who?", "Hm?"):
-                    outlines.append(build(text, outline))
-                    whole.append(build(text, [cache.get(video, ratio).visual for video in videos]))
-    return outlines, whole
-
-
-def reader():
-    return get_ec_transfer().reader
-
-
-def test_rows_that_the_engine_reads_by_itself_give_the_same_answers(family, cache):
-    name, ours, theirs = family
-    outlines, whole = asked_of(name, cache)
-    decodings = [Decoding(max_new_tokens=4 + i % 5) for i in range(len(whole))]
-    mine, expected = ours.generate(outlines, decodings), theirs.generate(whole, decodings)
-    assert [a.token_ids for a in mine] == [a.token_ids for a in expected]
-    assert reader().n_read == 4  # two videos at two ratios, whatever the questions and positions
-    assert [a.token_ids for a in ours.generate(whole, decodings)] == [a.token_ids for a in expected]
-    texts = [TEXTS[: 3 + i % 4] for i in range(len(whole))]
-    for scores, others in zip(ours.score(outlines, texts), theirs.score(whole, texts), strict=True):
-        assert [score.logprob for score in scores] == pytest.approx([other.logprob for other in others], abs=1e-4)
-    ours.forget()
-    assert [a.token_ids for a in ours.generate(outlines, decodings)] == [a.token_ids for a in expected]
-    assert reader().n_read == 4 and reader().held_bytes > 0
-
-
-def test_a_store_that_is_away_fails_its_own_questions_and_poisons_nothing(family, cache, monkeypatch):
-    name, ours, theirs = family
-    outlines, whole = asked_of(name, cache, ("Where is it?",))
-    lost = dataclasses.replace(outlines[0].visuals[0], rows=outlines[0].visuals[0].rows.replace("bikes", "bakes"))
-    bad = dataclasses.replace(outlines[0], visuals=(lost,))
-    ours.forget()
-    monkeypatch.setattr(reader(), "_held", LruCache(2**30, lambda rows: rows.n_bytes))
-    cache._shard = copy.copy(cache._shard)  # an open file would be read wherever it is
-    folder = cache.store.folder
-    folder.rename(folder.with_name("away"))
-    try:
-        with pytest.raises(QuestionFault) as caught:
-            ours.generate(outlines[:1], [Decoding(6)])
-        assert caught.value.fault_class in ("corrupt", "io")
-    finally:
-        folder.with_name("away").rename(folder)
-    time.sleep(1.1)  # so long a fault answers for others that wait
-    with pytest.raises(QuestionFault, match="unknown-video"):
-        ours.generate([bad, outlines[1]], [Decoding(6)] * 2)
-    again, expected = (e.generate(p[:2], [Decoding(6)] * 2) for e, p in ((ours, outlines), (theirs, whole)))
-    assert [a.token_ids for a in again] == [a.token_ids for a in expected]
-
-
-def test_a_cold_read_stands_before_no_warm_one(family, cache, monkeypatch):
-    """While a read takes its time, a later question on a held video is answered."""
-    name, ours, theirs = family
-    outlines, whole = asked_of(name, cache, ("Now?",))
-    ours.generate(outlines[1:2], [Decoding(2)])
-    ours.forget()
-    free, load = threading.Event(), reader()._load
-    monkeypatch.setattr(reader(), "_load", lambda wanted: (free.wait(60), load(wanted))[1])
-    cold = dataclasses.replace(outlines[0].visuals[0], rows=outlines[0].visuals[0].rows.replace("/index", "/selection"))
-    engine, params = ours._engine, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    for number, prompt in enumerate((dataclasses.replace(outlines[0], visuals=(cold,)), outlines[1])):
-        engine.add_request(f"order-{number}", engine_input(prompt, ours._video_token), params)
-    ended = []
-    while engine.has_unfinished_requests():
-        ended += [output for output in engine.step() if output.finished]
-        if ended:
-            free.set()
-    assert [output.request_id for output in ended] == ["order-1", "order-0"]
-    (expected,) = theirs.generate(whole[1:2], [Decoding(4)])
-    assert tuple(ended[0].outputs[0].token_ids)[: len(expected.token_ids)] == expected.token_ids
 
 
 def clips(name, ratio):
@@ -273,44 +154,31 @@ def test_the_embedding_of_a_question_is_the_models(family):
     assert torch.equal(ours.embedding("What is it?"), theirs.embedding("What is it?"))
 
 
-def test_a_checkpoints_repetition_penalty_counts(tmp_path, alone):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny.build("tiny-qwen2-5-vl"), folder)
+def test_a_checkpoints_repetition_penalty_counts_and_a_video_may_be_larger_than_a_step(tmp_path):
+    """It must fit vLLM's encoder cache, which is as large as a step: 4096 tokens on a CPU, where nobody says."""
+    name, folder = "tiny-qwen2-5-vl", tmp_path / "model"
+    shutil.copytree(tiny.build(name), folder)
     settings = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**settings, "repetition_penalty": 1.5}))
-    name = "tiny-qwen2-5-vl"
-    ours, theirs = engines_of(ModelSource.resolve(folder))
-    try:
-        prompts, decodings = prompts_of(name)[:6], [Decoding(max_new_tokens=12)] * 6
-        mine, expected = ours.generate(prompts, decodings), theirs.generate(prompts, decodings)
-        assert [a.token_ids for a in mine] == [a.token_ids for a in expected]
-        plain = load_engine(EngineSetup(), ModelSource.resolve(name), RUNTIME).generate(prompts, decodings)
-        assert [a.token_ids for a in plain] != [a.token_ids for a in expected]
-    finally:
-        ours.close()
-
-
-def test_a_video_of_more_tokens_than_a_step_takes_by_default(alone):
-    """They must fit vLLM's encoder cache, which is as large as a step: 4096 tokens on a CPU, where nobody says."""
-    name = "tiny-qwen2-5-vl"
-    generator = torch.Generator().manual_seed(3)
     whole = video(name, n_frames=180)
-    visual = dataclasses.replace(whole, tokens=torch.randn(len(whole.index), 64, generator=generator))
-    assert len(visual.index) > 4096
-    prompt = prompt_builder(ModelSource.resolve(name)).build("What happens?", [visual])
-    setup = EngineSetup("vllm", largest_video=len(visual.index))
-    ours = load_engine(setup, ModelSource.resolve(name), RUNTIME)
-    theirs = load_engine(EngineSetup(), ModelSource.resolve(name), RUNTIME)
+    tokens = torch.randn(len(whole.index), 64, generator=torch.Generator().manual_seed(3))
+    assert len(tokens) > 4096
+    large = prompt_builder(ModelSource.resolve(name)).build("Why?", [dataclasses.replace(whole, tokens=tokens)])
+    prompts, decodings = [*prompts_of(name)[:6], large], [Decoding(max_new_tokens=12)] * 7
+    ours, theirs = engines_of(ModelSource.resolve(folder), len(tokens), {})
     try:
-        (mine,), (expected,) = (engine.generate([prompt], [Decoding(6)]) for engine in (ours, theirs))
-        assert mine.token_ids == expected.token_ids
+        mine, expected = ours.generate(prompts, decodings), theirs.generate(prompts, decodings)
     finally:
         ours.close()
+    assert [a.token_ids for a in mine] == [a.token_ids for a in expected]
+    plain = load_engine(EngineSetup(), ModelSource.resolve(name), RUNTIME).generate(prompts[:6], decodings[:6])
+    assert [a.token_ids for a in plain] != [a.token_ids for a in expected[:6]]
 
 
-def test_cdpruner_chooses_for_each_question_as_with_the_other_engine(tmp_path, alone):
+@pytest.mark.parametrize("family", ["tiny-qwen2-5-vl"], indirect=True)
+def test_cdpruner_chooses_for_each_question_as_with_the_other_engine(family, tmp_path):
     """It embeds the question by the model's own table, which vLLM does not give away."""
-    name = "tiny-qwen2-5-vl"
+    name, ours, theirs = family
     source, clip = ModelSource.resolve(name), video(name, n_frames=4)
     store = tiny_cache(
         tmp_path / "c",
@@ -327,14 +195,11 @@ def test_cdpruner_chooses_for_each_question_as_with_the_other_engine(tmp_path, a
     asked = [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
     late = {"": LatePruning(CDPruner(), 0.25)}
     setup = AnswerSetup(source, store, read_live(store), prunings=late, device="cpu")
-    answers = {}
-    for engine in ("transformers", "vllm"):
-        chosen = EngineSetup(engine, largest_video=200, params=vllm_here.PARAMS if engine == "vllm" else {})
-        answers[engine] = list(Answerer(dataclasses.replace(setup, engine=chosen)).answer(asked))
+    mine, expected = (list(Answerer(setup, engine=engine).answer(asked)) for engine in (ours, theirs))
     same = ("status", "answer", "n_kept", "kept_per_frame", "n_prompt_tokens")
-    for mine, theirs in zip(answers["vllm"], answers["transformers"], strict=True):
-        assert mine["status"] == "ok" and {k: mine[k] for k in same} == {k: theirs[k] for k in same}
-    assert answers["vllm"][0]["kept_per_frame"] != answers["vllm"][1]["kept_per_frame"]
+    for answer, other in zip(mine, expected, strict=True):
+        assert answer["status"] == "ok" and {k: answer[k] for k in same} == {k: other[k] for k in same}
+    assert mine[0]["kept_per_frame"] != mine[1]["kept_per_frame"]
 
 
 def test_an_engine_that_breaks_says_that_it_is_dead(family, monkeypatch):

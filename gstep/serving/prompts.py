@@ -1,0 +1,120 @@
+"""A prompt as vLLM's engines take it: token ids, and for each video its rows, its place and its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gstep.language.types import Prompt, Visual, hash_of
+
+
+@dataclass(frozen=True)
+class VideoItem:
+    """One video of a prompt as an engine with a prefix cache needs it: rows, place, positions and name.
+
+    Attributes:
+        first: the first token of its span in the prompt (``Prompt.spans``), which has S tokens. It holds the markers of
+            all frames, for a frame of which nothing was kept takes room among the positions, too.
+        takes_row: [S] bool, which of them are placeholders, P in all; the others are texts within the video.
+        rows: [P,D*(1+levels)], what stands for the placeholders, deepstack levels side by side; on LLaVA-OneVision the
+            last one is the newline.
+        positions: [A,S+1] int32, counted from where the span starts; the last is that of the text after the span.
+        name: of rows and positions, so that spans of the same name are the same to the model.
+    """
+
+    first: int
+    takes_row: Tensor
+    rows: Tensor
+    positions: Tensor
+    name: str
+
+
+def engine_input(prompt: Prompt, video_token_id: int) -> Any:
+    """Return a prompt for ``add_request`` of ``LLMEngine`` and ``AsyncLLM``, whose processors do not see videos.
+
+    Raises ValueError for positions that vLLM does not serve: one number a token, with gaps.
+    """
+    from vllm.inputs.engine import mm_input  # noqa: PLC0415 - this module is imported without vLLM, too
+    from vllm.multimodal.inputs import (  # noqa: PLC0415
+        MultiModalBatchedField,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    items, one_axis = video_items(prompt, video_token_id), len(prompt.positions) == 1
+    if one_axis and not torch.equal(prompt.positions[0], torch.arange(len(prompt), device="cpu")):
+        raise ValueError("vLLM counts the positions of this model itself: --positions original needs transformers")
+    # LLaVA-OneVision has no positions to say: vLLM itself puts rows of this kind where their placeholders are.
+    modality = "prompt_embeds" if one_axis else "video"
+    kwargs, places = [], []
+    for item in items:
+        # vLLM drops rows once its prefix cache holds a video, and asks for positions again: those stay on the CPU.
+        # They are one tensor, for two take each process of vLLM that a question passes twice the time.
+        fields = {"embedding": item.rows} if one_axis else {"embeds": item.rows, "positions": item.positions}
+        kwargs.append(
+            MultiModalKwargsItem(
+                {
+                    name: MultiModalFieldElem(
+                        data=values.contiguous(), field=MultiModalBatchedField(keep_on_cpu=name == "positions")
+                    )
+                    for name, values in fields.items()
+                }
+            )
+        )
+        all_rows = bool(item.takes_row.all())
+        places.append(
+            PlaceholderRange(
+                offset=item.first, length=len(item.takes_row), is_embed=None if all_rows else item.takes_row
+            )
+        )
+    return mm_input(
+        prompt.input_ids.tolist(),
+        MultiModalKwargsItems({modality: kwargs} if items else {}),
+        {modality: [item.name for item in items]} if items else {},
+        {modality: places} if items else {},
+    )
+
+
+def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
+    """Return the videos of a prompt, in their order."""
+    return [
+        _item(prompt, visual, first, end, video_token_id)
+        for visual, (first, end) in zip(prompt.visuals, prompt.spans, strict=True)
+    ]
+
+
+def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoItem:
+    """Make the item of the video whose span is tokens [first, end) of the prompt."""
+    takes_row = prompt.input_ids[first:end] == video_token_id
+    assert int(takes_row.sum()) == len(visual.placeholder_rows)
+    # Text goes on by one: the start follows the token before.
+    start = int(prompt.positions[0, first - 1]) + 1 if first else 0
+    positions = (prompt.positions[:, first : end + 1] - start).to(torch.int32)
+    name = hash_of(f"{visual.placeholder_hash} ", positions)
+    return VideoItem(first, takes_row, visual.placeholder_rows, positions, name)
+
+
+def prompt_positions(videos: Iterable[tuple[int, Tensor]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
+    """Compute a prompt's M-RoPE positions [A,n_tokens] from those of its videos, and their delta.
+
+    Args:
+        videos: (first token, positions [A,S+1] as of VideoItem) of each, in any order.
+
+    ``delta`` is what a later token's index lacks to its position.
+    """
+    parts: list[Tensor] = []
+    start = done = 0  # the position of the next token; tokens that have one
+
+    for first, positions in [*sorted(videos, key=lambda video: video[0]), (n_tokens, None)]:
+        parts.append(torch.arange(start, start + first - done, device="cpu").expand(axes, -1))
+        start, done = start + first - done, first
+        if positions is not None:
+            parts.append(positions[:, :-1] + start)
+            start, done = start + int(positions[0, -1]), done + positions.shape[1] - 1
+    return torch.cat(parts, dim=1), start - n_tokens

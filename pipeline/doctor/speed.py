@@ -1,0 +1,136 @@
+"""The rates of decoding and of encoding here, the GPU and its kernels, and whether the cores keep the encoders busy."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from statistics import median
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipeline.doctor.finding import Finding, guarded
+from pipeline.errors import UsageError
+from pipeline.inputs.container import Asked
+from pipeline.inputs.discovery import Discovery
+from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.named_videos import TODO_SCHEMA
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import DecodeSetup, VideoDecoder
+from pipeline.prune.encode_stage import EncodeSetup
+from pipeline.rows import TodoRow
+from pipeline.storage.s3 import Objects
+
+_MAX_DECODE_S = 60.0  # in all
+_KERNEL_WIDTH = 3584  # D of a 7B model's tokens
+_ROUNDS = 3
+
+
+def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[TodoRow]:
+    """Return the first videos that the options name; no more containers are opened than hold so many.
+
+    Raises UsageError where there is none, RunFailed where a container cannot be indexed.
+    """
+
+    def to_do(videos: pa.Table) -> pa.Table:
+        attempts = pa.array([1] * len(videos), pa.int32())
+        return pa.Table.from_arrays([*videos.columns, attempts], schema=TODO_SCHEMA)
+
+    indexing = Indexing(Asked(config.column, config.clip_names()), later=True, limited=True)
+    known = to_do(read_manifest(config.videos, config.video_root, objects, indexing)).slice(0, n_videos)
+    with Discovery(indexing, objects, lambda videos: (videos, to_do(videos)), known, n_videos) as discovery:
+        rows: list[TodoRow] = discovery.all().todo.to_pylist()
+    if not rows:
+        raise UsageError(f"{config.named}: none of the containers holds a video")
+    return rows
+
+
+def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Finding], float | None]:
+    """Decode videos as a run does, for a minute at most; return findings, and the median core-seconds of a video."""
+    decoder, faults, codecs, seconds = VideoDecoder(setup), Counter[str](), Counter[str](), list[float]()
+    started = time.perf_counter()
+    try:
+        for row in rows:
+            with decoder.open(row) as source:
+                record, frames = decoder.decode_one(row, source)
+            if frames is None:
+                faults[f"{record['error_class']}, e.g. {row['video_id']}: {record['error_message']}"] += 1
+            else:
+                seconds.append(record["decode_s"])
+                codecs[f"{record['codec']} {record['source_width']}x{record['source_height']}"] += 1
+            if time.perf_counter() - started > _MAX_DECODE_S:
+                break
+    finally:
+        decoder.close()
+    total = faults.total() + codecs.total()
+    findings = [
+        Finding("decoding", "wrong", f"{n} of {total} videos: {says}", "see the message") for says, n in faults.items()
+    ]
+    if not seconds:
+        return findings, None
+    kinds = ", ".join(f"{n} {kind}" for kind, n in codecs.most_common(4))
+    says = f"{median(seconds):.3f} core-seconds a video, median of {len(seconds)}: {kinds}"
+    return [*findings, Finding("decoding", "ok", says)], median(seconds)
+
+
+def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[Finding], float | None]:
+    """Check the device that an encoder would use here; return findings, and the seconds of encoding a video.
+
+    The video is made up, of [frames, height, width].
+    """
+    seconds: list[float] = []
+    if torch.cuda.is_available() and setup.device != "cpu":
+        findings = [*guarded("gpu", _check_gpu), *guarded("kernels", _check_kernels)]
+    else:
+        findings = [Finding("gpu", "unknown", "no GPU here: its kernels and its speed were not looked at")]
+    findings += guarded("encode", partial(_check_encoding, setup, shape, seconds))
+    return findings, median(seconds) if seconds else None
+
+
+def _check_gpu() -> Iterator[Finding]:
+    gpu = torch.cuda.get_device_properties(0)
+    says = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
+    remedy = "bfloat16 is emulated before capability 8.0: use --dtype float16"
+    yield Finding.slow_if(gpu.major < 8, "gpu", f"{says}, CUDA {torch.version.cuda}", remedy)
+
+
+def _check_kernels() -> Iterator[Finding]:
+    """Compile the kernels of the selection and compare their picks with those of the plain form."""
+    from gstep.selection.gpu.check import check_kernels  # noqa: PLC0415 - needs Triton, which only a GPU has
+
+    started = time.perf_counter()
+    check_kernels(torch.device("cuda"), torch.bfloat16, _KERNEL_WIDTH)
+    yield Finding("kernels", "ok", f"select as the plain form does; compiled in {time.perf_counter() - started:.0f} s")
+
+
+def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: list[float]) -> Iterator[Finding]:
+    """Load the encoder, and encode and prune a made-up video; add the seconds of each time to ``seconds``."""
+    started = time.perf_counter()
+    encoder = setup.encoder()
+    loaded_s = time.perf_counter() - started
+    frames = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    encoder.pruned(encoder.encoded(frames))  # the first video pays for buffers and kernels
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        encoder.pruned(encoder.encoded(frames))
+        seconds.append(time.perf_counter() - started)
+    yield Finding(
+        "encode", "ok", f"{median(seconds):.3f} s a video of {shape[0]} frames; the model loaded in {loaded_s:.1f} s"
+    )
+
+
+def check_balance(decode_s: float | None, encode_s: float | None, cores: float, gpus: float) -> Finding:
+    """Compare the decode cores that an encoder needs with the cores that the cluster has."""
+    if decode_s is None or encode_s is None:
+        return Finding("balance", "unknown", "needs a video that decodes and a model that encodes")
+    if gpus < 1:
+        says = f"without a GPU encoding takes {encode_s / decode_s:.1f} times what decoding does"
+        return Finding("balance", "unknown", says, "run this where the GPUs are")
+    needed, there = decode_s / encode_s, cores / gpus
+    says = f"this model needs {needed:.1f} decode cores a GPU; the cluster has {there:.1f}"
+    remedy = "add nodes with CPUs alone, or try --snap-to-keyframes and --decoder nvdec"
+    return Finding.slow_if(there < needed, "balance", says, remedy)

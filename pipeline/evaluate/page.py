@@ -1,0 +1,205 @@
+"""The page of results, one HTML file that loads nothing: tables, accuracy against tokens and megabytes, faults."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.evaluate.benchmarks.items import AnnotationFault
+from pipeline.evaluate.statistics import ORIGINAL
+from pipeline.evaluate.table import (
+    NONE,
+    Cell,
+    ResultsTable,
+    Row,
+    difference_text,
+    legend,
+    percent,
+    titled,
+)
+from pipeline.html_pages import environment
+from pipeline.rows import JsonObject
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 820, 330, 46, 12, 44  # pixels of the chart and its margins
+_APART = 64  # pixels between two labels of the horizontal axis
+_STEPS = 6  # of the vertical axis, about
+_COLOURS, _DASHES = 6, 3  # GSTEP has the first colour for itself; dashes tell methods apart once colours are used up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Accuracy against the tokens that a question was answered from; places are in pixels.
+
+    Attributes:
+        title: of the vertical axis.
+        up: (place, label) of the vertical axis.
+        across: (place, tokens, megabytes or "") of the horizontal axis, which is logarithmic.
+        full: the place of full retention; None where it is unknown.
+        lines: of the methods.
+    """
+
+    title: str
+    up: Sequence[tuple[float, str]]
+    across: Sequence[tuple[float, str, str]]
+    full: float | None
+    lines: Sequence[Line]
+
+
+class Line(NamedTuple):
+    """The line of a method: its title, the number of its colour and dash, and (x, y, words) of its points."""
+
+    title: str
+    colour: int
+    dash: int
+    points: Sequence[tuple[float, float, str]]
+
+
+def report_page(
+    tables: Sequence[ResultsTable],
+    facts: Sequence[tuple[str, str]],
+    *,
+    token_bytes: int | None = None,
+    faults: Sequence[AnnotationFault] = (),
+    scores: pa.Table | None = None,
+    described: JsonObject | None = None,
+) -> str:
+    """Render the page of results.
+
+    Args:
+        tables: the main one, then those of further splits.
+        facts: (name, value) about model, data and run.
+        token_bytes: that a cache stores for a token; None where it is not known.
+        faults: of the annotations.
+        scores: rows of ``scores.parquet``, whose failed answers are counted.
+        described: the settings that all results share, JSON-able.
+    """
+    made = environment("pipeline.evaluate")
+    made.globals |= {"cells": _cells, "titled": titled, "percent": percent, "none": NONE}
+    return made.get_template("results.html").render(
+        tables=tables,
+        facts=facts,
+        chart=_chart(tables[0], token_bytes),
+        legend=legend(tables[0]),
+        faults=list(_fault_lines(faults)),
+        failures=[] if scores is None else list(_failure_lines(scores)),
+        warned=None if scores is None else warned_line(scores),
+        protocol=list(_flat(described or {})),
+        width=_WIDTH,
+        height=_HEIGHT,
+        left=_LEFT,
+        bottom=_BOTTOM,
+    )
+
+
+def warned_line(scores: pa.Table) -> str:
+    """Say how many answers are about videos whose frames may be damaged; "" for none."""
+    warned = scores.filter(pc.greater(pc.fill_null(scores["decode_warnings"], 0), 0))
+    if not len(warned):
+        return ""
+    videos = len(pc.unique(warned["video_id"]))
+    return (
+        f"{len(warned):,} of {len(scores):,} answers, about {videos:,} videos, come from frames that were decoded with "
+        "warnings and may be damaged"
+    )
+
+
+def _cells(table: ResultsTable, row: Row) -> list[tuple[Cell | None, str]]:
+    """Return the numbers of a row, each with the text beside it."""
+    few: list[int | None] = [column.n_questions if column.few else None for column in table.columns]
+    numbers = table.numbers(row)
+    few += [None] * (len(numbers) - len(few))
+    return [(one, difference_text(one, n) if one else "") for one, n in zip(numbers, few, strict=True)]
+
+
+def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:
+    """Draw the table's last number (overall, or Rel. of several benchmarks) against tokens; None without any."""
+
+    def value(row: Row) -> float | None:
+        cell = row.rel if table.several else row.cells[-1]
+        return cell.score if cell else None
+
+    known = [(row, row.tally.tokens, value(row)) for row in table.rows if row.method != ORIGINAL.method]
+    found = [(row, tokens, score) for row, tokens, score in known if tokens and score is not None]
+    if not found:
+        return None
+    full = value(table.original)
+    ticks = _ticks([score for *_, score in found] + ([] if full is None else [full]))
+    fewest, most = (math.log(pick(tokens for _, tokens, _ in found)) for pick in (min, max))
+
+    def right(tokens: float) -> float:
+        share = (math.log(tokens) - fewest) / (most - fewest) if most > fewest else 0.5
+        return _LEFT + 24 + (_WIDTH - _LEFT - 60) * share
+
+    def down(score: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (ticks[-1] - score) / (ticks[-1] - ticks[0])
+
+    def megabytes(tokens: float) -> str:
+        return "" if token_bytes is None else f"{tokens * token_bytes / 1e6:.2g} MB"
+
+    across = list[tuple[float, str, str]]()
+    for tokens in sorted({tokens for _, tokens, _ in found}):
+        if not across or right(tokens) - across[-1][0] >= _APART:
+            across.append((right(tokens), f"{tokens:,.0f}", megabytes(tokens)))
+    by_method: dict[str, list[tuple[float, float, str]]] = {}
+    for row, tokens, score in sorted(found, key=lambda one: one[1]):
+        words = f"{row.title}: {score:.1f} at {tokens:,.0f} tokens"
+        more = f", {megabytes(tokens)}" if token_bytes else ""
+        by_method.setdefault(row.title, []).append((right(tokens), down(score), words + more))
+    titles = dict.fromkeys(row.title for row, *_ in found)
+    others = [title for title in titles if title != "GSTEP"]
+    lines = []
+    for title in titles:
+        number = 0 if title == "GSTEP" else others.index(title)
+        colour = 0 if title == "GSTEP" else number % (_COLOURS - 1) + 1
+        lines.append(Line(title, colour, number // (_COLOURS - 1) % _DASHES, by_method[title]))
+    return Chart(
+        title="Rel." if table.several else table.columns[-1].text,
+        up=[(down(tick), f"{tick:g}") for tick in ticks],
+        across=across,
+        full=None if full is None else down(full),
+        lines=lines,
+    )
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Return evenly spaced round numbers around the values."""
+    low, high = min(values), max(values)
+    rough = max(high - low, 0.5) / _STEPS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(s * power for s in (1.0, 2.0, 5.0, 10.0) if s * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(k * step, 10) for k in range(first, max(last, first + 1) + 1)]
+
+
+def _fault_lines(faults: Sequence[AnnotationFault]) -> Iterator[tuple[str, str, int, str]]:
+    """Yield (kind, what became of it, count, an example) for the annotations' faults, the most frequent first."""
+    for (kind, left_out), count in Counter((fault.kind, fault.left_out) for fault in faults).most_common():
+        example = next(fault.message for fault in faults if (fault.kind, fault.left_out) == (kind, left_out))
+        yield kind, "left out" if left_out else "kept", count, example
+
+
+def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
+    """Yield (class, what became of it, answers, an example) for the answers that failed."""
+    failed = scores.filter(pc.not_equal(scores["status"], "ok"))
+    rows = failed.select(["error_class", "question_id", "method"]).to_pylist()
+    for name, count in Counter(row["error_class"] or "unknown" for row in rows).most_common():
+        row = next(row for row in rows if (row["error_class"] or "unknown") == name)
+        yield name, "answers, wrong", count, f"{row['question_id']} under {row['method']}"
+
+
+def _flat(described: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted name, value) of every leaf of a nested mapping."""
+    for name, value in described.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is None:
+            yield f"{prefix}{name}", "not set: the checkpoint's own"
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

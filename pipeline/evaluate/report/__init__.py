@@ -1,1 +1,0 @@
-"""The report page: results as people would rather see them, in one file without network."""

@@ -1,0 +1,308 @@
+"""Results on disk: the files of an evaluation, and one table laid out from the results of several benchmarks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.cache.header import ModelIdentity, differences
+from pipeline.cache.schema import write_parquet
+from pipeline.errors import IdentityMismatch, NotResults, UsageError
+from pipeline.evaluate.benchmarks import find_benchmark
+from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.page import report_page
+from pipeline.evaluate.protocols import QUESTIONS
+from pipeline.evaluate.request import RESULTS_HEADER, read_results_header
+from pipeline.evaluate.run import ScoredQuestions
+from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
+from pipeline.evaluate.statistics import ORIGINAL, Arm, arms_of, score_matrix
+from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
+from pipeline.evaluate.table import ResultsTable, ScoredBenchmark, latex, markdown, results_table
+from pipeline.generate.late_pruning import asked_grid
+from pipeline.rows import JsonObject
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
+
+TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT = "tables.md", "tables.tex", "tables.json", "report.html"
+_MOST_PARTS = 30  # parts of a split that a table shows
+_SPLIT_IN_PAPER = ("videomme",)  # benchmarks whose first split has columns beside other benchmarks
+#: The fields of the identity that all columns of a table share, besides the model.
+_EQUAL = ("protocol", "num_frames", "system", "frames", "pixels", "frame_times", "temperature")
+_NEEDED = (
+    *("question_id", "cluster", "splits", "method", "retention_ratio", "status", "parsed"),
+    *("n_options", "score", "n_kept", "n_total"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presentation:
+    """How the results of one evaluation are presented.
+
+    Attributes:
+        title: of tables and page.
+        described: the identity of the results, JSON-able.
+        facts: (name, value) about model, cache and run.
+        token_bytes: that a cache stores for a token; None where it is not known.
+        draws, seed: of the intervals.
+    """
+
+    title: str
+    benchmark: Benchmark
+    described: JsonObject
+    facts: Sequence[tuple[str, str]] = ()
+    token_bytes: int | None = None
+    draws: int = 10_000
+    seed: int = 0
+
+
+def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> tuple[ResultsTable, list[str]]:
+    """Write scores, tables and page into ``store``; return the main table and the file names. Raises OSError."""
+    splits = [split for split in shown.benchmark.splits[1:] if _parts(done, split)]
+    tables = [main_table(done, shown), *(_table(done, shown, split) for split in splits)]
+    page = report_page(
+        tables,
+        shown.facts,
+        token_bytes=shown.token_bytes,
+        faults=done.loaded.faults,
+        scores=done.scores,
+        described=shown.described,
+    )
+    store.put(SCORES, write_parquet(done.scores))
+    return tables[0], [SCORES, *_write_tables(store, tables, page)]
+
+
+def main_table(done: ScoredQuestions, shown: Presentation) -> ResultsTable:
+    """Compute the results table: a column for each part of the benchmark's first split, then the whole."""
+    splits = shown.benchmark.splits
+    return replace(_table(done, shown, splits[0] if splits else None), title=shown.title)
+
+
+def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str) -> list[str]:
+    """Write tables and page, of which LaTeX has the first table alone; return the file names."""
+    texts = {
+        TABLES_MD: "\n".join(map(markdown, tables)),
+        TABLES_TEX: latex(tables[0]),
+        TABLES_JSON: json.dumps([table.as_record() for table in tables], indent=1, ensure_ascii=False) + "\n",
+        REPORT: page,
+    }
+    for name, text in texts.items():
+        store.put(name, text.encode())
+    return list(texts)
+
+
+def _table(done: ScoredQuestions, shown: Presentation, split: Split | None) -> ResultsTable:
+    """Compute the results table with a column for each part of ``split``, then the whole."""
+    name, parts = ("", []) if split is None else (split.name, _parts(done, split))
+    scored = _scored(shown.benchmark, shown.described, done.scores, name, parts)
+    title = f"{shown.title}: {split.title}" if split and parts else shown.title
+    return results_table(title, [scored], draws=shown.draws, seed=shown.seed)
+
+
+def _parts(done: ScoredQuestions, split: Split) -> list[tuple[str, str]]:
+    """Return (part, title) of a split's parts that have questions, or nothing if they are too many to show."""
+    present = dict.fromkeys(item.splits[split.name] for item in done.loaded.items if split.name in item.splits)
+    named = [(part, title) for part, title in split.parts.items() if part in present]
+    others = [(part, part) for part in sorted(present) if part not in split.parts]
+    found = [*named, *others]
+    return found if len(found) <= _MOST_PARTS else []
+
+
+def _scored(
+    benchmark: Benchmark, identity: JsonObject, scores: pa.Table, split: str, parts: Iterable[tuple[str, str]]
+) -> ScoredBenchmark:
+    """Return a benchmark's scores for a table, with the settings that the table names.
+
+    Args:
+        identity: of the results.
+        parts: (part, title) of those parts of the ``split`` that have columns.
+    """
+    named = {"Frames": "num_frames", "Protocol": "protocol"}
+    metric = str(identity.get("metric", QUESTIONS))
+    return ScoredBenchmark(
+        title=benchmark.title,
+        scores=scores,
+        columns=[(f"{split}={part}", title) for part, title in parts],
+        mean_over=None if metric == QUESTIONS else metric,
+        n_questions=benchmark.n_questions,
+        made_of={name: str(identity[key]) for name, key in named.items() if key in identity},
+    )
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A table of several benchmarks: its ``files`` below ``out``, and lines about ``missing`` results."""
+
+    table: ResultsTable
+    missing: Sequence[str]
+    out: str
+    files: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Results:
+    """The results of one benchmark, read from a results folder.
+
+    Attributes:
+        place: where they are.
+        identity: of ``evaluation.json``.
+        about: of it what the results do not have to share: the model's name, a hash of the annotations.
+        scores: SCORE_SCHEMA.
+        notes: lines about the scores of its server.
+    """
+
+    place: str
+    benchmark: Benchmark
+    identity: JsonObject
+    about: JsonObject
+    scores: pa.Table
+    notes: Sequence[str] = ()
+
+    @property
+    def model_identity(self) -> ModelIdentity:
+        """The identity of the model that answered."""
+        return cast(ModelIdentity, self.identity["model"])
+
+    @property
+    def model(self) -> str:
+        """The model's name as its user wrote it; in results without one, its weights."""
+        name = str(self.about.get("model") or self.model_identity["weights"])
+        return PurePath(name).name if name.startswith(("/", ".")) else name
+
+    def scored(self, ratios: Sequence[float]) -> ScoredBenchmark:
+        """Return the scores at these ratios (none: all) and full retention for a table."""
+        first = Split("", "")
+        if self.benchmark.name in _SPLIT_IN_PAPER and self.benchmark.splits:
+            first = self.benchmark.splits[0]
+        kept = {round(ratio, 9) for ratio in (*ratios, 1.0)}
+        rows = [not ratios or round(ratio, 9) in kept for ratio in self.scores["retention_ratio"].to_pylist()]
+        scored = _scored(
+            self.benchmark, self.identity, self.scores.filter(pa.array(rows)), first.name, first.parts.items()
+        )
+        annotations = str(self.about.get("annotations", "")).rpartition(":")[2][:8]
+        more = {"Annotations": annotations, "Scores": "of its server" if self.benchmark.submission else ""}
+        return replace(scored, made_of={**scored.made_of, **{name: text for name, text in more.items() if text}})
+
+
+def lay_out(config: EvaluateConfig) -> LaidOut:
+    """Write one table of the results in several places, in their order: Markdown, LaTeX, JSON and a page.
+
+    ``method`` and ``retention_ratio`` choose rows and their order. Raises UsageError (nothing was written) for a place
+    without results or with damaged ones, for two of one benchmark, and for unlike models, frames or protocols.
+    """
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    store = store_at(config.out, objects)
+    if store.taken() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
+        raise NotResults(f"{store} exists and holds something else than {TABLES_JSON}: name another place with --out")
+    found = [_read(place, objects) for place in config.results]
+    _check_alike(found)
+    methods = [asked_grid([method], [1.0])[0].method_label for method in config.method]
+    there = dict.fromkeys(arm for one in found for arm in arms_of(one.scores))
+    ratios = config.retention_ratio or sorted({arm.ratio for arm in there if arm != ORIGINAL}, reverse=True)
+    asked = [Arm(method, ratio) for method in methods for ratio in ratios]
+    missing = [line for one in found for line in _missing(one, asked or list(there))]
+    table = results_table(
+        found[0].model,
+        [one.scored(config.retention_ratio) for one in found],
+        methods=methods or None,
+        draws=config.draws,
+        seed=config.seed,
+        notes=missing,
+    )
+    token_bytes = found[0].about.get("token_bytes")
+    page = report_page([table], _facts(found), token_bytes=token_bytes if isinstance(token_bytes, int) else None)
+    store.make()
+    return LaidOut(table, missing, config.out, _write_tables(store, [table], page))
+
+
+def _check_alike(found: Sequence[_Results]) -> None:
+    """Raise UsageError unless the results are of different benchmarks, and of one model, protocol and frames."""
+    first = found[0]
+    for number, one in enumerate(found):
+        for other in found[:number]:
+            if one.benchmark.name == other.benchmark.name:
+                raise UsageError(f"{other.place} and {one.place} are both of {one.benchmark.title}: name one of them")
+        if wrong := differences(first.model_identity, one.model_identity, has=f"{first.place} has"):
+            raise IdentityMismatch(f"{one.place} is of another model than {first.place}: {'; '.join(wrong)}")
+        held, given = ({name: of.identity.get(name) for name in _EQUAL} for of in (first, one))
+        if wrong := differences(held, given, has=f"{first.benchmark.title} has"):
+            raise IdentityMismatch(
+                f"one table must not mix what differs here: {one.benchmark.title}: {'; '.join(wrong)}\n"
+                "Evaluate both alike, or lay them out apart."
+            )
+
+
+def _missing(one: _Results, asked: Sequence[Arm]) -> list[str]:
+    """Return lines about the methods at ratios that these results lack, and about its server's scores."""
+    held = set(arms_of(one.scores))
+    lacking = [f"{arm.method}@{arm.ratio:g}" for arm in asked if arm not in held]
+    more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+    lines = [f"{one.place} ({one.benchmark.title}) has no {', '.join(lacking[:3])}{more}"] if lacking else []
+    return [*lines, *one.notes]
+
+
+def _facts(found: Sequence[_Results]) -> list[tuple[str, str]]:
+    """Return (name, value) facts about the model and settings behind each benchmark's numbers."""
+    model = found[0].model_identity
+    facts = [("model", f"{found[0].model}, {model['type']}, {model['weights']}")]
+    for one in found:
+        frames, protocol = one.identity["num_frames"], one.identity["protocol"]
+        asked = pc.count_distinct(one.scores["question_id"]).as_py()
+        whose = ", scores from its server, without intervals" if one.benchmark.submission else ""
+        facts.append((one.benchmark.title, f"{asked:,} questions, {frames} frames, {protocol}{whose}"))
+    return facts
+
+
+def _read(place: str, objects: Objects) -> _Results:
+    """Read the results in one place. Raises NotResults."""
+    store = store_at(place, objects)
+    held = read_results_header(store)
+    identity, about = cast(JsonObject, held["identity"]), cast(JsonObject, held.get("about", {}))
+    if "benchmark" not in identity:
+        raise NotResults(f"{place} holds scored answers, not the results of a benchmark")
+    if lacking := {"model", "num_frames", "protocol"} - identity.keys():
+        raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
+    benchmark = find_benchmark(str(identity["benchmark"]))
+    scores = read_scores(place, store, published=not benchmark.submission)
+    if not benchmark.submission:
+        return _Results(place, benchmark, identity, about, scores)
+    unknown = unknown_names(store, arms_of(scores))
+    notes = [f"{place}/{FORM} has a score of {name}, which is none of its submissions" for name in unknown]
+    scores = with_server_scores(store, scores)
+    if without := arms_of(scores.filter(pc.is_null(scores["score"]))):
+        where = f"type what its server returns into {place}/{FORM}"
+        notes.append(f"{place} ({benchmark.title}) has {len(without)} submissions without a score: {where}")
+    return _Results(place, benchmark, identity, about, scores, notes)
+
+
+def read_scores(place: str, store: Store, *, published: bool) -> pa.Table:
+    """Read a place's scores. Raises NotResults unless every arm has exactly one score of each question.
+
+    Args:
+        published: whether the right answers are, so that every answer must have a score.
+    """
+    again = "run its python -m jobs.evaluate to the end"
+    try:
+        scores = pq.read_table(pa.BufferReader(store.read(SCORES)))
+    except FileNotFoundError:
+        raise NotResults(f"{place} has no {SCORES} yet: {again}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise NotResults(f"{place}: {SCORES} is damaged ({error}): {again}") from error
+    kinds: Mapping[str, pa.DataType] = {field.name: field.type for field in scores.schema}
+    if wrong := [name for name in _NEEDED if kinds.get(name) != SCORE_SCHEMA.field(name).type]:
+        raise NotResults(f"{place}: {SCORES} has no {wrong[0]} as it should be: {again}")
+    ok = scores.filter(pc.equal(scores["status"], "ok"))["score"]
+    if published and (ok.null_count or not pc.all(pc.and_(pc.greater_equal(ok, 0), pc.less_equal(ok, 1))).as_py()):
+        raise NotResults(f"{place}: {SCORES} has answers without a score from 0 to 1: {again}")
+    try:
+        score_matrix(scores, arms_of(scores))
+    except ValueError as error:
+        raise NotResults(f"{place}: {SCORES}: {error}; {again}") from error
+    return scores

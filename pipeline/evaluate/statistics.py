@@ -1,0 +1,291 @@
+"""Scores of methods on the same questions: means, and the intervals and p of paired differences between methods.
+
+Questions about one video are not independent, so a bootstrap draws whole videos (clusters) with replacement. One draw
+serves all methods, ratios and columns: differences are paired. Below ``FEWEST_VIDEOS`` percentiles of draws miss the
+true difference too often, and there is neither interval nor p. Shapes: A arms (a method at a ratio), Q questions,
+G videos, P parts (questions that are averaged before the mean over parts: MLVU's tasks), R draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+FEWEST_VIDEOS = 20
+SIGNIFICANT = 0.05  # a difference with a smaller adjusted p is significant
+OUTSIDE = -1  # the part of a question that a column leaves out
+_TINY = 1e-9  # smaller differences are rounding errors, since scores differ by 1/n or not at all
+_CHUNK = 512  # draws at a time, because their counts of videos take the memory
+
+
+class Arm(NamedTuple):
+    """A method at a retention ratio, a row of a table."""
+
+    method: str
+    ratio: float
+
+
+#: Full retention, which methods are compared with.
+ORIGINAL = Arm("none", 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """The counts of an arm's answers; tallies of several benchmarks are added.
+
+    Attributes:
+        n_answers: rows, failed ones too.
+        n_failed: questions that ended as an error; each scores 0.
+        n_unparsed: replies that named no option.
+        n_kept_known: rows that say how many visual tokens were kept.
+        kept_tokens: sum of the kept tokens of these rows.
+        kept_shares: sum of their shares n_kept / n_total.
+    """
+
+    n_answers: int = 0
+    n_failed: int = 0
+    n_unparsed: int = 0
+    n_kept_known: int = 0
+    kept_tokens: float = 0.0
+    kept_shares: float = 0.0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+
+    @property
+    def tokens(self) -> float | None:
+        """Mean number of visual tokens that a question was answered from; None where no row says it."""
+        return self.kept_tokens / self.n_kept_known if self.n_kept_known else None
+
+    @property
+    def kept_share(self) -> float | None:
+        """Mean share of the visual tokens that was kept; None where no row says it."""
+        return self.kept_shares / self.n_kept_known if self.n_kept_known else None
+
+    @property
+    def unparsed_share(self) -> float | None:
+        """Share of the replies that named no option; None where there is no reply."""
+        n_replies = self.n_answers - self.n_failed
+        return self.n_unparsed / n_replies if n_replies else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreMatrix:
+    """Scores of one benchmark, questions sorted by their id.
+
+    Attributes:
+        scores: 0 to 1, [A, Q]; an arm that was not run on this benchmark is nan throughout.
+        clusters: the video of each question, 0 to G-1, [Q].
+        splits: name -> value of each question's splits.
+        tallies: of each arm.
+    """
+
+    scores: Floats
+    clusters: Ints
+    splits: Sequence[dict[str, str]]
+    tallies: Sequence[Tally]
+
+    def whole(self) -> Ints:
+        """Return each question's part for the mean over all questions: 0."""
+        return np.zeros(len(self.clusters), np.int64)
+
+    def split(self, name: str, value: str) -> Ints:
+        """Return each question's part for the mean over one value of a split: 0, or OUTSIDE for other values."""
+        return np.array([0 if of_one.get(name) == value else OUTSIDE for of_one in self.splits], np.int64)
+
+    def by(self, name: str) -> Ints:
+        """Return each question's part for the mean over the parts of a split, such as MLVU's tasks.
+
+        Raises ValueError where a question has no such split.
+        """
+        if missing := sum(name not in splits for splits in self.splits):
+            raise ValueError(
+                f"{missing} questions have no {name!r}, over which this benchmark averages: score them anew"
+            )
+        part: Ints = np.unique([splits[name] for splits in self.splits], return_inverse=True)[1]
+        return part
+
+
+def arms_of(scores: pa.Table) -> list[Arm]:
+    """Return the arms of a table of scores, in order of first appearance."""
+    return list(dict.fromkeys(arm_by_row(scores)))
+
+
+def arm_by_row(scores: pa.Table) -> list[Arm]:
+    """Return the arm of each row of scores."""
+    rows = zip(scores["method"].to_pylist(), scores["retention_ratio"].to_pylist(), strict=True)
+    return [ORIGINAL if method == ORIGINAL.method else Arm(method, ratio) for method, ratio in rows]
+
+
+def score_matrix(scores: pa.Table, arms: Sequence[Arm]) -> ScoreMatrix:
+    """Return the score matrix of some arms; a failed answer scores 0.
+
+    Args:
+        scores: rows of ``scores.parquet``, a (question, method, ratio) each.
+        arms: what to take, in this order.
+
+    Raises ValueError where an arm has other questions than the others, or one twice: their scores are not paired.
+    """
+    number = {arm: i for i, arm in enumerate(arms)}
+    arm_N = np.array([number.get(arm, -1) for arm in arm_by_row(scores)], np.int64)
+    scores, arm_N = scores.filter(pa.array(arm_N >= 0)), arm_N[arm_N >= 0]
+    questions, first_Q, question_N = np.unique(scores["question_id"].to_numpy(), return_index=True, return_inverse=True)
+    count_AQ = np.zeros((len(arms), len(questions)), np.int64)
+    np.add.at(count_AQ, (arm_N, question_N), 1)
+    wrong_AQ = (count_AQ != 1) & (count_AQ.sum(1) > 0)[:, None]
+    if wrong_AQ.any():
+        a, q = np.argwhere(wrong_AQ)[0]
+        what = "no score" if count_AQ[a, q] == 0 else f"{count_AQ[a, q]} scores"
+        where = f"{arms[a].method} at ratio {arms[a].ratio:g} has {what} of question {questions[q]!s}"
+        raise ValueError(f"{where}: every method is to be scored on the same questions, once each")
+    failed_N = scores["status"].to_numpy() != "ok"
+    scores_AQ = np.full(count_AQ.shape, np.nan)
+    scores_AQ[arm_N, question_N] = np.where(failed_N, 0.0, scores["score"].to_numpy().astype(float))
+    first = scores.select(["cluster", "splits"]).take(first_Q)
+    return ScoreMatrix(
+        scores=scores_AQ,
+        clusters=np.unique(first["cluster"].to_numpy(), return_inverse=True)[1],
+        splits=[dict(splits or ()) for splits in first["splits"].to_pylist()],
+        tallies=_tallies(scores, arm_N, failed_N, len(arms)),
+    )
+
+
+def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[Tally]:
+    """Count each arm's answers, failures, unread replies and kept tokens."""
+    free_N = scores["n_options"].to_numpy() == 0  # a free question has no option to name
+    unparsed_N = ~failed_N & ~free_N & scores["parsed"].is_null().to_numpy()
+    kept_N = scores["n_kept"].to_numpy().astype(float)
+    share_N = kept_N / scores["n_total"].to_numpy().astype(float)
+    known_N = np.isfinite(share_N)
+    columns = {
+        "n_answers": np.bincount(arm_N, minlength=n_arms).tolist(),
+        "n_failed": np.bincount(arm_N[failed_N], minlength=n_arms).tolist(),
+        "n_unparsed": np.bincount(arm_N[unparsed_N], minlength=n_arms).tolist(),
+        "n_kept_known": np.bincount(arm_N[known_N], minlength=n_arms).tolist(),
+        "kept_tokens": np.bincount(arm_N[known_N], kept_N[known_N], n_arms).tolist(),
+        "kept_shares": np.bincount(arm_N[known_N], share_N[known_N], n_arms).tolist(),
+    }
+    return [Tally(**{name: values[a] for name, values in columns.items()}) for a in range(n_arms)]
+
+
+class Difference(NamedTuple):
+    """The difference between two arms on the same questions, as a share.
+
+    Attributes:
+        value: of the scores as they are.
+        low: lower end of the 95 % interval; nan, like its upper end and p, below FEWEST_VIDEOS videos, and where the
+            difference is the same in every video, which shows nothing of its error.
+        high: its upper end.
+        p: two-sided.
+    """
+
+    value: float
+    low: float
+    high: float
+    p: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A column's number for each arm, with its bootstrap draws; nan throughout where an arm was not scored.
+
+    Attributes:
+        value: the number itself, [A].
+        drawn: the number on each draw, [R, A]; nan where it is undefined there (no question of a part was drawn).
+        n_videos: of the column; of several benchmarks the fewest.
+    """
+
+    value: Floats
+    drawn: Floats
+    n_videos: int
+
+    def difference(self, arm: int, reference: int) -> Difference:
+        """Return arm ``arm``'s number minus that of ``reference``, with interval and p."""
+        value = float(self.value[arm] - self.value[reference])
+        drawn_R = self.drawn[:, arm] - self.drawn[:, reference]
+        drawn_R = drawn_R[np.isfinite(drawn_R)]
+        if self.n_videos < FEWEST_VIDEOS or not len(drawn_R) or np.ptp(drawn_R) < _TINY:
+            return Difference(value, math.nan, math.nan, math.nan)
+        low, high = np.quantile(drawn_R, [0.025, 0.975], method="inverted_cdf").tolist()
+        smaller = min(int(np.sum(drawn_R <= _TINY)), int(np.sum(drawn_R >= -_TINY)))
+        return Difference(value, low, high, min(1.0, 2 * (smaller + 1) / (len(drawn_R) + 1)))
+
+
+def estimates(
+    scores_AQ: Floats, cluster_Q: Ints, parts: Sequence[Ints], draws: int, generator: np.random.Generator
+) -> list[Estimate]:
+    """Estimate every arm's mean over parts in each column, all columns on the same draws of videos.
+
+    Args:
+        scores_AQ: scores; an arm that was not scored is nan throughout.
+        cluster_Q: the video of each question, 0 to G-1.
+        parts: for each column the part of each question, 0 to P-1, or OUTSIDE where the column leaves it out.
+        draws: R.
+        generator: the same one gives the same draws.
+    """
+    G, columns = int(cluster_Q.max(initial=-1)) + 1, [_sums(scores_AQ, cluster_Q, part_Q) for part_Q in parts]
+    drawn = [np.empty((draws, len(scores_AQ))) for _ in parts]
+    for start in range(0, draws, _CHUNK):
+        n = min(_CHUNK, draws - start)
+        flat = generator.integers(max(G, 1), size=(n, G)) + np.arange(n)[:, None] * G
+        times_RG = np.bincount(flat.ravel(), minlength=n * G).reshape(n, G).astype(float)
+        for drawn_RA, (sum_GPA, count_GP) in zip(drawn, columns, strict=True):
+            sum_RPA = np.tensordot(times_RG, sum_GPA, axes=1)
+            drawn_RA[start : start + n] = _mean_over_parts(sum_RPA, times_RG @ count_GP)
+    return [
+        Estimate(
+            value=_mean_over_parts(sum_GPA.sum(0, keepdims=True), count_GP.sum(0, keepdims=True))[0],
+            drawn=drawn_RA,
+            n_videos=int(np.sum(count_GP.any(1))),
+        )
+        for drawn_RA, (sum_GPA, count_GP) in zip(drawn, columns, strict=True)
+    ]
+
+
+def _sums(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints) -> tuple[Floats, Floats]:
+    """Return the sum of scores, [G, P, A], and the number of questions, [G, P], of each video in each part."""
+    inside_Q = part_Q != OUTSIDE
+    G, P = int(cluster_Q.max(initial=-1)) + 1, int(part_Q.max(initial=OUTSIDE)) + 1
+    cell_Q = cluster_Q[inside_Q] * P + part_Q[inside_Q]
+    sums = [np.bincount(cell_Q, row, G * P) for row in scores_AQ[:, inside_Q]]
+    sum_GPA: Floats = np.stack(sums, axis=-1).reshape(G, P, len(sums)).astype(float)
+    return sum_GPA, np.bincount(cell_Q, minlength=G * P).reshape(G, P).astype(float)
+
+
+def _mean_over_parts(sum_RPA: Floats, count_RP: Floats) -> Floats:
+    """Return the mean over parts of the parts' means, [R, A]; nan without a part, or with one that is empty."""
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        means_RPA = sum_RPA / count_RP[:, :, None]
+        mean_RA: Floats = means_RPA.sum(1) / np.float64(means_RPA.shape[1])
+    return mean_RA
+
+
+def relative(overall: Sequence[Estimate], full: int) -> Estimate:
+    """Combine benchmarks to Rel.: the mean over them of an arm's unrounded score relative to that of arm ``full``.
+
+    Each benchmark has draws of its own. Undefined (nan) where a benchmark's ``full`` is 0.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = [one.value / (one.value[full] or math.nan) for one in overall]
+        drawn = [one.drawn / np.where(one.drawn[:, [full]] == 0, math.nan, one.drawn[:, [full]]) for one in overall]
+    return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(one.n_videos for one in overall))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Adjust the p-values of one family of tests by Holm's step-down method (1979); nan stays nan and is no test."""
+    adjusted = np.full(len(p), math.nan)
+    tests = [i for i in np.argsort(p, kind="stable") if not math.isnan(p[i])]
+    largest = 0.0
+    for rank, i in enumerate(tests):
+        largest = max(largest, (len(tests) - rank) * p[i])
+        adjusted[i] = min(1.0, largest)
+    return adjusted.tolist()

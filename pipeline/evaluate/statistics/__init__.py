@@ -1,1 +1,0 @@
-"""From scores to tables: means, their errors, and the paper's layout. Numbers in, text out; no files."""

@@ -1,0 +1,81 @@
+"""The page of results: well-formed, loads nothing, shows every number, and nothing breaks out of it."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from pipeline.evaluate.benchmarks.items import AnnotationFault
+from pipeline.evaluate.page import report_page
+from pipeline.evaluate.table import ScoredBenchmark, difference_text, results_table
+from tests.pipeline.evaluate.score_tables import items_of, scores_of
+
+HOSTILE = "</script><script>x()</script> {{ 7 * 7 }} <!-- &amp; 'a' \"b\""
+METHODS, RATIOS = ("fastv,K=3", "vidcom2", "gstep", "gstep,positions=original"), (0.25, 0.1)
+ITEMS = items_of(24)
+
+
+def made(title="VideoMME, a model", **options):
+    scores = scores_of(ITEMS, METHODS, RATIOS, failed=("001-1",))
+    parts = [("duration=short", "Short"), ("duration=long", "Long")]
+    table = results_table(title, [ScoredBenchmark("VideoMME", scores, parts)], draws=200)
+    split = results_table(f"{title}: Domain", [ScoredBenchmark("VideoMME", scores)], draws=200)
+    given = {"token_bytes": 7168, "scores": scores, "described": {"frames": {"rounding": "truncate"}, "pixels": None}}
+    return table, report_page([table, split], [("model", title)], **given | options)
+
+
+class Page(HTMLParser):
+    """The tags of a page, each closed where it must be."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in ("meta", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag != "path":
+            assert self.open.pop() == tag, (tag, self.getpos())
+
+
+def test_the_page_is_well_formed_loads_nothing_and_has_every_number():
+    table, page = made()
+    parsed = Page(page)
+    assert parsed.open == [] and not {"script", "link", "img", "a"} & set(parsed.tags)
+    assert "default-src 'none'" in page and "http" not in page.replace("http-equiv", "")
+    for row in table.rows:
+        for cell in table.numbers(row):
+            few = cell in row.cells[:-1]  # of 8 videos each
+            assert f">{cell.printed}</span>" in page and difference_text(cell, 24 if few else None) in page
+    assert "Short†" in page and re.search(r">\d of 24</small>", page) and "Fewer than 20 videos" in page
+    assert "VideoMME, a model: Domain" in page
+    assert "out-of-memory" in page and "frames.rounding" in page and "the checkpoint" in page
+
+
+def test_the_chart_is_accuracy_against_tokens_and_megabytes():
+    table, page = made()
+    assert "Accuracy against tokens and megabytes" in page
+    assert page.count("<circle") == len(METHODS) * len(RATIOS)
+    row = next(row for row in table.rows if row.method == "vidcom2" and row.ratio == 0.25)
+    assert f"VidCom2: {row.cells[-1].score:.1f} at 1,568 tokens, 11 MB" in page  # 1,568 x 7,168 bytes
+    assert "GSTEP, original positions: " in page
+    _, page = made(token_bytes=None)
+    assert "Accuracy against tokens<" in page and "MB" not in page
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_faults_are_counted_with_an_example(left_out):
+    faults = [AnnotationFault("missing-video", str(i), f"row {i}", left_out) for i in range(3)]
+    _, page = made(faults=faults)
+    became = "left out" if left_out else "kept"
+    assert re.search(rf"missing-video</th><td>3</td>.*{became}.*row 0", page)
+
+
+def test_no_name_or_text_breaks_out_of_the_page():
+    _, page = made(HOSTILE, faults=[AnnotationFault("bad-row", None, HOSTILE, True)])
+    assert Page(page).open == [] and "<script" not in page and "{{ 7 * 7 }}" in page

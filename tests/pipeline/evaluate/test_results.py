@@ -1,0 +1,313 @@
+"""What an evaluation leaves behind, and one table laid out from the results of several benchmarks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import evaluate
+from pipeline.evaluate.benchmarks import BENCHMARKS
+from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
+from pipeline.evaluate.protocols import LETTER
+from pipeline.evaluate.request import write_results_header
+from pipeline.evaluate.results import Presentation, main_table, write_results
+from pipeline.evaluate.run import ScoredQuestions
+from pipeline.evaluate.scores import SCORE_SCHEMA
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.evaluate.paper_tables import paper_rows
+from tests.pipeline.evaluate.score_tables import items_of, score_rows, score_table, scores_of
+
+VIDEOMME = BENCHMARKS["videomme"]
+FAULT = AnnotationFault("missing-video", "9-1", "row 9: there is no data/nine.mp4", True)
+FILES = ["tables.md", "tables.tex", "tables.json", "report.html"]
+
+
+def done_with(items) -> ScoredQuestions:
+    scores = scores_of(items, ["gstep", "uniform"], [0.25])
+    return ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (FAULT,), len(items) + 1), scores=scores)
+
+
+def in_parts(*parts: str | None):
+    """A question on a video of its own in each of these parts of a split; None is in no part."""
+    items = items_of(len(parts), 1).values()
+    return {
+        item.question_id: replace(item, splits={**item.splits, **({} if part is None else {"split": part})})
+        for item, part in zip(items, parts, strict=True)
+    }
+
+
+def shown(benchmark: Benchmark = VIDEOMME, **more) -> Presentation:
+    described = {"protocol": "p", "metric": benchmark.protocol().metric}
+    return Presentation(**{"title": "T", "benchmark": benchmark, "described": described, "draws": 100, **more})
+
+
+def own(*splits: Split, metric: str = "questions") -> Benchmark:
+    return Benchmark(name="q", title="Q", protocols=(replace(LETTER, metric=metric),), splits=splits)
+
+
+def titles(table) -> list[str]:
+    return [column.title for column in table.columns]
+
+
+def test_the_main_table_has_the_parts_of_the_first_split_that_have_questions_in_the_benchmarks_order():
+    table = main_table(done_with(items_of(9)), shown(draws=123, seed=7))
+    assert titles(table) == ["Short", "Medium", "Long", "Overall"] and (table.title, table.draws, table.seed) == (
+        "T",
+        123,
+        7,
+    )
+    assert [column.key for column in table.columns] == [
+        *("duration=short", "duration=medium", "duration=long", "overall")
+    ]
+    assert [(column.n_questions, column.n_videos) for column in table.columns] == [(9, 3), (9, 3), (9, 3), (27, 9)]
+    assert titles(main_table(done_with(items_of(2)), shown())) == ["Short", "Medium", "Overall"]
+    assert titles(main_table(done_with(items_of(2)), shown(own()))) == ["Q"]
+
+
+def test_parts_that_the_benchmark_does_not_name_come_behind_those_that_it_does():
+    benchmark = own(Split("split", "Split", {"z": "Zed", "b": "Bee"}))
+    table = main_table(done_with(in_parts("y", "b", "a", "z", None)), shown(benchmark))
+    assert titles(table) == ["Zed", "Bee", "a", "y", "Overall"]
+    assert [column.n_questions for column in table.columns] == [1, 1, 1, 1, 5]
+
+
+@pytest.mark.parametrize(("count", "columns"), [(30, 31), (31, 1)])
+def test_a_split_into_too_many_parts_is_not_shown(count, columns):
+    done = done_with(in_parts(*(f"{i:02}" for i in range(count))))
+    assert len(main_table(done, shown(own(Split("split", "Split")))).columns) == columns
+
+
+def test_the_overall_score_is_by_the_protocols_metric():
+    """Over questions, or over the parts of a split, however many questions each has."""
+    done = done_with(in_parts("a", "a", "a", "b"))
+    place = SCORE_SCHEMA.get_field_index("score")
+    scores = done.scores.slice(0, 4).set_column(place, SCORE_SCHEMA.field("score"), [[1.0, 1.0, 1.0, 0.0]])
+    done, split = replace(done, scores=scores), Split("split", "Split")
+    scored = [main_table(done, shown(own(split, metric=metric))).original for metric in ("questions", "split")]
+    assert [row.cells[-1].printed for row in scored] == ["75.0", "50.0"]
+
+
+def test_scores_a_table_for_every_split_and_the_page_are_written_over_those_of_an_earlier_run(tmp_path):
+    store = LocalStore(tmp_path)
+    write_results(store, done_with(items_of(3)), shown(title="before"))
+    done = done_with(items_of(9))
+    _, names = write_results(store, done, shown(facts=[("model", "a fact & more")], token_bytes=7168))
+    assert names == ["scores.parquet", *FILES] and sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert pq.read_table(tmp_path / "scores.parquet").equals(done.scores)
+    headings = [line for line in (tmp_path / "tables.md").read_text().splitlines() if line.startswith("### ")]
+    assert headings == ["### T", "### T: Domain", "### T: Task"]  # none has a sub-category
+    assert [table["title"] for table in json.loads((tmp_path / "tables.json").read_text())] == [h[4:] for h in headings]
+    latex = (tmp_path / "tables.tex").read_text()
+    assert latex.count(r"\begin{tabular}") == 1 and "Medium" in latex and "Sports" not in latex
+    page = (tmp_path / "report.html").read_text()
+    assert "<title>T" in page and "there is no data/nine.mp4" in page and "a fact &amp; more" in page
+    assert "11 MB" in page and "1,568 tokens" in page  # a quarter of 6,272 tokens of 7 KB
+
+
+MODEL = {"type": "llava_onevision", "weights": "hub:a/model@sha"}
+GROUPS = [f"v{i % 160}" for i in range(1000)]
+#: Table 4 of the paper: VideoMME, LongVideoBench, MLVU, and its averages.
+ABLATION = {
+    "gstep,smoothing=raw": "57.5 55.5 63.3 58.8",
+    "gstep,smoothing=box": "57.7 56.4 63.2 59.1",
+    "gstep": "57.6 57.0 63.5 59.4",
+    "gstep,fusion=temporal": "55.8 54.1 61.9 57.3",
+    "gstep,fusion=spatial": "56.6 56.7 63.3 58.9",
+    "random": "56.4 55.9 61.6 58.0",
+    "uniform": "56.3 55.8 61.7 57.9",
+    "topk": "55.0 55.4 61.3 57.2",
+    "fps": "55.3 55.3 62.8 57.8",
+}
+ARMS = [("none", 1.0, "60.0"), ("gstep", 0.25, "59.0")]
+
+
+def results(folder, benchmark, arms, **identity):
+    """What jobs.evaluate leaves of a benchmark: of 1,000 questions as many are right as each arm's number says."""
+    store = LocalStore(folder / benchmark)
+    store.make()
+    about = {"model": "a/model", "annotations": "blake2b:0123456789abcdef", "token_bytes": 7168}
+    held = {"benchmark": benchmark, "model": MODEL, "num_frames": 32, "protocol": "p"} | identity
+    write_results_header(store, held, about)
+    rows = []
+    for method, ratio, number in arms:
+        right = round(10 * float(number))
+        splits = [{"duration": ("short", "medium", "long")[i % 3]} for i in range(1000)]
+        scores = [1.0] * right + [0.0] * (1000 - right)
+        rows.append(score_rows(method, ratio, scores, clusters=GROUPS, splits=splits))
+    pq.write_table(score_table(*rows), store.root / "scores.parquet")
+    return str(store.root)
+
+
+def laid(places, out, capsys, *options):
+    """The numbers of each row of the table by title, without what stands beside them; the text; what was said."""
+    code = evaluate.main(["--results", *places, "--out", str(out), "--draws", "100", *options])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    (table,) = json.loads((out / "tables.json").read_text())
+    numbers = [
+        [cell and cell["printed"] for cell in (*row["scores"].values(), row["mean"], row["rel"])]
+        for row in table["rows"]
+    ]
+    arms = [(row["method"], row["retention_ratio"], row["positions"]) for row in table["rows"]]
+    return dict(zip(arms, numbers, strict=True)), said.err
+
+
+def test_the_main_table_of_the_paper(tmp_path, capsys):
+    rows = paper_rows("LLaVA-OV-7B")
+    names = ("videomme", "longvideobench", "mlvu-dev", "mvbench", "egoschema-subset")
+    places = [
+        results(tmp_path, name, [(row.method, row.ratio, row.numbers[3 + i]) for row in rows])
+        for i, name in enumerate(names)
+    ]
+    numbers, said = laid(places, tmp_path / "paper", capsys)
+    assert "note:" not in said
+    for row in rows:
+        found = numbers[row.method, row.ratio, None]
+        assert (found[3:-2], found[-1]) == (list(row.numbers[3:-1]), f"{row.numbers[-1]}%")
+    md, tex, html = ((tmp_path / "paper" / name).read_text() for name in FILES if "json" not in name)
+    assert "| Method | VideoMME Short | VideoMME Medium | VideoMME Long | VideoMME Overall | LongVideoBench |" in md
+    assert r"\textbf{100.2\%}" in tex and "100.2%" in html and "src=" not in html
+    assert "1,000 questions, 32 frames, p" in html and "megabytes" in html
+
+
+def test_the_ablations_of_the_paper(tmp_path, capsys):
+    places = []
+    for i, name in enumerate(("videomme", "longvideobench", "mlvu-dev")):
+        arms = [("none", 1.0, "60.0"), *((m, 0.15, numbers.split()[i]) for m, numbers in ABLATION.items())]
+        places.append(results(tmp_path, name, [*arms, ("gstep", 0.25, "99.9")]))  # another ratio is left out
+    chosen = ("--method", *ABLATION, "--retention-ratio", ".15")
+    numbers, said = laid(places, tmp_path / "paper", capsys, *chosen)
+    assert [arm[0] for arm in numbers] == ["none", *ABLATION] and "note:" not in said
+    assert {method: row[-2] for (method, *_), row in list(numbers.items())[1:]} == {
+        method: row.split()[-1] for method, row in ABLATION.items()
+    }
+
+
+def submitted(folder, arms, typed):
+    """What jobs.evaluate leaves of the full set of EgoSchema, and what its user typed in."""
+    place = results(folder, "egoschema", arms)
+    file = LocalStore(folder / "egoschema").root / "scores.parquet"
+    table = pq.read_table(file)
+    nothing = pa.nulls(len(table), pa.float64())
+    pq.write_table(table.set_column(table.schema.get_field_index("score"), "score", nothing), file)
+    LocalStore(place).put("submissions/server.json", json.dumps(typed).encode())
+    return place
+
+
+def test_what_the_server_of_egoschema_returned_goes_into_the_table(tmp_path, capsys):
+    arms = [("none", 1.0, "60.0"), ("gstep", 0.25, "57.0"), ("vidcom2", 0.25, "54.0")]
+    typed = {"none@1": 60.4, "gstep@0.25": 60, "vidcom2@0.25": None, "gstepp@0.25": 61}
+    places = [results(tmp_path, "mvbench", arms), submitted(tmp_path, arms, typed)]
+    numbers, said = laid(places, tmp_path / "paper", capsys)
+    assert numbers["none", 1.0, None] == ["60.0", "60.4", "60.2", "100.0%"]
+    assert numbers["gstep", 0.25, None] == ["57.0", "60.0", "58.5", "97.2%"]  # the mean of 57.0/60.0 and 60.0/60.4
+    assert numbers["vidcom2", 0.25, None] == ["54.0", None, None]
+    assert "server.json has a score of gstepp@0.25, which is none of its submissions" in said
+    assert "has 1 submissions without a score: type what its server returns into" in said
+    assert "scores from its server, without intervals" in (tmp_path / "paper" / "report.html").read_text()
+
+
+def refused(capsys, out, *places):
+    assert evaluate.main(["--results", *places, "--out", str(out)]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ({"gstep@0.25": "59"}, "gstep@0.25 must be a percentage of right answers, got '59'"),
+        ({"gstep@0.25": 590}, "must be a percentage of right answers, got 590"),
+        ({"gstep@0.25": 0.59}, "percentages are wanted, 59.2 and not 0.592"),
+        ([1], "must be an object such as"),
+    ],
+)
+def test_a_score_that_is_none_is_refused(tmp_path, capsys, typed, why):
+    assert why in refused(capsys, tmp_path / "paper", submitted(tmp_path, ARMS, typed))
+
+
+def test_results_that_do_not_belong_together_are_refused(tmp_path, capsys):
+    one, out = results(tmp_path, "videomme", ARMS), tmp_path / "paper"
+    other = results(tmp_path / "other", "mvbench", ARMS, model=MODEL | {"weights": "another"})
+    assert "is of another model than" in refused(capsys, out, one, other)
+    again = results(tmp_path / "again", "videomme", ARMS)
+    assert "are both of VideoMME: name one of them" in refused(capsys, out, one, again)
+    for unlike in ({"num_frames": 8}, {"protocol": "lmms-eval-0.5"}, {"system": "Be brief."}):
+        place = results(tmp_path / "unlike", "mvbench", ARMS, **unlike)
+        said = refused(capsys, out, one, place)
+        assert f"must not mix what differs here: MVBench: {next(iter(unlike))}" in said
+    assert "no results of python -m jobs.evaluate" in refused(capsys, out, str(tmp_path))
+    assert not out.exists()
+    assert "holds something else than tables.json" in refused(capsys, one, one)
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    assert "holds something else than tables.json" in refused(capsys, out, one)
+
+
+def test_every_format_says_what_its_numbers_were_made_of(tmp_path, capsys):
+    """1,000 of 2,700 questions; an answer that failed; a method that one benchmark lacks."""
+    place = results(tmp_path, "videomme", ARMS)
+    path = LocalStore(place).root / "scores.parquet"
+    table = pq.read_table(path).to_pylist()
+    table[1500] |= {"status": "failed", "score": 0.0}
+    pq.write_table(pa.Table.from_pylist(table, pq.read_schema(path)), path)
+    places = [place, results(tmp_path, "mvbench", [*ARMS, ("fps", 0.25, "50")])]
+    _, said = laid(places, tmp_path / "paper", capsys)
+    lacking = f"{place} (VideoMME) has no fps@0.25"
+    assert f"note: {lacking}" in said
+    for name in FILES:
+        text = (tmp_path / "paper" / name).read_text().replace("\\", "")
+        wanted = ["2700", "01234567"] if "json" in name else ["1,000 of 2,700", "Protocol", "01234567", "32"]
+        assert [word for word in [*wanted, lacking] if word not in text.replace("&lt;", "<")] == [], name
+    assert "(1 failed)" in (tmp_path / "paper" / "tables.tex").read_text()
+
+
+def broken(change):
+    """What damages the scores of a place, by their rows."""
+
+    def damage(root):
+        rows = pq.read_table(root / "scores.parquet")
+        pq.write_table(change(rows), root / "scores.parquet")
+
+    return damage
+
+
+def torn(root):
+    data = (root / "scores.parquet").read_bytes()
+    (root / "scores.parquet").write_bytes(data[: len(data) // 2])
+
+
+def scored_otherwise(rows):
+    return rows.set_column(rows.schema.get_field_index("score"), "score", pa.array([2.0] * len(rows)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (torn, "scores.parquet is damaged"),
+        (lambda root: (root / "scores.parquet").unlink(), "has no scores.parquet yet"),
+        (lambda root: (root / "evaluation.json").write_text("{"), "evaluation.json"),
+        (lambda root: (root / "evaluation.json").unlink(), "no results of python -m jobs.evaluate"),
+        (broken(lambda rows: rows.drop_columns(["cluster"])), "has no cluster as it should be"),
+        (broken(lambda rows: rows.slice(0, len(rows) - 5)), "has no score of question"),
+        (broken(lambda rows: pa.concat_tables([rows, rows.slice(0, 1)])), "has 2 scores of question"),
+        (broken(scored_otherwise), "answers without a score from 0 to 1"),
+    ],
+)
+def test_results_that_are_damaged_or_half_run_are_refused(tmp_path, capsys, damage, why):
+    places = [results(tmp_path, name, ARMS) for name in ("videomme", "mvbench")]
+    damage(LocalStore(places[1]).root)
+    text = refused(capsys, tmp_path / "paper", *places)
+    assert why in text and "mvbench" in text
+    assert not (tmp_path / "paper").exists()
+
+
+def test_rows_at_other_positions_are_rows_of_their_own(tmp_path, capsys):
+    arms = [*ARMS, ("gstep,positions=original", 0.25, "47.3"), ("fastv", 0.25, "59.5")]
+    numbers, _ = laid([results(tmp_path, "videomme", arms)], tmp_path / "paper", capsys)
+    assert numbers["gstep", 0.25, None][3] == "59.0" and numbers["gstep", 0.25, "original"][3] == "47.3"
+    assert "GSTEP, original positions" in (tmp_path / "paper" / "tables.md").read_text()

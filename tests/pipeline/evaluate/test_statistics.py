@@ -1,0 +1,170 @@
+"""Scores as a matrix, and the paired bootstrap over videos: the worked case with all its draws, and what has none."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+
+from pipeline.evaluate.statistics import (
+    FEWEST_VIDEOS,
+    ORIGINAL,
+    OUTSIDE,
+    Arm,
+    Estimate,
+    arms_of,
+    estimates,
+    holm,
+    relative,
+    score_matrix,
+)
+from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
+
+# The worked case: four videos of three questions, full retention first.
+SCORES = np.array([bits("110 101 011 110"), bits("100 101 111 000")])
+VIDEO = np.repeat(np.arange(4), 3)
+ALL = np.zeros(12, np.int64)
+GSTEP, FASTV = Arm("gstep", 0.25), Arm("fastv,K=3", 0.25)
+SPLITS = [{"duration": "short", "task": "b"}, {"duration": "long", "task": "a"}, {"task": "b"}]
+
+
+def estimated(scores, video, part=None, draws=500, seed=0):
+    part = np.zeros(len(video), np.int64) if part is None else part
+    (found,) = estimates(scores, video, [part], draws, np.random.default_rng(seed))
+    return found
+
+
+def many(times=15):
+    """The worked case as many times over, each time about other videos."""
+    return np.tile(SCORES, times), np.concatenate([VIDEO + 4 * copy for copy in range(times)])
+
+
+def test_the_worked_case_by_all_256_draws():
+    """As if of enough videos, so that the interval is there to be looked at."""
+    sums = SCORES.reshape(2, 4, 3).sum(2)
+    drawn = np.array([sums[:, draw].sum(1) / 12 for draw in map(list, product(range(4), repeat=4))])
+    lost = Estimate(SCORES.mean(1), drawn, FEWEST_VIDEOS).difference(1, 0)
+    assert lost.value == pytest.approx(-2 / 12)
+    assert (lost.low, lost.high) == (pytest.approx(-0.5), pytest.approx(1 / 6))
+    assert lost.p == pytest.approx(2 * (0.2578 * 256 + 1) / 257, abs=1e-4)
+    assert all(map(math.isnan, Estimate(SCORES.mean(1), drawn, FEWEST_VIDEOS - 1).difference(1, 0)[1:]))
+
+
+def test_draws_are_of_whole_videos_and_repeat_with_their_seed():
+    """The published error of the worked case is 0.2152; 15 of them are G / (G - 1) and 1 / sqrt(15) smaller."""
+    scores, video = many()
+    found = estimated(scores, video, draws=4000)
+    assert found.n_videos == 60 and (found.drawn == estimated(scores, video, draws=4000).drawn).all()
+    assert (found.drawn != estimated(scores, video, draws=4000, seed=1).drawn).any()
+    error = 0.2152 * (3 / 4 * 60 / 59 / 15) ** 0.5
+    lost = found.difference(1, 0)
+    assert (lost.low, lost.high) == pytest.approx((-1 / 6 - 1.96 * error, -1 / 6 + 1.96 * error), abs=0.007)
+    assert 2 / 4001 <= lost.p < 0.005
+
+
+def test_a_draw_computes_the_mean_over_parts_anew():
+    """Parts of unequal size, a question of the first video left out, against a plain loop over the same draws."""
+    part = np.array([OUTSIDE, 0, 0, 1, 1, 0, 2, OUTSIDE, 0, 1, 0, 2])
+    found, whole = estimates(SCORES, VIDEO, [part, ALL], 50, np.random.default_rng(0))
+    flat = np.random.default_rng(0).integers(4, size=(50, 4))
+    for r in range(50):
+        times = np.bincount(flat[r], minlength=4)[VIDEO]
+        assert whole.drawn[r] == pytest.approx((times * SCORES).sum(1) / times.sum())
+        sizes = [times[part == p].sum() for p in range(3)]
+        if 0 in sizes:
+            assert np.isnan(found.drawn[r]).all()
+            continue
+        for arm in range(2):
+            means = [np.sum((times * SCORES[arm])[part == p]) / sizes[p] for p in range(3)]
+            assert found.drawn[r, arm] == pytest.approx(np.mean(means))
+    assert np.isnan(found.drawn).any() and not np.isnan(found.drawn).all()
+
+
+def test_rel_is_the_mean_ratio_with_each_benchmarks_own_draws():
+    one, other = estimated(*many(), draws=4000), estimated(*many(10), draws=4000, seed=3)
+    rel = relative([one, other], 0)
+    assert rel.value == pytest.approx([1, 0.75]) and rel.n_videos == 40
+    assert (rel.drawn[:, 0] == 1).all()
+    assert rel.drawn[:, 1] == pytest.approx(
+        (one.drawn[:, 1] / one.drawn[:, 0] + other.drawn[:, 1] / other.drawn[:, 0]) / 2
+    )
+    nothing = relative([estimated(np.stack([np.zeros(12), SCORES[1]]), VIDEO)], 0)
+    assert math.isnan(nothing.value[1]) and math.isnan(nothing.difference(1, 0).p)
+
+
+def test_an_arm_that_was_not_scored_touches_no_other_and_an_empty_split_has_no_number():
+    scores, video = many()
+    missing = estimated(np.stack([scores[0], np.full(180, np.nan), scores[1]]), video)
+    assert missing.difference(2, 0) == estimated(scores, video).difference(1, 0)
+    assert all(map(math.isnan, missing.difference(1, 0)))
+    assert np.isnan(estimated(scores, video, np.full(180, OUTSIDE)).value).all()
+
+
+@pytest.mark.parametrize("pruned", [np.ones(60), np.zeros(60)])
+def test_videos_that_all_differ_alike_show_no_error(pruned):
+    difference = estimated(np.stack([np.ones(60), pruned]), np.arange(60)).difference(1, 0)
+    assert difference.value == pruned[0] - 1 and all(map(math.isnan, difference[1:]))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rounding_is_no_difference(sign):
+    """A sum of thirds in another order may miss 0 by 1e-17: three of these four draws are 0."""
+    drawn = np.stack([np.zeros(4), sign * np.array([1e-17, 1e-17, 1e-17, -0.5])], axis=1)
+    assert Estimate(np.zeros(2), drawn, 60).difference(1, 0).p == 1.0
+
+
+def test_holm_steps_down_and_what_has_no_p_is_no_test():
+    """Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1, never falling."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.6]) == pytest.approx([1.0, 1.0]) and holm([]) == []
+    assert holm([0.02, math.nan, 0.03]) == pytest.approx([0.04, math.nan, 0.04], nan_ok=True)
+
+
+def table():
+    shared = {"clusters": ["w", "v", "w"], "splits": SPLITS}
+    return score_table(
+        score_rows("gstep", 0.25, [1.0, None, 0.2], **shared, kept=[20, None, 30]),
+        score_rows("none", 1.0, [1.0, 1.0, 0.0], **shared),
+    )
+
+
+def test_scores_do_not_depend_on_the_order_of_rows():
+    rows = table()
+    for scores in (rows, rows.take([5, 0, 3, 2, 4, 1])):
+        matrix = score_matrix(scores, [ORIGINAL, GSTEP])
+        assert matrix.scores.tolist() == [[1, 1, 0], [1, 0, 0.2]]  # a failed answer scores 0
+        assert matrix.clusters.tolist() == [1, 0, 1] and matrix.splits == SPLITS
+    assert arms_of(rows) == [GSTEP, ORIGINAL]
+    assert arms_of(score_table(score_rows("none", 0.999, [1.0]))) == [ORIGINAL]  # whatever its ratio says
+
+
+def test_parts_of_columns():
+    matrix = score_matrix(table(), [ORIGINAL])
+    assert matrix.whole().tolist() == [0, 0, 0]
+    assert matrix.split("duration", "long").tolist() == [OUTSIDE, 0, OUTSIDE]
+    assert matrix.by("task").tolist() == [1, 0, 1]
+    with pytest.raises(ValueError, match="1 questions have no 'duration'"):
+        matrix.by("duration")
+
+
+def test_failed_unparsed_and_kept_are_counted():
+    rows = score_rows("gstep", 0.25, [1.0, None, 0.0, 0.2], kept=[20, None, 40, 30])
+    rows[2]["parsed"] = rows[3]["parsed"] = None
+    tally = score_matrix(score_table(rows), [GSTEP]).tallies[0]
+    assert (tally.n_answers, tally.n_failed, tally.n_unparsed, tally.tokens) == (4, 1, 2, 30)
+    assert tally.unparsed_share == pytest.approx(2 / 3) and tally.kept_share == pytest.approx(0.3)  # of three replies
+    twice = tally + tally
+    assert (twice.n_answers, twice.n_failed, twice.kept_share) == (8, 2, pytest.approx(0.3))
+    unknown = score_matrix(score_table(score_rows("gstep", 0.25, [None], kept=[None])), [GSTEP, FASTV]).tallies
+    assert [(one.kept_share, one.unparsed_share, one.tokens) for one in unknown] == [(None, None, None)] * 2
+
+
+@pytest.mark.parametrize(
+    ("scores", "what"),
+    [([1.0], "no score of question q00001"), ([1.0, 1.0, 0.0], "q00002"), ([1.0, 0.0] * 2, "2 scores")],
+)
+def test_scores_of_other_questions_or_twice_are_refused(scores, what):
+    pruned = score_rows("gstep", 0.25, scores)
+    pruned = pruned[:2] * 2 if len(scores) == 4 else pruned
+    with pytest.raises(ValueError, match=what):
+        score_matrix(score_table(score_rows("none", 1.0, [1.0, 0.0]), pruned), [ORIGINAL, GSTEP])

@@ -1,0 +1,285 @@
+"""The table of results: the paper's own numbers and marks, differences, and its three forms."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from pipeline.evaluate.table import (
+    Cell,
+    ScoredBenchmark,
+    latex,
+    markdown,
+    marks,
+    method_title,
+    printed,
+    results_table,
+)
+from tests.pipeline.evaluate.paper_tables import COLUMNS, TABLES, paper_rows
+from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
+
+BENCHMARKS = slice(COLUMNS.index("VideoMME"), COLUMNS.index("Rel."))
+FULL, PRUNED = bits("110 101 011 110"), bits("100 101 111 000")  # the worked case of test_statistics
+TIMES = 15  # the worked case so often, about other videos each time: enough of them for draws
+VIDEOS = [f"v{i // 3:02}" for i in range(12 * TIMES)]
+GROUPS = [f"v{i % 10}" for i in range(1000)]
+
+
+def shown(number):
+    return Cell(score=float(number), printed=number)
+
+
+@cache
+def rebuilt(model):
+    """The paper's table from scores: of 1,000 questions as many are right as its numbers say."""
+    rows = paper_rows(model)
+
+    def scores(i):
+        rights = [round(10 * float(row.numbers[i])) for row in rows]
+        return score_table(
+            *(
+                score_rows(row.method, row.ratio, [1.0] * right + [0.0] * (1000 - right), clusters=GROUPS)
+                for row, right in zip(rows, rights, strict=True)
+            )
+        )
+
+    benchmarks = [ScoredBenchmark(title, scores(i)) for i, title in enumerate(COLUMNS[BENCHMARKS], BENCHMARKS.start)]
+    return results_table(model, benchmarks, draws=20)
+
+
+@pytest.mark.parametrize("model", TABLES)
+def test_the_papers_table_from_scores(model):
+    table, papers = rebuilt(model), paper_rows(model)
+    assert [column.title for column in table.columns] == list(COLUMNS[BENCHMARKS])
+    assert [rows[0].ratio for _, rows in table.blocks] == [0.25, 0.2, 0.15, 0.1]
+    for row, paper in zip(table.rows, papers, strict=True):
+        assert (row.method, row.ratio) == (paper.method, paper.ratio)
+        assert [cell.printed for cell in row.cells] == list(paper.numbers[BENCHMARKS])
+        assert [cell.mark for cell in row.cells] == list(paper.marks[BENCHMARKS])
+        assert (row.rel.printed, row.rel.mark) == (f"{paper.numbers[-1]}%", paper.marks[-1])
+    assert table.original.mean.printed == printed(np.mean([float(n) for n in papers[0].numbers[BENCHMARKS]]).item())
+
+
+def test_halves_are_printed_upwards():
+    assert [printed(number) for number in (58.65, 58.64999999999999, 0.05, 100.0)] == ["58.7", "58.7", "0.1", "100.0"]
+
+
+def test_ties_share_their_mark_and_what_is_missing_has_none():
+    assert marks([shown("2.0"), None, shown("2.0"), shown("1.0"), shown("1.0"), shown("0.5")]) == [
+        *("best", "", "best"),
+        *("second", "second", ""),
+    ]
+    assert marks([shown("10.0"), shown("9.9")]) == ["best", "second"]  # as numbers, not as text
+
+
+def many(arms):
+    """A table of these arms, each with its twelve scores TIMES over."""
+    return score_table(*(score_rows(*arm, scores * TIMES, clusters=VIDEOS) for arm, scores in arms.items()))
+
+
+def test_a_number_is_compared_with_full_retention_and_p_adjusted_over_the_block():
+    nothing = [0.0] * 11
+    arms = {("none", 1.0): FULL, ("gstep", 0.25): PRUNED, ("fastv", 0.25): [1.0, *nothing], ("fastv", 0.1): PRUNED}
+    table = results_table("m", [ScoredBenchmark("B", many(arms))], draws=999)
+    (_, (gstep, fastv)), (_, (alone,)) = table.blocks
+    cell = gstep.cells[0]
+    assert (cell.printed, cell.mark, fastv.cells[0].mark, cell.right) == ("50.0", "best", "second", 90)
+    assert cell.difference == pytest.approx(-100 / 6) and -30 < cell.low < cell.difference < cell.high < -4
+    assert (alone.cells[0].p, cell.p, fastv.cells[0].p) == pytest.approx((0.004, 0.004, 2 * 0.002)) and not cell.noise
+    assert (gstep.rel.printed, gstep.rel.difference) == ("75.0%", pytest.approx(-25))  # 50.0 / 66.7
+    assert table.original.cells[0].difference is None
+
+
+@pytest.mark.parametrize(("n_videos", "there"), [(2, False), (19, False), (20, True), (60, True)])
+def test_a_number_about_few_videos_has_counts_and_no_interval(n_videos, there):
+    generator = np.random.default_rng(n_videos)
+    videos = [f"v{min(i, n_videos - 1):02}" for i in range(60)]
+    arms = {arm: generator.integers(0, 2, 60).astype(float).tolist() for arm in (("none", 1.0), ("gstep", 0.25))}
+    scores = score_table(*(score_rows(*arm, s, clusters=videos) for arm, s in arms.items()))
+    table = results_table("m", [ScoredBenchmark("B", scores)], draws=100)
+    cell = table.rows[1].cells[0]
+    assert (cell.low is not None) is (cell.p is not None) is there
+    right = f"{sum(arms['gstep', 0.25]):g} of 60"
+    assert (right in markdown(table)) is not there
+    assert ("† Fewer than 20 videos (B)" in markdown(table)) is not there
+
+
+def worked_case(**more):
+    splits = [{"duration": "short" if i < 6 else "long", "task": "ab"[i < 9]} for i in range(12)]
+    arms = {("none", 1.0): FULL, ("gstep", 0.25): PRUNED, **more}
+    videos = [f"v{i // 3}" for i in range(12)]
+    return score_table(*(score_rows(*arm, s, clusters=videos, splits=splits) for arm, s in arms.items()))
+
+
+def test_columns_are_splits_then_overall():
+    splits = [("duration=short", "Short"), ("duration=medium", "Medium")]
+    first = ScoredBenchmark("VideoMME", worked_case(), splits, n_questions=2700)
+    table = results_table("m", [first, ScoredBenchmark("Other", worked_case())], draws=200)
+    assert [(one.key, one.text, one.n_questions, one.n_whole, one.n_videos) for one in table.columns] == [
+        ("VideoMME: duration=short", "VideoMME Short", 6, None, 2),
+        ("VideoMME: duration=medium", "VideoMME Medium", 0, None, 0),
+        ("VideoMME: overall", "VideoMME Overall", 12, 2700, 4),
+        ("Other: overall", "Other", 12, None, 4),
+    ]
+    short, medium, overall, _ = table.original.cells
+    assert (short.printed, medium, overall.printed, table.original.rel.printed) == ("66.7", None, "66.7", "100.0%")
+    with pytest.raises(ValueError, match="'short' of B is no SPLIT=VALUE"):
+        results_table("m", [ScoredBenchmark("B", worked_case(), [("short", "Short")])])
+    with pytest.raises(ValueError, match="different titles"):
+        results_table("m", [first, first])
+
+
+def test_rows_are_in_the_order_asked_for_and_positions_are_blocks_of_their_own():
+    more = {("fastv", 0.25): PRUNED, ("fps", 0.5): PRUNED, ("fastv", 0.5): FULL, ("fps,positions=original", 0.5): FULL}
+    scores = many({("none", 1.0): FULL, ("gstep", 0.25): PRUNED, **more})
+    table = results_table("m", [ScoredBenchmark("B", scores)], methods=["fps", "fastv", "cdpruner"], draws=10)
+    assert [[row.title for row in rows] for _, rows in table.blocks] == [
+        ["FPS", "FastV"],
+        ["FPS, original positions"],
+        ["FastV"],
+    ]
+    assert table.blocks[1][0] == "Pruning Ratio (↓ 50%), original positions"
+    assert (table.rows[3].method, table.rows[3].positions, table.rows[3].cells[0].mark) == ("fps", "original", "best")
+
+
+def test_the_overall_score_may_weigh_tasks_alike():
+    table = results_table("m", [ScoredBenchmark("MLVU", worked_case(), mean_over="task")], draws=50)
+    assert table.original.cells[0].score == pytest.approx(100 * (6 / 9 + 2 / 3) / 2)
+    assert table.rows[1].cells[0].score == pytest.approx(100 * (6 / 9 + 0) / 2)
+    assert table.rows[1].cells[0].right is None
+
+
+def test_rel_is_missing_where_full_retention_scores_nothing_or_was_not_run():
+    pruned = score_rows("gstep", 0.25, PRUNED)
+    nothing = score_table(score_rows("none", 1.0, [0.0] * 12), pruned)
+    for scores, without in ((nothing, False), (score_table(pruned), True)):
+        table = results_table("m", [ScoredBenchmark("B", scores)], draws=50)
+        row = table.rows[1]
+        assert (table.original.rel, row.rel) == (None, None)
+        assert (table.original.cells[0] is None) == (row.cells[0].difference is None) == without
+        assert row.cells[0].printed == "50.0"
+
+
+def test_failed_answers_are_wrong_and_counted_and_a_benchmark_without_questions_has_no_numbers():
+    scores = score_table(score_rows("none", 1.0, FULL), score_rows("gstep", 0.25, [None, *FULL[1:]]))
+    empty = ScoredBenchmark("Empty", score_table(), [("duration=short", "Short")], mean_over="task")
+    row = results_table("m", [empty, ScoredBenchmark("B", scores)], draws=50).rows[1]
+    assert (list(row.cells[:2]), row.cells[2].printed, row.mean, row.rel) == ([None, None], "58.3", None, None)
+    assert (row.tally.n_failed, row.tally.unparsed_share, row.tally.kept_share) == (1, 0, pytest.approx(0.25))
+
+
+def test_benchmarks_are_drawn_on_their_own_and_alike_in_every_table():
+    """Another benchmark beside it changes no interval; the same scores under another title are drawn anew."""
+    wide = many({("none", 1.0): FULL, ("fps", 0.1): np.random.default_rng(0).random(12).tolist()})
+    one, other = ScoredBenchmark("One", wide), ScoredBenchmark("Other", wide)
+
+    def cells(benchmarks, seed=0):
+        return results_table("m", benchmarks, draws=300, seed=seed).rows[1].cells
+
+    (alone,), (first, second) = cells([one]), cells([one, other])
+    assert first == alone == cells([ScoredBenchmark("One", wide.take(np.arange(wide.num_rows)[::-1]))])[0]
+    assert second.printed == first.printed and (second.low, second.high) != (first.low, first.high)
+    assert cells([one], seed=1)[0] != alone
+
+
+ARMS = {
+    ("none", 1.0): FULL * TIMES,
+    ("fastv,K=3", 0.25): [0.0] * 12 * TIMES,
+    ("gstep", 0.25): [None, *FULL[1:], *PRUNED, *(FULL * (TIMES - 2))],
+    ("mine|a_b", 0.125): PRUNED * TIMES,
+}
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Two benchmarks, one with splits, of which the short one is about a single video; the last method ran on one."""
+    splits = [{"duration": "short" if i < 3 else "long"} for i in range(12 * TIMES)]
+    first, second = (
+        score_table(*(score_rows(*arm, s, clusters=VIDEOS, splits=splits) for arm, s in arms.items()))
+        for arms in (ARMS, dict(list(ARMS.items())[:3]))
+    )
+    columns, made_of = [("duration=short", "Short"), ("duration=long", "Long")], {"Protocol": "mine | yours"}
+    benchmarks = [ScoredBenchmark("VideoMME", first, columns, None, 2700, made_of), ScoredBenchmark("R&D", second)]
+    return results_table("LLaVA_OV", benchmarks, draws=999)
+
+
+def row_of(text, label):
+    """The cells of the line that begins with a label."""
+    line = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[2:-1]]
+
+
+@pytest.mark.parametrize(
+    ("method", "title"),
+    [("gstep", "GSTEP"), ("fastv,K=3,L=1", "FastV, K=3, L=1"), ("topk", "Top-k"), ("mine:Mine", "mine:Mine")],
+)
+def test_methods_are_named_as_the_paper_names_them(method, title):
+    assert method_title(method) == title
+
+
+def test_markdown_has_each_number_with_its_difference(table):
+    text = markdown(table)
+    assert row_of(text, "Method") == [
+        *("VideoMME Short†", "VideoMME Long", "VideoMME Overall", "R&D", "Avg.", "Rel."),
+        *("Tokens", "Kept", "No option", "Failed"),
+    ]
+    assert row_of(text, "*Questions*")[:4] == ["3", "177", "180 of 2,700", "180"]
+    assert row_of(text, "*Videos*")[:4] == ["1", "59", "60", "60"]
+    assert row_of(text, "*Protocol*")[:4] == [r"mine \| yours"] * 3 + [""]
+    assert row_of(text, "Full retention") == ["66.7 2 of 3", *["66.7"] * 4, "100.0%", "100", "100.0%", "0.0%", "0"]
+    short, long, overall, _, mean, rel, *counts = row_of(text, "GSTEP")
+    assert (short, mean, counts) == ("**33.3** 1 of 3", "**65.0**", ["25", "25.0%", "0.0%", "2"])
+    assert long.startswith("**65.5** ") and rel.startswith(r"**97.5%** -2.5 \[")
+    assert re.fullmatch(r"\*\*65\.0\*\* -1\.7 \\\[-\d\.\d, [+-]\d\.\d\\\] ≈", overall)
+    assert row_of(text, "FastV, K=3")[2] == "<ins>0.0</ins> -66.7 \\[-75.0, -57.8\\]" or "-66.7" in text
+    assert row_of(text, r"mine\|a\_b")[3:6] == ["–", "–", "–"]
+    headings = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| *Pruning")]
+    assert headings == ["*Pruning Ratio (↓ 75%)*", "*Pruning Ratio (↓ 87.5%)*"]
+    assert "999 paired draws of whole videos (seed 0)" in text and "≈ within noise" in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
+
+
+@pytest.mark.parametrize("form", [markdown, latex])
+def test_no_name_breaks_a_line(table, form):
+    lines = form(table).count("\n")
+    rows = [table.rows[0], replace(table.rows[1], method="a\nb\r\u2028c"), *table.rows[2:]]
+    broken = replace(table, title="two\nlines", rows=rows)
+    assert form(broken).count("\n") == lines and "a b c" in form(broken)
+
+
+def test_latex_is_the_papers_tabular(table):
+    lines = latex(table).splitlines()
+    assert lines[2:7] == [
+        r"\begin{tabular}{l cccccc}",
+        r"\toprule",
+        r"\multirow{2}{*}{\textbf{Method}} & \multicolumn{3}{c}{\textbf{VideoMME}} & \multirow{2}{*}{\textbf{R\&D}} & "
+        r"\multirow{2}{*}{\textbf{Avg.}} & \multirow{2}{*}{\textbf{Rel.}} \\",
+        r"\cmidrule(lr){2-4}",
+        r" & \textbf{Short\dag{}} & \textbf{Long} & \textbf{Overall} &  &  &  \\",
+    ]
+    assert r"\multicolumn{7}{c}{\textit{Original Model (100\%)}} \\" in lines
+    assert r"Full retention & 66.7 & 66.7 & 66.7 & 66.7 & 66.7 & 100.0\% \\" in lines
+    assert r"\multicolumn{7}{c}{\textit{Pruning Ratio ($\downarrow$ 75\%)}} \\" in lines
+    best = r" & ".join(rf"\textbf{{{n}}}" for n in ("33.3", "65.5", "65.0", "65.0", "65.0", r"97.5\%"))
+    assert rf"\textbf{{GSTEP (Ours)}} (2 failed) & {best} \\" in lines
+    assert r"FastV, K=3 & " + " & ".join([r"\underline{0.0}"] * 5) + r" & \underline{0.0\%} \\" in lines
+    assert r"mine|a\_b & \textbf{33.3} & \textbf{50.3} & \textbf{50.0} & -- & -- & -- \\" in lines
+    rows = [line for line in lines if line.endswith(r"\\") and "multicolumn" not in line]
+    assert {len(re.findall(r"(?<!\\)&", line)) for line in rows} == {6}
+    assert "Videos: VideoMME Short 1; VideoMME Long 59; VideoMME Overall 60" in latex(table)
+    single = latex(results_table("m", [ScoredBenchmark("B", worked_case())], draws=20))
+    assert r"\textbf{Method} & \textbf{B\dag{}} & \textbf{Rel.} \\" in single and r"\multirow" not in single
+
+
+def test_a_table_is_written_as_json(table):
+    written = json.loads(json.dumps(table.as_record(), allow_nan=False))
+    assert (written["draws"], written["seed"], len(written["rows"])) == (999, 0, 4)
+    assert written["columns"][2]["n_whole"] == 2700 and written["columns"][2]["Protocol"] == "mine | yours"
+    row = written["rows"][2]
+    assert (row["method"], row["retention_ratio"], row["positions"], row["n_failed"]) == ("gstep", 0.25, None, 2)
+    cell = row["scores"]["VideoMME: overall"]
+    assert cell["printed"] == "65.0" and cell["low"] < cell["difference"] < cell["high"] and 0 < cell["p"] <= 1
