@@ -59,9 +59,15 @@ def write_page(
 
     Raises UsageError where ``file`` cannot be written, and what ``video_page`` raises.
     """
-    check_file(file)
+    if not file.parent.is_dir():
+        raise UsageError(f"{file}: the folder {file.parent} does not exist")
+    if file.is_dir():
+        raise UsageError(f"{file}: is a folder; name a file for the page")
     page = video_page(cache, video_id, retention_ratio, objects)
-    size = write_file(file, page.html)
+    try:
+        size = file.write_bytes(page.html.encode())
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be written: {error.strerror}") from error
     pictures = f"without pictures: {page.missing}" if page.missing else "with pictures of its frames"
     return f"{file}: {size / 1000:,.0f} kB, {video_id} {pictures}"
 
@@ -129,23 +135,6 @@ def draw_page(
         },
     )
     return Page(html, pictures.missing)
-
-
-def check_file(file: Path) -> None:
-    """Raise UsageError where a page cannot be written to ``file``, before any work."""
-    if not file.parent.is_dir():
-        raise UsageError(f"{file}: the folder {file.parent} does not exist")
-    if file.is_dir():
-        raise UsageError(f"{file}: is a folder; name a file for the page")
-
-
-def write_file(file: Path, html: str) -> int:
-    """Write a page and return its number of bytes. Raises UsageError if ``file`` cannot be written."""
-    check_file(file)
-    try:
-        return file.write_bytes(html.encode())
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be written: {error.strerror}") from error
 
 
 def grid_of(row: VideoRow) -> tuple[int, int] | None:
