@@ -175,6 +175,21 @@ def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypat
     assert len(listed(path, tmp_path, limited=True)[0]) == 3000  # the index is whole, and was kept
 
 
+def test_a_limit_opens_no_table_that_it_does_not_need(tmp_path):
+    (tmp_path / "tables").mkdir()
+    for number in range(4):
+        write_table(tmp_path / f"tables/{number}.parquet", [f"{number}-{part}" for part in range(3)])
+    (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
+    for limit, left in ((1, 3), (3, 3), (4, 2), (9, 1)):
+        todo, found, indexing = limited(tmp_path / "tables", tmp_path, limit, column="video")
+        assert ids(todo) == [f"{number}-{part}" for number in range(3) for part in range(3)][:limit]
+        assert (found.n_left, indexing._n_read) == (left, 4 - left) and indexing.unit == 2
+    write_table(tmp_path / "tables/1.parquet", ["1-0", "0-2"])
+    assert len(limited(tmp_path / "tables", tmp_path, 4, column="video")[0]) == 4
+    doubled = limited(tmp_path / "tables", tmp_path, 5, column="video")[0].to_pylist()[-1]
+    assert doubled["video_id"] == f"0-2@{doubled['uri']}" and "earlier video has the id 0-2" in doubled["fault"]
+
+
 def write_table(path, names):
     pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
 
