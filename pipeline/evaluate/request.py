@@ -85,10 +85,12 @@ class EvaluateRequest:
         }
 
     @property
-    def token_bytes(self) -> int:
-        """The bytes that a cache in bfloat16 stores for a token and its deepstack levels."""
-        static = family_of(self.source).static()
-        return BFLOAT16.token_bytes(static.hidden_size, static.deepstack_levels)
+    def token_bytes(self) -> int | None:
+        """The bytes that a cache in bfloat16 stores for a token and its deepstack levels; None if no config says it."""
+        config = self.source.config  # the weights may be gone once every question is answered
+        width = config.get("text_config", config).get("hidden_size")
+        levels = len(config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
+        return BFLOAT16.token_bytes(width, levels) if width else None
 
     @property
     def about(self) -> JsonObject:
