@@ -30,7 +30,7 @@ def one_ray():
 
 def evaluated(data: Path, out: Path, *methods: str) -> str:
     """What the command says."""
-    light = ("--num-frames", "4", "--draws", "200", "--retention-ratio", "0.25", "--pages", "3")
+    light = ("--num-frames", "4", "--draws", "200", "--retention-ratio", "0.25")
     argv = ["--benchmark", "mvbench", "--data", str(data), "--out", str(out), *light, "--method", *methods]
     done = run_here(evaluate, argv)
     assert done.returncode == 0, done.stdout
