@@ -40,10 +40,10 @@ def _generate(config: GenerateConfig, console: Console) -> Done:
     """Answer the questions, print the summary, and return the exit code and record."""
     # Ray, torch and transformers load only now: --help and a mistyped flag answer at once.
     with loading(console):
-        from pipeline.generate.run import answer_questions  # noqa: PLC0415
+        from pipeline.generate.run import AnswerRun  # noqa: PLC0415
         from pipeline.generate.summary import render_answers  # noqa: PLC0415
 
-    summary = answer_questions(config, console)
+    summary = AnswerRun(config, console).run()
     out = wide_console()
     out.print(render_answers(summary))
     rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'

@@ -64,7 +64,7 @@ def _prune(config: PruneConfig, console: Console) -> Done:
     if config.dry_run:
         plan = forecast(config, console)
         return Done(0, plan.as_record(), [render_forecast(plan)])
-    summary = PruneRun(config, console).carry_out()
+    summary = PruneRun(config, console).run()
     out = wide_console()
     out.print(render(summary))
     inside = f"python -m jobs.inspect {shlex.quote(config.out)}"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         UsageError,
         VideoFault,
     )
-    from pipeline.execution.monitoring.load import Progress
+    from pipeline.execution.progress import Progress
     from pipeline.execution.token_source import ray_dataset
     from pipeline.generate.answers import read_answers
     from pipeline.generate.library import answer_questions
@@ -85,7 +85,7 @@ _HOMES = {
         *("CorruptShard", "EvidenceNotCached", "FailedVideo", "NotACache", "RatioNotCached", "RunFailed"),
         *("TooManyFailed", "UnknownVideo", "UsageError", "VideoFault"),
     ),
-    "pipeline.execution.monitoring.load": ("Progress",),
+    "pipeline.execution.progress": ("Progress",),
     "pipeline.execution.token_source": ("ray_dataset",),
     "pipeline.generate.answers": ("read_answers",),
     "pipeline.generate.library": ("answer_questions",),

@@ -29,7 +29,7 @@ TABLE = (
             "a driver does not know the cluster that `ray start` left on this machine"),
     Private("GcsClient", "ray", "2.60", "ray._raylet", "pipeline/execution/access.py",
             "a cluster that does not answer is waited for as long as Ray likes"),
-    Private("GcsLogSubscriber", "ray", "2.60", "ray._raylet", "pipeline/execution/monitoring/worker_logs.py",
+    Private("GcsLogSubscriber", "ray", "2.60", "ray._raylet", "pipeline/execution/monitor.py",
             "the log of a run has who died and with what in hand, not what they had written"),
     Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/execution/cluster.py",
             "harmless lines of Ray's own are nowhere"),

@@ -14,11 +14,10 @@ from gstep.families import FAMILIES
 from gstep.lazy import LazyTable, attributes_of
 
 if TYPE_CHECKING:
-    from gstep.backbones.base import Backbone, SampledVideo
-    from gstep.backbones.family import ModelFamily, StaticParts
-    from gstep.backbones.preprocess.base import Preprocessor
+    from gstep.backbones.base import Backbone, ModelFamily, SampledVideo, StaticParts
+    from gstep.backbones.preprocess import Preprocessor
     from gstep.backbones.runtime import Runtime, choose_runtime
-    from gstep.backbones.siglip.text import TextTower, TextTowerSource
+    from gstep.backbones.siglip import TextTower, TextTowerSource
     from gstep.checkpoints.source import ModelSource
     from gstep.checkpoints.tensors import read_tensors
 
@@ -28,14 +27,14 @@ _PUBLIC = LazyTable(
     "name",
     {
         "Backbone": "gstep.backbones.base:Backbone",
-        "ModelFamily": "gstep.backbones.family:ModelFamily",
+        "ModelFamily": "gstep.backbones.base:ModelFamily",
         "ModelSource": "gstep.checkpoints.source:ModelSource",
-        "Preprocessor": "gstep.backbones.preprocess.base:Preprocessor",
+        "Preprocessor": "gstep.backbones.preprocess:Preprocessor",
         "Runtime": "gstep.backbones.runtime:Runtime",
         "SampledVideo": "gstep.backbones.base:SampledVideo",
-        "StaticParts": "gstep.backbones.family:StaticParts",
-        "TextTower": "gstep.backbones.siglip.text:TextTower",
-        "TextTowerSource": "gstep.backbones.siglip.text:TextTowerSource",
+        "StaticParts": "gstep.backbones.base:StaticParts",
+        "TextTower": "gstep.backbones.siglip:TextTower",
+        "TextTowerSource": "gstep.backbones.siglip:TextTowerSource",
         "choose_runtime": "gstep.backbones.runtime:choose_runtime",
         "read_tensors": "gstep.checkpoints.tensors:read_tensors",
     },

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from gstep.backbones.attention import observing
-from gstep.backbones.base import Backbone, ModelExtra, SampledVideo
-from gstep.backbones.family import ModelFamily, StaticParts, TowerWork
+from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
 from gstep.backbones.gpu_forms import FusedSteps, suit_llava
-from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
+from gstep.backbones.preprocess import FixedSizePreprocessor
 from gstep.backbones.runtime import Runtime
-from gstep.backbones.siglip.evidence import FrameObserver, last_layer_evidence, patch_evidence, probe_evidence
-from gstep.backbones.siglip.head import PoolingHead
+from gstep.backbones.siglip import FrameObserver, PoolingHead, last_layer_evidence, patch_evidence, probe_evidence
 from gstep.backbones.weights import empty_model, load_weights, rebuild_position_ids
 from gstep.checkpoints.pooling_head import PoolingHeadSource
 from gstep.checkpoints.source import ModelSource

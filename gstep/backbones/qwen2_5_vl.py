@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gstep.backbones.base import ModelExtra, SampledVideo
-from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor, PerFramePreprocessor
+from gstep.backbones.preprocess import DynamicSizePreprocessor, PerFramePreprocessor
 from gstep.backbones.qwen_vl import QwenVL
 
 if TYPE_CHECKING:

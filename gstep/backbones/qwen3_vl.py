@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gstep.backbones.base import ModelExtra, SampledVideo
-from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor, PerVideoPreprocessor
+from gstep.backbones.preprocess import DynamicSizePreprocessor, PerVideoPreprocessor
 from gstep.backbones.qwen_vl import QwenVL
 from gstep.errors import ModelError
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from gstep.evidence import EVIDENCE_SHAPES
-from gstep.pruners.params import as_float
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -81,3 +80,11 @@ def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -
             lengths |= found
         if not torch.isfinite(value).all():
             raise ValueError(f"evidence {name!r} holds non-finite values (NaN or infinity): find out where they arose")
+
+
+def as_float(value: SupportsFloat) -> float:
+    """Convert a number to a float; one beyond the range of floats becomes infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gstep.lazy import did_you_mean
-
-if TYPE_CHECKING:
-    from gstep.pruners.base import Pruner
+from gstep.pruners.base import Pruner
+from gstep.pruners.checks import as_float
 
 _NONE = type(None)
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", _NONE: "none"}
@@ -51,14 +50,6 @@ def read_params(kind: type[Pruner], texts: Mapping[str, str], called: str) -> di
         name: _read_value(name, text, list(_alternatives(hints[name])), called) if name in hints else text
         for name, text in texts.items()
     }
-
-
-def as_float(value: SupportsFloat) -> float:
-    """Convert a number to a float; one beyond the range of floats becomes infinity."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 def _is_required(item: Field[Any]) -> bool:

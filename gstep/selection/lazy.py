@@ -1,19 +1,30 @@
 """The selection of gstep.selection.reference on a CPU, exact and fast: lazy, in blocks, by a bound.
 
-Two facts make it exact. A token's distance to the nearest selected one only shrinks, so a score worked out earlier is
-an upper bound of today's: a token need not be looked at while another one's true score is known to be higher (lazy
-greedy). And a few products bound the cosine of two tokens from above (gstep.selection.subspace), so that most selected
-tokens are seen not to be nearer than the nearest one known.
+Three facts make it exact and fast.
 
-A round takes the K tokens of the highest known scores, refreshes them against what was selected since each was last
-refreshed, and selects among them for as long as the best of them beats every token outside.
+1. A token's distance to the nearest selected token only shrinks. A score computed earlier is an upper bound of the
+   current score, so a token is not looked at while another token's current score is higher (lazy greedy).
+2. A few products bound the cosine of two tokens from above. Write x = a + b, with a in a subspace of k dimensions that
+   holds most of the tokens, and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'| (``Subspace``). Where the
+   bound says that a selected token is not nearer than the nearest known one, their D products are spared.
+3. The selected tokens' rows lie side by side, and tokens are converted in pieces that a core's cache holds, so that no
+   whole copy of the video's tokens is made (``Rows``, ``Picks``).
 
-Shapes: M tokens, D hidden size, B budget, K candidates, L of them that are left, P selected tokens.
+``survey`` looks at all tokens once: their lengths, their coordinates in the subspace, and whether some are copies.
+``_Search`` then goes in rounds. A round takes the K tokens of the highest known scores, compares each with the tokens
+that were selected since it was last compared, and selects among the K for as long as the best of them beats every token
+outside. Few of M * B pairs are multiplied in all D dimensions: ``Counts`` says how many.
+
+Shapes: M tokens, S of them a sample, D hidden size, B budget, k dimensions of the subspace, K candidates, L of them
+that are left, P selected tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +32,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gstep.density import ZERO_DISTANCE, level_copy
-from gstep.selection.products import Places, pair_products
-from gstep.selection.reference import density_weight, largest, starting_token
-from gstep.selection.subspace import MARGIN
-from gstep.selection.survey import Floats, Picks, Rows, Survey, survey
+from gstep.density import ZERO_DISTANCE, level_copy, row_factors, scaled_rows, work_dtype, working_scale
+from gstep.selection.reference import density_weight, inverse_roots, largest, starting_token
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
 
 #: Beyond this share of pairs it is cheaper to multiply all of them in one matrix product.
 _DENSE = 0.15
@@ -36,6 +47,14 @@ _LIKELIEST = 3  # picks that a candidate is compared with one by one, before all
 _PICKS = 2048  # selected tokens that candidates are compared with at once
 _ROWS = 256  # candidates whose bounds with these stay in a core's cache
 _OUT_OF_REACH = 3.0  # larger than any cosine
+_SAMPLE = (384, 2048)  # fewest and most tokens of the sample that the subspace is made of, else one token in 24
+_NO_SUBSPACE = 0.95  # above this residual the bound tells nothing about two tokens
+_FAINT = 2.0**-80  # squared lengths below it may be lost in float32
+_CHUNK = 2**19  # elements of tokens that stay in a core's cache
+#: Ten times what float32 moves a cosine by, in the bound or in the distance that it stands for.
+MARGIN = 1e-5
+_STEPS = 2  # steps of subspace iteration
+_CANCELLED = 4e-6  # the error that float32 leaves in 1 - |a|^2, a difference of nearly equal numbers
 
 
 @dataclass
@@ -344,3 +363,214 @@ class _Search:
         distance = _distance(products, scale[row] * scale[column])
         distance_LL[row, column] = distance_LL[column, row] = distance
         return distance_LL
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of any float dtype; converted to their work dtype and scaled a few at a time, so no whole copy exists.
+
+    Attributes:
+        factor: [M], see gstep.density.row_factors; None where no row needs one.
+    """
+
+    tokens: Tensor
+    factor: Tensor | None
+
+    @classmethod
+    def of(cls, tokens: Tensor) -> Rows:
+        """Describe the rows of ``tokens``.
+
+        Of 16-bit and float32 rows that are all small or mixed, only ``survey`` finds those that need a factor.
+        """
+        known = tokens.dtype != torch.float64 and working_scale(tokens) == 1.0
+        return cls(tokens, None if known else row_factors(tokens))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which products of the tokens are computed."""
+        return work_dtype(self.tokens)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the tokens can be multiplied as they are."""
+        return self.tokens.dtype == self.dtype and self.factor is None
+
+    def take(self, places: Places) -> Tensor:
+        """Return the rows at these places, converted."""
+        place = torch.from_numpy(places)
+        factor = None if self.factor is None else self.factor[place]
+        return scaled_rows(self.tokens.index_select(0, place), factor)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield all rows in turn, as many as a core's cache holds."""
+        step = max(1, _CHUNK // self.tokens.shape[1])
+        for start in range(0, len(self.tokens), step):
+            part = slice(start, start + step)
+            yield part, scaled_rows(self.tokens[part], None if self.factor is None else self.factor[part])
+
+
+class Survey(NamedTuple):
+    """The results of one pass over all tokens.
+
+    Attributes:
+        inverse: [M] 1 / norm, 0 of a zero token.
+        coordinates: [M,k+1], see Subspace; None where a bound would not pay.
+        has_copies: whether some tokens are the same, bit for bit. In rare cases true although none are; never false
+            although some are.
+    """
+
+    rows: Rows
+    inverse: Floats
+    coordinates: Tensor | None
+    has_copies: bool
+
+
+def survey(rows: Rows, dims: int | None = None) -> Survey:
+    """Look at all tokens once. ``dims`` is k of the bound's subspace: 0 for no bound, None to choose by M and D."""
+    n_tokens, hidden = rows.tokens.shape
+    if dims is None:
+        dims = 32 if n_tokens < 4096 else 48 if n_tokens < 16384 else 64
+        # A bound costs k / D of a product, so it saves little with k near D; of few tokens all would be the sample.
+        dims = dims if hidden >= 8 * dims and n_tokens > _SAMPLE[0] else 0
+    subspace = _subspace(rows, dims) if dims else None
+    if subspace is not None and subspace.residual > _NO_SUBSPACE:
+        subspace = None
+    squared_M = torch.empty(n_tokens, dtype=rows.dtype, device="cpu")
+    coordinates = None if subspace is None else subspace.basis.new_empty(n_tokens, subspace.dims + 1)
+    for part, tokens in rows.chunks():
+        squared_M[part] = tokens.square().sum(dim=1)
+        if subspace is not None and coordinates is not None:
+            coordinates[part] = subspace.coordinates(tokens, inverse_roots(squared_M[part]).float())
+    if rows.factor is None and squared_M.min() < _FAINT and (factor := row_factors(rows.tokens)) is not None:
+        return survey(replace(rows, factor=factor), dims)
+    # Copies agree in their length and in their first and last channel; other tokens hardly ever do. Comparing three
+    # numbers a token is far cheaper than comparing tokens.
+    ends = rows.tokens[:, [0, -1]].double()
+    traits = torch.cat([squared_M[:, None].double(), ends], dim=1).numpy()
+    return Survey(
+        rows=rows,
+        inverse=inverse_roots(squared_M).numpy(),
+        coordinates=coordinates,
+        has_copies=len(np.unique(traits, axis=0)) < n_tokens,
+    )
+
+
+def _subspace(rows: Rows, dims: int) -> Subspace:
+    """Find a subspace of ``dims`` dimensions from a seeded sample of the tokens."""
+    seeded = torch.Generator("cpu").manual_seed(0)
+    size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])
+    sample = torch.randperm(len(rows.tokens), generator=seeded, device="cpu")[:size]
+    tokens_SD = rows.take(sample.numpy()).float()
+    return Subspace.of(tokens_SD * inverse_roots(tokens_SD.square().sum(dim=1)).float()[:, None], dims)
+
+
+class Picks:
+    """The selected tokens in order, and their rows, lengths and coordinates: what candidates are compared with."""
+
+    def __init__(self, budget: int, known: Survey) -> None:
+        coordinates = known.coordinates
+        self.count = 0
+        self.order = np.empty(budget, np.int64)
+        self.rows = known.rows.tokens.new_empty(budget, known.rows.tokens.shape[1], dtype=known.rows.dtype)
+        self.inverse = np.empty(budget)
+        self.coordinates = None if coordinates is None else coordinates.new_empty(budget, coordinates.shape[1])
+        self._known = known
+
+    def add(self, places: Places) -> None:
+        """Append picks, and their rows and coordinates."""
+        new = slice(self.count, self.count + len(places))
+        self.order[new] = places
+        self.rows[new] = self._known.rows.take(places)
+        self.inverse[new] = self._known.inverse[places]
+        if self.coordinates is not None and self._known.coordinates is not None:
+            self.coordinates[new] = self._known.coordinates[torch.from_numpy(places)]
+        self.count = new.stop
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """The directions in which tokens reach furthest: principal components, uncentred, of a sample.
+
+    Attributes:
+        basis: [D,k] float32 with orthonormal columns.
+        residual: the mean share of a token's squared length outside, measured on tokens that had no part in it.
+    """
+
+    basis: Tensor
+    residual: float
+
+    @classmethod
+    def of(cls, directions_SD: Tensor, dims: int) -> Subspace:
+        """Find a subspace from three of four of these unit tokens [S,D] float32; the rest measure the residual. S >= 4.
+
+        By subspace iteration from random directions, seeded: two steps come within a few percent of the residual of the
+        true components, at a fraction of their cost.
+        """
+        held = torch.arange(len(directions_SD), device="cpu") % 4 == 3
+        made_SD, held_SD = directions_SD[~held], directions_SD[held]
+        seeded = torch.Generator("cpu").manual_seed(0)
+        basis_DK = torch.randn(made_SD.shape[1], dims, generator=seeded, dtype=torch.float32, device="cpu")
+        for _ in range(_STEPS):  # each product with X^T X stretches the basis along the principal directions
+            basis_DK, _ = torch.linalg.qr(made_SD.T @ (made_SD @ basis_DK))
+        outside = held_SD.square().sum(dim=1) - (held_SD @ basis_DK).square().sum(dim=1)
+        return cls(basis_DK, float(outside.mean()))
+
+    @property
+    def dims(self) -> int:
+        """k, the number of the subspace's dimensions."""
+        return self.basis.shape[1]
+
+    def coordinates(self, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
+        """Compute [M,k+1] float32 of which the product of two rows is no less than the cosine, up to MARGIN.
+
+        With x = a + b, a in the subspace and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'|.
+        """
+        inside_MK = (tokens_MD.float() @ self.basis).mul_(inverse_norm_M[:, None])
+        # |b| from Pythagoras: a token has length 1. The error is added, so that the bound is never too low.
+        outside_M = (1 - inside_MK.square().sum(dim=1)).clamp_min_(0).add_(_CANCELLED).sqrt_()
+        return torch.cat([inside_MK, outside_M[:, None]], dim=1)
+
+
+def pair_products(a_XD: Tensor, b_YD: Tensor, row: Places, column: Places) -> NDArray[np.floating]:
+    """Multiply ``a[row]`` and ``b[column]`` for each pair; ``row`` ascends.
+
+    A product depends on its two rows alone, wherever they stand: copies of a token have the same, bit for bit.
+    """
+    if not _has_sampled_products():
+        return _one_by_one(a_XD, b_YD, row, column)
+    starts = np.zeros(len(a_XD) + 1, np.int64)
+    np.cumsum(np.bincount(row, minlength=len(a_XD)), out=starts[1:])
+    pattern = torch.sparse_csr_tensor(
+        torch.from_numpy(starts),
+        torch.from_numpy(column),
+        a_XD.new_zeros(len(column)),
+        size=(len(a_XD), len(b_YD)),
+        device=a_XD.device,
+        check_invariants=False,
+    )
+    products: NDArray[np.floating] = torch.sparse.sampled_addmm(pattern, a_XD, b_YD.T, beta=0.0).values().numpy()
+    return products
+
+
+def _one_by_one(a_XD: Tensor, b_YD: Tensor, row: Places, column: Places, block: int = 256) -> NDArray[np.floating]:
+    """Multiply the pairs where torch was built without sampled products: several times slower."""
+    a_P, b_P, products = torch.from_numpy(row), torch.from_numpy(column), a_XD.new_empty(len(row))
+    for start in range(0, len(row), block):
+        part = slice(start, start + block)
+        products[part] = (a_XD[a_P[part]] * b_YD[b_P[part]]).sum(dim=1)
+    together: NDArray[np.floating] = products.numpy()
+    return together
+
+
+@cache
+def _has_sampled_products() -> bool:
+    """Return whether this build of torch has sampled products, without torch's warning that they are in beta."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        try:
+            one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+            first, place = torch.tensor([0, 1], device="cpu"), torch.tensor([0], device="cpu")
+            pattern = torch.sparse_csr_tensor(first, place, one[0], size=(1, 1), device="cpu", check_invariants=False)
+            return bool(torch.sparse.sampled_addmm(pattern, one, one, beta=0.0).values() == 1)
+        except RuntimeError:
+            return False

@@ -24,8 +24,7 @@ import torch
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
-from gstep.backbones.preprocess.base import resize_frames
-from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
+from gstep.backbones.preprocess import FixedSizePreprocessor, resize_frames
 from jobs.benchmark.shared import figure_table, machine, machine_line, say, seconds_of
 from jobs.command import count
 from jobs.frame.json_document import Done

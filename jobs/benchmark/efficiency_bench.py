@@ -30,7 +30,7 @@ from gstep.language import Decoding, LanguageModel, PromptBuilder, Visual, load_
 from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.token_shard import TokenShard
-from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
+from pipeline.cache.writer import VideoItem, commit, write_token_shard
 from pipeline.errors import RunFailed, UsageError
 from pipeline.execution.request import refusing
 from pipeline.generate.asking import Embedders
@@ -408,7 +408,7 @@ class Bench:
 
         def write() -> None:
             store, kept = self._stores[arm], kept_tokens(pruned, tokens, arm.cached_evidence)
-            rows = write_token_shard([PrunedVideo(row, kept)], store=store, run_id="efficiency")
+            rows = write_token_shard([VideoItem(row, kept)], store=store, run_id="efficiency")
             self._n_commits += 1
             commit(store, "efficiency", self._n_commits, rows, made_with=self._fingerprints[arm])
 

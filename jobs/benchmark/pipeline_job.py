@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from jobs.benchmark.pipeline_work import DRIVER, HIDDEN, RATIO, SIDE, TOKENS_PER_FRAME, Work
-from pipeline.cache.writer import PrunedVideo
+from pipeline.cache.writer import VideoItem
 from pipeline.errors import RunFailed
 from pipeline.execution.access import workers_import_this
 from pipeline.execution.cluster import connect
@@ -54,13 +54,13 @@ class SleepingEncoder(VideoEncoder):
         self._setup = self._sleeping = setup
         self._computing = threading.Lock()  # two calls run at a time, of which one computes
 
-    def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
+    def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> VideoItem:
         """Sleep for the nominal time, then return made-up tokens and the record of the video."""
         visual, pruned = made_up(len(frames), self._sleeping.pruner, self._sleeping.retention_ratio)
         with self._computing:
             time.sleep(self._sleeping.work_s)
         seconds: VideoRecord = {"encode_s": self._sleeping.work_s, "prune_s": 0.0, "runtime": "{}", "model_extra": "{}"}
-        return PrunedVideo({**record, **pruned_columns(pruned, visual), **seconds}, kept_tokens(pruned, visual))
+        return VideoItem({**record, **pruned_columns(pruned, visual), **seconds}, kept_tokens(pruned, visual))
 
 
 @cache

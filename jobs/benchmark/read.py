@@ -34,7 +34,7 @@ from pipeline.cache.header import CacheHeader, CacheIdentity, fingerprint, heade
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.token_shard import Rows, TokenShard
-from pipeline.cache.writer import KeptTokens, PrunedVideo, commit, write_token_shard
+from pipeline.cache.writer import KeptTokens, VideoItem, commit, write_token_shard
 from pipeline.errors import RunFailed, UsageError
 from pipeline.rows import VideoRecord
 from pipeline.storage.s3 import Objects, Slice
@@ -144,7 +144,7 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
     store.put(HEADER, header_bytes({**header, "hidden_size": job.hidden}))
     numbers, n_total = np.random.default_rng(0), round(job.tokens / STORED)
 
-    def make_video(place: int) -> PrunedVideo:
+    def make_video(place: int) -> VideoItem:
         record: VideoRecord = {
             "video_id": f"video-{place:06d}",
             "uri": f"/videos/{place:06d}.mp4",
@@ -167,7 +167,7 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
             rank=np.arange(job.tokens, dtype=np.int32),
             density=numbers.random(job.tokens, dtype=np.float32),
         )
-        return PrunedVideo(record, kept)
+        return VideoItem(record, kept)
 
     for number, start in enumerate(range(0, job.videos, job.videos_per_shard)):
         places = range(start, min(start + job.videos_per_shard, job.videos))

@@ -68,15 +68,26 @@ class KeptTokens:
 
 
 @dataclass(frozen=True)
-class PrunedVideo:
-    """A video on its way to a shard: its record, and its tokens unless it failed."""
+class VideoItem:
+    """A video on its way through the stages: its record, and what the last stage made of it, unless it failed.
+
+    Attributes:
+        kept: its tokens, once it was encoded.
+        frames: [t,h,w,3] uint8 on the way to encoding; the same bytes as a flat array once they were packed.
+    """
 
     record: VideoRecord
     kept: KeptTokens | None = None
+    frames: NDArray[np.uint8] | None = None
+
+    def shaped(self) -> NDArray[np.uint8]:
+        """Return the frames as [t,h,w,3]. Raise ValueError where they are not as many as the record says."""
+        assert self.frames is not None
+        return self.frames.reshape(len(self.record["frame_indices"]), self.record["height"], self.record["width"], 3)
 
 
 def write_token_shard(
-    videos: Sequence[PrunedVideo], *, store: Store, run_id: str, codec: TokenCodec = BFLOAT16
+    videos: Sequence[VideoItem], *, store: Store, run_id: str, codec: TokenCodec = BFLOAT16
 ) -> list[VideoRecord]:
     """Write the tokens of the good videos as one shard of ``store``; returns every video's record, in their order.
 

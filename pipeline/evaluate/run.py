@@ -148,7 +148,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
     config = PruneConfig(**{**vars(request.videos), "videos": [request.config.in_out(MANIFEST)]})
     console.print(f"{len(rows)} videos, all tokens of each once", highlight=False)
-    summary = PruneRun(config, console).carry_out()
+    summary = PruneRun(config, console).run()
     # If every remaining video is broken, its questions fail, but questions on videos cached before can be asked.
     if not summary.n_ok and not len(TokenCache(request.cache, store=store_at(request.cache, request.objects))):
         reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())
@@ -163,7 +163,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
     make = partial(checked, config, request.questions, request.grid, console, about)
     n_asked = len(request.questions) * len(request.grid)
     console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_asked} answers")
-    return AnswerRun(config, console, make).carry_out()
+    return AnswerRun(config, console, make).run()
 
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:

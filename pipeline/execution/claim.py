@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypedDict, cast
 
 from pipeline.errors import CacheLocked, UsageError
-from pipeline.execution.monitoring.load import Progress
+from pipeline.execution.progress import Progress
 from pipeline.execution.run_record import RUNS
 from pipeline.rows import JsonObject
 from pipeline.storage.stores import NOTE, Store

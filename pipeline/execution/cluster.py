@@ -33,7 +33,7 @@ from pipeline.execution.access import (
     startup_failure,
     workers_import_this,
 )
-from pipeline.execution.monitoring.report import NodeTally
+from pipeline.execution.heartbeats import NodeTally
 from pipeline.execution.prefork.server import forking_workers
 from pipeline.execution.request import refusing
 from pipeline.execution.stages import OOM_RETRIES, configure_ray_data

@@ -14,9 +14,8 @@ import ray
 from rich.console import Console
 
 from pipeline.errors import TooManyFailed
-from pipeline.execution.monitoring.load import Progress
 from pipeline.execution.outcome import Outcome
-from pipeline.execution.progress import Listening, OneLine
+from pipeline.execution.progress import Listening, OneLine, Progress
 from pipeline.execution.stages import end_workers
 from pipeline.options import RunOptions, check
 

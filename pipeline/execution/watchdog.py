@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -17,9 +16,8 @@ import ray
 from ray.actor import ActorHandle
 
 from pipeline.errors import RunFailed, printable
-from pipeline.execution.monitoring.load import Progress
-from pipeline.execution.monitoring.report import WorkerReport
-from pipeline.execution.progress import Speed
+from pipeline.execution.heartbeats import WorkerReport
+from pipeline.execution.progress import Progress, Speed
 from pipeline.execution.stages import Plan
 
 T = TypeVar("T")
@@ -36,18 +34,19 @@ class ClusterChanged(Exception):  # noqa: N818
 
 @dataclass
 class Watchdog:
-    """The observer of a running graph, which looks at the workers' reports at intervals.
+    """The judge of a running graph that does not move.
 
-    Raises RunFailed if nothing has moved for ``timeout_s`` seconds or ``give_up`` returns a reason to stop, and
-    ClusterChanged if nodes were lost and the run could go on with those that ``available_resources`` says are left.
+    Args:
+        heartbeats: the actor to which the workers report.
+        timeout_s: seconds without movement after which the run fails.
+        total: how many items there are, as far as they are known.
+        available_resources: returns the resources of the nodes that the graph may use now.
     """
 
     heartbeats: ActorHandle
     timeout_s: float
     plan: Plan
     total: int
-    tell: Callable[[WorkerReport], None]
-    give_up: Callable[[WorkerReport], str | None] = lambda report: None
     available_resources: Callable[[], Mapping[str, float]] = ray.cluster_resources
     clock: Callable[[], float] = time.monotonic
 
@@ -63,21 +62,26 @@ class Watchdog:
         self._moved_at = self.clock()
 
     def grow(self, total: int) -> None:
-        """Record that there are more items than were known before, which counts as movement."""
-        self.total = total
-        self.moved()
+        """Record how many items are known; more than before count as movement."""
+        if total != self.total:
+            self.total = total
+            self.moved()
 
-    def look(self) -> None:
-        """Read the workers' reports and raise if the run stalls; without an answer only commits count as movement."""
-        if self._had_room is None:
-            self._had_room, _ = self._room()
-        report = self._read()
-        if report.moves != self._report.moves:
+    def read(self) -> WorkerReport:
+        """Return the workers' report; one that shows movement is recorded. Without an answer it is the last one."""
+        before, report = self._report.moves, self._read()
+        if report.moves != before:
             self.moved()
         self._report = report
-        self.tell(report)
-        if (why := self.give_up(report)) is not None:
-            raise RunFailed(why)
+        return report
+
+    def check(self) -> None:
+        """Raise RunFailed if nothing has moved for ``timeout_s``, by the last report that was read.
+
+        Raise ClusterChanged where nodes were lost, and the run could go on with the nodes that are left.
+        """
+        if self._had_room is None:
+            self._had_room, _ = self._room()
         still_s = self.clock() - self._moved_at
         if SHRUNK_S < still_s <= self.timeout_s and self._had_room and self._shrunk():
             raise ClusterChanged("nodes were lost and nothing moves")
@@ -145,28 +149,24 @@ class Growth:
 
     Args:
         plan: that of the workers that run.
-        again: plans so many items on the nodes that are there now; None where that cannot be done now.
         max_gpus: how many GPUs an autoscaling cluster is asked for, once all workers run; None for no more.
     """
 
-    def __init__(self, plan: Plan, again: Callable[[int], Plan | None], max_gpus: int | None = None) -> None:
-        self._plan, self._again = plan, again
+    def __init__(self, plan: Plan, max_gpus: int | None = None) -> None:
+        self._plan = plan
         self._more = max(0, int((max_gpus or 0) - plan.gpus)) if plan.gpus else 0
         self._seen: Mapping[str, int] | None = None
         self._demand: list[ray.ObjectRef] = []
 
-    def look(self, at: Progress, speed: Speed | None) -> None:
-        """Raise ClusterChanged if a new plan saves more than twice what it costs; nodes must have stopped joining."""
-        if speed is None or not at.busy:
-            return
+    def look(self, at: Progress, speed: Speed, today: Plan | None) -> None:
+        """Raise ClusterChanged if ``today``'s plan of what is left saves more than twice what it costs.
+
+        ``today`` is None where what is left cannot be planned now. Nodes must have stopped joining.
+        """
         if self._more and not self._demand:
             # Tasks that wait for a GPU are a demand that ends with this process, however it ends.
             waits = ray.remote(_take_gpu).options(num_cpus=0, num_gpus=1)
             self._demand = [waits.remote() for _ in range(self._more)]
-        try:
-            today = self._again(speed.left)
-        except Exception:  # noqa: BLE001 - a cluster that does not answer has not grown
-            return
         pools = self._plan.pools if today is None else today.pools
         settled, self._seen = pools == self._seen, pools
         if not settled or all(pools[stage] <= workers for stage, workers in self._plan.pools.items()):
@@ -199,30 +199,44 @@ def _describe_resources(plan: Plan) -> str:
 
 
 class _Abandoned(BaseException):
-    """The exception that ends the thread of ``iterate_watched`` from outside."""
+    """The exception that ends the thread of a ``Fetcher`` from outside."""
 
 
-class _Fetcher(Generic[T]):
-    """The thread that takes items from an iterator, at most one ahead, and hands them over one by one."""
+class Fetcher(Generic[T]):
+    """The thread that takes items from an iterator that may block for ever, at most one ahead.
+
+    The iterator's exceptions are raised by ``next``. Leaving the ``with`` block interrupts the iterator where it is, as
+    Ctrl-C would.
+    """
 
     def __init__(self, items: Iterator[T]) -> None:
+        self.ended = False
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fetch, name=_thread_of_graph(), daemon=True)
         self._thread.start()
 
-    def next(self, timeout_s: float) -> tuple[T] | None:
-        """Return the next item, None where there is no more. Raise queue.Empty, and what the iterator raises."""
-        item = self._ready.get(timeout=timeout_s)
-        if isinstance(item, BaseException):
-            raise item
-        return item
+    def __enter__(self) -> Fetcher[T]:
+        return self
 
-    def close(self) -> None:
-        """Interrupt the iterator where it is, as Ctrl-C would."""
+    def __exit__(self, *error: object) -> None:
         self._closed.set()
         _interrupt(self._thread)
+
+    def next(self, timeout_s: float) -> T | None:
+        """Return the next item; None if nothing came in ``timeout_s`` seconds, or nothing comes any more (``ended``).
+
+        Raises what the iterator raises.
+        """
+        try:
+            item = self._ready.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        self.ended = item is None
+        return None if item is None else item[0]
 
     def _fetch(self) -> None:
         """Take items and hand them over until the end, an error or an interruption; runs in the thread."""
@@ -258,45 +272,6 @@ def _thread_of_graph() -> str:
 def still_running() -> bool:
     """Return whether an iterator of this thread could not be interrupted, because it blocks outside Python code."""
     return any(thread.name == _thread_of_graph() and thread.is_alive() for thread in threading.enumerate())
-
-
-def iterate_watched(
-    items: Iterator[T],
-    look: Callable[[], object],
-    every_s: float,
-    *,
-    tick_s: float = math.inf,
-    room: Callable[[], bool] = lambda: True,
-    unfinished: Callable[[], bool] = lambda: False,
-) -> Generator[T | None, None, None]:
-    """Yield the items of an iterator that may block for ever, and call ``look`` every ``every_s`` seconds meanwhile.
-
-    The iterator runs in a thread, one item ahead at most, and its exceptions are raised here. When this generator is
-    closed, or ``look`` raises, the iterator is interrupted where it is.
-
-    None is yielded instead of an item if nothing came for ``tick_s`` seconds, while there is no ``room`` for another
-    item, and after the last item while something is ``unfinished``. In the last two cases the caller has something else
-    to wait for.
-    """
-    fetcher, looked_at, ended = _Fetcher(items), time.monotonic(), False
-    with closing(fetcher):
-        while not ended or unfinished():
-            if time.monotonic() - looked_at >= every_s:  # also while items come faster than that
-                look()
-                looked_at = time.monotonic()
-            if ended or not room():
-                yield None
-                continue
-            try:
-                item = fetcher.next(min(every_s, tick_s))
-            except queue.Empty:
-                if tick_s < math.inf:
-                    yield None
-                continue
-            if item is None:
-                ended = True
-            else:
-                yield item[0]
 
 
 def _interrupt(thread: threading.Thread) -> None:

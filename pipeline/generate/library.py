@@ -51,5 +51,5 @@ def answer_questions(
     config = config_of(GenerateConfig, "answer_questions", {"cache": place, "questions": named, "out": out, **options})
     console = console_for(progress)
     with run_here():
-        summary = AnswerRun(config, console, partial(prepare, config, console, given)).carry_out()
+        summary = AnswerRun(config, console, partial(prepare, config, console, given)).run()
     return checked_outcome(summary, config, summary.n_questions)

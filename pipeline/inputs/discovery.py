@@ -74,6 +74,11 @@ class Discovery(AbstractContextManager["Discovery"]):
         self._closing, self._ended = False, not self._places
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
 
+    @classmethod
+    def of(cls, todo: pa.Table) -> Discovery:
+        """Return videos to process (TODO_SCHEMA) that are all known: nothing is left to be found."""
+        return cls(Indexing(), Objects(), lambda videos: (videos, todo.slice(len(todo))), todo)
+
     def __enter__(self) -> Discovery:
         self._thread.start()
         return self

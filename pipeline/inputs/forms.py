@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from pipeline.errors import VideoFault
+from pipeline.inputs.archives import Tar, Zip
 from pipeline.inputs.columns import Table
 from pipeline.inputs.container import Container, Member, RandomFile, merged, open_container
 from pipeline.inputs.listings import suffix_of
-from pipeline.inputs.tar import Tar
-from pipeline.inputs.zips import Zip
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 

@@ -20,13 +20,11 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 
 from pipeline.errors import ManifestError, near_file
-from pipeline.inputs.braces import expanded
 from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
-from pipeline.inputs.ids import OWN_IDS, Ids
-from pipeline.inputs.indexes import Indexing, Place
-from pipeline.inputs.listings import VIDEO_SUFFIXES, list_videos, listed_policy, root_prefix, suffix_of
+from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, Place
+from pipeline.inputs.listings import VIDEO_SUFFIXES, expanded, list_videos, listed_policy, root_prefix, suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, Rows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE

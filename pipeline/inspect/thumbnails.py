@@ -8,7 +8,7 @@ from fractions import Fraction
 import av
 from torch import Tensor
 
-from gstep.backbones.preprocess.base import resize_frames
+from gstep.backbones.preprocess import resize_frames
 from pipeline.cache.header import SamplingIdentity
 from pipeline.errors import VideoFault
 from pipeline.inputs.forms import fetch_again

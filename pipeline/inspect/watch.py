@@ -20,7 +20,7 @@ from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import CorruptShard
 from pipeline.execution.claim import Holder, holder
-from pipeline.execution.monitoring.load import Progress
+from pipeline.execution.progress import Progress
 from pipeline.execution.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gstep.evidence import is_per_frame
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.writer import KeptTokens, PrunedVideo
+from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.rows import VideoRecord, without_nulls
 
@@ -35,32 +35,16 @@ _ARRAYS: Mapping[str, type[np.generic]] = {
 
 #: A unit of work: the rows of videos that one call decodes, in one cell.
 UNIT = pa.schema([pa.field("videos", BYTES)])
-DECODED = pa.schema([pa.field("records", BYTES), pa.field("frames", CELLS)])
-# ``deepstack`` and ``evidence`` hold the arrays of all videos, one after the other; ``layout`` says which.
-ENCODED = pa.schema(
+#: A bundle of videos between two stages. ``deepstack`` and ``evidence`` hold the arrays of all videos, one after the
+#: other; ``layout`` says which.
+BUNDLE = pa.schema(
     [
         pa.field("records", BYTES),
         pa.field("layout", BYTES),
-        *(pa.field(name, CELLS) for name in (*_ARRAYS, "deepstack", "evidence")),
+        *(pa.field(name, CELLS) for name in ("frames", *_ARRAYS, "deepstack", "evidence")),
     ]
 )
 WRITTEN = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA])
-
-
-class VideoFrames(NamedTuple):
-    """A decoded video on its way to encoding: its record, and its frames unless it failed.
-
-    Attributes:
-        frames: [t,h,w,3] uint8; of ``decoded_videos`` the same bytes as one flat array.
-    """
-
-    record: VideoRecord
-    frames: NDArray[np.uint8] | None = None
-
-    def shaped(self) -> NDArray[np.uint8]:
-        """Return the frames as [t,h,w,3]. Raise ValueError where they are not as many as the record says."""
-        assert self.frames is not None
-        return self.frames.reshape(len(self.record["frame_indices"]), self.record["height"], self.record["width"], 3)
 
 
 def unit_of(todo: pa.Table) -> pa.Table:
@@ -74,43 +58,32 @@ def unit_videos(unit: pa.Table) -> pa.RecordBatch:
     return pa.ipc.read_record_batch(unit["videos"][0].as_buffer(), TODO_SCHEMA)
 
 
-def decoded_bundle(videos: Sequence[VideoFrames]) -> pa.Table:
-    """Pack decoded videos into one row of DECODED."""
-    return pa.table([_records([v.record for v in videos]), _cells(v.frames for v in videos)], schema=DECODED)
-
-
-def decoded_videos(bundle: pa.Table) -> list[VideoFrames]:
-    """Unpack the videos of a row of DECODED; their frames are flat views into the bundle."""
-    frames = bundle["frames"].chunk(0).flatten()
-    return [
-        VideoFrames(record, unwrapped(frames, place, np.uint8))
-        for place, record in enumerate(_from_json(bundle["records"]))
-    ]
-
-
-def encoded_bundle(videos: Sequence[PrunedVideo]) -> pa.Table:
-    """Pack encoded videos into one row of ENCODED."""
+def pack(videos: Sequence[VideoItem]) -> pa.Table:
+    """Pack videos into one row of BUNDLE. Raise KeyError for a record with an unknown key."""
     kept = [video.kept for video in videos]
     layout = [(len(one.deepstack), list(one.evidence)) if one else (0, []) for one in kept]
     columns: list[Iterable[NDArray[Any] | None]] = [
+        [video.frames for video in videos],
         *([getattr(one, name, None) for one in kept] for name in _ARRAYS),
         [level for one in kept if one for level in one.deepstack],
         [values for one in kept if one for values in one.evidence.values()],
     ]
-    records = _records([video.record for video in videos])
-    return pa.table([records, _json(layout), *map(_cells, columns)], schema=ENCODED)
+    records = [video.record for video in videos]
+    _refuse_unknown(records)
+    return pa.table([_json(records), _json(layout), *map(_cells, columns)], schema=BUNDLE)
 
 
-def encoded_videos(bundle: pa.Table) -> list[PrunedVideo]:
-    """Unpack the videos of a row of ENCODED; their arrays are views into the bundle."""
-    columns = {name: bundle[name].chunk(0).flatten() for name in ENCODED.names[2:]}
+def unpack(bundle: pa.Table) -> list[VideoItem]:
+    """Unpack the videos of a row of BUNDLE; their arrays are views into the bundle, frames as one flat array."""
+    columns = {name: bundle[name].chunk(0).flatten() for name in BUNDLE.names[2:]}
     levels, labels, videos = 0, 0, []
     layout = _from_json(bundle["layout"])
     for place, (record, (n_levels, names)) in enumerate(zip(_from_json(bundle["records"]), layout, strict=True)):
         arrays = {name: unwrapped(columns[name], place, kind) for name, kind in _ARRAYS.items()}
         deepstack = [unwrapped(columns["deepstack"], levels + level, np.int16) for level in range(n_levels)]
         evidence = {name: unwrapped(columns["evidence"], labels + at, np.int16) for at, name in enumerate(names)}
-        videos.append(PrunedVideo(record, _kept(record, arrays, deepstack, evidence)))
+        kept = _kept(record, arrays, deepstack, evidence)
+        videos.append(VideoItem(record, kept, unwrapped(columns["frames"], place, np.uint8)))
         levels, labels = levels + n_levels, labels + len(names)
     return videos
 
@@ -142,12 +115,6 @@ def _kept(
             for name, values in evidence.items()
         },
     )
-
-
-def _records(rows: Sequence[VideoRecord]) -> pa.Array:
-    """Pack records as one cell of JSON. Raise KeyError for an unknown key."""
-    _refuse_unknown(rows)
-    return _json(rows)
 
 
 def _json(value: object) -> pa.Array:

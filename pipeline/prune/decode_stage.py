@@ -17,10 +17,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
+from pipeline.cache.writer import VideoItem
 from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.execution.heartbeat import Heartbeat, HeldItems
 from pipeline.inputs.forms import Containers, Spot, fetch_of, spot_of
-from pipeline.prune.batches import VideoFrames, decoded_bundle, unit_videos
+from pipeline.prune.batches import pack, unit_videos
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
 from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import Objects
@@ -153,22 +154,22 @@ class Decoder:
         return self.decode(unit_videos(unit))
 
     def decode(self, todo: pa.Table | pa.RecordBatch) -> Iterator[pa.Table]:
-        """Decode rows of TODO_SCHEMA, and yield a row of DECODED for each ``videos_per_bundle`` of them."""
+        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for each ``videos_per_bundle`` of them."""
         rows: list[TodoRow] = todo.to_pylist()
         with self._decoder.containers(rows) as containers:
             for start in range(0, len(rows), self._videos_per_bundle):
                 bundle = rows[start : start + self._videos_per_bundle]
                 with self._heartbeat.holding(*(row["video_id"] for row in bundle)) as held:
-                    decoded = decoded_bundle([self._video(row, held, containers) for row in bundle])
+                    decoded = pack([self._video(row, held, containers) for row in bundle])
                 yield decoded
 
-    def _video(self, row: TodoRow, held: HeldItems, containers: Containers) -> VideoFrames:
+    def _video(self, row: TodoRow, held: HeldItems, containers: Containers) -> VideoItem:
         """Decode one video, reported to the heartbeat."""
         self._heartbeat.rest()
         with self._decoder.open(row, containers) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
         held.done(may_succeed_elsewhere(record), made=frames is not None, fault=record.get("error_class"))
-        return VideoFrames(record, frames)
+        return VideoItem(record, frames=frames)
 
 
 def _spot(row: TodoRow) -> Spot | None:

@@ -23,16 +23,16 @@ from torch import Tensor
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
 from gstep.backbones.positions import position_faults
-from gstep.backbones.preprocess.base import as_frames
+from gstep.backbones.preprocess import as_frames
 from gstep.errors import is_out_of_memory
 from gstep.evidence import is_per_frame, name_of
 from gstep.lazy import importing_much
 from pipeline.cache.codecs import BFLOAT16, CODECS
-from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
+from pipeline.cache.writer import Bits, KeptTokens, VideoItem
 from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import POISON, Heartbeat, HeldItems
-from pipeline.prune.batches import VideoFrames, decoded_videos, encoded_bundle
+from pipeline.prune.batches import pack, unpack
 from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
 
@@ -131,7 +131,7 @@ class VideoEncoder:
         shape = *family.token_counts(*setup.shape), family.static().hidden_size
         return compiled_beside(self._pruner, setup.retention_ratio, shape, self._runtime.device)
 
-    def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
+    def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> VideoItem:
         """Encode and prune a decoded video; return its kept tokens and its record.
 
         Args:
@@ -145,12 +145,12 @@ class VideoEncoder:
         pruned, prune_s = _guarded("prune", video_id, lambda: self._prune(visual))
         return _guarded("prune", video_id, lambda: self._stored(record, visual, pruned, prune_s, encode_s))
 
-    def passes(self, videos: Iterable[VideoFrames]) -> Iterator[list[VideoFrames]]:
+    def passes(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
         """Yield the videos of a bundle in order, grouped by the pass of the tower that they share.
 
         A video that has failed, or that fills a pass, is a group of its own; without ``batch_frames`` every video is.
         """
-        together, taken = list[VideoFrames](), Fraction(0)
+        together, taken = list[VideoItem](), Fraction(0)
         for video in videos:
             share, record = Fraction(1), video.record
             if video.frames is not None and self._setup.batch_frames is not None:
@@ -163,7 +163,7 @@ class VideoEncoder:
         if together:
             yield together
 
-    def encode_together(self, videos: Sequence[VideoFrames]) -> list[PrunedVideo | None]:
+    def encode_together(self, videos: Sequence[VideoItem]) -> list[VideoItem | None]:
         """Encode decoded videos in one pass of the tower, and prune each; None stands for one that must go alone.
 
         What fails here may be another video's doing, so that ``encode_one`` decides on a video's fault. After a pass
@@ -179,7 +179,7 @@ class VideoEncoder:
         torch.cuda.empty_cache()  # not in a handler, where the error still holds the tensors
         return [None] * len(videos)
 
-    def _together(self, videos: Sequence[VideoFrames], names: str) -> list[PrunedVideo | None]:
+    def _together(self, videos: Sequence[VideoItem], names: str) -> list[VideoItem | None]:
         """Encode and prune as ``encode_together``. Raise whatever the pass raises; what pruning raises is None."""
         loaded = [self._loaded(video.shaped()) for video in videos]
         with self._turn(self._encoding) as turn:
@@ -187,7 +187,7 @@ class VideoEncoder:
             checked = [_attempted(names, partial(self._checked, visual)) for visual in visuals]
         n_tokens = [math.prod(visual.tokens.shape[:2]) for visual in visuals]
         del visuals
-        found: list[PrunedVideo | None] = []
+        found: list[VideoItem | None] = []
         for video, visual, n in zip(videos, checked, n_tokens, strict=True):
             kept = None if visual is None else _attempted(names, partial(self._prune, visual))
             if visual is None or kept is None:
@@ -259,7 +259,7 @@ class VideoEncoder:
         prune_s: float,
         encode_s: float,
         n_videos: int = 1,
-    ) -> PrunedVideo:
+    ) -> VideoItem:
         """Return the video's complete record and its kept tokens on the CPU, in the precision of the cache.
 
         The record says if ``n_videos`` shared a pass whose products may have been rounded by it: not on a CPU.
@@ -281,7 +281,7 @@ class VideoEncoder:
                 "tower_hash": self._setup.tower_hash,
                 "model_extra": json.dumps(extra),
             }
-            return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
+            return VideoItem(done, kept_tokens(pruned, visual, self._setup.evidence))
 
     def encoded(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
         """Encode frames to all visual tokens and the needed evidence, in the precision of the cache.
@@ -352,9 +352,9 @@ class Encoder:
             self.encoder = setup.encoder()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        yield encoded_bundle(self.encode(decoded_videos(batch)))
+        yield pack(self.encode(unpack(batch)))
 
-    def encode(self, videos: Sequence[VideoFrames]) -> list[PrunedVideo]:
+    def encode(self, videos: Sequence[VideoItem]) -> list[VideoItem]:
         """Encode the videos of a bundle; a fault of one makes its error row."""
         if self._careful > 0:
             with self._alone:
@@ -363,9 +363,9 @@ class Encoder:
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
             return [done for together in self.encoder.passes(videos) for done in self._pass(together, held)]
 
-    def _pass(self, videos: Sequence[VideoFrames], held: HeldItems) -> Iterator[PrunedVideo]:
+    def _pass(self, videos: Sequence[VideoItem], held: HeldItems) -> Iterator[VideoItem]:
         """Encode the videos that share a pass, and those alone that fail in it; yield them in order."""
-        found: Sequence[PrunedVideo | None] = [None]
+        found: Sequence[VideoItem | None] = [None]
         if len(videos) > 1:
             self._heartbeat.rest()
             found = self.encoder.encode_together(videos)
@@ -376,34 +376,34 @@ class Encoder:
                 held.done(failed=False)
                 yield pruned
 
-    def _suspect(self, video: VideoFrames) -> PrunedVideo:
+    def _suspect(self, video: VideoItem) -> VideoItem:
         """Encode alone a video that may have killed the previous process, so that another death is surely its own."""
         with self._heartbeat.holding(video.record["video_id"]) as held:
             hosts = self._heartbeat.deaths(video.record["video_id"])
             if len(hosts) < POISON:
                 return self._video(video, held)
             held.done(made=False, fault="crash")
-        return PrunedVideo(failed_video(video.record, _repeated_crash(hosts)))
+        return VideoItem(failed_video(video.record, _repeated_crash(hosts)))
 
-    def _video(self, video: VideoFrames, held: HeldItems) -> PrunedVideo:
+    def _video(self, video: VideoItem, held: HeldItems) -> VideoItem:
         """Encode one video of a bundle, reported to the heartbeat."""
         self._heartbeat.rest()
         if video.frames is None:
             held.done(made=False)
-            return PrunedVideo(video.record)
+            return VideoItem(video.record)
         pruned = self._pruned(video)
         fault = pruned.record.get("error_class")
         held.done(may_succeed_elsewhere(pruned.record), made=pruned.kept is not None, fault=fault)
         return pruned
 
-    def _pruned(self, video: VideoFrames) -> PrunedVideo:
+    def _pruned(self, video: VideoItem) -> VideoItem:
         """Encode and prune one video; a fault makes its error row."""
         record, started = video.record, time.perf_counter()
         try:
             return self.encoder.encode_one(record, _guarded("encode", record["video_id"], video.shaped))
         except VideoFault as error:
             fault = error.with_traceback(None)  # the traceback would keep the frames of the video
-        return PrunedVideo({**failed_video(record, fault), "encode_s": time.perf_counter() - started})
+        return VideoItem({**failed_video(record, fault), "encode_s": time.perf_counter() - started})
 
 
 def _repeated_crash(hosts: list[str]) -> VideoFault:

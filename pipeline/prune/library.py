@@ -57,7 +57,7 @@ def prune_videos(
     if given is not None and config.clips_from is not None:
         raise UsageError("clips_from is for tars and tables with a column of bytes; rows have start_s and end_s")
     with run_here():
-        summary = PruneRun(config, console_for(progress), given, list_failed=True).carry_out()
+        summary = PruneRun(config, console_for(progress), given, list_failed=True).run()
     return checked_outcome(summary, config, summary.n_videos, config.outside_limit(summary.n_videos))
 
 

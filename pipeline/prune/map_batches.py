@@ -14,11 +14,11 @@ import pyarrow as pa
 from gstep.backbones import family_of
 from pipeline.cache.reading import read_json
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.writer import PrunedVideo
+from pipeline.cache.writer import VideoItem
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import given_parts
 from pipeline.option_values import config_of
-from pipeline.prune.batches import BYTES, VideoFrames, decoded_videos, unwrapped
+from pipeline.prune.batches import BYTES, unpack, unwrapped
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
@@ -93,7 +93,7 @@ class DecodeVideos:
 
 def _decoded(bundle: pa.Table) -> pa.Table:
     """Return a bundle's videos as rows with ``record`` and ``frames``."""
-    records = [video.record for video in decoded_videos(bundle)]
+    records = [video.record for video in unpack(bundle)]
     return pa.table([pa.array(records, _RECORD), bundle["frames"].chunk(0).flatten()], schema=_DECODED)
 
 
@@ -115,9 +115,10 @@ class EncodeVideos:
         for part in batch.to_batches():
             for place, row in enumerate(part["record"].to_pylist()):
                 frames = unwrapped(part["frames"], place, np.uint8)
-                yield from map(self._row, self._encoder.encode([VideoFrames(without_nulls(row, VideoRecord), frames)]))
+                item = VideoItem(without_nulls(row, VideoRecord), frames=frames)
+                yield from map(self._row, self._encoder.encode([item]))
 
-    def _row(self, video: PrunedVideo) -> pa.Table:
+    def _row(self, video: VideoItem) -> pa.Table:
         """Return a pruned video as one output row, its tokens in ascending position."""
         row = read_json(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
         said = {name: row[name] for name in ("video_id", "status", "error_class", "error_message")}

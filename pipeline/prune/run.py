@@ -1,32 +1,49 @@
-"""One prune run on the driver: it checks everything, streams videos through the graph, and commits shard by shard."""
+"""One prune run: videos are decoded, encoded and pruned, and written; the driver commits shard by shard.
+
+``PruneRun`` overrides the steps of ``pipeline.execution.driver``. All videos are tried on all nodes first. Videos that
+failed where most videos failed are tried once more on the other nodes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+import math
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 
 import pyarrow as pa
+from ray.actor import ActorHandle
 from rich.console import Console
 
 from gstep.backbones import family_of
 from gstep.checkpoints.identity import tower_hash
 from pipeline.cache.codecs import codec_of
-from pipeline.cache.header import deepstack_levels, header_bytes
-from pipeline.cache.ledger import Ledger
+from pipeline.cache.header import deepstack_levels, fingerprint, header_bytes
+from pipeline.cache.ledger import TIMED, Ledger
 from pipeline.cache.live_rows import VIDEOS
-from pipeline.cache.merging import WAITING_AT_END, try_merge
+from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
 from pipeline.cache.reader import HEADER, made_with, read_header
-from pipeline.errors import LimitReached
-from pipeline.execution.cluster import choose_device, provenance
+from pipeline.cache.writer import commit, token_shard_id
+from pipeline.errors import FAULTS, FaultClass, LimitReached, RunFailed
+from pipeline.execution.cluster import choose_device, failing_nodes, provenance, resources_without
+from pipeline.execution.driver import Driver
+from pipeline.execution.heartbeats import WorkerReport
 from pipeline.execution.request import refusing
-from pipeline.execution.run import Run, Streamed
-from pipeline.execution.run_record import RunFile, committed_shards
+from pipeline.execution.run_record import COMMITTED, RunFile, committed_shards
+from pipeline.execution.shards import RunGraph
+from pipeline.execution.stages import Plan
 from pipeline.inputs.discovery import Discovery
+from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
 from pipeline.prune.facts import Facts, token_bytes
+from pipeline.prune.graph import build_graph
 from pipeline.prune.map_batches import PruneStages
-from pipeline.prune.passes import Commits, Passes
-from pipeline.prune.request import PruneRequest, match_cache, prepare
+from pipeline.prune.request import match_cache, prepare
+from pipeline.prune.resources import Resources, files_bytes, planned_workers, shortfalls
 from pipeline.prune.resume import (
     discovery_of,
     recut_clips,
@@ -35,45 +52,34 @@ from pipeline.prune.resume import (
     remaining,
     retry_candidates,
     skipped_lines,
+    unfinished,
     within_limit,
 )
 from pipeline.prune.summary import Summary, lost_line, summarise
-from pipeline.rows import JsonObject
+from pipeline.rows import JsonObject, VideoRecord, failed_from_outside, may_succeed_elsewhere
+from pipeline.storage.hub import is_remote
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
+# Fewer failures of one class never stop a run, since a missing folder may hold as many videos.
+LEAST_ALIKE = 50
+_NOTE_S = 60.0  # least seconds between two saves of the run's record while it runs
 
 
-@dataclass(frozen=True)
-class Todo:
-    """The videos that are left to do, and the cache's rows.
-
-    Attributes:
-        n_waiting: how many videos without a row ``--limit`` leaves for another run.
-        ledger: the rows of the cache.
-        committed: the token shards that earlier runs recorded as committed.
-        discovery: has the videos that are known from the start, and finds those of containers that were never indexed.
-    """
-
-    n_waiting: int
-    ledger: Ledger
-    committed: list[str]
-    discovery: Discovery
-
-    @property
-    def videos(self) -> pa.Table:
-        """The rows (TODO_SCHEMA) of all that are known by now."""
-        return self.discovery.found().todo
-
-    def __len__(self) -> int:
-        return len(self.discovery)
-
-
-class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
-    """The prune run: decode, encode and prune, write; the driver commits (``pipeline.prune.graph``).
+class PruneRun(Driver[PruneConfig, Discovery, Summary]):
+    """The prune run of some options.
 
     Args:
         given: videos that a caller has at hand; None where the options name them.
         list_failed: whether the summary lists the videos that failed.
+
+    Attributes:
+        request: the checked request.
+        ledger: the rows of the cache.
+        stages: the settings of the workers that decode and encode.
+        facts: what the run has taken; None until it begins to process.
+        failed: failed video -> attempts that it has had.
+        retryable: the same of videos that may succeed on another machine.
+        fetched: bytes of videos that were read from stores.
     """
 
     def __init__(
@@ -81,99 +87,245 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
     ) -> None:
         super().__init__(options, console)
         self._given, self._list_failed = given, list_failed
-        self._facts: Facts | None = None
-        self._fetched = 0
+        self.facts: Facts | None = None
+        self.failed: dict[str, int] = {}
+        self.retryable: dict[str, int] = {}
+        self.fetched = 0
+        self._without: Mapping[str, str] = {}  # nodes that the graph leaves out: id -> host
+        self._reports: list[WorkerReport] = []  # the last ones of the graphs
+        self._outside: Counter[FaultClass] = Counter()  # failures from outside the videos
+        self._example: dict[FaultClass, str] = {}
+        self._token_shards: list[str] = []  # committed by this run, ascending
+        self._n_unmerged = 0
+        self._noted = time.monotonic()
 
-    def prepare(self) -> PruneRequest:
-        return prepare(self.options, self.console, self._given)
+    def prepare(self) -> None:
+        self.request = prepare(self.options, self.console, self._given)
+        self.store, self.run_id = self.request.store, self.request.run_id
 
-    def match(self, request: PruneRequest) -> PruneRequest:
-        return match_cache(request, self.console)
+    def match(self) -> None:
+        self.request = match_cache(self.request, self.console)
 
-    def remaining(self, request: PruneRequest) -> Todo:
-        committed = committed_shards(request.store)
-        ledger = Ledger(request.store, made_with(request.store)).refresh()
-        if ledger.foreign:
+    def remaining(self) -> Discovery:
+        self._committed = committed_shards(self.store)  # by earlier runs
+        self.ledger = Ledger(self.store, made_with(self.store)).refresh()
+        if foreign := self.ledger.foreign:
             self.say(
-                f"warning: {len(ledger.foreign)} files of {request.store}/{VIDEOS} were made with other settings than "
-                f"its header has; their rows do not count: {ledger.foreign[0]}"
+                f"warning: {len(foreign)} files of {self.store}/{VIDEOS} were made with other settings than its header "
+                f"has; their rows do not count: {foreign[0]}"
             )
-        if lost := ledger.lost(committed):
+        if lost := self.ledger.lost(self._committed):
             self.say(f"warning: {lost_line(len(lost), lost)}")
-        todo, counts = remaining(request.manifest, ledger, self.options, request.objects)
+        manifest = self.request.manifest
+        todo, counts = remaining(manifest, self.ledger, self.options, self.request.objects)
         for line in skipped_lines(counts, self.options):
-            self.console.print(line, highlight=False)
-        if self.options.fps is None and (recut := recut_clips(request.manifest, ledger)):
+            self.say(line)
+        if self.options.fps is None and (recut := recut_clips(manifest, self.ledger)):
             self.say(recut_line(recut))
-        known, n_waiting = within_limit(todo, self.options.limit)
-        return Todo(n_waiting, ledger, committed, discovery_of(request, ledger, known))
+        known, self._n_waiting = within_limit(todo, self.options.limit)
+        return discovery_of(self.request, self.ledger, known)
 
-    def stream(self, request: PruneRequest, todo: Todo) -> Streamed:
-        with todo.discovery:
-            return self._stream(request, todo)
+    def process(self, todo: Discovery) -> None:
+        with todo:
+            self._todo, n_videos = todo, todo.expected()
+            device, dtype = self._begin(n_videos)
+            record: JsonObject = {
+                **provenance(self.run_id, _RECORDED_VERSIONS),
+                "config": self.options.as_record(),
+                "device": device,
+                "dtype": dtype,
+                "videos": n_videos,
+            }
+            self.run_file = RunFile(self.store, record)
+            with self.run_file:
+                try:
+                    self.stream(todo)
+                    todo.check()
+                    self.run_file.note(videos=len(todo))
+                    again = retry_candidates(todo.found().todo, self.retryable, self.options.max_attempts)
+                    self._try_elsewhere(Discovery.of(again))
+                except LimitReached as reached:
+                    self.run_file.note(ended_by=str(reached))
+                    self.say(f"note: {reached}: what is done is written; the same command goes on")
 
-    def _stream(self, request: PruneRequest, todo: Todo) -> Streamed:
-        """Run the remaining videos through the graph, while others are found. Raises RunFailed."""
-        config = self.options
+    def _begin(self, n_videos: int) -> tuple[str, str]:
+        """Join the cluster, write the header of a new cache, and set up the workers. Return device and dtype."""
+        request, config = self.request, self.options
         device, dtype = choose_device(config, request.dtype, self.say)
-        n_videos = todo.discovery.expected()
-        refuse_empty(request, todo.discovery)
+        refuse_empty(request, self._todo)
         self.monitor.start()
         check_decoder_device(config.decoder, device)
-        if not request.store.names(VIDEOS, ".parquet"):
-            with refusing():
-                static = family_of(request.source).static()
-            request.store.put(HEADER, header_bytes(request.header(dtype, static)))
         with refusing():
-            tower = tower_hash(request.source)
-        encode = replace(request.encode_setup(device, dtype), tower_hash=tower)
-        setups = PruneStages(request.decode_setup(), encode)
-        facts = self._facts = Facts(token_bytes(request), device == "cuda", config.max_hours)
-        about: JsonObject = {
-            "config": config.as_record(),
-            "device": device,
-            "dtype": dtype,
-            "videos": n_videos,
-        }
-        run_file = RunFile(request.store, {**provenance(request.run_id, _RECORDED_VERSIONS), **about})
-        header, limit = request.store.read(HEADER), config.outside_limit(n_videos)
-        commits = Commits(request, header, limit, run_file, self.say, facts, self.monitor)
-        passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file, self.monitor)
-        with run_file:
-            try:
-                n_failed = passes.first(todo.discovery if request.indexing.left else todo.videos)
-                run_file.note(videos=len(todo))
-                n_failed -= passes.second(retry_candidates(todo.videos, commits.retryable, config.max_attempts))
-            except LimitReached as reached:
-                n_failed = len(commits.failed)
-                run_file.note(ended_by=facts.reached)
-                self.say(f"note: {reached}: what is done is written; the same command goes on")
-        self._fetched = commits.fetched
-        return Streamed(run_file, n_failed)
+            if not self.store.names(VIDEOS, ".parquet"):
+                self.store.put(HEADER, header_bytes(request.header(dtype, family_of(request.source).static())))
+            encode = replace(request.encode_setup(device, dtype), tower_hash=tower_hash(request.source))
+        self.stages = PruneStages(request.decode_setup(), encode)
+        self.facts = Facts(token_bytes(request), device == "cuda", config.max_hours)
+        self._limit_alike = max(config.outside_limit(n_videos), LEAST_ALIKE)
+        self.hold_header()
+        return device, dtype
 
-    def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
-        header, discovery = read_header(request.store), todo.discovery
-        n_waiting = todo.n_waiting + within_limit(discovery.beyond, 0)[1]
-        if discovery.n_left:
-            self.say(f"note: videos of {discovery.n_left} containers are not known yet, and not counted")
+    def hold_header(self) -> None:
+        """Remember the header of the cache, which must be the same at every commit."""
+        self._header = self.store.read(HEADER)
+        self._made_with = fingerprint(json.loads(self._header)["identity"])
+
+    def _try_elsewhere(self, again: Discovery) -> None:
+        """Try failed videos once more, without the nodes where most failed, if there are such nodes and others."""
+        without: dict[str, str] = {}
+        for report in self._reports:
+            without |= failing_nodes(report.tried)
+        if not without or not len(again):
+            return  # the second attempt would go like the first
+        hosts = ", ".join(sorted(set(without.values())))
+        if not self._can_run_on(resources_without(without)):
+            self.say(f"note: {len(again)} videos failed, many on {hosts}, and no other node is there to try them again")
+            return
+        self.say(f"note: {len(again)} videos that failed are tried again without {hosts}, where most did")
+        self._without = without
+        self.stream(again)
+
+    def _can_run_on(self, cluster: Mapping[str, float]) -> bool:
+        """Return whether a cluster with these resources can run all stages."""
+        return cluster.get("CPU", 0.0) > 0 and (self.stages.encode.device != "cuda" or cluster.get("GPU", 0.0) >= 1)
+
+    def available_resources(self) -> dict[str, float]:
+        return resources_without(self._without, self.options.max_gpus)
+
+    def plan(self, items: Discovery) -> Resources:
+        cluster = self.available_resources()
+        if not self._can_run_on(cluster):
+            raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
+        n_videos = items.expected()
+        self._files_bytes = math.inf if items.n_left else files_bytes(items.found().todo)
+        wanted, plan = self._planned(cluster, n_videos)
+        for note in shortfalls(self.options, wanted, plan, n_videos):
+            self.say(f"note: {note}")
+        if self.facts is not None:
+            self.facts.set_encoders(plan.encode.workers)
+        self.run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
+        return plan
+
+    def plan_again(self, n_items: int) -> Resources | None:
+        if self._todo.n_left:  # while containers are not all indexed, nobody knows what is left
+            return None
+        return self._planned(self.available_resources(), n_items)[1]
+
+    def _planned(self, cluster: dict[str, float], n_videos: int) -> tuple[Resources, Resources]:
+        """Plan the workers as ``planned_workers`` does, with units of whole row groups."""
+        wanted, plan = planned_workers(self.options, self.stages, cluster, n_videos, self._files_bytes)
+        return wanted, replace(plan, rows_per_group=self.request.indexing.unit)
+
+    def build(self, items: Discovery, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
+        assert isinstance(plan, Resources)
+        decode, encode = self.stages.decode, self.stages.encode
+        return build_graph(items, decode, encode, plan, self.store, self.run_id, heartbeats, without=self._without)
+
+    def commit(self, number: int, rows: pa.Table) -> None:
+        """Commit the rows of a shard (WRITTEN), and count them."""
+        records = written_records(rows)
+        self._check_header()
+        commit(self.store, self.run_id, number, records, made_with=self._made_with)
+        good = [record for record in records if record["status"] == "ok"]
+        failed = [record for record in records if record["status"] != "ok"]
+        self._count(records, len(failed))
+        self._note({token_shard_id(record["token_shard"]) for record in good})
+        self._n_unmerged += 1
+        if self._n_unmerged > WAITING:
+            try_merge(self.store, self._made_with, WAITING, self.say)
+            self._n_unmerged = 0
+        for record in good:
+            self.failed.pop(record["video_id"], None)
+        self.failed |= {record["video_id"]: record["attempts"] for record in failed}
+        self.retryable |= {record["video_id"]: record["attempts"] for record in filter(may_succeed_elsewhere, failed)}
+        for record in filter(failed_from_outside, records):
+            self._outside[record["error_class"]] += 1
+            self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
+
+    def _check_header(self) -> None:
+        """Raise RunFailed where the cache is gone, or another one was begun in its place."""
+        try:
+            there = self.store.read(HEADER)
+        except FileNotFoundError:
+            gone = f"{self.store}: {HEADER} is gone since this run began, and what it has done with it"
+            raise RunFailed(gone) from None
+        if there != self._header:
+            raise RunFailed(f"{self.store}: another cache was begun here since this run began; nothing more is written")
+
+    def _count(self, records: Sequence[VideoRecord], n_failed: int) -> None:
+        """Count what committed videos took, in the facts and in the metrics of the run."""
+        assert self.facts is not None
+        self.facts.add(records)
+        self.fetched += sum(record.get("source_size") or 0 for record in records if is_remote(record["uri"]))
+        self.monitor.committed("video", len(records) - n_failed, n_failed)
+        kept, metrics = sum(record.get("n_tokens", 0) for record in records), self.monitor.metrics
+        metrics.count("tokens", sum(record.get("n_total", 0) for record in records), kind="in")
+        metrics.count("tokens", kept, kind="kept")
+        metrics.count("bytes", sum(record.get("source_size") or 0 for record in records), kind="read")
+        metrics.count("bytes", kept * self.facts.token_bytes, kind="stored")
+        seconds = [
+            [record.get(name, 0.0) for name in ("decode_s", "encode_s", "prune_s", "write_s")] for record in records
+        ]
+        for stage, spent in zip(TIMED, zip(*seconds, strict=True), strict=True):
+            metrics.count("stage_seconds", sum(spent), stage=stage)
+
+    def _note(self, token_shards: Collection[str]) -> None:
+        """Record in the run's file what it has committed, so that lost files of the table are noticed."""
+        assert self.facts is not None
+        for shard in token_shards:  # sorting all of them would take longer with each commit
+            place = bisect_left(self._token_shards, shard)
+            if self._token_shards[place : place + 1] != [shard]:
+                self._token_shards.insert(place, shard)
+        self.run_file.note(**{COMMITTED: self._token_shards}, **self.facts.as_record())
+        if time.monotonic() - self._noted > _NOTE_S:
+            self.run_file.save()
+            self._noted = time.monotonic()
+
+    def give_up(self, report: WorkerReport) -> str | None:
+        """Return the reason to stop, or None. Raise LimitReached where the run has had its hours.
+
+        Too many videos failed alike, by no fault of theirs, and no worker does better.
+        """
+        self._todo.check()
+        if self.facts is not None:
+            self.facts.check_limit()
+        if self._without or not report.failing or not self._outside:
+            return None
+        ((fault, count),) = self._outside.most_common(1)
+        if count <= self._limit_alike:
+            return None
+        stage, remedy = report.failing[0], FAULTS[fault].remedy
+        return f"{count} videos failed alike and all {stage} workers fail ({fault}, {self._example[fault]}): {remedy}"
+
+    def graph_ended(self, report: WorkerReport) -> None:
+        self._reports.append(report)
+        self.run_file.save(out_of_service=[worker for one in self._reports for worker in one.out_of_service])
+
+    def unfinished(self, items: Discovery) -> Discovery:
+        return Discovery.of(unfinished(items.all().todo, self.ledger.refresh(), self.failed))
+
+    def summarise(self, todo: Discovery, wall_s: float) -> Summary:
+        header = read_header(self.store)
+        if todo.n_left:
+            self.say(f"note: videos of {todo.n_left} containers are not known yet, and not counted")
         held = summarise(
-            todo.ledger.refresh(),
-            pa.concat_tables([request.manifest, discovery.found().videos]),
+            self.ledger.refresh(),
+            pa.concat_tables([self.request.manifest, todo.found().videos]),
             deepstack_levels(header),
             codec_of(header["identity"]),
-            n_waiting=n_waiting,
+            n_waiting=self._n_waiting + within_limit(todo.beyond, 0)[1],
             list_failed=self._list_failed,
-            committed=todo.committed,
+            committed=self._committed,
         )
-        held = replace(held, n_new=len(todo), n_new_failed=n_failed, wall_s=wall_s, out=str(request.store))
-        held = replace(held, fetched_bytes=self._fetched + request.indexing.fetched)
-        if (facts := self._facts) is None:
+        held = replace(held, n_new=len(todo), n_new_failed=len(self.failed), wall_s=wall_s, out=str(self.store))
+        held = replace(held, fetched_bytes=self.fetched + self.request.indexing.fetched)
+        if self.facts is None:
             return held
-        if facts.reached:  # what is left was not begun, and waits as with --limit
-            left, n_new = held.n_missing, facts.videos
+        if self.facts.reached:  # what is left was not begun, and waits as with --limit
+            left = held.n_missing
             n_videos, n_waiting = held.n_videos - left, held.n_waiting + left
-            held = replace(held, n_new=n_new, n_missing=0, n_videos=n_videos, n_waiting=n_waiting)
-        return replace(held, facts=facts.as_record(wall_s))
+            held = replace(held, n_new=self.facts.videos, n_missing=0, n_videos=n_videos, n_waiting=n_waiting)
+        return replace(held, facts=self.facts.as_record(wall_s))
 
-    def tidy(self, request: PruneRequest, todo: Todo) -> None:
-        try_merge(request.store, made_with(request.store), WAITING_AT_END, self.say)
+    def tidy(self) -> None:
+        try_merge(self.store, made_with(self.store), WAITING_AT_END, self.say)

@@ -8,7 +8,7 @@ from ray.actor import ActorHandle
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import write_token_shard
 from pipeline.execution.heartbeat import Heartbeat
-from pipeline.prune.batches import encoded_videos, written_batch
+from pipeline.prune.batches import unpack, written_batch
 from pipeline.storage.stores import Store
 
 
@@ -32,8 +32,8 @@ class Writer:
         self._heartbeat.start()
 
     def write(self, *bundles: pa.Table) -> pa.Table:
-        """Write the videos of some bundles (ENCODED) as a shard; return their rows (WRITTEN)."""
-        videos = [video for bundle in bundles if len(bundle) for video in encoded_videos(bundle)]
+        """Write the videos of some bundles (BUNDLE) as a shard; return their rows (WRITTEN)."""
+        videos = [video for bundle in bundles if len(bundle) for video in unpack(bundle)]
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
             try:
                 rows = write_token_shard(videos, store=self._store, run_id=self._run_id, codec=self._codec)

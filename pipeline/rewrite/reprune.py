@@ -20,7 +20,7 @@ from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity
 from pipeline.cache.method import describe_method
 from pipeline.cache.reader import TokenCache, coded_header
 from pipeline.cache.reading import TokenOrder
-from pipeline.cache.writer import PrunedVideo
+from pipeline.cache.writer import VideoItem
 from pipeline.errors import UsageError, VideoFault
 from pipeline.execution.request import refusing
 from pipeline.generate.late_pruning import evidence_columns, is_whole
@@ -89,7 +89,7 @@ class _Repruning(Rewrite):
     device: str
     order: ClassVar[TokenOrder] = "index"
 
-    def change(self, video: CachedVideo, record: VideoRecord) -> PrunedVideo:
+    def change(self, video: CachedVideo, record: VideoRecord) -> VideoItem:
         """Prune a video. Raises VideoFault."""
         shape = (record["n_frames"], record["tokens_per_frame"])
 
@@ -107,4 +107,4 @@ class _Repruning(Rewrite):
         except ValueError as error:
             raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
         done: VideoRecord = {**pruned_columns(pruned, visual), "prune_s": time.perf_counter() - started}
-        return PrunedVideo({**record, **done}, kept_tokens(pruned, visual))
+        return VideoItem({**record, **done}, kept_tokens(pruned, visual))

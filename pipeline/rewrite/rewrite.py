@@ -27,7 +27,7 @@ from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
 from pipeline.cache.reader import HEADER, TokenCache, coded_header, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS
-from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo, bundled, commit, token_shard_id, write_token_shard
+from pipeline.cache.writer import Bits, KeptTokens, VideoItem, bundled, commit, token_shard_id, write_token_shard
 from pipeline.errors import IdentityMismatch, NotACache, RunFailed, UsageError, VideoFault
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
@@ -60,9 +60,9 @@ class Rewrite:
     evidence: Sequence[str]
     order: ClassVar[TokenOrder] = "selection"  # in which a video's tokens are read
 
-    def change(self, video: CachedVideo, record: VideoRecord) -> PrunedVideo:
+    def change(self, video: CachedVideo, record: VideoRecord) -> VideoItem:
         """Return what is written of a video; ``record`` is ready but for that. Raises VideoFault for an error row."""
-        return PrunedVideo(record, kept_of(video))
+        return VideoItem(record, kept_of(video))
 
 
 @dataclass
@@ -159,7 +159,7 @@ def _stream(
     made_with = fingerprint(what.header["identity"])
     done.failed = pc.sum(pc.equal(todo["status"], "ok")).as_py()
 
-    def n_bytes(video: PrunedVideo) -> float:
+    def n_bytes(video: VideoItem) -> float:
         kept = video.kept
         return 0.0 if kept is None else codec.share * kept.tokens.nbytes * (1 + len(kept.deepstack))
 
@@ -200,7 +200,7 @@ def _ranks(rows: pa.Table) -> list[tuple[int, int]]:
     return list(zip(states_of(rows["status"]).tolist(), (-filled(rows["attempts"])).tolist(), strict=True))
 
 
-def _changed(what: Rewrite, todo: pa.Table) -> Iterator[PrunedVideo]:
+def _changed(what: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
     """Yield the videos of ``todo`` as they are written; failed and removed ones are copied."""
     codec = codec_of(what.header["identity"])
     for stored in VideoRows(what.source.store).each(todo):
@@ -211,9 +211,9 @@ def _changed(what: Rewrite, todo: pa.Table) -> Iterator[PrunedVideo]:
                 codec.check_reach(video.tokens, *video.deepstack)
                 yield what.change(video, record)
             except VideoFault as fault:
-                yield PrunedVideo(failed_video(record, fault))
+                yield VideoItem(failed_video(record, fault))
         else:
-            yield PrunedVideo(record)
+            yield VideoItem(record)
 
 
 def _record(row: VideoRow) -> VideoRecord:

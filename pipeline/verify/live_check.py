@@ -21,7 +21,7 @@ from pipeline.cache.cached_video import CachedVideo, bfloat16
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.live_rows import ok_rows
 from pipeline.cache.reader import TokenCache
-from pipeline.cache.writer import KeptTokens, PrunedVideo
+from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import UsageError, VideoFault
 from pipeline.execution.cluster import package_version
 from pipeline.execution.request import refusing
@@ -104,7 +104,7 @@ class LiveCheck:
         run = read_record(self._cache.store, f"{RUNS}/{row['run_id']}.json")
         return replace(result, versions=versions_of(row, run, again.record))
 
-    def _encoded(self, row: VideoRow, decoder: VideoDecoder) -> PrunedVideo:
+    def _encoded(self, row: VideoRow, decoder: VideoDecoder) -> VideoItem:
         """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone."""
         where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
         todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])

@@ -30,8 +30,7 @@ from pipeline.rows import BY_DECODING
 from pipeline.video.containers import missing_bytes, open_regular, overstated_table, sniff
 from pipeline.video.damage import check_decodable
 from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder
-from pipeline.video.frame_folders import fingerprint_frames, frame_names, whole_frames
-from pipeline.video.jpegs import JPEGS, index_frames
+from pipeline.video.frame_folders import JPEGS, fingerprint_frames, frame_names, index_frames, whole_frames
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_repeated, snapped
 

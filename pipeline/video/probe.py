@@ -18,7 +18,6 @@ from av.error import DecoderNotFoundError, PatchWelcomeError
 from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
-from pipeline.video.colours import color_transfer, pixel_shape
 from pipeline.video.damage import Hole, lost_stretches, skipped, unlisted
 from pipeline.video.packets import MOST_KEPT, PacketInfo, VideoPackets
 from pipeline.video.sampling import unrounded
@@ -235,3 +234,42 @@ def _orientation(frame: av.VideoFrame) -> Orientation:
     if b and c and not (a or d):
         return Orientation(True, flip_rows=b < 0, flip_columns=c < 0)
     raise VideoFault("unsupported", "the video is turned by an angle that is no multiple of 90 degrees")
+
+
+# FFmpeg's names of AVColorTransferCharacteristic, as ffprobe shows them; the numbers are those of H.273.
+_TRANSFERS = {
+    1: "bt709",
+    4: "gamma22",
+    5: "gamma28",
+    6: "smpte170m",
+    7: "smpte240m",
+    8: "linear",
+    9: "log100",
+    10: "log316",
+    11: "iec61966-2-4",
+    12: "bt1361e",
+    13: "iec61966-2-1",
+    14: "bt2020-10",
+    15: "bt2020-12",
+    16: "smpte2084",
+    17: "smpte428",
+    18: "arib-std-b67",
+}
+
+
+def color_transfer(frame: av.VideoFrame, stream: av.VideoStream) -> str | None:
+    """Return FFmpeg's name of the transfer function that a file or its first frame states; None where neither does."""
+    stated = (int(stream.codec_context.color_trc), int(frame.color_trc))
+    return next((_TRANSFERS[number] for number in stated if number in _TRANSFERS), None)
+
+
+def pixel_shape(stream: av.VideoStream, *, turned: bool) -> str | None:
+    """Return width by height of a pixel as it is shown, as "16:15"; None where the file does not state it.
+
+    ``turned`` says that rows of the stored frame are shown as columns.
+    """
+    ratio: Fraction | None = stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
+    if not ratio:
+        return None
+    ratio = 1 / ratio if turned else ratio
+    return f"{ratio.numerator}:{ratio.denominator}"

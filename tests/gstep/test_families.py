@@ -3,7 +3,7 @@
 import pytest
 
 from gstep.backbones import BACKBONES, ModelSource, family_of
-from gstep.backbones.family import ModelFamily
+from gstep.backbones.base import ModelFamily
 from gstep.checkpoints import tiny
 from gstep.families import FAMILIES
 from gstep.language import BUILDERS, PromptBuilder, prompt_builder

@@ -120,16 +120,16 @@ def die_before_the_third_commit() -> None:
 
 def stop_before_the_third_commit() -> None:
     """Make this driver stop itself there, after it said so; its note has a sign of life every two seconds."""
-    from pipeline.execution import run  # noqa: PLC0415
+    from pipeline.execution import driver  # noqa: PLC0415
 
-    run.Claim = partial(run.Claim, heartbeat_s=FAST_BEAT)  # type: ignore[assignment,misc]
+    driver.Claim = partial(driver.Claim, heartbeat_s=FAST_BEAT)  # type: ignore[assignment,misc]
     _signal_before_the_third_commit(signal.SIGSTOP)
 
 
 def _signal_before_the_third_commit(number_of_signal: signal.Signals) -> None:
-    from pipeline.prune import passes  # noqa: PLC0415
+    from pipeline.prune import run  # noqa: PLC0415
 
-    commit, commits = passes.commit, count(1)  # the number of a shard may skip some: several are committed together
+    commit, commits = run.commit, count(1)  # the number of a shard may skip some: several are committed together
 
     def commit_or_not(store: Store, run_id: str, number: int, rows: Any, **more: Any) -> Any:
         if next(commits) == 3:
@@ -137,15 +137,15 @@ def _signal_before_the_third_commit(number_of_signal: signal.Signals) -> None:
             os.kill(os.getpid(), number_of_signal)
         return commit(store, run_id, number, rows, **more)
 
-    passes.commit = commit_or_not  # type: ignore[attr-defined]
+    run.commit = commit_or_not  # type: ignore[attr-defined]
 
 
 def die_in_a_merge() -> None:
     """Make this driver kill itself right behind the first merged file of the table, which comes early."""
     from pipeline.cache.table import file_named  # noqa: PLC0415
-    from pipeline.prune import passes  # noqa: PLC0415
+    from pipeline.prune import run  # noqa: PLC0415
 
-    passes.WAITING = 2  # type: ignore[attr-defined]
+    run.WAITING = 2  # type: ignore[attr-defined]
     put = LocalStore.put
 
     def put_and_die(store: LocalStore, name: str, data: Any) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from jobs import prune
-from pipeline.execution import stream
+from pipeline.execution import driver
 
 
 class LateClock:
@@ -27,5 +27,5 @@ class LateClock:
 
 if __name__ == "__main__":
     file, *argv = sys.argv[1:]
-    stream.Watchdog = partial(stream.Watchdog, clock=LateClock(Path(file)))  # type: ignore[assignment,misc]
+    driver.Watchdog = partial(driver.Watchdog, clock=LateClock(Path(file)))  # type: ignore[assignment,misc]
     sys.exit(prune.main(argv))

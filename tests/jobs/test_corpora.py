@@ -14,8 +14,8 @@ import ray
 import pipeline
 from jobs import inspect, prune, verify
 from pipeline import TokenCache
+from pipeline.inputs.archives import Tar
 from pipeline.inputs.forms import FORMS
-from pipeline.inputs.tar import Tar
 from tests.jobs.faults import Driver
 from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here
 from tests.pipeline.rays import ray_here

@@ -12,7 +12,7 @@ import ray
 from jobs import evaluate
 from pipeline import TokenCache
 from pipeline.evaluate.benchmarks import BENCHMARKS
-from pipeline.video.jpegs import JPEGS
+from pipeline.video.frame_folders import JPEGS
 from tests.jobs.jobs import committed, run_here
 from tests.pipeline.evaluate.mvbench import FRAMES, write_main
 from tests.pipeline.rays import ray_here

@@ -13,10 +13,10 @@ import pytest
 
 import pipeline
 from jobs import prune
+from pipeline.inputs.archives import Tar
 from pipeline.inputs.container import Asked, Member
 from pipeline.inputs.discovery import Discovery, Part
 from pipeline.inputs.forms import FORMS
-from pipeline.inputs.tar import Tar
 from pipeline.prune.summary import Summary
 from tests.jobs.faults import files, tiny_videos
 from tests.jobs.jobs import assert_complete, run_here

@@ -16,7 +16,7 @@ from jobs import generate, prune
 from pipeline.execution.stages import RESTARTS, TASK_RETRIES
 from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.graph import build_graph, plan_answers
+from pipeline.generate.run import build_graph, plan_answers
 from pipeline.storage.stores import LocalStore, store_at
 from tests.jobs.hostile import HangingAnswerer
 from tests.jobs.jobs import clips, forbid_ray, start, stop, wait_for_files
@@ -189,7 +189,7 @@ def test_a_device_that_the_cluster_lacks_is_refused_before_any_row(cache, first,
 
 
 def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.generate.graph.Answerer", HangingAnswerer)
+    monkeypatch.setattr("pipeline.generate.run.Answerer", HangingAnswerer)
     assert ask(cache, first[0], tmp_path / "o", "--stall-timeout", "30") == 1
     text = " ".join(capsys.readouterr().err.split())
     assert "failed: no question moved for 30 s: answer holds 1 (q00 on " in text and "the storage of the cache" in text

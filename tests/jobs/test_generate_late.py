@@ -13,7 +13,7 @@ from gstep.language import Decoding, prompt_builder
 from gstep.pruners.fastv import FastV
 from jobs import generate
 from pipeline import TokenCache
-from pipeline.cache.writer import PrunedVideo
+from pipeline.cache.writer import VideoItem
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.held_videos import HeldVideos
@@ -93,7 +93,7 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     store.put("cache.json", json.dumps(header).encode())
     record = source_record("a", tuple(tokens.shape))
     visual = gstep.VisualTokens(tokens)
-    write_shard(store, "run", PrunedVideo({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual)))
+    write_shard(store, "run", VideoItem({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual)))
     questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
 
     def job(order):

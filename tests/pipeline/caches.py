@@ -17,7 +17,7 @@ from pipeline.cache.live_rows import INDEX_COLUMNS
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
-from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
+from pipeline.cache.writer import VideoItem, commit, write_token_shard
 from pipeline.errors import VideoFault
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from pipeline.rows import VideoRecord, failed_video
@@ -50,16 +50,16 @@ def source_record(video_id: str, shape: tuple[int, int, int], **more: Any) -> Vi
 
 def encoded(
     video_id: str, tokens: torch.Tensor, ratio: float, method: str, deepstack: Sequence[torch.Tensor] = (), **more: Any
-) -> PrunedVideo:
+) -> VideoItem:
     """Return a video as the encode stage gives it."""
     pruned = synthetic.prune(tokens, ratio, method)
     visual = VisualTokens(tokens, deepstack=tuple(deepstack))
     record: VideoRecord = source_record(video_id, tuple(tokens.shape), **more)
-    return PrunedVideo({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual))
+    return VideoItem({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual))
 
 
-def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> PrunedVideo:
-    return PrunedVideo(failed_video(source_record(video_id, (1, 1, 1), **more), fault))
+def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> VideoItem:
+    return VideoItem(failed_video(source_record(video_id, (1, 1, 1), **more), fault))
 
 
 def write_header(
@@ -84,7 +84,7 @@ def write_header(
     return store
 
 
-def write_shard(store: Store, run_id: str, *videos: PrunedVideo) -> str:
+def write_shard(store: Store, run_id: str, *videos: VideoItem) -> str:
     """Write and commit one shard, as the next of its run; returns the name of its videos shard."""
     identity = read_header(store)["identity"]
     rows = write_token_shard(videos, store=store, run_id=run_id, codec=codec_of(identity))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.cache.writer import PrunedVideo
+from pipeline.cache.writer import VideoItem
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.rows import VideoRecord
@@ -28,7 +28,7 @@ def encode_clip(
     video_id: str = "v",
     start_s: float | None = None,
     **params: Any,
-) -> tuple[NDArray[np.uint8], PrunedVideo]:
+) -> tuple[NDArray[np.uint8], VideoItem]:
     """Return the frames of a clip and the video as the encoder gives it."""
     decoded = decode_video(DecodeRequest(clip, Sampling(n_frames), family_of(source).preprocessor(), start_s))
     begun: VideoRecord = {"video_id": video_id, "uri": str(clip), "manifest": "{}", "status": "ok", "attempts": 1}
@@ -38,7 +38,7 @@ def encode_clip(
     return decoded.frames, encoder.encode_one({**begun, **decoded_columns(decoded, 1)}, decoded.frames)
 
 
-def cache_of(out: Path, source: ModelSource, *videos: PrunedVideo) -> Store:
+def cache_of(out: Path, source: ModelSource, *videos: VideoItem) -> Store:
     """Write a cache of all tokens of Qwen videos, which says that it is of ``source``."""
     identity = {
         "model": {"type": source.model_type, "weights": source.identity},

@@ -10,7 +10,7 @@ import torch
 from gstep import VisualTokens
 from gstep.backbones import ModelSource
 from pipeline.cache.schema import SCHEMA_VERSION
-from pipeline.cache.writer import PrunedVideo
+from pipeline.cache.writer import VideoItem
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from pipeline.storage.stores import Store
 from tests.gstep import synthetic
@@ -31,12 +31,12 @@ def random_evidence(shape: tuple[int, int, int], width: int = WIDTH) -> dict[str
 
 def encoded_with(
     video_id: str, tokens: torch.Tensor, ratio: float, method: str, evidence: Mapping[str, torch.Tensor]
-) -> PrunedVideo:
+) -> VideoItem:
     """Return a video as the encode stage gives it."""
     pruned = synthetic.prune(tokens, ratio, method)
     visual = VisualTokens(tokens, dict(evidence))
     record = source_record(video_id, tuple(tokens.shape))
-    return PrunedVideo({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual, evidence))
+    return VideoItem({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual, evidence))
 
 
 def evidence_cache(

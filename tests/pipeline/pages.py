@@ -13,7 +13,7 @@ from typing import Any
 import av
 import numpy as np
 
-from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
+from gstep.backbones.preprocess import FixedSizePreprocessor
 from pipeline import TokenCache
 from pipeline.cache.header import header_bytes
 from pipeline.errors import VideoFault

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +18,17 @@ from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
 from pipeline.execution.heartbeat import Heartbeat
-from pipeline.execution.monitoring.heartbeats import Heartbeats
-from pipeline.execution.monitoring.report import Worker
+from pipeline.execution.heartbeats import Heartbeats, Worker
 from pipeline.execution.prefork.server import SOCKET, forking_workers
-from pipeline.execution.shards import RunGraph, Shards
+from pipeline.execution.shards import TICK_S, RunGraph, Shards
 from pipeline.execution.stages import configure_ray_data
-from pipeline.execution.stream import written_shards
+from pipeline.execution.watchdog import Fetcher
+from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
-from pipeline.prune.graph import Resources, build_graph
+from pipeline.prune.graph import build_graph
+from pipeline.prune.resources import Resources
 from pipeline.storage.stores import LocalStore, Store
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment, fork_server
@@ -106,14 +108,17 @@ def rows_of(
     moved: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Run a graph to its end; returns the rows of its shards. ``moved`` is called for each of these."""
-    rows: list[dict[str, Any]] = []
-    with (
-        Shards(flow, age_s=60) as shards,
-        closing(written_shards(flow, shards, look, every_s, lambda items: None)) as done,
-    ):
-        for shard in done:
-            moved()
-            rows += shard.rows.to_pylist()
+    rows, looked_at = list[dict[str, Any]](), time.monotonic()
+    with Shards(flow, age_s=60) as shards, Fetcher(flow.batches()) as batches:
+        while not batches.ended or shards.finish():
+            if time.monotonic() - looked_at >= every_s:
+                look()
+                looked_at = time.monotonic()
+            if not batches.ended and shards.has_room() and (batch := batches.next(min(every_s, TICK_S))) is not None:
+                shards.take(batch)
+            for shard in shards.written():
+                moved()
+                rows += shard.rows.to_pylist()
     return rows
 
 
@@ -134,7 +139,7 @@ def graph_of(
     todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
     decode = DecodeSetup(Sampling(num_frames=frames), family_of(source).preprocessor(), decoder)
     encode = encode_setup(source, "gstep", 0.25, device="cpu")
-    return build_graph(todo, decode, encode, plan, store=store, run_id="r", **more)
+    return build_graph(Discovery.of(todo), decode, encode, plan, store=store, run_id="r", **more)
 
 
 def heartbeats_here(

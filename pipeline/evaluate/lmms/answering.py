@@ -15,14 +15,12 @@ from pipeline.errors import RunFailed, UnknownVideo, UsageError
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
 from pipeline.evaluate.lmms.questions import CachedIds, LmmsQuestion
 from pipeline.execution.request import refusing, store_refusing
-from pipeline.execution.run_record import RunFile
 from pipeline.generate.answer_stage import Answerer, answered_rows, question_blocks
 from pipeline.generate.answers import AnswersTable
-from pipeline.generate.graph import batch_size
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.generate.request import GenerateRequest, asked_for, checked, way_of
 from pipeline.generate.resume import in_blocks
-from pipeline.generate.run import AnswerRun, Commits, Computed, answer_setup
+from pipeline.generate.run import AnswerRun, answer_setup, batch_size
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
@@ -33,31 +31,24 @@ _SHOWN = 5  # examples shown in an error
 class AnswersHere(AnswerRun):
     """An answer run in this process that commits every batch, so that a killed run loses one."""
 
-    def _computed(self) -> Computed:
+    def choose_device(self) -> tuple[str, str]:
         """Return the device and dtype that this process computes on."""
         with refusing():
             runtime = choose_runtime(self.options.device, self.options.dtype, self.options.attn)
-        return Computed(runtime.device, runtime.dtype_name)
+        return runtime.device, runtime.dtype_name
 
-    def _answered(
-        self,
-        request: GenerateRequest,
-        ask: list[QuestionRecord],
-        n_shards: int,
-        computed: Computed,
-        run_file: RunFile,
-    ) -> int:
-        """Answer the questions batch by batch in this process, commit each batch, and return the number of commits."""
+    def answer(self, ask: list[QuestionRecord]) -> None:
+        """Answer the questions batch by batch in this process, and commit each batch."""
         with refusing():
-            answerer = Answerer(answer_setup(request, *computed))
-        commits, said = Commits(request, n_shards, run_file, self.say), time.monotonic()
+            answerer = Answerer(answer_setup(self.request, self.device, self.dtype))
+        said = time.monotonic()
         for block in question_blocks(in_blocks(ask, batch_size(self.options))):
             for part in answerer(block):
-                commits(commits.n_shards, 0, answered_rows(part))
+                self.commit(self.n_shards, answered_rows(part))
+                self.n_shards += 1
             if time.monotonic() - said > self.options.log_interval:
-                self.say(f"{len(commits.answered)} of {len(ask)} questions answered, {commits.n_failed} of them failed")
+                self.say(f"{len(self.answered)} of {len(ask)} questions answered, {self.n_failed} of them failed")
                 said = time.monotonic()
-        return commits.n_failed
 
 
 class CachedReplies:
@@ -93,7 +84,7 @@ class CachedReplies:
         rows = [one.row(video_id, self._way.system) for one, video_id in zip(asked, self._videos(asked), strict=True)]
         table = pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
         with explain_flags():
-            AnswersHere(self._config, self._console, partial(self._checked, table)).carry_out()
+            AnswersHere(self._config, self._console, partial(self._checked, table)).run()
         given = self._given(table)
         failed = [(one, row) for one in asked if (row := given[one.question_id])["status"] != "ok"]
         if failed:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource, Runtime
 from gstep.language import Answer, Decoding, Prompt, PromptBuilder, Score
-from gstep.language.embeddings import InputEmbeddings
 from gstep.language.prompt import text_ids, tokenizer_of
-from gstep.language.weights import generation_config
+from gstep.language.weights import InputEmbeddings, generation_config
 from gstep.pruners.base import Pruner
 from gstep.serving.options import OWN, check_served, engine_options, prepare_process, sampling_params
 from gstep.serving.prompts import engine_input

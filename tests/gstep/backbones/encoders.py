@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from gstep.backbones import Runtime, family_of
-from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
+from gstep.backbones.preprocess import FixedSizePreprocessor
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES
 
 FLOAT32 = Runtime("cpu", torch.float32, "sdpa")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gstep.backbones import ModelSource
-from gstep.language.embeddings import InputEmbeddings
+from gstep.language.weights import InputEmbeddings
 from tests.gstep.llms import FAMILIES, llm
 
 

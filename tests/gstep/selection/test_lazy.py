@@ -12,9 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gstep.selection.lazy import Counts, lazy_density_guided_fps
+from gstep.selection.lazy import Counts, Rows, lazy_density_guided_fps, survey
 from gstep.selection.reference import STARTS, density_guided_fps
-from gstep.selection.survey import Rows, survey
 from tests.gstep.oracle import exact_tokens, oracle
 from tests.gstep.selection.videos import KINDS, density, video
 from tests.gstep.synthetic import FLOATS, edge_videos, prune

@@ -28,7 +28,7 @@ from jobs.benchmark.pipeline_work import (
 )
 from jobs.benchmark.shared import MAIN, OTHER, ProcessTree, kind_of
 from pipeline.errors import RunFailed
-from pipeline.prune.batches import encoded_bundle, encoded_videos
+from pipeline.prune.batches import pack, unpack
 from tests.waiting import wait_until
 
 RAY = "/venv/lib/python3.11/site-packages/ray"
@@ -129,7 +129,7 @@ def test_the_tokens_of_a_sleeping_encoder_travel_and_have_the_size_of_a_quarter(
     encoder, started = setup.encoder(), time.perf_counter()
     made = encoder.encode_one({"video_id": "a", "status": "ok"}, np.zeros((2, SIDE, SIDE, 3), np.uint8))
     assert time.perf_counter() - started >= 0.02
-    (video,) = encoded_videos(encoded_bundle([made]))
+    (video,) = unpack(pack([made]))
     assert video.kept.tokens.nbytes == 2 * KEPT_BYTES_PER_FRAME
     assert video.record["n_tokens"] == 2 * 49 and video.record["hidden_size"] == HIDDEN
     assert sorted(video.kept.rank) == list(range(2 * 49)) and video.record["encode_s"] == 0.02

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from jobs import prune
-from pipeline.execution.monitoring import metrics
+from pipeline.execution import monitor
 from tests.jobs.jobs import run_here
 from tests.paths import ROOT
 from tests.pipeline.tars import write_tar
@@ -70,7 +70,7 @@ def test_the_dashboard_and_the_alerts_ask_for_metrics_that_runs_have():
     asked = [rule["expr"] for group in groups for rule in group["rules"]]
     asked += [target["expr"] for panel in panels for target in panel["targets"]]
     named = {name.removesuffix("_total") for name in re.findall(r"ray_gstep_(\w+)", " ".join(asked))}
-    assert len(asked) > 10 and named <= set(metrics.METRICS)
+    assert len(asked) > 10 and named <= set(monitor.METRICS)
     (scraped,) = yaml.safe_load((CLUSTER / "prometheus.yml").read_text())["scrape_configs"]
     assert "prom_metrics_service_discovery.json" in scraped["file_sd_configs"][0]["files"][0]
 

@@ -11,7 +11,7 @@ from pipeline import TokenCache
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VideoRows, read_file
 from pipeline.cache.table import table_files
-from pipeline.cache.writer import PrunedVideo
+from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
 from tests.pipeline.caches import (
     encoded,
@@ -94,7 +94,7 @@ def test_readers_and_the_ledger_of_a_run_agree_on_the_rule(tmp_path_factory, row
     assert [tuple(cache.metadata(name)[key] for key in names) for name, *_ in wanted] == wanted
 
 
-def video_of(row: dict[str, Any]) -> PrunedVideo:
+def video_of(row: dict[str, Any]) -> VideoItem:
     name, attempts = row["video_id"], row["attempts"]
     if row["status"] == "ok":
         return encoded(name, TOKENS, 0.25, "uniform", attempts=attempts)

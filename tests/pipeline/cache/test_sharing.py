@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline import CorruptShard, TokenCache
-from pipeline.cache.writer import PrunedVideo
+from pipeline.cache.writer import VideoItem
 from pipeline.storage.stores import ObjectStore
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
@@ -41,7 +41,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def video(name: str) -> PrunedVideo:
+def video(name: str) -> VideoItem:
     return encoded(name, random_tokens(int(name[1:]), SHAPE), 0.25, "gstep")
 
 

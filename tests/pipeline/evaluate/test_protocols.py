@@ -87,7 +87,7 @@ def test_a_short_video_gives_an_even_number_of_frames_where_the_rule_says_so(n_f
     ],
 )
 def test_a_720p_video_has_as_many_tokens_as_in_lmms_eval(kind, preprocessor, size, tokens):
-    qwen = pytest.importorskip("gstep.backbones.preprocess.qwen")
+    qwen = pytest.importorskip("gstep.backbones.preprocess")
     patch, pixels = {"qwen2_5_vl": 14, "qwen3_vl": 16}[kind], VIDEOMME.protocol().rules(kind).pixels
     settings = {
         **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": patch, "temporal_patch_size": 2},

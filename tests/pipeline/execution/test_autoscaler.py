@@ -13,10 +13,9 @@ import pytest
 import ray
 
 from pipeline.execution.cluster import resources_without
-from pipeline.execution.monitoring.load import Progress
-from pipeline.execution.progress import Speed
+from pipeline.execution.progress import Progress, Speed
 from pipeline.execution.watchdog import ClusterChanged, Growth
-from pipeline.prune.graph import plan_resources
+from pipeline.prune.resources import plan_resources
 from tests.jobs.jobs import environment
 from tests.pipeline.rays import end_plain
 from tests.waiting import wait_until
@@ -78,18 +77,15 @@ def test_an_autoscaling_cluster_is_asked_for_gpus_which_a_new_plan_takes_in(grow
     cluster = resources_without(())
     assert cluster["GPU"] == 1
 
-    def again(left: int):
-        now = resources_without((), 2)
-        return plan_resources(now["CPU"], now["GPU"], left)
-
     encoder = ray.remote(Encoder).options(num_cpus=0, num_gpus=1).remote()  # as the worker of a run holds it
     ray.get(encoder.here.remote())
-    growth = Growth(plan_resources(1, 1, 10_000), again, max_gpus=2)
+    growth = Growth(plan_resources(1, 1, 10_000), max_gpus=2)
 
     def look() -> str:
         time.sleep(1)
+        now = resources_without((), 2)
         try:
-            growth.look(BUSY, Speed(2.0, 10_000, 10.0))
+            growth.look(BUSY, Speed(2.0, 10_000, 10.0), plan_resources(now["CPU"], now["GPU"], 10_000))
         except ClusterChanged as changed:
             return str(changed)
         return ""

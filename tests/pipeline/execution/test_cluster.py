@@ -16,10 +16,12 @@ from gstep.backbones import ModelSource, family_of
 from jobs.benchmark.pipeline_job import SleepingSetup
 from pipeline.errors import UsageError
 from pipeline.execution.cluster import at_most, choose_device, is_worth_showing, resources_without
+from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
-from pipeline.prune.graph import build_graph, plan_resources
+from pipeline.prune.graph import build_graph
+from pipeline.prune.resources import plan_resources
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.jobs.faults import tiny_videos
@@ -97,7 +99,7 @@ def test_decoders_that_are_through_give_their_gpu_back_while_the_encoder_works(t
     plan = replace(plan, encode=replace(plan.encode, num_gpus=0.0))  # nvdec's decoders, and an encoder on the CPU
     with ray_here({"num_cpus": 1, "num_gpus": 1}):
         todo = pa.Table.from_pylist(rows, TODO_SCHEMA)
-        graph = build_graph(todo, decode, encode, plan, store=LocalStore(tmp_path), run_id="r")
+        graph = build_graph(Discovery.of(todo), decode, encode, plan, store=LocalStore(tmp_path), run_id="r")
         made = rows_of(graph, lambda: free.append(ray.available_resources().get("GPU", 0.0)), 0.2)
     assert len(made) == len(rows)
     assert min(free) < 1 == free[-1], free

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.execution.cluster import failing_nodes
-from pipeline.execution.monitoring.report import NodeTally
+from pipeline.execution.heartbeats import NodeTally
 
 
 @pytest.mark.parametrize(

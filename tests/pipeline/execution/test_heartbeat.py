@@ -13,16 +13,18 @@ import ray
 
 from pipeline.execution import heartbeat
 from pipeline.execution.heartbeat import Heartbeat, WorkerGivenUp
-from pipeline.execution.monitoring.heartbeats import (
+from pipeline.execution.heartbeats import (
     DEATHS,
     DEATHS_S,
     RECENT,
     REST_S,
     Heartbeats,
+    NodeTally,
+    ProgressDelta,
+    Worker,
     heartbeats_of,
 )
-from pipeline.execution.monitoring.report import NodeTally, ProgressDelta, Worker
-from pipeline.prune.graph import PRUNING
+from pipeline.prune.resources import PRUNING
 from tests.jobs.processes import assert_all_gone
 from tests.pipeline.rays import PLAIN, handle_of, heartbeats_here, ray_here
 from tests.waiting import wait_until

@@ -11,22 +11,16 @@ import pytest
 import ray
 
 from pipeline.errors import RunFailed
-from pipeline.execution.monitoring.heartbeats import heartbeats_of
-from pipeline.execution.monitoring.load import Progress
-from pipeline.execution.monitoring.report import WorkerReport
-from pipeline.execution.progress import Speed
-from pipeline.execution.watchdog import SHRUNK_S, ClusterChanged, Growth, Watchdog, iterate_watched
-from pipeline.prune.graph import PRUNING, plan_resources
+from pipeline.execution.heartbeats import WorkerReport, heartbeats_of
+from pipeline.execution.progress import Progress, Speed
+from pipeline.execution.watchdog import SHRUNK_S, ClusterChanged, Fetcher, Growth, Watchdog
+from pipeline.prune.resources import PRUNING, plan_resources
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.rays import graph_of, ray_here, rows_of
 from tests.pipeline.videos import write_clip
 from tests.waiting import wait_until
 
 STAGES = tuple(PRUNING.stages)
-
-
-def nothing(*args: object) -> None:
-    pass
 
 
 def endless(items=()):
@@ -37,47 +31,36 @@ def endless(items=()):
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "graph"]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("graph of ")]
+
+
+def taken(items, timeout_s: float = 10) -> list:
+    """What a fetcher hands over until its iterator ends."""
+    with Fetcher(iter(items)) as fetcher:
+        found = []
+        while not fetcher.ended:
+            found.append(fetcher.next(timeout_s))
+    assert found.pop() is None
+    return found
 
 
 def test_every_item_comes_in_order():
-    assert list(iterate_watched(iter(range(100)), nothing, 10)) == list(range(100))
+    assert taken(range(100)) == list(range(100))
 
 
-def test_nothing_is_taken_without_room_and_the_wait_is_for_something_else_then():
-    room, unfinished = iter([True, False, False, True, True]), iter([True, True, False])
-    items = iterate_watched(iter("ab"), nothing, 10, room=lambda: next(room), unfinished=lambda: next(unfinished))
-    assert list(items) == ["a", None, None, "b", None, None]
-
-
-def test_a_tick_passes_while_nothing_comes_and_it_is_looked_no_more_often_for_it():
-    looks: list[float] = []
-    items = iterate_watched(endless("a"), lambda: looks.append(time.monotonic()), 0.2, tick_s=0.01)
-    assert next(items) == "a"
-    ticks = 0
-    while len(looks) < 2:
-        assert next(items) is None
-        ticks += 1
-    items.close()
-    assert ticks > 2
+def test_a_wait_ends_while_nothing_comes():
+    with Fetcher(endless("a")) as fetcher:
+        assert fetcher.next(10) == "a"
+        assert [fetcher.next(0.01) for _ in range(3)] == [None] * 3 and not fetcher.ended
+    assert not threads()
 
 
 def test_an_error_of_the_iterator_arrives():
     with pytest.raises(ZeroDivisionError):
-        list(iterate_watched((1 // n for n in (1, 0)), nothing, 10))
+        taken(1 // n for n in (1, 0))
 
 
-def test_what_a_look_raises_ends_the_wait_and_the_iterator():
-    def look():
-        raise RunFailed("enough")
-
-    seen = []
-    with pytest.raises(RunFailed, match="enough"):
-        seen.extend(iterate_watched(endless([1, 2]), look, 0.05))
-    assert not threads()
-
-
-def test_at_most_one_item_is_fetched_ahead_and_closing_ends_the_iterator():
+def test_at_most_one_item_is_fetched_ahead_and_leaving_ends_the_iterator():
     fetched = []
 
     def count():
@@ -85,10 +68,9 @@ def test_at_most_one_item_is_fetched_ahead_and_closing_ends_the_iterator():
             fetched.append(number)
             yield number
 
-    items = iterate_watched(count(), nothing, 10)
-    assert next(items) == 0
-    wait_until(lambda: len(fetched) >= 3, "one in the queue and one that waits for its place", 20)
-    items.close()
+    with Fetcher(count()) as fetcher:
+        assert fetcher.next(10) == 0
+        wait_until(lambda: len(fetched) >= 3, "one in the queue and one that waits for its place", 20)
     assert not threads() and len(fetched) == 3
 
 
@@ -107,13 +89,14 @@ def heartbeats(one_cpu):
 def stalled(dataset, plan, n_videos, heartbeats, reached: Callable[[WorkerReport], object]) -> str:
     """Run a graph until its watchdog gives up; returns why. Its patience starts once the heartbeats say what
     ``reached`` waits for, however long the workers take to start on this machine."""
-    watchdog, deadline = Watchdog(heartbeats, 3, plan, n_videos, nothing), time.monotonic() + 120
+    watchdog, deadline = Watchdog(heartbeats, 3, plan, n_videos), time.monotonic() + 120
 
     def look() -> None:
         if not reached(ray.get(heartbeats.read.remote())):
             assert time.monotonic() < deadline, "the graph never came so far"
             watchdog.moved()
-        watchdog.look()
+        watchdog.read()
+        watchdog.check()
 
     with pytest.raises(RunFailed) as failed:
         rows_of(dataset, look, watchdog.every_s, watchdog.moved)
@@ -152,11 +135,11 @@ def test_a_missing_gpu_is_named(heartbeats, tmp_path):
 def test_what_is_left_is_planned_anew_where_nodes_were_lost(heartbeats, plan, now, anew):
     offer, at = {"CPU": 4.0, "GPU": 2.0}, 0.0
     told = {"available_resources": lambda: offer, "clock": lambda: at}
-    dog = Watchdog(heartbeats, 60, plan, 64, nothing, **told)
-    dog.look()
+    dog = Watchdog(heartbeats, 60, plan, 64, **told)
+    dog.check()
     offer, at = now, SHRUNK_S + 1
     with pytest.raises(ClusterChanged) if anew else nullcontext():
-        dog.look()
+        dog.check()
 
 
 DECODING = {"decode": 0.98, "encode": 0.2, "write": 0.01}
@@ -179,35 +162,40 @@ ENCODING = {"decode": 0.4, "encode": 0.99, "write": 0.01}
     ],
 )
 def test_what_is_left_is_planned_anew_where_that_saves_more_than_it_costs(before, left, encoding, now, busy, saved):
-    growth = Growth(plan_resources(*before, 4000), lambda n: None if now is None else plan_resources(*now, n))
+    growth = Growth(plan_resources(*before, 4000))
+    today = None if now is None else plan_resources(*now, left)
     waiting = {"decode": left - encoding, "encode": encoding, "write": 0}
     at, speed = Progress(busy=busy, waiting=waiting), Speed(2.0, left, 10.0)
-    growth.look(at, speed)  # nodes may still be joining
+    growth.look(at, speed, today)  # nodes may still be joining
     if saved is None:
-        growth.look(at, speed)
-        growth.look(at, speed)
+        growth.look(at, speed, today)
+        growth.look(at, speed, today)
     else:
         with pytest.raises(ClusterChanged, match=f"nodes joined, which saves about {saved} s"):
-            growth.look(at, speed)
+            growth.look(at, speed, today)
 
 
 def test_nodes_that_come_one_after_another_are_waited_for():
-    cores = iter([5, 6, 7, 8, 8])
-    growth = Growth(plan_resources(4, 0, 4000), lambda n: plan_resources(next(cores), 0, n))
+    growth = Growth(plan_resources(4, 0, 4000))
     at, speed = Progress(busy=DECODING, waiting={"decode": 1000}), Speed(2.0, 1000, 10.0)
-    for _ in range(4):
-        growth.look(at, speed)
+    for cores in (5, 6, 7, 8):
+        growth.look(at, speed, plan_resources(cores, 0, 1000))
     with pytest.raises(ClusterChanged):
-        growth.look(at, speed)
+        growth.look(at, speed, plan_resources(8, 0, 1000))
 
 
 @pytest.mark.slow
 def test_dead_heartbeats_harm_no_video(heartbeats, tmp_path):
     plan = plan_resources(1, 0, 8)
     ray.kill(heartbeats)
-    watchdog = Watchdog(heartbeats, 60, plan, 8, nothing)
-    watchdog.look()
-    rows = rows_of(graph_of(8, plan, tmp_path, heartbeats=heartbeats), watchdog.look, 0.2)
+    watchdog = Watchdog(heartbeats, 60, plan, 8)
+
+    def look() -> None:
+        watchdog.read()
+        watchdog.check()
+
+    look()
+    rows = rows_of(graph_of(8, plan, tmp_path, heartbeats=heartbeats), look, 0.2)
     assert sorted(row["video_id"] for row in rows) == [f"v{i}" for i in range(8)]
 
 

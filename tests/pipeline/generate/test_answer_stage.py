@@ -18,9 +18,9 @@ from pipeline.generate.answer_stage import ANSWERED, GROW_AFTER, Answerer, Batch
 from pipeline.generate.answers import AnswersTable, commit_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines.transformers import TransformersEngine
-from pipeline.generate.graph import plan_answers
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.run import plan_answers
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.storage.stores import LocalStore

@@ -183,6 +183,6 @@ def test_what_others_asked_for_stays_in_the_header_while_there_are_answers_under
     write_answers_header(stale.store, stale.identity)  # of a run that ended before its first answer
     for grid in ({**FULL, **late("gstep")}, {**FULL, **late("uniform")}):
         job = request_about(whole, ROWS[2:], grid)  # of a video that is gone, which needs no model
-        AnswerRun(job.config, Console(quiet=True), lambda job=job: job).carry_out()
+        AnswerRun(job.config, Console(quiet=True), lambda job=job: job).run()
     held = read_answers_header(stale.store)["identity"][PRUNINGS]
     assert held.keys() == {"none@1", "gstep@0.25", "uniform@0.25"} and not ray.is_initialized()

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.braces import expanded
+from pipeline.inputs.listings import expanded
 from pipeline.inputs.manifest import read_manifest
 
 PATTERNS = [

@@ -7,13 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError, RunFailed
+from pipeline.inputs.archives import Tar
 from pipeline.inputs.container import Asked
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.inputs.tar import Tar
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import write_tar

@@ -9,11 +9,11 @@ import tarfile
 import pytest
 
 from pipeline.errors import FAULTS, ManifestError
+from pipeline.inputs.archives import Tar
 from pipeline.inputs.container import Asked, open_container
 from pipeline.inputs.forms import Containers, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
-from pipeline.inputs.tar import Tar
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import BLOCK, ended, member, pax, renumbered, write_tar

@@ -13,7 +13,7 @@ from pipeline.cache.header import fingerprint
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard, VideoFault
 from pipeline.execution.claim import Claim
-from pipeline.execution.monitoring.load import Progress
+from pipeline.execution.progress import Progress
 from pipeline.execution.run_record import RunFile
 from pipeline.inspect import watch as watching
 from pipeline.inspect.watch import latest_run, looks, watch

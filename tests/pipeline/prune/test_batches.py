@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cache.writer import KeptTokens, PrunedVideo
+from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import VideoFault
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import (
-    DECODED,
+    BUNDLE,
     WRITTEN,
-    VideoFrames,
-    decoded_bundle,
-    decoded_videos,
-    encoded_bundle,
-    encoded_videos,
+    pack,
     unit_of,
     unit_videos,
+    unpack,
     written_batch,
     written_records,
 )
@@ -46,7 +43,7 @@ def kept(n: int = 2, width: int = 4, levels: int = 0, **more: Any) -> KeptTokens
     return KeptTokens(vectors(width), np.arange(n, dtype=np.int32), deepstack=deepstack, evidence=evidence, **more)
 
 
-def assert_same(ours: PrunedVideo, expected: PrunedVideo) -> None:
+def assert_same(ours: VideoItem, expected: VideoItem) -> None:
     assert ours.record == expected.record
     if expected.kept is None:
         assert ours.kept is None
@@ -72,17 +69,17 @@ def buffers(array: Any) -> set[int]:
     return {buffer.address for chunk in array.chunks for buffer in chunk.flatten().buffers() if buffer is not None}
 
 
-def same_frames(ours: VideoFrames, expected: VideoFrames) -> None:
+def same_frames(ours: VideoItem, expected: VideoItem) -> None:
     assert ours.record == expected.record
     same_array(ours.frames, None if expected.frames is None else expected.frames.reshape(-1))
 
 
 def test_frames_of_a_video_that_is_alone_are_wrapped_without_a_copy_and_come_back_as_views():
-    bundle = decoded_bundle([VideoFrames(record(), FRAMES)])
-    assert bundle.schema.equals(DECODED) and len(bundle) == 1
+    bundle = pack([VideoItem(record(), frames=FRAMES)])
+    assert bundle.schema.equals(BUNDLE) and len(bundle) == 1
     assert FRAMES.ctypes.data in buffers(bundle["frames"])
-    (video,) = decoded_videos(bundle)
-    same_frames(video, VideoFrames(record(), FRAMES))
+    (video,) = unpack(bundle)
+    same_frames(video, VideoItem(record(), frames=FRAMES))
     assert video.frames.ctypes.data == FRAMES.ctypes.data and not video.frames.flags.writeable
 
 
@@ -90,22 +87,22 @@ def test_videos_that_share_a_bundle_are_one_row_whatever_became_of_them():
     """Ray Data cuts blocks between rows, and would make two of what one call gave."""
     failed = failed_video(record("bad"), VideoFault("corrupt", "torn"))
     videos = [
-        VideoFrames(failed),
-        VideoFrames(record("a"), FRAMES),
-        VideoFrames(failed),
-        VideoFrames(record("b"), FRAMES[:1]),
+        VideoItem(failed),
+        VideoItem(record("a"), frames=FRAMES),
+        VideoItem(failed),
+        VideoItem(record("b"), frames=FRAMES[:1]),
     ]
-    bundle = decoded_bundle(videos)
+    bundle = pack(videos)
     assert len(bundle) == 1
-    for ours, expected in zip(decoded_videos(bundle), videos, strict=True):
+    for ours, expected in zip(unpack(bundle), videos, strict=True):
         same_frames(ours, expected)
-    assert len(encoded_bundle([FIVE, PrunedVideo(failed)])) == 1
+    assert len(pack([FIVE, VideoItem(failed)])) == 1
 
 
 def test_records_come_back_exactly():
     odd = record("\udcff", timestamps=[0.1 + 0.2, 1e-320, 3.0], manifest='{"a": "ü\\n"}', fps=30000 / 1001)
-    ((ours, _),) = decoded_videos(decoded_bundle([VideoFrames(odd)]))
-    assert ours == odd
+    (ours,) = unpack(pack([VideoItem(odd)]))
+    assert ours.record == odd
 
 
 FULL = {
@@ -116,11 +113,11 @@ FULL = {
 
 
 NAMES = ("tokens", "index", "rank", "merged", "density")
-FIVE = PrunedVideo(record(), kept(5, 8, **{name: np.resize(values, 5) for name, values in FULL.items()}))
+FIVE = VideoItem(record(), kept(5, 8, **{name: np.resize(values, 5) for name, values in FULL.items()}))
 
 
 def test_tokens_of_a_video_that_is_alone_are_wrapped_without_a_copy():
-    batch = encoded_bundle([FIVE, PrunedVideo(record("bad"))])
+    batch = pack([FIVE, VideoItem(record("bad"))])
     for name in NAMES:
         assert getattr(FIVE.kept, name).ctypes.data in buffers(batch[name]), name
 
@@ -128,17 +125,17 @@ def test_tokens_of_a_video_that_is_alone_are_wrapped_without_a_copy():
 def test_videos_of_many_shapes_and_failures_share_a_bundle():
     """Also after the way through a file."""
     videos = [
-        PrunedVideo(record("a"), kept(2, 4)),
-        PrunedVideo(failed_video(record("bad"), VideoFault("crash", "gone", exit_signal=11))),
-        PrunedVideo(record("b"), kept(5, 3, levels=2, evidence={"token_key": 2})),
+        VideoItem(record("a"), kept(2, 4)),
+        VideoItem(failed_video(record("bad"), VideoFault("crash", "gone", exit_signal=11))),
+        VideoItem(record("b"), kept(5, 3, levels=2, evidence={"token_key": 2})),
         encoded("c", random_tokens(0), 0.25, "gstep"),
-        PrunedVideo(record("d"), kept(3, 2, levels=1, evidence={"token_key": 1, "token_attention": 4})),
+        VideoItem(record("d"), kept(3, 2, levels=1, evidence={"token_key": 1, "token_attention": 4})),
     ]
-    bundle = encoded_bundle(videos)
+    bundle = pack(videos)
     sink = pa.BufferOutputStream()
     pq.write_table(bundle, sink)
     for batch in (bundle, pq.read_table(pa.BufferReader(sink.getvalue()))):
-        for ours, expected in zip(encoded_videos(batch), videos, strict=True):
+        for ours, expected in zip(unpack(batch), videos, strict=True):
             assert_same(ours, expected)
 
 
@@ -150,8 +147,8 @@ def test_videos_of_many_shapes_and_failures_share_a_bundle():
     evidence=st.dictionaries(st.sampled_from(["token_key", "image_embedding", "ä"]), st.integers(1, 4)),
 )
 def test_any_shape_comes_back(n, width, levels, evidence):
-    video = PrunedVideo(record(), kept(n, width, levels, evidence=evidence))
-    (again,) = encoded_videos(encoded_bundle([video]))
+    video = VideoItem(record(), kept(n, width, levels, evidence=evidence))
+    (again,) = unpack(pack([video]))
     assert_same(again, video)
 
 
@@ -170,9 +167,9 @@ def test_written_records_come_back_without_the_keys_that_were_absent():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda row: decoded_bundle([VideoFrames(record()), VideoFrames(row, FRAMES)]),
-        lambda row: encoded_bundle([PrunedVideo(row, kept())]),
-        lambda row: encoded_bundle([PrunedVideo(row)]),
+        lambda row: pack([VideoItem(record()), VideoItem(row, frames=FRAMES)]),
+        lambda row: pack([VideoItem(row, kept())]),
+        lambda row: pack([VideoItem(row)]),
         lambda row: written_batch([record(), row]),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.inputs.named_videos import TODO_SCHEMA
-from pipeline.prune.batches import decoded_videos
+from pipeline.prune.batches import unpack
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder, check_decoder_device
 from pipeline.prune.one_video import request_of
@@ -42,7 +42,7 @@ def test_a_decoder_fetches_with_what_its_setup_holds_and_asks_nothing_else(serve
     assert SECRET not in repr(setup) and KEY not in repr(setup)
     decoder = Decoder(setup)
     table = pa.concat_tables([todo(*uris, str(clip), server.uri("gone.mp4"), size=7), todo("s3://x/y", policy="no")])
-    records = [video.record for bundle in decoder.decode(table) for video in decoded_videos(bundle)]
+    records = [video.record for bundle in decoder.decode(table) for video in unpack(bundle)]
     assert [record["status"] for record in records] == ["ok"] * 5 + ["failed"] * 2
     assert [record["error_class"] for record in records[5:]] == ["io", "policy"]
     assert [record.get("source_size") for record in records] == [clip.stat().st_size] * 5 + [7, None]
@@ -57,7 +57,7 @@ def test_bundles_follow_from_the_rows_whatever_becomes_of_their_videos(clip, tmp
     other = todo(*["away"] * 7)
     decoder = Decoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), videos_per_bundle=3)
     for table in (rows, other):
-        bundles = [[video.record["video_id"] for video in decoded_videos(bundle)] for bundle in decoder.decode(table)]
+        bundles = [[video.record["video_id"] for video in unpack(bundle)] for bundle in decoder.decode(table)]
         ids = table["video_id"].to_pylist()
         assert bundles == [ids[:3], ids[3:6], ids[6:]]
     decoder.close()
@@ -67,7 +67,7 @@ def test_two_calls_at_a_time_share_one_child(clip):
     decoder = Decoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), videos_per_bundle=2)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(lambda: list(decoder.decode(todo(*[str(clip)] * 6)))) for _ in range(2)]
-        videos = [video for call in calls for bundle in call.result() for video in decoded_videos(bundle)]
+        videos = [video for call in calls for bundle in call.result() for video in unpack(bundle)]
     assert [video.record["status"] for video in videos] == ["ok"] * 12
     assert len({video.frames.tobytes() for video in videos}) == 1
     decoder.close()

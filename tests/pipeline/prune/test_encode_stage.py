@@ -5,7 +5,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,9 +14,10 @@ import torch
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline.cache.cached_video import bfloat16
+from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
-from pipeline.execution.monitoring.report import ProgressDelta, Worker
-from pipeline.prune.batches import VideoFrames, decoded_bundle, decoded_videos, encoded_videos
+from pipeline.execution.heartbeats import ProgressDelta, Worker
+from pipeline.prune.batches import pack, unpack
 from pipeline.prune.encode_stage import Encoder, EncodeSetup, VideoEncoder
 from pipeline.rows import failed_video
 from tests.gstep.synthetic import needs_cuda
@@ -28,13 +29,13 @@ FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.ui
 
 def decoded(video_id: str, frames: np.ndarray | None = FRAMES, **more):
     record = source_record(video_id, (2, 196, 64), height=384, width=384, **more)
-    return decoded_bundle([VideoFrames(record, frames)])
+    return pack([VideoItem(record, frames=frames)])
 
 
 def only(batches):
     """The record and the tokens of the one video that the actor gives."""
     (batch,) = batches
-    (video,) = encoded_videos(batch)
+    (video,) = unpack(batch)
     return video.record, video.kept
 
 
@@ -86,7 +87,7 @@ def test_rows_hold_the_selection_in_its_order(encoder):
 def test_failed_rows_pass_through_and_bad_ones_stay_alone(encoder):
     bad = source_record("bad", (2, 1, 1))
     rows = [
-        decoded_bundle([VideoFrames(failed_video(bad, VideoFault("corrupt", "torn")))]),
+        pack([VideoItem(failed_video(bad, VideoFault("corrupt", "torn")))]),
         decoded("short", FRAMES[:1]),  # fewer bytes than its record says
         decoded("good"),
     ]
@@ -105,7 +106,7 @@ def qwen3_encoder(method: str = "gstep", ratio: float = 0.25) -> Encoder:
 
 def qwen3_row(video_id: str = "v"):
     record = source_record(video_id, (5, 15, 64), height=96, width=160, start_s=0.25)
-    return decoded_bundle([VideoFrames(record, QWEN_FRAMES)])
+    return pack([VideoItem(record, frames=QWEN_FRAMES)])
 
 
 @pytest.mark.parametrize("method", ["gstep", "random", "topk", "fps", "uniform", "none"])
@@ -191,7 +192,7 @@ def test_videos_that_are_pruned_beside_others_keep_their_tokens_on_a_gpu():
 
 
 def bundle_of(*names, n_frames=2):
-    return decoded_bundle([video for name in names for video in decoded_videos(decoded(name, FRAMES[:n_frames]))])
+    return pack([video for name in names for video in unpack(decoded(name, FRAMES[:n_frames]))])
 
 
 def sharing(n_frames: int, model: str = "tiny") -> Encoder:
@@ -199,21 +200,21 @@ def sharing(n_frames: int, model: str = "tiny") -> Encoder:
 
 
 def in_order(batches):
-    return [(video.record, video.kept) for batch in batches for video in encoded_videos(batch)]
+    return [(video.record, video.kept) for batch in batches for video in unpack(batch)]
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-qwen3-vl"])
 def test_rows_and_tokens_are_those_of_a_video_alone_whoever_shares_its_pass(model):
     """With one that is too short for its record, and one that has failed, in the same bundle."""
     if model == "tiny":
-        bundle = [*decoded_videos(bundle_of("a", "b")), *decoded_videos(decoded("short", FRAMES[:1]))]
+        bundle = [*unpack(bundle_of("a", "b")), *unpack(decoded("short", FRAMES[:1]))]
     else:
-        bundle = [*decoded_videos(qwen3_row("a")), *decoded_videos(qwen3_row("b"))]
-    bundle.append(VideoFrames(failed_video(source_record("x", (2, 1, 1)), VideoFault("corrupt", "torn"))))
-    bundle.append(bundle[0]._replace(record={**bundle[0].record, "video_id": "c"}))
+        bundle = [*unpack(qwen3_row("a")), *unpack(qwen3_row("b"))]
+    bundle.append(VideoItem(failed_video(source_record("x", (2, 1, 1)), VideoFault("corrupt", "torn"))))
+    bundle.append(replace(bundle[0], record={**bundle[0].record, "video_id": "c"}))
     process = sharing(64, model)
-    shared = in_order(process(decoded_bundle(bundle)))
-    alone = [only(process(decoded_bundle([video]))) for video in bundle]
+    shared = in_order(process(pack(bundle)))
+    alone = [only(process(pack([video]))) for video in bundle]
     assert [record["status"] for record, _ in shared] == [record["status"] for record, _ in alone]
     times = {"encode_s", "prune_s"}
     for (one, kept), (other, expected) in zip(shared, alone, strict=True):
@@ -294,8 +295,8 @@ def test_a_bug_in_a_pass_is_an_error_row_of_those_alone_that_have_it_alone():
 
     marked = FRAMES.copy()
     marked[0, 0, 0, 0] = 77
-    bundle = [*decoded_videos(bundle_of("a", "b")), *decoded_videos(decoded("bad", marked))]
-    records = [record for record, _ in in_order(changed(broken, batch_frames=8)(decoded_bundle(bundle)))]
+    bundle = [*unpack(bundle_of("a", "b")), *unpack(decoded("bad", marked))]
+    records = [record for record, _ in in_order(changed(broken, batch_frames=8)(pack(bundle)))]
     assert [record.get("error_class") for record in records] == [None, None, "internal"]
     assert "ZeroDivisionError" in records[2]["error_message"]
 
@@ -330,7 +331,7 @@ def test_a_process_that_dies_in_a_shared_pass_had_all_its_videos_in_hand_and_the
 def test_a_bundle_that_was_in_hand_when_a_process_died_goes_one_by_one(heartbeats):
     actor, handle = heartbeats
     setup = EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, device="cpu")
-    bundle = decoded_bundle([video for name in "abc" for video in decoded_videos(decoded(name))])
+    bundle = pack([video for name in "abc" for video in unpack(decoded(name))])
     held = []
 
     def dies(process: Encoder, at: str) -> None:
@@ -351,5 +352,5 @@ def test_a_bundle_that_was_in_hand_when_a_process_died_goes_one_by_one(heartbeat
     dies(Encoder(setup, handle), at="b")
     assert held == [["a on h"], ["b on h"]]
     (last,) = Encoder(setup, handle)(bundle)
-    records = {video.record["video_id"]: video.record for video in encoded_videos(last)}
+    records = {video.record["video_id"]: video.record for video in unpack(last)}
     assert {name: record.get("error_class") for name, record in records.items()} == {"a": None, "b": "crash", "c": None}

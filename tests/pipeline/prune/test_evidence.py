@@ -15,7 +15,7 @@ from pipeline.cache.live_rows import VideoRows
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import UsageError, VideoFault
-from pipeline.prune.batches import encoded_bundle, encoded_videos
+from pipeline.prune.batches import pack, unpack
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.request import evidence_sources
 from pipeline.storage.s3 import Objects
@@ -238,7 +238,7 @@ def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(so
     store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
     video = VideoEncoder(setup).encode_one(*decoded())
     assert video.kept is not None
-    commit = write_shard(store, "run", *encoded_videos(encoded_bundle([video])))  # as it crosses the object store
+    commit = write_shard(store, "run", *unpack(pack([video])))  # as it crosses the object store
     stored = TokenCache(tmp_path).get("v", evidence=(*asked, "frame_feature"))
     seen = family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, asked).evidence
     assert stored.evidence["frame_feature"].shape == (2, 64)

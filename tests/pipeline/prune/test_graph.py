@@ -13,16 +13,12 @@ from ray.data._internal.logical.optimizers import get_execution_plan
 from gstep.backbones import ModelSource, family_of
 from pipeline.execution.shards import RunGraph
 from pipeline.execution.stages import MAX_BLOCKS, RESTARTS, TASK_RETRIES
+from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
-from pipeline.prune.graph import (
-    BUNDLE_BYTES,
-    PRUNING,
-    Resources,
-    build_graph,
-    plan_resources,
-)
+from pipeline.prune.graph import build_graph
+from pipeline.prune.resources import BUNDLE_BYTES, PRUNING, Resources, plan_resources
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.pipeline.rays import ray_here, rows_of
@@ -140,7 +136,7 @@ def lazy_graph(plan: Resources, out: str) -> RunGraph:
     todo = pa.Table.from_pylist([row] * 8, schema=TODO_SCHEMA)
     decode = DecodeSetup(Sampling(num_frames=2), family_of(source).preprocessor())
     encode = EncodeSetup(source, "gstep", 0.25, device="cpu")
-    return build_graph(todo, decode, encode, plan, store=LocalStore(out), run_id="r")
+    return build_graph(Discovery.of(todo), decode, encode, plan, store=LocalStore(out), run_id="r")
 
 
 @pytest.mark.slow

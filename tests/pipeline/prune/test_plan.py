@@ -12,8 +12,8 @@ from rich.console import Console
 from gstep.backbones import ModelSource, family_of
 from jobs import prune
 from pipeline.errors import UsageError
+from pipeline.inputs.archives import Tar
 from pipeline.inputs.forms import FORMS
-from pipeline.inputs.tar import Tar
 from pipeline.plan.render import rows_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import plan_run

@@ -16,7 +16,7 @@ from jobs import prune
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
-from pipeline.cache.writer import PrunedVideo
+from pipeline.cache.writer import VideoItem
 from pipeline.errors import IdentityMismatch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import prepare, sampling_of
@@ -40,7 +40,7 @@ def request_for(tmp_path):
     return make
 
 
-def cache_with(folder: Path, identity: CacheIdentity, *videos: PrunedVideo) -> None:
+def cache_with(folder: Path, identity: CacheIdentity, *videos: VideoItem) -> None:
     store = LocalStore(folder)
     store.make()
     store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())

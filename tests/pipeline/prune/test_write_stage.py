@@ -6,9 +6,9 @@ from pipeline import TokenCache
 from pipeline.cache.reader import made_with
 from pipeline.cache.writer import commit
 from pipeline.errors import VideoFault
-from pipeline.execution.monitoring.report import Worker
-from pipeline.prune.batches import WRITTEN, encoded_bundle, written_records
-from pipeline.prune.graph import PRUNING
+from pipeline.execution.heartbeats import Worker
+from pipeline.prune.batches import WRITTEN, pack, written_records
+from pipeline.prune.resources import PRUNING
 from pipeline.prune.write_stage import Writer
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header
@@ -19,7 +19,7 @@ def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
     store = write_header(tmp_path)
     good = [encoded(name, random_tokens(i), 0.25, "gstep") for i, name in enumerate("ab")]
     failure = encoded_failure("bad", VideoFault("corrupt", "torn"))
-    written = Writer(store, "run").write(encoded_bundle([good[0], failure]), encoded_bundle([good[1]]))
+    written = Writer(store, "run").write(pack([good[0], failure]), pack([good[1]]))
     assert written.schema.equals(WRITTEN)
     rows = written_records(written)
     assert [(row["video_id"], row["status"]) for row in rows] == [("a", "ok"), ("bad", "failed"), ("b", "ok")]
@@ -34,7 +34,7 @@ def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
 
 def test_the_same_videos_again_are_the_same_file(tmp_path):
     store = write_header(tmp_path)
-    batch = encoded_bundle([encoded("a", random_tokens(0), 0.25, "gstep")])
+    batch = pack([encoded("a", random_tokens(0), 0.25, "gstep")])
     first, again = (written_records(Writer(store, "run").write(batch))[0] for _ in range(2))
     assert first["token_shard"] == again["token_shard"] and first["footer_hash"] == again["footer_hash"]
     assert len(store.names("tokens", ".parquet")) == 1
@@ -45,5 +45,5 @@ def test_a_disk_that_fails_ends_the_run_with_its_reason(tmp_path, monkeypatch):
     actor, handle = heartbeats_here(monkeypatch, tuple(PRUNING.stages), Worker("w1", "h1", "n1"))
     video = encoded("a", random_tokens(0), 0.25, "gstep")
     with pytest.raises(OSError, match=r"exists|directory"):
-        Writer(LocalStore(tmp_path), "run", handle).write(encoded_bundle([video]))
+        Writer(LocalStore(tmp_path), "run", handle).write(pack([video]))
     assert actor.read().failure.partition(":")[0] in {"FileExistsError", "NotADirectoryError"}

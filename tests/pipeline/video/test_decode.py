@@ -9,7 +9,7 @@ import av
 import numpy as np
 import pytest
 
-from gstep.backbones.preprocess.qwen import PerFramePreprocessor, PerVideoPreprocessor
+from gstep.backbones.preprocess import PerFramePreprocessor, PerVideoPreprocessor
 from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
 from pipeline.errors import VideoFault

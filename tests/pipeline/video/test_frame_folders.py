@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.frame_folders import frame_rate, is_frame_folder, source_bytes
-from pipeline.video.jpegs import JPEGS
+from pipeline.video.frame_folders import JPEGS, frame_rate, is_frame_folder, source_bytes
 from pipeline.video.sampling import Sampling
 from tests.pipeline.videos import KeepSize, numbers, write_jpegs
 

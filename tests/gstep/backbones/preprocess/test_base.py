@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from gstep.backbones.llava_onevision import DEFAULTS
-from gstep.backbones.preprocess.base import check_settings, rgb_triple
-from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
+from gstep.backbones.preprocess import FixedSizePreprocessor, check_settings, rgb_triple
 from gstep.errors import ModelError
 from tests.gstep.synthetic import defaults
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gstep.backbones.llava_onevision import DEFAULTS
-from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
+from gstep.backbones.preprocess import FixedSizePreprocessor
 from gstep.errors import ModelError
 from tests.paths import GOLDEN
 

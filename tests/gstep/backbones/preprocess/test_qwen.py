@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gstep.backbones.preprocess.qwen import PerFramePreprocessor, PerVideoPreprocessor
+from gstep.backbones.preprocess import PerFramePreprocessor, PerVideoPreprocessor
 from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
 from gstep.errors import ModelError, UnsupportedVideo

@@ -8,8 +8,8 @@ import time
 import pytest
 import ray
 
-from pipeline.execution.monitoring.report import Death, Worker
-from pipeline.execution.monitoring.worker_logs import WorkerLogs
+from pipeline.execution.heartbeats import Death, Worker
+from pipeline.execution.monitor import WorkerLogs
 from tests.jobs.processes import raylets
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until

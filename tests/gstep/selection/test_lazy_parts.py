@@ -1,4 +1,4 @@
-"""What one pass over a video's tokens tells, and what is known of the picks."""
+"""The parts of the lazy selection: rows, survey, picks, the bound on cosines, and products of pairs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from gstep.selection.subspace import Subspace
-from gstep.selection.survey import Picks, Rows, survey
-from tests.gstep.selection.videos import video
+from gstep.selection import lazy
+from gstep.selection.lazy import MARGIN, Picks, Rows, Subspace, lazy_density_guided_fps, pair_products, survey
+from tests.gstep.selection.videos import KINDS, density, video
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -63,3 +63,34 @@ def test_picks_know_what_the_survey_knows_of_them() -> None:
     assert picks.inverse[:3].tolist() == known.inverse[[40, 3, 8]].tolist()
     assert picks.coordinates is not None and known.coordinates is not None
     assert torch.equal(picks.coordinates[:3], known.coordinates[[40, 3, 8]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cosine_is_above_its_bound(kind: str) -> None:
+    tokens = video(kind, hidden=512).flatten(0, 1).float()
+    tokens[5], tokens[7] = 0, tokens[8]
+    unit = normalize(tokens.double(), dim=1)
+    for dims in (1, 16, 64):
+        subspace = Subspace.of(unit[::2].float(), dims)
+        inverse = tokens.norm(dim=1).reciprocal().nan_to_num(posinf=0)
+        coordinates = subspace.coordinates(tokens, inverse)
+        slack = (coordinates @ coordinates.T).double() - unit @ unit.T
+        assert slack.min() > -MARGIN / 3
+        assert -1e-6 < subspace.residual <= 1 + 1e-6
+    if kind == "low rank":  # else a bound that is always 2 would do
+        assert slack.mean() < 0.2
+
+
+def test_products_of_pairs_without_the_sparse_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    a, b = torch.from_numpy(rng.normal(size=(2, 300, 65))).float()
+    row, column = np.sort(rng.integers(0, 300, 700)), rng.integers(0, 300, 700)
+    expected = (a[row].double() * b[column].double()).sum(dim=1).numpy()
+    assert np.abs(pair_products(a, b, row, column) - expected).max() < 1e-5
+    tokens = video("low rank").flatten(0, 1)
+    rho = density(tokens[None])
+    with_it = lazy_density_guided_fps(tokens, rho, 100)
+    monkeypatch.setattr(lazy, "_has_sampled_products", lambda: False)
+    assert np.abs(pair_products(a, b, row, column) - expected).max() < 1e-5
+    assert len(pair_products(a, b, row[:0], column[:0])) == 0
+    assert set(lazy_density_guided_fps(tokens, rho, 100).tolist()) == set(with_it.tolist())

@@ -1,9 +1,7 @@
-"""The passes of a prune run: what they ask of the cluster, and what is said of what they do not get."""
+"""A prune run: what it asks of the cluster, what it says of what it does not get, and what it commits."""
 
 import json
 import math
-from types import SimpleNamespace
-from typing import NamedTuple
 from unittest.mock import create_autospec
 
 import pyarrow as pa
@@ -12,10 +10,10 @@ from rich.console import Console
 
 from pipeline import TokenCache
 from pipeline.cache.merging import WAITING
-from pipeline.cache.reader import HEADER
 from pipeline.cache.table import table_files
 from pipeline.cache.writer import token_shard_id, write_token_shard
 from pipeline.errors import RunFailed
+from pipeline.execution.monitor import Monitor
 from pipeline.execution.run_record import RunFile
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing, Place
@@ -24,12 +22,16 @@ from pipeline.prune.batches import written_batch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
+from pipeline.prune.facts import Facts
 from pipeline.prune.map_batches import PruneStages
-from pipeline.prune.passes import FILES_LOOKED_AT, Commits, Passes, files_bytes, planned_workers, shortfalls
+from pipeline.prune.resources import FILES_LOOKED_AT, files_bytes, planned_workers, shortfalls
+from pipeline.prune.run import PruneRun
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
 from tests.pipeline.tars import write_tar
+
+IO = {"error_class": "io", "error_message": "gone", "retryable": True}
 
 
 def setups(device: str, token_bytes: int, frame_bytes: int = 10**6) -> PruneStages:
@@ -81,18 +83,15 @@ def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp
     assert known(*[listed] * (FILES_LOOKED_AT + 1)) == math.inf
 
 
-class Here(NamedTuple):
-    """As much of a request as commits look at."""
-
-    store: LocalStore
-    run_id: str = "run"
-
-
 @pytest.fixture
-def commits(tmp_path) -> Commits:
-    """The commits of a run into an empty cache, ``c``."""
-    store = write_header(tmp_path / "c")
-    return Commits(Here(store), store.read(HEADER), 50, RunFile(store, {"run_id": "run"}), print)
+def run(tmp_path) -> PruneRun:
+    """A run that has begun to process videos, into an empty cache ``c``."""
+    run = PruneRun(PruneConfig(), Console(quiet=True))
+    run.store, run.run_id = write_header(tmp_path / "c"), "run"
+    run.monitor, run.run_file = Monitor(run.store, "run", print), RunFile(run.store, {"run_id": "run"})
+    run.facts = Facts(0.0)
+    run.hold_header()
+    return run
 
 
 def written(store: LocalStore, *names: str) -> pa.Table:
@@ -100,47 +99,51 @@ def written(store: LocalStore, *names: str) -> pa.Table:
     return written_batch(write_token_shard(videos, store=store, run_id="run"))
 
 
-def test_a_run_ends_where_its_cache_was_moved_away_and_another_one_begun(commits, tmp_path):
-    store = commits.request.store
-    rows = written(store, "a")
-    commits(0, 0, rows)
+def test_a_run_ends_where_its_cache_was_moved_away_and_another_one_begun(run, tmp_path):
+    rows = written(run.store, "a")
+    run.commit(0, rows)
     (tmp_path / "c").rename(tmp_path / "old")
     with pytest.raises(RunFailed, match=r"cache\.json is gone since this run began"):
-        commits(0, 1, rows)
+        run.commit(1, rows)
     assert not (tmp_path / "c").exists()
     write_header(tmp_path / "c", ratio=0.5)
     with pytest.raises(RunFailed, match="another cache was begun here"):
-        commits(0, 1, rows)
+        run.commit(1, rows)
     assert not (tmp_path / "c" / "videos").exists() and TokenCache(tmp_path / "old").video_ids == ["a"]
 
 
-def test_many_commits_are_merged_while_the_run_goes_on(commits):
-    store, names = commits.request.store, [f"v{number:02}" for number in range(WAITING + 2)]
+def test_many_commits_are_merged_while_the_run_goes_on(run):
+    names = [f"v{number:02}" for number in range(WAITING + 2)]
     for number, name in enumerate(names):
-        commits(0, number, written(store, name))
-    levels = [file.level for file in table_files(store, "videos")]
-    assert max(levels) > 0 and TokenCache(store.root).video_ids == names
+        run.commit(number, written(run.store, name))
+    levels = [file.level for file in table_files(run.store, "videos")]
+    assert max(levels) > 0 and TokenCache(run.store.root).video_ids == names
 
 
-def test_the_record_of_a_run_says_what_it_committed(commits):
-    store = commits.request.store
-    commits(0, 0, written(store, "a", "b"))
-    commits(0, 1, written(store, "c"))
-    commits._run_file.save()
-    said = json.loads(store.read("runs/run.json"))["token_shards"]
-    assert sorted(said) == sorted(map(token_shard_id, store.names("tokens", ".parquet")))
+def test_the_record_of_a_run_says_what_it_committed(run):
+    run.commit(0, written(run.store, "a", "b"))
+    run.commit(1, written(run.store, "c"))
+    run.run_file.save()
+    said = json.loads(run.store.read("runs/run.json"))["token_shards"]
+    assert sorted(said) == sorted(map(token_shard_id, run.store.names("tokens", ".parquet")))
 
 
-def test_videos_that_can_no_longer_be_found_end_the_run(tmp_path):
+def test_a_video_that_failed_and_is_ok_later_counts_once(run):
+    bad = [{"video_id": name, "uri": "u", "status": "failed", "attempts": 1, **IO} for name in ("a", "b")]
+    run.commit(0, written_batch(bad))
+    assert run.failed == run.retryable == {"a": 1, "b": 1}
+    run.commit(1, written(run.store, "a"))
+    assert run.failed == {"b": 1}
+
+
+def test_videos_that_can_no_longer_be_found_end_the_run(run, tmp_path):
     """Also where none of those that were found is left to do, so that no graph is built."""
 
     def refuse(videos):
         raise ValueError("they have changed")
 
     place = Place(str(write_tar(tmp_path / "a.tar", {"a.mp4": b"a"})), "a.tar")
-    known = TODO_SCHEMA.empty_table()
-    with Discovery(Indexing(left=[place]), Objects(), refuse, known) as discovery:
+    with Discovery(Indexing(left=[place]), Objects(), refuse, TODO_SCHEMA.empty_table()) as discovery:
         list(discovery.parts())
-        run = Passes(PruneConfig(), Console(), None, SimpleNamespace(give_up=None), None, None, None)
         with pytest.raises(RunFailed, match="they have changed"):
-            run.first(discovery)
+            discovery.expected()

@@ -1,7 +1,11 @@
-"""What worker processes wrote before they died, kept in a file of the run.
+"""What a run shows to others while it goes on: its metrics, its progress in its note, and the log of dead workers.
+
+Metrics are at Ray's metrics port, as ``ray_gstep_...``. The driver records them from the rows that it commits and from
+the reports that it reads anyway. Ray's agent of the driver's node serves them; without an agent (``ray[default]`` is
+not installed) recording them does nothing.
 
 A node that is lost takes its log files along. But Ray's log monitor publishes the lines of a node's workers while they
-run, so the driver listens, keeps the last lines of each process in memory, and writes down those of processes that
+run, so the driver listens, keeps the last lines of each process in memory, and writes down the lines of processes that
 died.
 """
 
@@ -9,16 +13,129 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypedDict
 
 import ray
+from ray.util import metrics as ray_metrics
 
 from pipeline.errors import printable
-from pipeline.execution.monitoring.report import Death
+from pipeline.execution.heartbeats import Death, Fault, WorkerReport
+from pipeline.execution.progress import Progress
+from pipeline.execution.run_record import RUNS
+from pipeline.storage.stores import Store
+
+
+class Monitor:
+    """The outlets of one run, for use in a ``with`` block. ``tell`` gets its progress at every look at the workers."""
+
+    def __init__(self, store: Store, run_id: str, tell: Callable[[Progress], object]) -> None:
+        self._tell = tell
+        self._name = f"{RUNS}/{run_id}.log"
+        self._store = store
+        self._faults: Counter[Fault] = Counter()
+        self._moves = 0
+        self.metrics = Metrics(run_id)
+        self._logs = WorkerLogs(partial(store.put, self._name))
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._logs.close()
+
+    @property
+    def log(self) -> str:
+        """The file with what dead workers said last; "" where none died."""
+        return f"{self._store}/{self._name}" if self._logs.n_deaths else ""
+
+    def start(self) -> None:
+        """Begin to listen to the workers, once Ray is joined."""
+        self._logs.start()
+        self.metrics.set("last_row_time", time.time())
+
+    def look(self, report: WorkerReport, at: Progress) -> None:
+        """Tell others what a look at the workers showed."""
+        self._logs.add(report.deaths)
+        self._tell(at)
+        if report.moves < self._moves:  # the workers of another graph, whose counts begin anew
+            self._faults.clear()
+        for fault, count in report.faults.items():
+            labels = {"stage": fault.stage, "node": fault.host, "class": fault.error_class}
+            self.metrics.count("failures", count - self._faults[fault], **labels)
+        self._faults, self._moves = Counter(report.faults), report.moves
+        for stage, waiting in at.waiting.items():
+            self.metrics.set("queue", waiting, stage=stage)
+        for stage, share in at.busy.items():
+            self.metrics.set("busy_share", share, stage=stage)
+        self.metrics.set("items_left", at.total - at.done)
+
+    def committed(self, item: str, ok: int, failed: int) -> None:
+        """Count committed rows."""
+        self.metrics.count("rows", ok, item=item, status="ok")
+        self.metrics.count("rows", failed, item=item, status="failed")
+        self.metrics.set("last_row_time", time.time())
+
+
+class _Metric(NamedTuple):
+    """The kind of a metric, what it means, and its labels beside ``run``."""
+
+    kind: type[ray_metrics.Counter] | type[ray_metrics.Gauge]
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: Mapping[str, _Metric] = MappingProxyType(
+    {
+        "rows": _Metric(ray_metrics.Counter, "rows committed", ("item", "status")),
+        "tokens": _Metric(
+            ray_metrics.Counter, "tokens of committed videos, before pruning (in) and stored (kept)", ("kind",)
+        ),
+        "bytes": _Metric(
+            ray_metrics.Counter, "bytes of committed videos: of files (read) and of tokens (stored)", ("kind",)
+        ),
+        "stage_seconds": _Metric(ray_metrics.Counter, "seconds that committed videos took in a stage", ("stage",)),
+        "failures": _Metric(ray_metrics.Counter, "failed items, also those tried again", ("stage", "node", "class")),
+        "items_left": _Metric(ray_metrics.Gauge, "items without a row"),
+        "queue": _Metric(ray_metrics.Gauge, "items that a stage has to do or in hand", ("stage",)),
+        "busy_share": _Metric(
+            ray_metrics.Gauge, "share of half a minute in which workers had items in hand", ("stage",)
+        ),
+        "last_row_time": _Metric(
+            ray_metrics.Gauge, "when the last row was committed, or the run began, in seconds since 1970"
+        ),
+    }
+)
+
+
+class Metrics:
+    """The recorder of the metrics of one run; ``run`` is their label of that name."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._recorders: dict[str, ray_metrics.Counter | ray_metrics.Gauge] = {}
+
+    def count(self, name: str, amount: float, **labels: str) -> None:
+        """Add an amount to a counter of METRICS; 0 does nothing."""
+        if amount > 0:
+            self._recorder(name).inc(amount, {**labels, "run": self._run})
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge of METRICS."""
+        self._recorder(name).set(value, {**labels, "run": self._run})
+
+    def _recorder(self, name: str) -> ray_metrics.Counter | ray_metrics.Gauge:
+        """Return the recorder of a metric, made when it is first used, as Ray is joined by then."""
+        if name not in self._recorders:
+            metric = METRICS[name]
+            self._recorders[name] = metric.kind(f"gstep_{name}", metric.meaning, ("run", *metric.labels))
+        return self._recorders[name]
+
 
 _LINES, _PROCESSES = 50, 5000  # last lines of a process, and processes, that are kept in memory
 _LARGEST = 2**20  # characters of a file, to which nothing more is added then

@@ -1,24 +1,130 @@
-"""SigLIP's text tower, from a SigLIP checkpoint: LLaVA-OneVision is made of the vision tower alone.
+"""The parts of SigLIP besides the tower: the pooling head, evidence of head and last layer, and the text tower.
 
-It pairs with the pooling head of the same checkpoint, which puts patches into the space of its texts. Only the text
-tensors are read, and they run in float32.
+LLaVA-OneVision is made of a SigLIP checkpoint's vision tower alone. The attention-pooling head puts patches into the
+space of the checkpoint's texts. Only the tensors of the head or of the text tower are read. Both run in float32,
+whatever the encoder's precision: in 16 bits many tokens of a frame would get the same attention.
+
+Shapes: S patches of a frame (27 x 27), C channels, E channels of an attention head.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from gstep.backbones.attention import attention_received, split_heads
 from gstep.backbones.weights import load_weights, rebuild_position_ids
 from gstep.checkpoints.identity import IRRELEVANT_KEYS, tensor_samples
-from gstep.checkpoints.pooling_head import PoolingHeadSource
+from gstep.checkpoints.pooling_head import PoolingHeadSource, head_identity, read_head
 from gstep.checkpoints.tensors import files_with
 from gstep.errors import ModelError
+
+
+class PoolingHead(nn.Module):
+    """SigLIP's post_layernorm and attention-pooling head as one module without gradients, in eval mode."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers.models.siglip.modeling_siglip import (  # noqa: PLC0415 - seconds, and rarely needed
+            SiglipMultiheadAttentionPoolingHead,
+        )
+
+        super().__init__()
+        self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.head = SiglipMultiheadAttentionPoolingHead(config)
+
+    @classmethod
+    def load(cls, source: PoolingHeadSource, device: str) -> PoolingHead:
+        """Load the head that ``source`` describes onto ``device`` in float32.
+
+        Raises ModelError where this node's weights are not those that were resolved, or do not fit the config.
+        """
+        from transformers import SiglipVisionConfig  # noqa: PLC0415
+
+        tensors = read_head(source)
+        if head_identity(tensors, source.config) != source.identity:
+            raise ModelError(
+                f"{source.name!r} has another pooling head on this node: copy the checkpoint to every node"
+            )
+        with torch.device("meta"):
+            head = cls(SiglipVisionConfig(**source.config))
+        try:
+            head.load_state_dict(
+                {name: value.to(device, torch.float32) for name, value in tensors.items()}, assign=True
+            )
+        except RuntimeError as error:
+            raise ModelError(f"{source.name!r}: config.json does not fit the pooling head: {error}") from error
+        return head.eval().requires_grad_(False)
+
+    def forward(self, features_TSC: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute each frame's pooled feature [T,C] and the probe's attention [T,S], a head mean, of tower outputs."""
+        seen: list[Tensor] = []
+
+        def keep(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
+            seen.append(output[1].squeeze(1))  # the stock head drops it
+
+        with self.head.attention.register_forward_hook(keep):
+            feature_TC: Tensor = self.head(self.post_layernorm(features_TSC.float()))
+        return feature_TC, seen[0]
+
+    def of_single_patches(self, features_TSC: Tensor) -> Tensor:
+        """Put each patch of some frames into SigLIP's image-text space, [T,S,C].
+
+        A patch goes through the head as if the probe saw it alone. Attention over one position is 1 whatever the query
+        is, so that the patch's value is the result; the rest is SiglipMultiheadAttentionPoolingHead.forward
+        (transformers, models/siglip/modeling_siglip.py). CDPruner's official code, which is for CLIP alone, also
+        sends each patch through what CLIP has for its pooled token: post_layernorm and the visual projection
+        (llava/model/multimodal_encoder/clip_encoder.py).
+        """
+        attention = self.head.attention
+        weight_CC, bias_C = attention.in_proj_weight.chunk(3)[2], attention.in_proj_bias.chunk(3)[2]
+        value_TSC = linear(self.post_layernorm(features_TSC.float()), weight_CC, bias_C)
+        pooled_TSC = linear(value_TSC, attention.out_proj.weight, attention.out_proj.bias)
+        embedded_TSC: Tensor = pooled_TSC + self.head.mlp(self.head.layernorm(pooled_TSC))
+        return embedded_TSC
+
+
+class FrameObserver:
+    """An observer of the input of ``module``, [1,S,C] of each frame, of which ``evidence_of`` makes the evidence."""
+
+    def __init__(self, module: nn.Module, evidence_of: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        self.module = module
+        self._evidence_of = evidence_of
+        self._seen: list[dict[str, Tensor]] = []
+
+    def __call__(self, input_TSC: Tensor, kwargs: Mapping[str, Any]) -> None:
+        # One frame at a time: all attention weights, and the MLP's hidden states, would be far larger than the rest.
+        self._seen += [self._evidence_of(input_1SC) for input_1SC in torch.split(input_TSC, 1)]
+
+    def seen(self) -> dict[str, Tensor]:
+        """Return the evidence of all frames that went through, by its name."""
+        return {name: torch.cat([frame[name] for frame in self._seen]) for name in self._seen[0]}
+
+
+def last_layer_evidence(layer: Any, hidden_1SC: Tensor) -> dict[str, Tensor]:
+    """Compute the attention [1,S] and the keys [1,S,E] of a frame's patches in an attention layer."""
+    query_HSE, key_HSE = (
+        split_heads(hidden_1SC[0], part.weight, part.bias, layer.num_heads) for part in (layer.q_proj, layer.k_proj)
+    )
+    return {"token_attention": attention_received(query_HSE, key_HSE)[None], "token_key": key_HSE.mean(dim=0)[None]}
+
+
+def probe_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
+    """Compute a frame's feature [1,C] and the attention [1,S] of the head's probe from the tower's output."""
+    feature_1C, attention_1S = head(features_1SC)
+    return {"frame_feature": feature_1C, "token_attention": attention_1S}
+
+
+def patch_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
+    """Put each patch of a frame into SigLIP's image-text space, [1,S,C]."""
+    return {"image_embedding": head.of_single_patches(features_1SC)}
+
 
 PREFIX = "text_model."
 FAST_TOKENIZER, SLOW_TOKENIZER = "tokenizer.json", "spiece.model"

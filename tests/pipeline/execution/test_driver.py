@@ -1,0 +1,316 @@
+"""A run from its claim to its summary: the steps in their order, each shard on disk as it comes, every way to end."""
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pyarrow as pa
+import pytest
+import ray
+from rich.console import Console
+
+from pipeline.errors import CacheLocked, IdentityMismatch, RunFailed, UsageError
+from pipeline.execution import driver, watchdog
+from pipeline.execution.claim import Claim, holder
+from pipeline.execution.driver import Driver
+from pipeline.execution.heartbeats import Heartbeats, WorkerReport
+from pipeline.execution.outcome import Outcome
+from pipeline.execution.run_record import RunFile
+from pipeline.execution.shards import Batch, RunGraph
+from pipeline.execution.stages import Plan, Stage, StageWords, Wording
+from pipeline.execution.watchdog import ClusterChanged
+from pipeline.options import RunOptions
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.rays import handle_of
+
+
+@dataclass(frozen=True)
+class WordPlan(Plan):
+    """One writer of words."""
+
+    wording: ClassVar[Wording] = Wording("writing", "word", {"write": StageWords("written", "look at it")}, "--words")
+    write: Stage
+    workers = "1 to write"
+
+
+class Words(RunGraph):
+    """A graph of words, two a shard: each is its own batch. A word "?" makes the graph fail, as Ray would."""
+
+    def batches(self) -> Iterator[Batch]:
+        for word in self.dataset:
+            if word == "?":
+                raise ray.exceptions.RaySystemError("the node is gone")
+            yield Batch([pa.table({"word": [word], "status": ["failed" if word == "bad" else "ok"]})], 1)
+
+
+class WordRun(Driver[RunOptions, list[str], Outcome]):
+    """Writes the words that are not there yet, each as a file; it notes each step and who has a claim meanwhile."""
+
+    def __init__(self, root: Path, *words: str, store: LocalStore | None = None) -> None:
+        options = RunOptions(device="cpu", s3_endpoint="http://secret.example", log_interval=60)
+        super().__init__(options, Console(file=io.StringIO(), width=200))
+        self.place, self.words = store or LocalStore(root), words
+        self.steps: list[tuple[str, str | None]] = []
+        self.n_failed = 0
+        self.reason: str | None = None  # for which a worker gave up
+
+    def step(self, name: str) -> None:
+        found = holder(self.place) if self.place.root.is_dir() else None
+        self.steps.append((name, found["run_id"] if found else None))
+
+    @property
+    def said(self) -> str:
+        return self.console.file.getvalue()
+
+    def prepare(self) -> None:
+        self.step("prepare")
+        self.store, self.run_id = self.place, "r1"
+
+    def match(self) -> None:
+        self.step("match")
+        self.words = tuple(word.lower() for word in self.words)
+
+    def remaining(self) -> list[str]:
+        self.step("remaining")
+        return self.unfinished(list(self.words))
+
+    def process(self, todo: list[str]) -> None:
+        self.step("process")
+        self.run_file = RunFile(self.store, {"run_id": self.run_id})
+        with self.run_file:
+            self.stream(todo)
+
+    def plan(self, items: list[str]) -> WordPlan:
+        return WordPlan(Stage(0, 0, 1, ""))
+
+    def plan_again(self, n_items: int) -> None:
+        return None
+
+    def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
+        return Words(items, 2)
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 1.0}
+
+    def commit(self, number: int, rows: pa.Table) -> None:
+        for word, status in zip(*(rows[name].to_pylist() for name in ("word", "status")), strict=True):
+            self.store.put(f"words/{word}", f"{number} {status}".encode())
+            self.n_failed += status != "ok"
+
+    def unfinished(self, items: list[str]) -> list[str]:
+        return [word for word in items if not self.store.exists(f"words/{word}")]
+
+    def summarise(self, todo: list[str], wall_s: float) -> Outcome:
+        self.step("summarise")
+        n_ok = len(self.store.names("words", "")) - self.n_failed
+        return Outcome(
+            n_ok=n_ok,
+            failures={},
+            examples={},
+            n_missing=len(self.words) - n_ok - self.n_failed,
+            n_new=len(todo),
+            n_new_failed=self.n_failed,
+            wall_s=wall_s,
+        )
+
+    def tidy(self) -> None:
+        self.step("tidy")
+
+    def on_disk(self) -> dict[str, str]:
+        return {name.removeprefix("words/"): self.store.read(name).decode() for name in self.store.names("words", "")}
+
+
+@pytest.fixture(autouse=True)
+def heartbeats_in_this_process(monkeypatch):
+    """The heartbeats' own class, which answers here instead of in an actor of Ray."""
+    heartbeats = Heartbeats(("write",))
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(driver, "heartbeats_of", lambda stages: nullcontext(handle_of(heartbeats.read)))
+
+
+def record_of(root: Path) -> dict[str, object]:
+    return json.loads((root / "runs" / "r1.json").read_text())
+
+
+def test_the_steps_come_in_order_and_all_but_the_first_under_the_claim(tmp_path):
+    run = WordRun(tmp_path / "out", "A", "b", "bad")
+    outcome = run.run()
+    steps = ("match", "remaining", "process", "summarise", "tidy")
+    assert run.steps == [("prepare", None), *((name, "r1") for name in steps)]
+    assert (outcome.n_ok, outcome.n_new, outcome.n_new_failed, outcome.n_missing) == (2, 3, 1, 0)
+    assert run.on_disk() == {"a": "0 ok", "b": "0 ok", "bad": "1 failed"}  # what match gave
+    assert holder(run.store) is None and "3/3 words, 1 failed" in run.said
+
+
+def test_the_record_has_the_summary_once_it_is_known(tmp_path):
+    WordRun(tmp_path, "a").run()
+    record = record_of(tmp_path)
+    assert (record["status"], record["error"]) == ("finished", None)
+    assert record["summary"]["n_ok"] == 1 and record["summary"]["n_failed"] == 0
+
+
+def test_where_nothing_is_left_nothing_is_streamed_or_recorded(tmp_path):
+    WordRun(tmp_path, "a").run()
+    (tmp_path / "runs" / "r1.json").unlink()
+    again = WordRun(tmp_path, "a")
+    outcome = again.run()
+    assert [name for name, _ in again.steps] == ["prepare", "match", "remaining", "summarise"]
+    assert (outcome.n_ok, outcome.n_new) == (1, 0) and not (tmp_path / "runs" / "r1.json").exists()
+
+
+def test_the_configuration_is_shown_without_its_secrets_and_defaults_of_nothing(tmp_path):
+    run = WordRun(tmp_path, "a")
+    run.run()
+    assert run.said.startswith("configuration: ") and "device=cpu" in run.said and "s3_endpoint=(set)" in run.said
+    assert "secret.example" not in run.said and "revision=" not in run.said and "max_attempts=" not in run.said
+
+
+@pytest.mark.parametrize("step", ["prepare", "match", "remaining", "process", "summarise"])
+def test_a_store_that_fails_ends_the_run_and_frees_the_place(tmp_path, step):
+    class Failing(WordRun):
+        def step(self, name: str) -> None:
+            super().step(name)
+            if name == step:
+                raise OSError(28, "No space left on device")
+
+    run = Failing(tmp_path, "a")
+    with pytest.raises(RunFailed, match=r"OSError: .*No space left") as caught:
+        run.run()
+    assert isinstance(caught.value.__cause__, OSError)
+    assert run.steps[-1][0] == step and holder(run.place) is None
+
+
+@pytest.mark.parametrize("refusal", [UsageError("no"), IdentityMismatch("other settings")])
+def test_a_refusal_stays_one(tmp_path, refusal):
+    class Refusing(WordRun):
+        def match(self) -> None:
+            raise refusal
+
+    with pytest.raises(type(refusal), match=str(refusal)):
+        Refusing(tmp_path, "a").run()
+    assert not (tmp_path / "words").exists()
+
+
+def test_a_place_that_another_run_holds_is_not_touched(tmp_path):
+    run = WordRun(tmp_path, "a")
+    with Claim(LocalStore(tmp_path), "other", print), pytest.raises(CacheLocked, match="other"):
+        run.run()
+    assert [name for name, _ in run.steps] == ["prepare"] and not (tmp_path / "words").exists()
+
+
+def test_a_shard_is_on_disk_before_the_graph_has_ended(tmp_path):
+    class Watched(Words):
+        def batches(self) -> Iterator[Batch]:
+            for number, batch in enumerate(super().batches()):
+                # One batch waits to be fetched and one to be taken, so that five behind a shard it must be written.
+                assert number < 7 or (tmp_path / "words" / "w0").exists()
+                yield batch
+
+    class Run(WordRun):
+        def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
+            return Watched(items, 2)
+
+    run = Run(tmp_path, *(f"w{number}" for number in range(9)))
+    run.run()
+    assert run.on_disk()["w8"] == "4 ok" and len(run.on_disk()) == 9
+
+
+class Full(LocalStore):
+    """A store that is full once it is to hold "c"."""
+
+    def put(self, name: str, data: bytes) -> None:
+        if name == "words/c":
+            raise OSError(28, "No space left on device", name)
+        super().put(name, data)
+
+
+def test_what_was_committed_before_the_store_failed_stays_and_the_record_says_why(tmp_path):
+    with pytest.raises(RunFailed, match=r"the run stopped after 2 of 4 words: OSError: .*No space left"):
+        WordRun(tmp_path, "a", "b", "c", "d", store=Full(tmp_path)).run()
+    record = record_of(tmp_path)
+    assert record["status"] == "failed" and "No space left" in record["error"] and "summary" not in record
+    again = WordRun(tmp_path, "a", "b", "c", "d")
+    assert again.run().n_new == 2 and sorted(again.on_disk()) == list("abcd")  # the rerun goes on
+
+
+def test_rows_that_are_missing_fail_the_run(tmp_path):
+    class Losing(WordRun):
+        def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
+            return Words(items[:3], 2)
+
+    with pytest.raises(RunFailed, match="2 of 5 words have no row; run the same command again"):
+        Losing(tmp_path, *"abcde").run()
+
+
+@pytest.mark.parametrize(
+    ("told", "said"), [(None, "the node is gone"), ("OSError: No space left on device", "OSError: No space left")]
+)
+def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is_written_first(
+    tmp_path, monkeypatch, told, said
+):
+    heartbeats = handle_of(lambda: WorkerReport(failure=told))
+    heartbeats.read = heartbeats.__dict__.pop("<lambda>")
+    monkeypatch.setattr(driver, "heartbeats_of", lambda stages: nullcontext(heartbeats))
+    run = WordRun(tmp_path, *"abc", "?", "d")
+    with pytest.raises(RunFailed, match=rf"stopped after [02] of 5 words: .*{said}"):
+        run.run()
+    assert "stopping: what is done is written first" in run.said and sorted(run.on_disk()) == list("abc")
+
+
+class Waiting(WordRun):
+    """A run whose first graph gives three words and then nothing; ``look`` is called at every look at its workers."""
+
+    graphs = 0
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.options = RunOptions(device="cpu", stall_timeout=60, log_interval=60)
+
+    def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
+        self.graphs += 1
+        return Endless(items[:3], 2) if self.graphs == 1 else Words(items, 2)
+
+    def give_up(self, report: WorkerReport) -> str | None:
+        return self.look() if self.graphs == 1 and len(self.on_disk()) == 2 else None
+
+
+class Endless(Words):
+    """Words, and then a wait without end that an exception can end, as Ray's own."""
+
+    def batches(self) -> Iterator[Batch]:
+        yield from super().batches()
+        while True:
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def looks_often(monkeypatch):
+    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.05)
+
+
+def test_what_is_left_is_planned_anew_where_the_cluster_changed(tmp_path, looks_often):
+    class Changing(Waiting):
+        def look(self) -> None:
+            raise ClusterChanged("nodes were lost and nothing moves")
+
+    run = Changing(tmp_path, *"abcde")
+    assert run.run().n_missing == 0 and run.graphs == 2
+    assert "note: nodes were lost and nothing moves: 2 words are planned anew on those that are there" in run.said
+    # What had come out of the first graph was written first; no number of a shard is used again.
+    assert run.on_disk() == {"a": "0 ok", "b": "0 ok", "c": "1 ok", "d": "2 ok", "e": "2 ok"}
+
+
+def test_a_reason_to_give_up_ends_the_run(tmp_path, looks_often):
+    class Giving(Waiting):
+        def look(self) -> str:
+            return "all words are bad"
+
+    run = Giving(tmp_path, *"abcde")
+    with pytest.raises(RunFailed, match="all words are bad"):
+        run.run()
+    assert sorted(run.on_disk()) == list("abc")
