@@ -1,4 +1,4 @@
-"""What a cache holds, as the driver of a run keeps it: 80 bytes for each video, whatever its row says.
+"""What a cache holds, as the driver of a run keeps it: 79 bytes for each video, whatever its row says.
 
 An id is a hash of 16 bytes, the clip that it was made of one of 8; of the rest there are the numbers that resume and
 the summary add up. Anything else of a row is read again from its file.
@@ -53,7 +53,6 @@ _COLUMNS: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "tie": (np.uint64, ()),
     "run": (np.uint16, ()),  # its number in ``runs``
     "state": (np.int8, ()),  # 0 removed, 1 ok, 2 failed
-    "older": (np.bool_, ()),  # made before clips had a tolerance
     "code": (np.uint8, ()),  # 0 ok or removed, else the fault's number in ``classes``; and the bits below
     "remarks": (np.uint8, ()),  # the bits HDR to SHARED
     "note": (np.uint8, ()),  # 0, or why another decoder than asked served: its number in ``notes``
@@ -244,7 +243,6 @@ class Ledger:
             "tie": table["tie_break"].to_numpy(),
             "run": self._runs_of(table["run_id"]),
             "state": states_of(table["status"]),
-            "older": table["clip_fps"].is_null().to_numpy(),
             "code": self._codes(table),
             "remarks": _remarks(table),
             "note": self._notes_of(table["backend_note"]),

@@ -16,7 +16,7 @@ from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import Frames
-from pipeline.video.sampling import Sampling, older_rule
+from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import same_source
 
@@ -76,15 +76,12 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects) -
     if video.source_hash != row["source_hash"]:
         raise VideoFault("io", "the source file has changed since: its hash is another one")
     if video.frame_indices.tolist() != row["frame_indices"]:
-        older = "" if row["clip_fps"] is not None else ": an older version cut the clip by another rule"
-        raise VideoFault("io", f"decoded now, the source file gives other frames than those that were sampled{older}")
+        raise VideoFault("io", "decoded now, the source file gives other frames than those that were sampled")
     return video
 
 
 def _sampling(settings: SamplingIdentity) -> Sampling:
-    """Return the sampling that the cache's identity describes. Raises VideoFault where it is none of this version."""
-    if older := older_rule(settings):
-        raise VideoFault("io", older)
+    """Return the sampling that the cache's identity describes. Raises VideoFault where it is none."""
     try:
         known = {name: value for name, value in settings.items() if name != "time_rule"}
         return Sampling(**{"num_frames": None, **known})  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 from pipeline.video.decoders import DECODERS, load_decoder
-from pipeline.video.sampling import ROUNDED, TIME_RULE, TRUNCATE, Sampling, older_rule
+from pipeline.video.sampling import ROUNDED, TIME_RULE, TRUNCATE, Sampling
 
 DEFAULT_FRAMES = 32
 #: The evidence that an encoder gives: of each token, [T,N] or [T,N,width], or of each frame.
@@ -339,11 +339,10 @@ def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
         request = replace(request, retention_ratio=stored)
     wrong = differences(held, request.identity(request.dtype))
     if wrong:
-        older = request.sampling.fps is not None and older_rule(held["sampling"])
         raise IdentityMismatch(
             f"{request.store} was made with other settings, and one cache holds one kind of rows:\n  "
             + "\n  ".join(wrong)
-            + (f"\nNote: {older}. Use another --out." if older else "\nUse the cache's settings, or another --out.")
+            + "\nUse the cache's settings, or another --out."
         )
     return request
 

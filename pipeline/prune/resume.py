@@ -23,8 +23,6 @@ from pipeline.video.source import Sizes
 
 Mask = NDArray[np.bool_]
 _SHOWN = 5  # changed videos that a refusal lists
-_LOOKED_AT = 20_000  # cached clips that are compared with the rule of now
-_NEAR_S = 0.00125  # half a millisecond and half a tick, of what counts milliseconds; the rate is that of the file
 
 
 class Tally(NamedTuple):
@@ -87,28 +85,6 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
             + "\nKeep the cached ones with --on-changed skip, or process them again with --on-changed redo."
         )
     return Remaining(pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), Tally(*tally.tolist()))
-
-
-def recut_clips(manifest: pa.Table, ledger: Ledger) -> list[str]:
-    """List the cached clips that an older version cut, and that would have other frames now (MANIFEST_SCHEMA).
-
-    The frame before the first one or the last one lies so near to a bound that it counts as at the bound. At most
-    _LOOKED_AT rows are read.
-    """
-    bounded = pc.or_(manifest["start_s"].is_valid(), manifest["end_s"].is_valid())
-    rows = ledger.find(manifest["video_id"].filter(bounded))
-    rows = rows[rows >= 0]
-    rows = rows[ledger.columns["older"][rows] & (ledger.columns["state"][rows] == 1)]
-    rows = rows[np.argsort(ledger.columns["place"][rows], kind="stable")][:_LOOKED_AT]
-    return [row["video_id"] for row in map(ledger.read, rows.tolist()) if _recut(row)]
-
-
-def _recut(row: VideoRow) -> bool:
-    """Return whether the bounds of a clip that an older version cut would let in, or leave out, a frame now."""
-    start, end, times = row["start_s"], row["end_s"], row["timestamps"]
-    early = start is not None and start > 0 and abs(times[0] - 1 / row["fps"] - start) <= _NEAR_S
-    late = end is not None and len(times) > 1 and 0 < end - times[-1] <= _NEAR_S
-    return early or late
 
 
 class _Comparison(NamedTuple):
@@ -205,15 +181,6 @@ def refuse_empty(request: PruneRequest, found: Discovery) -> None:
     if not len(request.manifest) and not len(found.found().videos):
         part = "" if request.config.shard is None else f" of --shard {request.config.shard}"
         raise UsageError(f"{request.config.named}: none of the {found.n_parts - 1} containers holds a video{part}")
-
-
-def recut_line(ids: list[str]) -> str:
-    """Say which cached clips would have other frames now."""
-    some = ", ".join(ids[:_SHOWN]) + (", ..." if len(ids) > _SHOWN else "")
-    return (
-        f"note: {len(ids)} cached clips would have other frames now ({some}): an older version took a frame at a bound "
-        "for one beside it. They stay as they are, beside new ones; prune them into another --out to have them anew"
-    )
 
 
 def unfinished(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Table:

@@ -46,8 +46,6 @@ from pipeline.prune.request import match_cache, prepare
 from pipeline.prune.resources import Resources, files_bytes, planned_workers, shortfalls
 from pipeline.prune.resume import (
     discovery_of,
-    recut_clips,
-    recut_line,
     refuse_empty,
     remaining,
     retry_candidates,
@@ -120,8 +118,6 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         todo, counts = remaining(manifest, self.ledger, self.options, self.request.objects)
         for line in skipped_lines(counts, self.options):
             self.say(line)
-        if self.options.fps is None and (recut := recut_clips(manifest, self.ledger)):
-            self.say(recut_line(recut))
         known, self._n_waiting = within_limit(todo, self.options.limit)
         return discovery_of(self.request, self.ledger, known)
 

@@ -76,16 +76,6 @@ class Sampling:
             raise ValueError(f"snap_to_keyframes_s must be a positive number, got {self.snap_to_keyframes_s}")
 
 
-def older_rule(settings: Mapping[str, int | float | str | None]) -> str:
-    """Say that a cache's frames were taken by an older rule of ``fps``, by the sampling in its identity; "" if not."""
-    if settings.get("fps") is None or settings.get("time_rule") == TIME_RULE:
-        return ""
-    return (
-        "an older version took the frames of the cache by an older rule of --fps: some early or twice where a "
-        "container counts milliseconds, and those of a long video of variable rate evenly over its frames"
-    )
-
-
 def clip_range(
     timestamps: NDArray[np.float64],
     start_s: float | None,

@@ -12,7 +12,6 @@ import gstep
 from gstep.backbones import BACKBONES
 from gstep.checkpoints import tiny
 from gstep.evidence import SINGLE_PATCHES
-from jobs import prune
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
@@ -22,7 +21,6 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import prepare, sampling_of
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
-from tests.jobs.jobs import forbid_ray
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.videos import sample
 
@@ -45,31 +43,6 @@ def cache_with(folder: Path, identity: CacheIdentity, *videos: VideoItem) -> Non
     store.make()
     store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
     write_shard(store, "run", *videos)
-
-
-@pytest.mark.parametrize("model", ["tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl"])
-def test_a_cache_of_the_older_rule_of_fps_is_refused_with_the_remedy(request_for, tmp_path, model):
-    identity = request_for(model=model, fps=1.0).identity("float32")
-    older = {name: identity["sampling"][name] for name in ("fps", "max_frames")}
-    cache_with(tmp_path / "c", {**identity, "sampling": older}, encoded("v", random_tokens(0), 1.0, "none"))
-    with pytest.raises(
-        IdentityMismatch, match=r"(?s)sampling\.time_rule: .*older rule of --fps.*Use another --out"
-    ) as told:
-        request_for(model=model, fps=1.0)
-    assert "Use the cache's settings" not in str(told.value)
-
-
-def test_a_run_says_which_cached_clips_would_have_other_frames_now(request_for, tmp_path, monkeypatch, capsys):
-    """The end lies half a millisecond behind the last frame, which an older version took."""
-    video = tmp_path / "videos" / "bikes.mp4"
-    clip = encoded("v", random_tokens(0), 1.0, "none", uri=str(video), end_s=0.7505)
-    cache_with(tmp_path / "c", request_for().identity("float32"), clip)
-    (tmp_path / "m.jsonl").write_text(json.dumps({"video_id": "v", "uri": "videos/bikes.mp4", "end_s": 0.7505}))
-    forbid_ray(monkeypatch)
-    argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--pruner", "none", "--dtype", "float32"]
-    assert prune.main(argv) == 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert "note: 1 cached clips would have other frames now (v)" in said and "beside new ones" in said
 
 
 def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request_for, tmp_path):

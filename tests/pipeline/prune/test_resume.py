@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -12,7 +11,7 @@ from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import Tally, recut_clips, recut_line, remaining, retry_candidates, unfinished
+from pipeline.prune.resume import Tally, remaining, retry_candidates, unfinished
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
@@ -81,33 +80,6 @@ def test_a_changed_file_is_refused_skipped_or_redone(folder, live):
         left(folder, live)
     assert left(folder, live, on_changed="skip") == {"c.mp4": 1}
     assert left(folder, live, on_changed="redo") == {"a.mp4": 2, "c.mp4": 1}
-
-
-@pytest.mark.parametrize(
-    ("clip", "first", "recut"),
-    [
-        ((0.667, 1.333), 21, True),  # the frame at 0.66667 s was left out
-        ((0.66667, 1.334), 20, True),  # and the one at 1.33333 s let in
-        ((0.65, 1.31), 20, False),
-        ((None, 1.334), 20, True),
-        ((None, None), 20, False),
-    ],
-)
-def test_a_clip_of_an_older_version_that_would_have_other_frames_is_named(tmp_path, clip, first, recut):
-    (tmp_path / "a.mp4").write_bytes(b"12345")
-    bounds = {name: value for name, value in zip(("start_s", "end_s"), clip, strict=True) if value is not None}
-    (tmp_path / "m.jsonl").write_text(json.dumps({"video_id": "a", "uri": "a.mp4", **bounds}))
-    last = 40 if clip[1] == 1.334 else 39
-    frames = np.linspace(first, last, 4, dtype=int)
-    facts = {"fps": 30.0, "frame_indices": frames.tolist(), "timestamps": (frames / 30).tolist(), **bounds}
-    store = write_header(tmp_path / "cache")
-    write_shard(store, "run", encoded("a", TOKENS, 0.25, "gstep", **facts))
-    manifest = read_manifest(str(tmp_path / "m.jsonl"))
-    assert recut_clips(manifest, Ledger(store).refresh()) == ["a"] * recut
-    newer = encoded("a", TOKENS, 0.25, "gstep", **facts, clip_fps=30.0, attempts=2)
-    write_shard(store, "later", newer)
-    assert recut_clips(manifest, Ledger(store).refresh()) == []
-    assert "1 cached clips would have other frames now (a)" in recut_line(["a"])
 
 
 @pytest.fixture
