@@ -29,6 +29,7 @@ PAGES = (
     "pipeline/evaluate/README.md",
 )
 OTHERS = (
+    "pipeline/README.md",
     "pipeline/plan/README.md",
     ".github/CONTRIBUTING.md",
     ".github/RELEASING.md",
