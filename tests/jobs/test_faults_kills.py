@@ -232,7 +232,7 @@ def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_onc
     before = len(visible.check(cache))
     assert before >= 10
 
-    stuck.write_text("8")  # fewer than make a shard
+    stuck.write_text("5")  # fewer than make a shard
     log = tmp_path / "log of the second"  # whose output is looked at before it says anything
     log.touch()
     driver = Driver([*argv, "--flush-seconds", "3600"], log, RAY_ADDRESS=cluster)

@@ -9,6 +9,8 @@ import sys
 import time
 import urllib.request
 from collections import Counter
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -51,6 +53,8 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
         wait_until(lambda: second.info("two")["status"] in ENDED, lambda: second.logs("two"), 240, meanwhile=pause)
         assert second.info("two")["status"] == "SUCCEEDED", second.logs("two")
         said, n_left = second.logs("two"), len(ids) - len(kept)
+        ok_rows = partial(values, name="ray_gstep_rows_total", status="ok", item="video")
+        wait_until(lambda: ok_rows(scrape(second)) == [n_left], lambda: scrape(second), 60, meanwhile=pause)
         time.sleep(3)  # what the driver reported last is scraped
         after = scrape(second)
     assert f"{len(kept)} of {len(ids) + 2} videos are in the cache already" in said
@@ -77,13 +81,13 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
 
 
 def scrape(cluster, busy=()):
-    """What all ports say that Ray lists; nothing while one does not listen, or a stage of ``busy`` has no share yet."""
-    listing = cluster.folder / "prom_metrics_service_discovery.json"
-    try:
-        ports = [port for entry in json.loads(listing.read_text()) for port in entry["targets"]]
-        text = "".join(urllib.request.urlopen(f"http://{at}/metrics", timeout=10).read().decode() for at in ports)
-    except OSError:
+    """What the ports say that Ray lists and that answer; "" while a stage of ``busy`` has no share yet."""
+    listing, text = cluster.folder / "prom_metrics_service_discovery.json", ""
+    if not listing.exists():
         return ""
+    for at in [port for entry in json.loads(listing.read_text()) for port in entry["targets"]]:
+        with suppress(OSError):  # Ray lists ports of its own, at which nothing may listen
+            text += urllib.request.urlopen(f"http://{at}/metrics", timeout=10).read().decode()
     told = all(values(text, "ray_gstep_busy_share", stage=stage) for stage in busy)
     return text if told and (not busy or values(text, "ray_gstep_last_row_time")) else ""
 

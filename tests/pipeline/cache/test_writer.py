@@ -10,6 +10,7 @@ import torch
 
 from pipeline import TokenCache
 from pipeline.cache.codecs import CODECS
+from pipeline.cache.reader import made_with
 from pipeline.cache.token_shard import checksum_of, read_videos
 from pipeline.cache.writer import commit, write_token_shard
 from pipeline.errors import RunFailed
@@ -19,10 +20,11 @@ from tests.pipeline.caches import encoded, random_tokens, write_header
 
 def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):
     store = write_header(tmp_path / "drivers")
+    made = made_with(store)
     video = encoded("v", random_tokens(0), 0.25, "gstep")
     written = write_token_shard([video], store=write_header(tmp_path / "nodes"), run_id="run")
     with pytest.raises(FileNotFoundError, match="must be shared by all"):
-        commit(store, "run", 0, written, made_with="made")
+        commit(store, "run", 0, written, made_with=made)
     assert len(TokenCache(tmp_path / "drivers")) == 0
 
 
@@ -30,8 +32,9 @@ def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):
 def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path, method):
     """A node that was taken for dead computed the same videos on another kind of GPU, and its write comes last."""
     store = write_header(tmp_path, method=method)
+    made = made_with(store)
     video = encoded("v", random_tokens(0), 0.25, method)
-    commit(store, "run", 0, write_token_shard([video], store=store, run_id="run"), made_with="made")
+    commit(store, "run", 0, write_token_shard([video], store=store, run_id="run"), made_with=made)
     before = TokenCache(tmp_path).get("v", order="selection")
     assert video.kept is not None
     other = replace(video.kept, tokens=video.kept.tokens ^ np.int16(1))
@@ -85,6 +88,7 @@ def test_a_shard_is_named_by_every_byte_of_its_columns(tmp_path, method, codec):
 
 def test_a_commit_of_many_shards_asks_a_distant_store_for_several_at_a_time(tmp_path):
     store, together = write_header(tmp_path), Barrier(2, timeout=60)
+    made = made_with(store)
     videos = [encoded(video_id, random_tokens(0), 0.25, "gstep") for video_id in "ab"]
     rows = [row for video in videos for row in write_token_shard([video], store=store, run_id="r")]
 
@@ -93,13 +97,14 @@ def test_a_commit_of_many_shards_asks_a_distant_store_for_several_at_a_time(tmp_
             together.wait()  # one request at a time would wait for ever
             return super().exists(name)
 
-    commit(Distant(tmp_path), "r", 0, rows, made_with="made")
+    commit(Distant(tmp_path), "r", 0, rows, made_with=made)
     assert list(TokenCache(tmp_path).video_ids) == ["a", "b"]
 
 
 def test_a_driver_that_was_stopped_in_its_commit_shows_no_video_whose_tokens_were_removed(tmp_path):
     """It goes on when nothing names its tokens any more: before it looks for them, or after it has put the rows."""
     store = write_header(tmp_path)
+    made = made_with(store)
     video = encoded("v", random_tokens(0), 0.25, "gstep")
     rows = write_token_shard([video], store=store, run_id="run")
 
@@ -109,18 +114,19 @@ def test_a_driver_that_was_stopped_in_its_commit_shows_no_video_whose_tokens_wer
             super().put(name, data)
 
     with pytest.raises(RunFailed, match="was removed before its videos were committed"):
-        commit(Stopped(tmp_path), "run", 0, rows, made_with="made")
+        commit(Stopped(tmp_path), "run", 0, rows, made_with=made)
     with pytest.raises(FileNotFoundError, match="removed meanwhile"):
-        commit(store, "run", 0, rows, made_with="made")
+        commit(store, "run", 0, rows, made_with=made)
     assert store.names("videos", ".parquet") == [] and len(TokenCache(tmp_path)) == 0
 
 
 def test_a_commit_never_makes_a_cache_that_is_gone(tmp_path):
     store = write_header(tmp_path / "c")
+    made = made_with(store)
     rows = write_token_shard([encoded("v", random_tokens(0), 0.25, "gstep")], store=store, run_id="run")
     (tmp_path / "c").rename(tmp_path / "old")
     with pytest.raises(FileNotFoundError):
-        commit(store, "run", 0, rows, made_with="made")
+        commit(store, "run", 0, rows, made_with=made)
     with pytest.raises(FileNotFoundError):
         store.put("videos/x.parquet", b"x")
     assert not (tmp_path / "c").exists()
@@ -147,13 +153,14 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
     for what in ("tokens", "commit", "delete", "afterwards"):
         place = tmp_path / what
         store = Moved(write_header(place / "c").root)
+        made = made_with(store)
         rows = write_token_shard([video], store=store, run_id="run")
-        commit(store, "run", 0, rows, made_with="made")
+        commit(store, "run", 0, rows, made_with=made)
         store.moving = True
         if what == "tokens":
             write_token_shard([video], store=store, run_id="other")
         elif what == "commit":
-            commit(store, "run", 1, rows, made_with="made")
+            commit(store, "run", 1, rows, made_with=made)
         elif what == "delete":
             (name,) = store.names("videos", ".parquet")
             store.delete(name)
@@ -166,13 +173,14 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
         store.delete("cache.json")
         assert [path.name for path in (place / "c").rglob("*") if path.is_file()] == ["cache.json"]
         with pytest.raises(FileNotFoundError):
-            commit(store, "run", 2, rows, made_with="made")
+            commit(store, "run", 2, rows, made_with=made)
         assert TokenCache(place / "old").video_ids == ([] if what == "delete" else ["v"])
 
 
 def test_a_worker_that_comes_to_the_new_folder_cannot_make_the_driver_commit_there(tmp_path):
     """The same settings, so that the header tells nothing: the driver looks for tokens where it has written."""
     driver = write_header(tmp_path / "c")
+    made = made_with(driver)
     driver.put("runs/run.running", b"{}")
     driver.root.rename(tmp_path / "old")
     os.utime(tmp_path / "old", (1, 1))
@@ -180,5 +188,5 @@ def test_a_worker_that_comes_to_the_new_folder_cannot_make_the_driver_commit_the
     video = encoded("v", random_tokens(0), 0.25, "gstep")
     rows = write_token_shard([video], store=LocalStore(tmp_path / "c"), run_id="run")
     with pytest.raises(FileNotFoundError):
-        commit(driver, "run", 0, rows, made_with="made")
+        commit(driver, "run", 0, rows, made_with=made)
     assert not list(tmp_path.glob("*/videos/*"))
