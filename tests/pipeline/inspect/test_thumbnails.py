@@ -34,8 +34,6 @@ def test_the_page_shows_the_sampled_frames_of_the_source(cache, decoded):
         ({"start_s": 5.0}, "gives other frames than those that were sampled"),
         ({"end_s": -1.0}, "decoding failed: unsupported: the clip"),
         ({"sampling": {}}, "does not say how frames were sampled"),
-        ({"sampling": {"fps": 1.0, "max_frames": 32}}, "older rule of --fps"),
-        ({"start_s": 5.0, "clip_fps": None}, "were sampled: an older version cut the clip"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
