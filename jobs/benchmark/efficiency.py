@@ -22,6 +22,7 @@ from jobs.benchmark.efficiency_bench import ArmResult, Bench, Job, Sample, prepa
 from jobs.benchmark.shared import figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, seldom, share
 from jobs.frame.json_document import Done
+from pipeline.evaluate.table import escape_latex, method_title
 from pipeline.options import ATTN, DEVICES, DTYPES
 
 Row = dict[str, Any]  # an arm's figures by name, JSON-able
@@ -73,19 +74,7 @@ _TABLES = {
 _COMPARED = ("online_s", "llm_with_tower_s", "llm_s", "online_peak_bytes", "kv_bytes")  # in the first table
 #: End of a figure's name -> its unit and digits as printed; others are whole numbers.
 _UNITS = {"_s": (1, 3), "_rate": (1, 1), "peak_bytes": (GIB, 2), "kv_bytes": (MIB, 1), "bytes_read": (10**6, 2)}
-_TITLES = {"fastv": "FastV", "fastvid": "FastVID", "cdpruner": "CDPruner", "visionzip": "VisionZip"}
-_TITLES |= {"vidcom2": "VidCom2", "gstep": "GSTEP"}
 _LATEX_HEADS = ("E2E (s)↓", "LLM Time (s)↓", "GPU (GB)↓", "KV (MB)↓")
-_LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "↓": r"$\downarrow$",
-        "↑": r"$\uparrow$",
-        **{sign: "\\" + sign for sign in "&%$#_{}"},
-    }
-)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -219,12 +208,6 @@ def _shown(name: str, figure: Any, full: Any) -> str:
     return f"{value / unit:.{digits}f}{change}"
 
 
-def method_title(method: str) -> str:
-    """Return a method as the paper writes it: "fastv,K=3" is "FastV, K=3"; unknown names stay."""
-    name, *parameters = method.split(",")
-    return ", ".join([_TITLES.get(name, name), *parameters])
-
-
 def table3(results: Sequence[ArmResult], title: str, memory: str) -> str:
     """Return the paper's Table 3 in LaTeX; seconds are summed over all questions, LLM time with tower and pruning.
 
@@ -233,16 +216,16 @@ def table3(results: Sequence[ArmResult], title: str, memory: str) -> str:
     """
     full, *others = results
     lines = [f"% {title}", "% Needs booktabs.", r"\begin{tabular}{l cccc}", r"\toprule"]
-    lines.append(_latex_row("\\textbf{Method}", [rf"\textbf{{{head.translate(_LATEX)}}}" for head in _LATEX_HEADS]))
+    lines.append(_latex_row("\\textbf{Method}", [rf"\textbf{{{escape_latex(head)}}}" for head in _LATEX_HEADS]))
     lines += [r"\midrule", _latex_row(r"Original (100\%)", _latex_cells(full, full))]
     largest_first = sorted(others, key=lambda result: -result.arm.retention_ratio)
     for ratio, block in groupby(largest_first, key=lambda result: result.arm.retention_ratio):
         pruned = rf"Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)"
         lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{\textit{{{pruned}}}}} \\"]
         for result in block:
-            name = method_title(result.arm.method).translate(_LATEX)
+            name = escape_latex(method_title(result.arm.method))
             lines.append(_latex_row(r"\textbf{GSTEP (Ours)}" if name == "GSTEP" else name, _latex_cells(result, full)))
-    note = f"{len(full.online)} questions a line; memory: {memory}.".translate(_LATEX)
+    note = escape_latex(f"{len(full.online)} questions a line; memory: {memory}.")
     lines += [r"\bottomrule", rf"\multicolumn{{5}}{{p{{0.95\linewidth}}}}{{\footnotesize {note}}} \\"]
     return "\n".join([*lines, r"\end{tabular}"]) + "\n"
 
@@ -264,5 +247,5 @@ def _latex_cells(result: ArmResult, full: ArmResult) -> list[str]:
     for value, before, digits in zip(values(result), values(full), (1, 1, 2, 0), strict=True):
         change = 0.0 if value is None or not before else 100 * (value / before - 1)
         arrow = "" if result is full or value is None else f" ({'↑' if change > 0 else '↓'}{abs(change):.1f}%)"
-        cells.append("--" if value is None else f"{value:.{digits}f}{arrow}".translate(_LATEX))
+        cells.append("--" if value is None else escape_latex(f"{value:.{digits}f}{arrow}"))
     return cells
