@@ -91,7 +91,7 @@ class Discovery(AbstractContextManager["Discovery"]):
 
     def __len__(self) -> int:
         found = sum(len(part.todo) for part in self._parts)
-        return found if self._ended else max(1, found)
+        return found if self._ended or not self.n_left else max(1, found)
 
     @property
     def n_parts(self) -> int:
