@@ -70,11 +70,10 @@ def test_a_refusal_is_a_failed_job_with_exit_code_2(cluster, submit):
 
 
 def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(cluster, submit, tmp_path):
-    """One video hangs the first time, so that the job stays half-way for as long as the test needs."""
+    """One video hangs the first time, so that the job stays half-way; a broken file joins the folder before the second."""
     ids = [f"{name}.mp4" for name in ("a", "b", "c", "d", "e", "hang")]
     for name in ids:
         shutil.copy(clips()[1], tmp_path / name)
-    (tmp_path / "text.mp4").write_text("no video" * 2**20)  # 8 MiB: a decoder for each 4 MiB, so one on each node
     cache = tmp_path / "c"
     argv = [str(tmp_path), "--out", str(cache)]
     hangs = ("--decode-workers", "1", "--decoder", "tests.jobs.hostile:HostileReader", "--decode-timeout", "600")
@@ -95,6 +94,7 @@ def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(clus
     assert 2 <= len(half) < len(ids)
     assert all(len(half.get(v).tokens) for v in half.video_ids)
 
+    (tmp_path / "text.mp4").write_text("no video" * 2**20)  # 8 MiB: a decoder for each 4 MiB, so one on each node
     second = submit("second", *argv)
     assert second.returncode == 0, second.stdout
     said, n_left = cluster.logs("second"), 7 - len(half)  # what ray job submit prints of it may lack lines
