@@ -28,8 +28,6 @@ if TYPE_CHECKING:
         UsageError,
         VideoFault,
     )
-    from pipeline.execution.progress import Progress
-    from pipeline.execution.token_source import ray_dataset
     from pipeline.generate.answers import read_answers
     from pipeline.generate.library import answer_questions
     from pipeline.generate.model import model_source
@@ -38,6 +36,8 @@ if TYPE_CHECKING:
     from pipeline.prune.map_batches import DecodeVideos, EncodeVideos, PruneStages, prune_stages
     from pipeline.prune.one_video import EncodedVideo, LocalEncoder, encode_video
     from pipeline.prune.summary import Summary
+    from pipeline.runner.progress import Progress
+    from pipeline.runner.token_source import ray_dataset
     from pipeline.serve.library import vllm_input, vllm_options
 
 __all__ = [
@@ -85,8 +85,8 @@ _HOMES = {
         *("CorruptShard", "EvidenceNotCached", "FailedVideo", "NotACache", "RatioNotCached", "RunFailed"),
         *("TooManyFailed", "UnknownVideo", "UsageError", "VideoFault"),
     ),
-    "pipeline.execution.progress": ("Progress",),
-    "pipeline.execution.token_source": ("ray_dataset",),
+    "pipeline.runner.progress": ("Progress",),
+    "pipeline.runner.token_source": ("ray_dataset",),
     "pipeline.generate.answers": ("read_answers",),
     "pipeline.generate.library": ("answer_questions",),
     "pipeline.generate.model": ("model_source",),

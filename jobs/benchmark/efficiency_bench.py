@@ -32,7 +32,6 @@ from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import VideoItem, commit, write_token_shard
 from pipeline.errors import RunFailed, UsageError
-from pipeline.execution.request import refusing
 from pipeline.generate.asking import Embedders
 from pipeline.generate.late_pruning import LatePruning, asked_grid, late_pruning
 from pipeline.inputs.manifest import read_manifest
@@ -41,6 +40,7 @@ from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, kept_tokens, pruned_columns, without_pixels
 from pipeline.prune.request import PruneRequest, needed_by, resolve
 from pipeline.rows import ManifestRow, VideoRecord
+from pipeline.runner.request import refusing
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 

@@ -21,8 +21,6 @@ from gstep import PrunedTokens, VisualTokens, make_pruner
 from jobs.benchmark.pipeline_work import DRIVER, HIDDEN, RATIO, SIDE, TOKENS_PER_FRAME, Work
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import RunFailed
-from pipeline.execution.access import workers_import_this
-from pipeline.execution.cluster import connect
 from pipeline.inputs.forms import Containers
 from pipeline.prune import graph
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder
@@ -30,6 +28,8 @@ from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, kept_tokens, 
 from pipeline.prune.library import prune_videos
 from pipeline.prune.request import PruneRequest
 from pipeline.rows import TodoRow, VideoRecord
+from pipeline.runner.access import workers_import_this
+from pipeline.runner.cluster import connect
 from pipeline.video.source import Source
 
 _NODE = {"object_store_memory": 512 * 2**20, "include_dashboard": False, "include_log_monitor": False}

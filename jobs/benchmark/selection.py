@@ -23,7 +23,7 @@ from jobs.benchmark.shared import figure_table, machine, machine_line, medians_i
 from jobs.benchmark.tokens import INPUTS
 from jobs.command import count, share
 from jobs.frame.json_document import Done
-from pipeline.execution.request import refusing
+from pipeline.runner.request import refusing
 
 ALPHA, BETA = 0.5, 1e-6  # those of gstep.prune
 PREFIX = 200  # steps of the loop that are timed where all of them would take too long; all cost the same

@@ -9,10 +9,10 @@ from pipeline.doctor.finding import Finding, guarded
 from pipeline.doctor.nodes import alive_nodes, judge_nodes, look_at_nodes, look_here, on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, check_device, first_videos
 from pipeline.doctor.store import check_store, reachable
-from pipeline.execution.cluster import connect
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.one_video import request_of
 from pipeline.prune.request import PruneRequest
+from pipeline.runner.cluster import connect
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 

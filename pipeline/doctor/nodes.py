@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.doctor.finding import Finding
-from pipeline.execution.cluster import package_version, root_cause
+from pipeline.runner.cluster import package_version, root_cause
 
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")

@@ -39,9 +39,6 @@ from pipeline.evaluate.request import (
 )
 from pipeline.evaluate.scores import answered_item, score_table, way_of
 from pipeline.evaluate.statistics import ORIGINAL, Arm
-from pipeline.execution.claim import Claim
-from pipeline.execution.request import new_run_id
-from pipeline.execution.run_record import RUNS
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers, read_answers_header
 from pipeline.generate.config import GenerateConfig
@@ -53,6 +50,9 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
+from pipeline.runner.claim import Claim
+from pipeline.runner.request import new_run_id
+from pipeline.runner.run_record import RUNS
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 

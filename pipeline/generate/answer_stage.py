@@ -12,14 +12,14 @@ import pyarrow as pa
 import torch
 
 from gstep.backbones import choose_runtime
-from pipeline.execution.gpu_fault import give_up_process
-from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
 from pipeline.generate.asking import AnswerSetup, Asker, PreparedQuestion, heartbeat_name, unforeseen_fault
 from pipeline.generate.choices import parse_letter
 from pipeline.generate.engines import Engine, EngineDied, load_engine
 from pipeline.generate.questions import QUESTION_SCHEMA, Way
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
+from pipeline.runner.gpu_fault import give_up_process
+from pipeline.runner.heartbeat import Heartbeat
 
 STAGE = "answer"
 GROW_AFTER = 16  # batches after a failure before a larger one is tried

@@ -17,14 +17,14 @@ from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
-from pipeline.execution.gpu_fault import exit_after_gpu_fault
-from pipeline.execution.heartbeat import POISON, Heartbeat
 from pipeline.generate.choices import lettered_prompt, letters
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, Engine, EngineSetup
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
+from pipeline.runner.gpu_fault import exit_after_gpu_fault
+from pipeline.runner.heartbeat import POISON, Heartbeat
 from pipeline.storage.stores import Store
 
 

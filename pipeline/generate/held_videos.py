@@ -16,8 +16,8 @@ from gstep.language import Visual
 from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder
-from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.late_pruning import LatePruning
+from pipeline.runner.heartbeat import Heartbeat
 
 _HELD_BYTES = 2**30  # bytes of tokens that an actor keeps in memory for later questions
 _SELECTED_BYTES = 2**29  # bytes of selections, and again of selected tokens, kept beside them

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from pipeline.cache.reader import TokenCache
-from pipeline.execution.library import ProgressOption, checked_outcome, console_for, run_here
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.request import prepare
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary
 from pipeline.option_values import config_of
+from pipeline.runner.library import ProgressOption, checked_outcome, console_for, run_here
 
 
 def answer_questions(

@@ -20,7 +20,6 @@ from pipeline.cache.method import declared_method
 from pipeline.cache.reader import read_header
 from pipeline.cache.reading import TokenOrder, rows_wanted
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
-from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.generate.answers import (
     HEADER,
     PRUNINGS,
@@ -36,6 +35,7 @@ from pipeline.generate.model import check_model, check_tokens, model_of, stored_
 from pipeline.generate.questions import Way, describe_decoding, given_questions, read_questions
 from pipeline.options import EngineOptions
 from pipeline.rows import VideoRecord, without_nulls
+from pipeline.runner.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 

@@ -19,11 +19,6 @@ from rich.console import Console
 
 from pipeline.cache.merging import WAITING, WAITING_AT_END
 from pipeline.errors import RunFailed, UsageError
-from pipeline.execution.cluster import at_most, choose_device, provenance
-from pipeline.execution.driver import Driver
-from pipeline.execution.run_record import RunFile
-from pipeline.execution.shards import RunGraph
-from pipeline.execution.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage
 from pipeline.generate.answer_stage import STAGE, Answerer, answered_rows, question_blocks
 from pipeline.generate.answers import (
     PRUNINGS,
@@ -42,6 +37,11 @@ from pipeline.generate.request import GenerateRequest, match_answers, prepare
 from pipeline.generate.resume import asked_rows, in_blocks, notes_on_answered, split_decided, unanswered
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
+from pipeline.runner.cluster import at_most, choose_device, provenance
+from pipeline.runner.driver import Driver
+from pipeline.runner.run_record import RunFile
+from pipeline.runner.shards import RunGraph
+from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage
 
 ANSWERING = Wording(
     doing="answering",

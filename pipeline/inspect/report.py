@@ -21,10 +21,10 @@ from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.table import file_named
-from pipeline.execution.run_record import committed_shards
 from pipeline.inspect.watch import latest_run
 from pipeline.prune.summary import Summary, render, summarise
 from pipeline.rows import Json, JsonObject, VideoRow
+from pipeline.runner.run_record import committed_shards
 
 BAR = 24  # characters of a full bar
 _FAILED = ("video_id", "uri", "error_stage", "error_class", "error_message", "attempts", "status")

@@ -19,9 +19,9 @@ from pipeline.cache.header import fingerprint
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import CorruptShard
-from pipeline.execution.claim import Holder, holder
-from pipeline.execution.progress import Progress
-from pipeline.execution.run_record import RUNS, RunRecord, now
+from pipeline.runner.claim import Holder, holder
+from pipeline.runner.progress import Progress
+from pipeline.runner.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
 
 _LOCAL_S, _STORE_S = 2.0, 10.0  # between two looks into a folder, and at an object store, where each look is requests

@@ -19,10 +19,10 @@ from ray.actor import ActorHandle
 
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import FaultClass, UsageError, VideoFault
-from pipeline.execution.heartbeat import Heartbeat, HeldItems
 from pipeline.inputs.forms import Containers, Spot, fetch_of, spot_of
 from pipeline.prune.batches import pack, unit_videos
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
+from pipeline.runner.heartbeat import Heartbeat, HeldItems
 from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest

@@ -30,11 +30,11 @@ from gstep.lazy import importing_much
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem
 from pipeline.errors import VideoFault
-from pipeline.execution.gpu_fault import exit_after_gpu_fault
-from pipeline.execution.heartbeat import POISON, Heartbeat, HeldItems
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
+from pipeline.runner.gpu_fault import exit_after_gpu_fault
+from pipeline.runner.heartbeat import POISON, Heartbeat, HeldItems
 
 T = TypeVar("T")
 CAREFUL = 100  # videos taken one by one after a death: more than a process has in hand or on their way

@@ -23,8 +23,6 @@ from pipeline.cache.header import CacheIdentity
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import made_with
 from pipeline.errors import CacheLocked, UsageError, VideoFault
-from pipeline.execution.claim import holder, who
-from pipeline.execution.request import refusing, store_refusing
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.plan.estimate import (
     ANY_TOWER,
@@ -46,6 +44,8 @@ from pipeline.prune.manifest_checks import Example, sure_failures
 from pipeline.prune.request import PruneRequest, prepare, resolve
 from pipeline.prune.resume import Tally, discovery_of, refuse_empty, remaining, within_limit
 from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
+from pipeline.runner.claim import holder, who
+from pipeline.runner.request import refusing, store_refusing
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, Store
 

@@ -6,7 +6,7 @@
 Videos travel in bundles: several together, a very large one alone (``pipeline.prune.batches``). Encode and prune share
 an actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross the object store; decode
 is a stage of its own, so that nodes without GPUs can take it.
-Ray Data runs these two. An encoded video waits at most --flush-seconds to be written (``pipeline.execution.shards``).
+Ray Data runs these two. An encoded video waits at most --flush-seconds to be written (``pipeline.runner.shards``).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.execution.cluster import node_selector
-from pipeline.execution.shards import RunGraph
-from pipeline.execution.stages import MAX_BLOCKS, Stage, add_stage, start_actors
 from pipeline.inputs.discovery import Discovery
 from pipeline.prune.batches import unit_of
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.resources import CALLS, Resources
 from pipeline.prune.write_stage import Writer
+from pipeline.runner.cluster import node_selector
+from pipeline.runner.shards import RunGraph
+from pipeline.runner.stages import MAX_BLOCKS, Stage, add_stage, start_actors
 from pipeline.storage.stores import Store
 
 FINDING = Stage(0, 0, 1, "hands over what the driver finds", CALLS, 2 * CALLS)

@@ -6,13 +6,13 @@ import os
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.execution.library import ProgressOption, checked_outcome, console_for, run_here
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.listings import suffix_of
 from pipeline.option_values import config_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary
+from pipeline.runner.library import ProgressOption, checked_outcome, console_for, run_here
 
 
 def prune_videos(

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from gstep import PrunedTokens, make_pruner
 from pipeline.errors import VideoFault
-from pipeline.execution.request import refusing
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.option_values import config_of
 from pipeline.prune.config import PruneConfig
@@ -20,6 +19,7 @@ from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, pruned_columns, without_pixels
 from pipeline.prune.request import PruneRequest, resolve
 from pipeline.rows import VideoRecord, todo_row
+from pipeline.runner.request import refusing
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sandbox import InThisProcess

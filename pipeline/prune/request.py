@@ -27,8 +27,6 @@ from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
-from pipeline.execution.cluster import gpus_can_be_had
-from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.inputs.container import Asked
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import given_manifest, read_manifest
@@ -37,6 +35,8 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
+from pipeline.runner.cluster import gpus_can_be_had
+from pipeline.runner.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 from pipeline.video.decoders import DECODERS, load_decoder

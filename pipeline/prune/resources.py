@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from pipeline.execution.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording
 from pipeline.inputs.units import units
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.map_batches import PruneStages
+from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording
 from pipeline.storage.hub import is_remote
 
 PRUNING = Wording(

@@ -1,6 +1,6 @@
 """One prune run: videos are decoded, encoded and pruned, and written; the driver commits shard by shard.
 
-``PruneRun`` overrides the steps of ``pipeline.execution.driver``. All videos are tried on all nodes first. Videos that
+``PruneRun`` overrides the steps of ``pipeline.runner.driver``. All videos are tried on all nodes first. Videos that
 failed where most videos failed are tried once more on the other nodes.
 """
 
@@ -28,13 +28,6 @@ from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
 from pipeline.cache.reader import HEADER, made_with, read_header
 from pipeline.cache.writer import commit, token_shard_id
 from pipeline.errors import FAULTS, FaultClass, LimitReached, RunFailed
-from pipeline.execution.cluster import choose_device, failing_nodes, provenance, resources_without
-from pipeline.execution.driver import Driver
-from pipeline.execution.heartbeats import WorkerReport
-from pipeline.execution.request import refusing
-from pipeline.execution.run_record import COMMITTED, RunFile, committed_shards
-from pipeline.execution.shards import RunGraph
-from pipeline.execution.stages import Plan
 from pipeline.inputs.discovery import Discovery
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
@@ -55,6 +48,13 @@ from pipeline.prune.resume import (
 )
 from pipeline.prune.summary import Summary, lost_line, summarise
 from pipeline.rows import JsonObject, VideoRecord, failed_from_outside, may_succeed_elsewhere
+from pipeline.runner.cluster import choose_device, failing_nodes, provenance, resources_without
+from pipeline.runner.driver import Driver
+from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.request import refusing
+from pipeline.runner.run_record import COMMITTED, RunFile, committed_shards
+from pipeline.runner.shards import RunGraph
+from pipeline.runner.stages import Plan
 from pipeline.storage.hub import is_remote
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")

@@ -16,9 +16,9 @@ from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.ledger import HDR, SHARED, STRETCHED, TIMED, UNEVEN, Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.errors import FAULTS
-from pipeline.execution.outcome import Outcome, as_text
 from pipeline.keys import parts_of
 from pipeline.rows import JsonObject
+from pipeline.runner.outcome import Outcome, as_text
 
 _SHOWN = 3  # lost videos, and reasons, that a summary names
 _REMARKS = {"hdr": HDR, "stretched": STRETCHED, "uneven": UNEVEN, "shared": SHARED}

@@ -7,8 +7,8 @@ from ray.actor import ActorHandle
 
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import write_token_shard
-from pipeline.execution.heartbeat import Heartbeat
 from pipeline.prune.batches import unpack, written_batch
+from pipeline.runner.heartbeat import Heartbeat
 from pipeline.storage.stores import Store
 
 

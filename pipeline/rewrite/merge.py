@@ -24,11 +24,11 @@ from pipeline.cache.merging import merge
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.table import check_content, file_named
 from pipeline.errors import IdentityMismatch, UsageError
-from pipeline.execution.claim import Claim
-from pipeline.execution.cluster import provenance
-from pipeline.execution.request import new_run_id
-from pipeline.execution.run_record import RUNS, RunFile
 from pipeline.rewrite.rewrite import check_place
+from pipeline.runner.claim import Claim
+from pipeline.runner.cluster import provenance
+from pipeline.runner.request import new_run_id
+from pipeline.runner.run_record import RUNS, RunFile
 from pipeline.storage.stores import LocalStore, Store
 
 OnEqual = Literal["rule", "refuse"]

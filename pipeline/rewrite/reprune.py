@@ -22,11 +22,11 @@ from pipeline.cache.reader import TokenCache, coded_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import UsageError, VideoFault
-from pipeline.execution.request import refusing
 from pipeline.generate.late_pruning import evidence_columns, is_whole
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from pipeline.rewrite.rewrite import Rewrite, check_source, config_of
 from pipeline.rows import Json, VideoRecord
+from pipeline.runner.request import refusing
 
 
 def repruning(

@@ -29,11 +29,11 @@ from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem, bundled, commit, token_shard_id, write_token_shard
 from pipeline.errors import IdentityMismatch, NotACache, RunFailed, UsageError, VideoFault
-from pipeline.execution.claim import Claim
-from pipeline.execution.cluster import provenance
-from pipeline.execution.request import check_out, new_run_id, store_refusing
-from pipeline.execution.run_record import COMMITTED, RunFile, newest_record
 from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
+from pipeline.runner.claim import Claim
+from pipeline.runner.cluster import provenance
+from pipeline.runner.request import check_out, new_run_id, store_refusing
+from pipeline.runner.run_record import COMMITTED, RunFile, newest_record
 from pipeline.storage.stores import Store
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")

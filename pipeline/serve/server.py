@@ -16,9 +16,9 @@ from gstep.language.weights import generation_config
 from gstep.serving.options import ENVIRONMENT, OWN, check_served, engine_options, prepare_process
 from pipeline.cache.reader import read_header
 from pipeline.errors import UsageError
-from pipeline.execution.request import refusing, store_refusing
 from pipeline.generate.engines.vllm import check_installed, refuse_own
 from pipeline.generate.model import model_of
+from pipeline.runner.request import refusing, store_refusing
 from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import ServeConfig
 from pipeline.serve.gate import KEY, RequestGate

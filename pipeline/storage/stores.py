@@ -24,7 +24,7 @@ from pipeline.storage.arrow import SCHEMES, ArrowObjects
 from pipeline.storage.random_access import LocalFile, RangedObject
 from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_object
 
-NOTE = ".running"  # how the notes of runs end; see pipeline.execution.claim
+NOTE = ".running"  # how the notes of runs end; see pipeline.runner.claim
 INDEXES = "sources"  # the folder of a cache that keeps the indexes of containers, a file each
 _READERS = 16
 

@@ -23,9 +23,6 @@ from pipeline.cache.live_rows import ok_rows
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import UsageError, VideoFault
-from pipeline.execution.cluster import package_version
-from pipeline.execution.request import refusing
-from pipeline.execution.run_record import RUNS, RunRecord, newest_record, read_record
 from pipeline.inputs.forms import fetch_again
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.option_values import checked_options
@@ -34,6 +31,9 @@ from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.request import match_cache, resolve
 from pipeline.rows import VideoRecord, VideoRow, todo_row
+from pipeline.runner.cluster import package_version
+from pipeline.runner.request import refusing
+from pipeline.runner.run_record import RUNS, RunRecord, newest_record, read_record
 from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
 from pipeline.video.source import same_source

@@ -43,11 +43,11 @@ from pipeline.cache.table import table_files
 from pipeline.cache.token_shard import ids_in_footer, read_videos
 from pipeline.cache.writer import SHARD_BYTES, bundled, commit, put_token_shard, token_shard_id
 from pipeline.errors import printable
-from pipeline.execution.claim import Claim
-from pipeline.execution.cluster import provenance
-from pipeline.execution.request import new_run_id
-from pipeline.execution.run_record import COMMITTED, RUNS, RunFile
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
+from pipeline.runner.claim import Claim
+from pipeline.runner.cluster import provenance
+from pipeline.runner.request import new_run_id
+from pipeline.runner.run_record import COMMITTED, RUNS, RunFile
 from pipeline.storage.stores import Store
 
 _COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra")

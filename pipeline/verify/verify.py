@@ -27,11 +27,11 @@ from pipeline.cache.reading import in_order
 from pipeline.cache.token_shard import videos_in
 from pipeline.cache.writer import run_of, token_shard_id
 from pipeline.errors import NotACache
-from pipeline.execution.claim import Claim, holder, who
-from pipeline.execution.progress import reporter
-from pipeline.execution.request import new_run_id
-from pipeline.execution.run_record import RUNS, committed_by
-from pipeline.execution.stages import Wording
+from pipeline.runner.claim import Claim, holder, who
+from pipeline.runner.progress import reporter
+from pipeline.runner.request import new_run_id
+from pipeline.runner.run_record import RUNS, committed_by
+from pipeline.runner.stages import Wording
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.checks import (

@@ -120,7 +120,7 @@ def die_before_the_third_commit() -> None:
 
 def stop_before_the_third_commit() -> None:
     """Make this driver stop itself there, after it said so; its note has a sign of life every two seconds."""
-    from pipeline.execution import driver  # noqa: PLC0415
+    from pipeline.runner import driver  # noqa: PLC0415
 
     driver.Claim = partial(driver.Claim, heartbeat_s=FAST_BEAT)  # type: ignore[assignment,misc]
     _signal_before_the_third_commit(signal.SIGSTOP)

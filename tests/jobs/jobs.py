@@ -24,7 +24,7 @@ import ray
 from pipeline import TokenCache
 from pipeline.cache.live_rows import read_file
 from pipeline.cache.table import table_files
-from pipeline.execution.prefork.server import SOCKET, start_server
+from pipeline.runner.prefork.server import SOCKET, start_server
 from pipeline.storage.stores import Store
 from tests.paths import ROOT
 from tests.pipeline.videos import SAMPLES, sample

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from jobs import prune
-from pipeline.execution import driver
+from pipeline.runner import driver
 
 
 class LateClock:

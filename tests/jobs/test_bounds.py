@@ -16,7 +16,7 @@ from jobs import prune
 from pipeline import Summary, TokenCache
 from pipeline.cache.live_rows import read_file
 from pipeline.cache.table import file_named
-from pipeline.execution.claim import Claim
+from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
 from tests.jobs.processes import family

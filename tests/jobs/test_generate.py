@@ -13,10 +13,10 @@ from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource
 from jobs import generate, prune
-from pipeline.execution.stages import RESTARTS, TASK_RETRIES
 from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.run import build_graph, plan_answers
+from pipeline.runner.stages import RESTARTS, TASK_RETRIES
 from pipeline.storage.stores import LocalStore, store_at
 from tests.jobs.hostile import HangingAnswerer
 from tests.jobs.jobs import clips, forbid_ray, start, stop, wait_for_files

@@ -18,7 +18,6 @@ from gstep.pruners.cdpruner import CDPruner
 from jobs import generate, prune
 from pipeline import TokenCache
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.execution import gpu_fault
 from pipeline.generate.answer_stage import Answerer
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
@@ -26,6 +25,7 @@ from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
 from pipeline.generate.request import prepare
 from pipeline.rows import QuestionRecord, without_nulls
+from pipeline.runner import gpu_fault
 from tests.gstep.llms import llm
 from tests.pipeline.asking import setup_of, tiny_cache, write_questions
 from tests.pipeline.evidence import tiny_cache_with_embeddings

@@ -13,12 +13,12 @@ from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
 from pipeline.errors import IdentityMismatch
-from pipeline.execution.claim import Claim
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import EngineSetup
 from pipeline.generate.model import model_of
 from pipeline.generate.request import engine_of, refuse_others
+from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.conftest import QUESTION
 from tests.pipeline.asking import tiny_cache
@@ -195,7 +195,7 @@ def test_what_another_run_wrote_before_the_lock_was_ours_counts(ask, tmp_path, m
         shutil.copytree(tmp_path / "other", tmp_path / "o", dirs_exist_ok=True)
         return Claim(*arguments, **options)
 
-    monkeypatch.setattr("pipeline.execution.driver.Claim", late)
+    monkeypatch.setattr("pipeline.runner.driver.Claim", late)
     code, text = ask(rows=rows)
     assert code == 2 and "max_new_tokens: the answers have 9, this run 64" in text
 

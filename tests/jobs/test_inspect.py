@@ -14,9 +14,9 @@ import pytest
 
 from jobs import compact, inspect
 from pipeline import TokenCache
-from pipeline.execution.claim import Claim, holder
-from pipeline.execution.run_record import RunFile
 from pipeline.generate.answers import commit_answers, write_answers_header
+from pipeline.runner.claim import Claim, holder
+from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import LocalStore
 from tests.paths import ROOT
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of

@@ -15,7 +15,7 @@ import ray
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.cache.table import file_named
-from pipeline.execution.claim import MISSED, Claim
+from pipeline.runner.claim import MISSED, Claim
 from pipeline.storage.stores import ObjectStore
 from tests.jobs.faults import FAST_BEAT, STOPS, Driver, stop_before_the_third_commit, tiny_videos
 from tests.jobs.jobs import assert_complete, forbid_ray, run_here

@@ -70,7 +70,7 @@ def test_a_refusal_is_a_failed_job_with_exit_code_2(cluster, submit):
 
 
 def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(cluster, submit, tmp_path):
-    """One video hangs the first time, so that the job stays half-way; a broken file joins the folder before the second."""
+    """One video hangs the first time, so that the job stays half-way; a broken file joins before the second."""
     ids = [f"{name}.mp4" for name in ("a", "b", "c", "d", "e", "hang")]
     for name in ids:
         shutil.copy(clips()[1], tmp_path / name)

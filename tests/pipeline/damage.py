@@ -16,7 +16,7 @@ from pipeline.cache.cached_video import vector_bytes
 from pipeline.cache.schema import digest, footer_of, write_parquet
 from pipeline.cache.table import small_name
 from pipeline.cache.writer import run_of, token_shard_id
-from pipeline.execution.run_record import COMMITTED, now
+from pipeline.runner.run_record import COMMITTED, now
 from pipeline.storage.stores import LocalStore
 
 Row = dict[str, Any]

@@ -17,18 +17,18 @@ import ray
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.execution.heartbeat import Heartbeat
-from pipeline.execution.heartbeats import Heartbeats, Worker
-from pipeline.execution.prefork.server import SOCKET, forking_workers
-from pipeline.execution.shards import TICK_S, RunGraph, Shards
-from pipeline.execution.stages import configure_ray_data
-from pipeline.execution.watchdog import Fetcher
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import Resources
+from pipeline.runner.heartbeat import Heartbeat
+from pipeline.runner.heartbeats import Heartbeats, Worker
+from pipeline.runner.prefork.server import SOCKET, forking_workers
+from pipeline.runner.shards import TICK_S, RunGraph, Shards
+from pipeline.runner.stages import configure_ray_data
+from pipeline.runner.watchdog import Fetcher
 from pipeline.storage.stores import LocalStore, Store
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment, fork_server

@@ -14,7 +14,6 @@ from pipeline.cache.reader import TokenCache, read_header
 from pipeline.errors import RunFailed, UnknownVideo, UsageError
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
 from pipeline.evaluate.lmms.questions import CachedIds, LmmsQuestion
-from pipeline.execution.request import refusing, store_refusing
 from pipeline.generate.answer_stage import Answerer, answered_rows, question_blocks
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.questions import QUESTION_SCHEMA
@@ -22,6 +21,7 @@ from pipeline.generate.request import GenerateRequest, asked_for, checked, way_o
 from pipeline.generate.resume import in_blocks
 from pipeline.generate.run import AnswerRun, answer_setup, batch_size
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.runner.request import refusing, store_refusing
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from jobs import prune
-from pipeline.execution import monitor
+from pipeline.runner import monitor
 from tests.jobs.jobs import run_here
 from tests.paths import ROOT
 from tests.pipeline.tars import write_tar

@@ -17,10 +17,10 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import EvaluateRequest, prepare, read_results_header
 from pipeline.evaluate.run import answer_and_score, answers_config, drop_tokens, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
-from pipeline.execution.claim import Claim
 from pipeline.generate.answers import AnswersTable
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.request import resolve
+from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evaluate.layouts import commit_replies, generated

@@ -14,7 +14,6 @@ from gstep.language import Decoding, prompt_builder
 from gstep.methods import OF_A_VIDEO
 from pipeline import TokenCache
 from pipeline.cache.method import describe_method
-from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.asking import Asker
 from pipeline.generate.engines import EngineSetup, load_engine
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LruCache, n_bytes
@@ -23,6 +22,7 @@ from pipeline.generate.questions import Way
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.request import evidence_sources
+from pipeline.runner.heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling

@@ -11,11 +11,11 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from gstep.backbones import ModelSource
 from pipeline import TokenCache
-from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.asking import Asker, PreparedQuestion
 from pipeline.generate.questions import Way
 from pipeline.generate.run import answer_setup
 from pipeline.rows import QuestionRecord, without_nulls
+from pipeline.runner.heartbeat import Heartbeat
 from tests.gstep.language.prompts import builder
 from tests.gstep.stock import stock_video_text
 from tests.pipeline.asking import request_about, tiny_cache

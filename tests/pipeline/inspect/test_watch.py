@@ -12,11 +12,11 @@ from pipeline import TokenCache
 from pipeline.cache.header import fingerprint
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard, VideoFault
-from pipeline.execution.claim import Claim
-from pipeline.execution.progress import Progress
-from pipeline.execution.run_record import RunFile
 from pipeline.inspect import watch as watching
 from pipeline.inspect.watch import latest_run, looks, watch
+from pipeline.runner.claim import Claim
+from pipeline.runner.progress import Progress
+from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import store_at
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server

@@ -16,10 +16,10 @@ from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline.cache.cached_video import bfloat16
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
-from pipeline.execution.heartbeats import ProgressDelta, Worker
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.encode_stage import Encoder, EncodeSetup, VideoEncoder
 from pipeline.rows import failed_video
+from pipeline.runner.heartbeats import ProgressDelta, Worker
 from tests.gstep.synthetic import needs_cuda
 from tests.pipeline.caches import source_record
 from tests.pipeline.rays import heartbeats_here

@@ -11,14 +11,14 @@ import ray.data
 from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.execution.shards import RunGraph
-from pipeline.execution.stages import MAX_BLOCKS, RESTARTS, TASK_RETRIES
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import BUNDLE_BYTES, PRUNING, Resources, plan_resources
+from pipeline.runner.shards import RunGraph
+from pipeline.runner.stages import MAX_BLOCKS, RESTARTS, TASK_RETRIES
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.pipeline.rays import ray_here, rows_of

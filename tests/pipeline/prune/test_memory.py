@@ -10,9 +10,9 @@ import pytest
 import ray
 from ray._private.internal_api import node_stats
 
-from pipeline.execution.stages import BLOCKS_AHEAD
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.resources import plan_resources
+from pipeline.runner.stages import BLOCKS_AHEAD
 from pipeline.storage.stores import LocalStore
 from tests.jobs.processes import family, resident_mb
 from tests.pipeline.rays import graph_of, ray_here, rows_of

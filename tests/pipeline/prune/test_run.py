@@ -13,8 +13,6 @@ from pipeline.cache.merging import WAITING
 from pipeline.cache.table import table_files
 from pipeline.cache.writer import token_shard_id, write_token_shard
 from pipeline.errors import RunFailed
-from pipeline.execution.monitor import Monitor
-from pipeline.execution.run_record import RunFile
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing, Place
 from pipeline.inputs.named_videos import TODO_SCHEMA
@@ -26,6 +24,8 @@ from pipeline.prune.facts import Facts
 from pipeline.prune.map_batches import PruneStages
 from pipeline.prune.resources import FILES_LOOKED_AT, files_bytes, planned_workers, shortfalls
 from pipeline.prune.run import PruneRun
+from pipeline.runner.monitor import Monitor
+from pipeline.runner.run_record import RunFile
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header

@@ -6,10 +6,10 @@ from pipeline import TokenCache
 from pipeline.cache.reader import made_with
 from pipeline.cache.writer import commit
 from pipeline.errors import VideoFault
-from pipeline.execution.heartbeats import Worker
 from pipeline.prune.batches import WRITTEN, pack, written_records
 from pipeline.prune.resources import PRUNING
 from pipeline.prune.write_stage import Writer
+from pipeline.runner.heartbeats import Worker
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header
 from tests.pipeline.rays import heartbeats_here

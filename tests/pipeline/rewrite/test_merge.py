@@ -10,9 +10,9 @@ from pipeline import TokenCache
 from pipeline.cache.header import fingerprint
 from pipeline.cache.merging import merge_at_once
 from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVideo, UsageError, VideoFault
-from pipeline.execution.run_record import committed_shards
 from pipeline.rewrite import merge as merge_module
 from pipeline.rewrite.merge import merge_caches
+from pipeline.runner.run_record import committed_shards
 from pipeline.storage.stores import LocalStore, ObjectStore, store_at
 from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard

@@ -7,7 +7,7 @@ import torch
 
 from pipeline import TokenCache
 from pipeline.errors import CorruptShard, VideoFault
-from pipeline.execution.claim import CacheLocked, Claim
+from pipeline.runner.claim import CacheLocked, Claim
 from pipeline.verify.moves import join_tokens
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards

@@ -13,7 +13,7 @@ from pipeline import TokenCache
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import made_with
 from pipeline.errors import CacheLocked, NotACache, RemovedVideo, VideoFault
-from pipeline.execution.claim import Claim
+from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.errors import CacheLocked
-from pipeline.execution.claim import Claim
+from pipeline.runner.claim import Claim
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
 from tests.pipeline.verifying import SHAPE, by_an_own_method, check_damage, verified

@@ -10,8 +10,8 @@ import ray
 from ray.data import DataContext
 
 from pipeline.errors import UsageError
-from pipeline.execution.library import console_for, run_here
-from pipeline.execution.stages import configure_ray_data
+from pipeline.runner.library import console_for, run_here
+from pipeline.runner.stages import configure_ray_data
 
 
 def state() -> dict[str, object]:

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from pipeline.errors import CacheLocked, UsageError
-from pipeline.execution.claim import Claim, holder
+from pipeline.runner.claim import Claim, holder
 from pipeline.storage.stores import LocalStore, ObjectStore, Store
 from tests.pipeline.s3 import S3Server
 from tests.waiting import wait_until

@@ -26,19 +26,19 @@ import torch
 from gstep.backbones import choose_runtime
 from gstep.lazy import importing_much, saying
 from pipeline.errors import RunFailed, UsageError, printable
-from pipeline.execution.access import (
+from pipeline.options import RunOptions
+from pipeline.rows import Json
+from pipeline.runner.access import (
     address_to_join,
     check_answers,
     set_cluster_token,
     startup_failure,
     workers_import_this,
 )
-from pipeline.execution.heartbeats import NodeTally
-from pipeline.execution.prefork.server import forking_workers
-from pipeline.execution.request import refusing
-from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
-from pipeline.options import RunOptions
-from pipeline.rows import Json
+from pipeline.runner.heartbeats import NodeTally
+from pipeline.runner.prefork.server import forking_workers
+from pipeline.runner.request import refusing
+from pipeline.runner.stages import OOM_RETRIES, configure_ray_data
 
 _LOOK_S = 1.0
 # A start that fails later than this has waited for a process of Ray's in vain, as on a machine that is busy for a

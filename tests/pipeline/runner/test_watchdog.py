@@ -11,10 +11,10 @@ import pytest
 import ray
 
 from pipeline.errors import RunFailed
-from pipeline.execution.heartbeats import WorkerReport, heartbeats_of
-from pipeline.execution.progress import Progress, Speed
-from pipeline.execution.watchdog import SHRUNK_S, ClusterChanged, Fetcher, Growth, Watchdog
 from pipeline.prune.resources import PRUNING, plan_resources
+from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
+from pipeline.runner.progress import Progress, Speed
+from pipeline.runner.watchdog import SHRUNK_S, ClusterChanged, Fetcher, Growth, Watchdog
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.rays import graph_of, ray_here, rows_of
 from tests.pipeline.videos import write_clip

@@ -19,9 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import TypedDict, cast
 
 from pipeline.errors import CacheLocked, UsageError
-from pipeline.execution.progress import Progress
-from pipeline.execution.run_record import RUNS
 from pipeline.rows import JsonObject
+from pipeline.runner.progress import Progress
+from pipeline.runner.run_record import RUNS
 from pipeline.storage.stores import NOTE, Store
 
 HEARTBEAT_S = 10.0

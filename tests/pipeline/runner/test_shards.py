@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline.execution.shards import Batch, RunGraph, Shards
-from pipeline.execution.stages import Stage, start_actors
+from pipeline.runner.shards import Batch, RunGraph, Shards
+from pipeline.runner.stages import Stage, start_actors
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
 

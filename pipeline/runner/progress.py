@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Self
 from rich import progress as rich_progress
 from rich.console import Console
 
-from pipeline.execution.heartbeats import WorkerReport
-from pipeline.execution.stages import Wording
+from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.stages import Wording
 
 _LOOKS = 4  # reports that are kept: the busy shares are those of the three looks between them, half a minute
 # Shares of their time: from the first on workers count as always busy; below the second they hold nothing up.

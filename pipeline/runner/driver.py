@@ -24,17 +24,17 @@ from ray.actor import ActorHandle
 from rich.console import Console
 
 from pipeline.errors import RunFailed
-from pipeline.execution.claim import Claim
-from pipeline.execution.cluster import check_device, root_cause
-from pipeline.execution.heartbeats import WorkerReport, heartbeats_of
-from pipeline.execution.monitor import Monitor
-from pipeline.execution.outcome import Outcome
-from pipeline.execution.progress import reporter
-from pipeline.execution.run_record import RunFile
-from pipeline.execution.shards import TICK_S, RunGraph, Shard, Shards
-from pipeline.execution.stages import Plan, end_workers
-from pipeline.execution.watchdog import ClusterChanged, Fetcher, Growth, Watchdog, still_running
 from pipeline.options import RunOptions
+from pipeline.runner.claim import Claim
+from pipeline.runner.cluster import check_device, root_cause
+from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
+from pipeline.runner.monitor import Monitor
+from pipeline.runner.outcome import Outcome
+from pipeline.runner.progress import reporter
+from pipeline.runner.run_record import RunFile
+from pipeline.runner.shards import TICK_S, RunGraph, Shard, Shards
+from pipeline.runner.stages import Plan, end_workers
+from pipeline.runner.watchdog import ClusterChanged, Fetcher, Growth, Watchdog, still_running
 from pipeline.storage.stores import Store
 
 O = TypeVar("O", bound=RunOptions)  # noqa: E741 - beside T and S

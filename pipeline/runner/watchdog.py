@@ -16,9 +16,9 @@ import ray
 from ray.actor import ActorHandle
 
 from pipeline.errors import RunFailed, printable
-from pipeline.execution.heartbeats import WorkerReport
-from pipeline.execution.progress import Progress, Speed
-from pipeline.execution.stages import Plan
+from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.progress import Progress, Speed
+from pipeline.runner.stages import Plan
 
 T = TypeVar("T")
 

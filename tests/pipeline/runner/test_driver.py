@@ -15,16 +15,16 @@ import ray
 from rich.console import Console
 
 from pipeline.errors import CacheLocked, IdentityMismatch, RunFailed, UsageError
-from pipeline.execution import driver, watchdog
-from pipeline.execution.claim import Claim, holder
-from pipeline.execution.driver import Driver
-from pipeline.execution.heartbeats import Heartbeats, WorkerReport
-from pipeline.execution.outcome import Outcome
-from pipeline.execution.run_record import RunFile
-from pipeline.execution.shards import Batch, RunGraph
-from pipeline.execution.stages import Plan, Stage, StageWords, Wording
-from pipeline.execution.watchdog import ClusterChanged
 from pipeline.options import RunOptions
+from pipeline.runner import driver, watchdog
+from pipeline.runner.claim import Claim, holder
+from pipeline.runner.driver import Driver
+from pipeline.runner.heartbeats import Heartbeats, WorkerReport
+from pipeline.runner.outcome import Outcome
+from pipeline.runner.run_record import RunFile
+from pipeline.runner.shards import Batch, RunGraph
+from pipeline.runner.stages import Plan, Stage, StageWords, Wording
+from pipeline.runner.watchdog import ClusterChanged
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.rays import handle_of
 

@@ -25,9 +25,9 @@ import ray
 from ray.util import metrics as ray_metrics
 
 from pipeline.errors import printable
-from pipeline.execution.heartbeats import Death, Fault, WorkerReport
-from pipeline.execution.progress import Progress
-from pipeline.execution.run_record import RUNS
+from pipeline.runner.heartbeats import Death, Fault, WorkerReport
+from pipeline.runner.progress import Progress
+from pipeline.runner.run_record import RUNS
 from pipeline.storage.stores import Store
 
 

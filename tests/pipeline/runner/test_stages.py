@@ -5,7 +5,7 @@ from unittest.mock import create_autospec
 
 import ray.data
 
-from pipeline.execution.stages import (
+from pipeline.runner.stages import (
     BLOCK_BYTES,
     BLOCKS_AHEAD,
     RESTARTS,

@@ -6,10 +6,10 @@ import re
 import pytest
 from rich.console import Console
 
-from pipeline.execution.heartbeats import WorkerReport
-from pipeline.execution.progress import LineReporter, Listening, OneLine, Pace, Progress, reporter
 from pipeline.generate.run import ANSWERING
 from pipeline.prune.resources import PRUNING
+from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.progress import LineReporter, Listening, OneLine, Pace, Progress, reporter
 from tests.waiting import wait_until
 
 

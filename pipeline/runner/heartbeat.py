@@ -21,7 +21,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from pipeline.execution.heartbeats import REPORT_S, SELDOM_S, ProgressDelta, Worker
+from pipeline.runner.heartbeats import REPORT_S, SELDOM_S, ProgressDelta, Worker
 
 _ANSWER_S = 10.0
 POISON = 2  # deaths with one item in hand after which the item is given to no other process

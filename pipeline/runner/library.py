@@ -14,10 +14,10 @@ import ray
 from rich.console import Console
 
 from pipeline.errors import TooManyFailed
-from pipeline.execution.outcome import Outcome
-from pipeline.execution.progress import Listening, OneLine, Progress
-from pipeline.execution.stages import end_workers
 from pipeline.options import RunOptions, check
+from pipeline.runner.outcome import Outcome
+from pipeline.runner.progress import Listening, OneLine, Progress
+from pipeline.runner.stages import end_workers
 
 S = TypeVar("S", bound=Outcome)
 #: What ``progress=`` takes: whether to show it, or who is told of it.

@@ -8,8 +8,8 @@ import time
 import pytest
 import ray
 
-from pipeline.execution.heartbeats import Death, Worker
-from pipeline.execution.monitor import WorkerLogs
+from pipeline.runner.heartbeats import Death, Worker
+from pipeline.runner.monitor import WorkerLogs
 from tests.jobs.processes import raylets
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until

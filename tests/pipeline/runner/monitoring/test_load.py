@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.execution.heartbeats import WorkerReport
-from pipeline.execution.progress import Load, bottleneck
+from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.progress import Load, bottleneck
 
 
 def report(left=(0, 0, 0), up_s=(0.0, 0.0, 0.0), busy_s=(0.0, 0.0, 0.0)) -> WorkerReport:

@@ -15,13 +15,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from gstep.backbones import ModelSource, family_of
 from jobs.benchmark.pipeline_job import SleepingSetup
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import at_most, choose_device, is_worth_showing, resources_without
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import plan_resources
+from pipeline.runner.cluster import at_most, choose_device, is_worth_showing, resources_without
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.jobs.faults import tiny_videos

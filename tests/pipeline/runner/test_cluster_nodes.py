@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.execution.cluster import failing_nodes
-from pipeline.execution.heartbeats import NodeTally
+from pipeline.runner.cluster import failing_nodes
+from pipeline.runner.heartbeats import NodeTally
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from pipeline.execution.cluster import resources_without
-from pipeline.execution.progress import Progress, Speed
-from pipeline.execution.watchdog import ClusterChanged, Growth
 from pipeline.prune.resources import plan_resources
+from pipeline.runner.cluster import resources_without
+from pipeline.runner.progress import Progress, Speed
+from pipeline.runner.watchdog import ClusterChanged, Growth
 from tests.jobs.jobs import environment
 from tests.pipeline.rays import end_plain
 from tests.waiting import wait_until

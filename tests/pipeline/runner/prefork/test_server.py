@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.execution.prefork.server import SOCKET
-from pipeline.execution.prefork.worker import ask
+from pipeline.runner.prefork.server import SOCKET
+from pipeline.runner.prefork.worker import ask
 from tests.jobs.jobs import environment, fork_server
 from tests.jobs.processes import assert_all_gone, family
 from tests.paths import ROOT
@@ -23,7 +23,7 @@ DRIVER = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
 import ray
-from pipeline.execution.cluster import connect
+from pipeline.runner.cluster import connect
 
 def child(program):
     for task in Path("/proc").glob("[0-9]*/cmdline"):
@@ -62,7 +62,7 @@ signal.pause()
 # Two forks of a process that has imported what workers use, each with ids that it draws in its two threads.
 FORKS = """
 import json, os, threading
-from pipeline.execution.prefork.server import import_ray
+from pipeline.runner.prefork.server import import_ray
 
 def ids():
     from ray import ObjectRef
@@ -129,7 +129,7 @@ def test_forked_workers_draw_ids_of_their_own():
 def test_a_process_that_started_cuda_forks_nothing(tmp_path, file, code):
     """CUDA opens a device that NVML leaves alone; here a file has its name."""
     (tmp_path / file).touch()
-    script = f"import pipeline.execution.prefork.server as s; opened = open({str(tmp_path / file)!r}); s._import(())"
+    script = f"import pipeline.runner.prefork.server as s; opened = open({str(tmp_path / file)!r}); s._import(())"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, "has started CUDA" in done.stderr) == (code, bool(code)), done.stderr

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pipeline.execution.run_record import RunFile
+from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import LocalStore
 
 

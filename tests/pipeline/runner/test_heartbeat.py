@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from pipeline.execution import heartbeat
-from pipeline.execution.heartbeat import Heartbeat, WorkerGivenUp
-from pipeline.execution.heartbeats import (
+from pipeline.prune.resources import PRUNING
+from pipeline.runner import heartbeat
+from pipeline.runner.heartbeat import Heartbeat, WorkerGivenUp
+from pipeline.runner.heartbeats import (
     DEATHS,
     DEATHS_S,
     RECENT,
@@ -24,7 +25,6 @@ from pipeline.execution.heartbeats import (
     Worker,
     heartbeats_of,
 )
-from pipeline.prune.resources import PRUNING
 from tests.jobs.processes import assert_all_gone
 from tests.pipeline.rays import PLAIN, handle_of, heartbeats_here, ray_here
 from tests.waiting import wait_until

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from pipeline.errors import RunFailed
-from pipeline.execution.access import (
+from pipeline.runner.access import (
     address_to_join,
     check_answers,
     set_cluster_token,
