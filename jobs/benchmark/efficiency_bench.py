@@ -32,8 +32,8 @@ from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import VideoItem, commit, write_token_shard
 from pipeline.errors import RunFailed, UsageError
-from pipeline.generate.asking import Embedders
-from pipeline.generate.late_pruning import LatePruning, asked_grid, late_pruning
+from pipeline.generate.asking import TextEmbeddings
+from pipeline.generate.late_pruning import LatePruning, parse_pruning_grid, resolve_pruning
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
@@ -106,7 +106,7 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Job:
         if random:
             (folder / "model").mkdir()
         source = ModelSource.random(model, folder / "model") if random else ModelSource.resolve(model)
-        grid = asked_grid(arguments.method, arguments.retention_ratio, siglip)
+        grid = parse_pruning_grid(arguments.method, arguments.retention_ratio, siglip)
         pruned = [point for point in grid if point.method != FULL]
         evidence = {pair for point in pruned for pair in needed_by(point.method, source.model_type, point.params)}
         if siglip is not None and not {where for _, where in evidence} & HEAD_SOURCES:
@@ -127,7 +127,7 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Job:
         builder, identity = prompt_builder(request.source), request.identity(runtime.dtype_name)
         arms = [Arm(FULL, 1.0)]
         for point in pruned:
-            late = late_pruning(point, identity, request.source, builder)
+            late = resolve_pruning(point, identity, request.source, builder)
             arms.append(Arm(point.method_label, point.retention_ratio, late))
     sizes = (arguments.questions, arguments.max_new_tokens, arguments.repeats)
     return Job(request, runtime, builder, tuple(arms), *sizes, random)
@@ -251,7 +251,7 @@ class Bench:
         self.llm: LanguageModel = load_language_model(job.request.source, job.runtime)
         # Every answer has its full length: random weights, or another method, would end some sooner.
         self.llm.model.generation_config.eos_token_id = None
-        self._embedders = Embedders(self.llm, self._device, [arm.late for arm in job.arms if arm.late is not None])
+        self._embedders = TextEmbeddings(self.llm, self._device, [arm.late for arm in job.arms if arm.late is not None])
         self._decoding = Decoding(max_new_tokens=job.max_new_tokens)
         self._stores = {arm: LocalStore(folder / f"cache-{number}") for number, arm in enumerate(job.arms)}
         self._fingerprints: dict[Arm, str] = {}

@@ -32,7 +32,7 @@ from pipeline.evaluate.scores import question_table
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import PRUNINGS, AnswersIdentity, AnswersTable, LateIdentity, read_answers_header
 from pipeline.generate.engines import ENGINES, EngineSetup
-from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
+from pipeline.generate.late_pruning import PruningSpec, is_whole, resolve_pruning
 from pipeline.generate.model import check_model, model_of
 from pipeline.generate.request import describe_prunings, engine_of, refuse_others
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
@@ -45,7 +45,7 @@ from pipeline.storage.stores import Store, store_at
 from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
 
 #: The prunings under which every question is asked, by label; None is full retention.
-Grid = Mapping[str, LateAsked | None]
+Grid = Mapping[str, PruningSpec | None]
 _RESULTS_VERSION = 1
 RESULTS_HEADER = "evaluation.json"
 ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # in the layouts of jobs.generate and jobs.prune
@@ -217,7 +217,7 @@ def _arms(config: EvaluateConfig, source: ModelSource) -> Grid:
     """
     with refusing():
         usual, variant = prompt_builder(source).policy.positions, family_of(source).variant
-        arms: dict[str, LateAsked | None] = {}
+        arms: dict[str, PruningSpec | None] = {}
         for label, one in config.grid().items():
             if one is None:
                 arms[label] = None
@@ -258,7 +258,9 @@ def _check_methods(
             "compared with full retention: make one with python -m jobs.prune --pruner none"
         )
     builder = prompt_builder(source)
-    prunings = {label: None if one is None else late_pruning(one, held, source, builder) for label, one in grid.items()}
+    prunings = {
+        label: None if one is None else resolve_pruning(one, held, source, builder) for label, one in grid.items()
+    }
     ENGINES[engine.name].check(engine, source, builder, prunings)
     return describe_prunings(prunings, held)
 

@@ -37,7 +37,7 @@ from pipeline.evaluate.request import (
     passed_on,
     write_results_header,
 )
-from pipeline.evaluate.scores import answered_item, score_table, way_of
+from pipeline.evaluate.scores import answered_item, mode_of, score_table
 from pipeline.evaluate.statistics import ORIGINAL, Arm
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers, read_answers_header
@@ -168,16 +168,16 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
     """Return the options of jobs.generate that follow from the protocol."""
-    way, options = way_of(request.protocol, request.source.model_type), request.config
+    mode, options = mode_of(request.protocol, request.source.model_type), request.config
     return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
         out=options.in_out(ANSWERS_FOLDER),
         model=request.source.name,
-        choices=way.method,
-        system=way.system,
-        max_new_tokens=way.decoding.max_new_tokens,
-        temperature=way.decoding.temperature,
+        choices=mode.method,
+        system=mode.system,
+        max_new_tokens=mode.decoding.max_new_tokens,
+        temperature=mode.decoding.temperature,
         frame_times=request.protocol.rules(request.source.model_type).frame_times,
         **passed_on(options, *_OF_ANSWERING),
     )

@@ -14,9 +14,8 @@ import torch
 from gstep.backbones import choose_runtime
 from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
 from pipeline.generate.asking import AnswerSetup, Asker, PreparedQuestion, heartbeat_name, unforeseen_fault
-from pipeline.generate.choices import parse_letter
 from pipeline.generate.engines import Engine, EngineDied, load_engine
-from pipeline.generate.questions import QUESTION_SCHEMA, Way
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, parse_letter
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
 from pipeline.runner.gpu_fault import give_up_process
 from pipeline.runner.heartbeat import Heartbeat
@@ -103,7 +102,7 @@ class Answerer:
         Those that are scored, those that are generated, and those for which the model prunes inside itself make batches
         of their own.
         """
-        understood = [(question, Way.parse(question["decoding"])) for question in questions]
+        understood = [(question, AnswerMode.parse(question["decoding"])) for question in questions]
         kinds = [(how.scored, self._asker.inside(question)) for question, how in understood]
         for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind[0]):
             waiting: list[PreparedQuestion] = []

@@ -17,11 +17,10 @@ from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
-from pipeline.generate.choices import lettered_prompt, letters
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, Engine, EngineSetup
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import Way
+from pipeline.generate.questions import AnswerMode, lettered_prompt, letters
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
 from pipeline.runner.gpu_fault import exit_after_gpu_fault
 from pipeline.runner.heartbeat import POISON, Heartbeat
@@ -72,7 +71,7 @@ class PreparedQuestion:
 
     row: AnswerRecord
     prompt: Prompt
-    how: Way
+    how: AnswerMode
     inside: tuple[Pruner, float] | None = None
 
     def continuations(self) -> list[str]:
@@ -88,7 +87,7 @@ class Embedder(Protocol):
         """Return the embedding [Q,De] of a text."""
 
 
-class Embedders:
+class TextEmbeddings:
     """The embedders of question texts that the prunings ask for: the language ``model``, or a tower, loaded once.
 
     The text to embed is that of the questions file, as in CDPruner's official code: without chat template, and
@@ -140,7 +139,7 @@ class Asker:
             evidence=tuple(columns),
         )
         self._videos = ChosenVideos(videos, lates, device, own_order=setup.own_order)
-        self._embedders = Embedders(engine, device, lates)
+        self._embedders = TextEmbeddings(engine, device, lates)
 
     def inside(self, question: QuestionRecord) -> tuple[Pruner, float] | None:
         """Return the method and share by which the LLM prunes inside itself for a question, or None."""
@@ -151,7 +150,7 @@ class Asker:
         """Return the pruning that a question is asked under, or None."""
         return self._prunings[question.get("pruning", "")]
 
-    def ask(self, question: QuestionRecord, how: Way) -> PreparedQuestion | AnswerRecord:
+    def ask(self, question: QuestionRecord, how: AnswerMode) -> PreparedQuestion | AnswerRecord:
         """Return the question with its prompt, or its error row if the prompt cannot be made."""
         try:
             with self._heartbeat.busy(heartbeat_name(question)):
@@ -174,7 +173,7 @@ class Asker:
             fault = unforeseen_fault(question["question_id"], error)
         return failed_answer(question, fault)
 
-    def _prepare(self, question: QuestionRecord, how: Way) -> PreparedQuestion | AnswerRecord:
+    def _prepare(self, question: QuestionRecord, how: AnswerMode) -> PreparedQuestion | AnswerRecord:
         """Read the question's videos, prune them as asked, and build the prompt."""
         late = self._pruning(question)
         words = None if late is None else self._embedders.embedding(late, question["prompt"])
@@ -247,7 +246,7 @@ def too_far(extent: int, context_length: int) -> QuestionFault:
     )
 
 
-def _text(question: QuestionRecord, how: Way) -> str:
+def _text(question: QuestionRecord, how: AnswerMode) -> str:
     """Return the user message of a question, with lettered choices unless the choices' texts are scored."""
     if "choices" not in question or how.method == "loglikelihood":
         return question["prompt"]

@@ -29,7 +29,7 @@ from pipeline.rows import JsonObject
 
 
 @dataclass(frozen=True)
-class LateAsked:
+class PruningSpec:
     """A pruning of cached tokens as a user names it: a method, its parameters and a ratio.
 
     Attributes:
@@ -59,9 +59,9 @@ class LateAsked:
         return ",".join([self.method, *(f"{name}={value}" for name, value in sorted(self.params.items())), *positions])
 
 
-def asked_grid(
+def parse_pruning_grid(
     methods: Iterable[str], ratios: Iterable[float], siglip: str | None = None, seed: int = 0
-) -> list[LateAsked]:
+) -> list[PruningSpec]:
     """Parse each METHOD[,NAME=VALUE...] and pair it with each ratio from the largest.
 
     Raises UsageError for a malformed one.
@@ -71,7 +71,7 @@ def asked_grid(
     for spec in methods:
         method, *given = (part.strip() for part in spec.split(","))
         params = named_values(given, f"--method {spec}: a parameter")
-        asked += [LateAsked(method, ratio, params, siglip, seed) for ratio in largest_first]
+        asked += [PruningSpec(method, ratio, params, siglip, seed) for ratio in largest_first]
     return asked
 
 
@@ -170,7 +170,9 @@ def _unpickled(method: str, params: JsonObject, *rest: Any) -> LatePruning:
     return LatePruning(make_pruner(method, **params), *rest)
 
 
-def late_pruning(asked: LateAsked, held: CacheIdentity, source: ModelSource, builder: PromptBuilder) -> LatePruning:
+def resolve_pruning(
+    asked: PruningSpec, held: CacheIdentity, source: ModelSource, builder: PromptBuilder
+) -> LatePruning:
     """Check a requested pruning against the cache and the model, before the model is loaded, and return it.
 
     Args:

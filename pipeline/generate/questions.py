@@ -1,23 +1,27 @@
-"""What to ask: a file of questions becomes one Arrow table, a row a question, every row checked."""
+"""What to ask: a file of questions becomes one Arrow table, a row a question, every row checked.
+
+At the end: questions with choices, how they are put to the model, and which choice an answer means.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError, near_file
-from pipeline.generate.choices import MAX_LETTERS
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import (
     TABLE_SUFFIXES,
@@ -31,7 +35,7 @@ from pipeline.inputs.tables import (
 )
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
-# ``decoding`` is what ``Way.describe`` gives, as JSON: everything that decides how this one question is answered.
+# ``decoding`` is what ``AnswerMode.describe`` gives, as JSON: everything that decides how this one question is answered.
 QUESTION_SCHEMA = pa.schema(
     [
         pa.field("question_id", pa.string(), nullable=False),
@@ -52,11 +56,17 @@ _OPTIONS: Mapping[str, type] = {
 }
 _OWN = {"question_id", "video_id", "prompt", "choices", "answer", "system", *_OPTIONS}
 _NEEDS = "question_id, video_id and prompt"
+MAX_LETTERS = len(ascii_uppercase)
+# The words that lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts with.
+INSTRUCTION = "Answer with the option's letter from the given choices directly."
+# A small letter counts where nothing follows: "the answer is a cat" names no letter.
+_SENTENCE = re.compile(r"\b(?i:answer|option|choice)\b(?:\s+(?i:is))?\s*:?\s*\(?\*{0,2}([A-Z]\b|[a-z](?=[)*.]*\s*$))")
+_ENGLISH = frozenset("AI")  # letters that are words too
 
 
 @dataclass(frozen=True)
-class Way:
-    """The way that one question is answered, or those of a run that do not set their own.
+class AnswerMode:
+    """The mode in which a question is answered: that of a run, or a question's own.
 
     Attributes:
         decoding: options of generating.
@@ -70,7 +80,7 @@ class Way:
     system: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Way:
+    def parse(cls, text: str) -> AnswerMode:
         """Parse the JSON that ``describe`` returned."""
         options = json.loads(text)
         decoding = Decoding(**{item.name: options[item.name] for item in fields(Decoding) if item.name in options})
@@ -82,7 +92,7 @@ class Way:
         return self.method != "generate"
 
     def describe(self) -> str:
-        """Return the way as JSON; options without effect are left out, and so make no difference."""
+        """Return the mode as JSON; options without effect are left out, so they make no difference."""
         options = {} if self.scored else describe_decoding(self.decoding)
         described = {"method": self.method, "system": self.system, **options}
         return json.dumps(described, sort_keys=True, ensure_ascii=False)
@@ -95,7 +105,7 @@ def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
     return options if decoding.temperature > 0 else {name: options[name] for name in greedy}
 
 
-def read_questions(place: str, way: Way, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
+def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
     """Read the questions of a .jsonl, .parquet or .csv file (local or s3://) as QUESTION_SCHEMA, in the file's order.
 
     Args:
@@ -106,20 +116,20 @@ def read_questions(place: str, way: Way, objects: Objects | None = None, limit: 
     """
     with _opened(place, objects) as file:
         try:
-            return _table(read_rows(place, file, _NEEDS, "question_id"), place, way, limit)
+            return _table(read_rows(place, file, _NEEDS, "question_id"), place, mode, limit)
         except UNREADABLE as error:
             raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
 
 
-def given_questions(given: object, way: Way, limit: int | None = None) -> pa.Table:
+def given_questions(given: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
     """Read questions from dicts, or a table that Arrow takes, as ``read_questions`` does. Raises QuestionsError."""
-    return _table(given_rows("questions", given, _NEEDS), "questions", way, limit)
+    return _table(given_rows("questions", given, _NEEDS), "questions", mode, limit)
 
 
-def _table(found: Iterator[tuple[str, UserRow]], place: str, way: Way, limit: int | None) -> pa.Table:
+def _table(found: Iterator[tuple[str, UserRow]], place: str, mode: AnswerMode, limit: int | None) -> pa.Table:
     """Check rows of questions and return them as QUESTION_SCHEMA. Raises QuestionsError."""
     try:
-        rows = [_question(row, f"{place}, {where}", way) for where, row in islice(found, limit)]
+        rows = [_question(row, f"{place}, {where}", mode) for where, row in islice(found, limit)]
     except BadRow as error:
         raise QuestionsError(str(error)) from error
     if not rows:
@@ -145,7 +155,7 @@ def _opened(place: str, objects: Objects | None) -> BinaryIO:
         raise QuestionsError(f"{place}: cannot be read: {error.strerror}{near}") from error
 
 
-def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] | None]:
+def _question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | list[str] | None]:
     """Check one row of a question file and return it as a row of QUESTION_SCHEMA. Raises QuestionsError."""
     question_id = row.get("question_id")
     if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
@@ -153,7 +163,7 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDS}")
-    choices, video_ids = _choices(row, where, way), video_ids_of(row, where)
+    choices, video_ids = _choices(row, where, mode), video_ids_of(row, where)
     carried = {name: value for name, value in row.items() if name not in _OWN and value is not None}
     question = {
         "question_id": str(question_id),
@@ -161,7 +171,7 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
         "prompt": prompt,
         "choices": choices,
         "target": target_of(row, where),
-        "decoding": _way_of_row(row, where, way, choices is not None).describe(),
+        "decoding": _mode_of_row(row, where, mode, choices is not None).describe(),
         "question_extra": carried_json(carried) if carried else None,
     }
     texts = (str(question_id), prompt, str(question["decoding"]), str(question["target"]), *video_ids)
@@ -185,7 +195,7 @@ def video_ids_of(row: UserRow, where: str) -> list[str]:
     return ids
 
 
-def _choices(row: UserRow, where: str, way: Way) -> list[str] | None:
+def _choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
     """Return a row's choices as a list of texts, or None. Raises QuestionsError."""
     value = row.get("choices")
     if value is None:
@@ -195,7 +205,7 @@ def _choices(row: UserRow, where: str, way: Way) -> list[str] | None:
         raise QuestionsError(f"{where}: choices must be a list of texts (in .csv as JSON), got {value!r}")
     if len(choices) < 2:
         raise QuestionsError(f"{where}: choices must be at least two, got {value!r}")
-    if way.method != "loglikelihood" and len(choices) > MAX_LETTERS:
+    if mode.method != "loglikelihood" and len(choices) > MAX_LETTERS:
         raise QuestionsError(
             f"{where}: {len(choices)} choices, and there are {MAX_LETTERS} letters: use --choices loglikelihood"
         )
@@ -226,19 +236,19 @@ def json_list(text: str) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _way_of_row(row: UserRow, where: str, way: Way, has_choices: bool) -> Way:
-    """Return the way that a row's question is answered: the row's own settings, else the run's."""
+def _mode_of_row(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
+    """Return the mode in which a row's question is answered: the row's own settings, else the run's."""
     own = {name: _number(row[name], kind, name, where) for name, kind in _OPTIONS.items() if row.get(name) is not None}
     # One seed for all would draw the same numbers for every question.
-    own.setdefault("seed", seed_for(way.decoding.seed, str(row["question_id"])))
+    own.setdefault("seed", seed_for(mode.decoding.seed, str(row["question_id"])))
     try:
-        decoding = Decoding(**{**asdict(way.decoding), **own})
+        decoding = Decoding(**{**asdict(mode.decoding), **own})
     except ValueError as error:
         raise QuestionsError(f"{where}: {error}") from error
-    system = way.system if row.get("system") is None else row["system"]
+    system = mode.system if row.get("system") is None else row["system"]
     if system is not None and not isinstance(system, str):
         raise QuestionsError(f"{where}: system must be text, got {system!r}")
-    return Way(decoding, way.method if has_choices else "generate", system)
+    return AnswerMode(decoding, mode.method if has_choices else "generate", system)
 
 
 def _number(value: Any, kind: type, name: str, where: str) -> Any:
@@ -262,3 +272,41 @@ def _number(value: Any, kind: type, name: str, where: str) -> Any:
 def seed_for(seed: int, question_id: str) -> int:
     """Return a question's own seed, made of the run's seed and the question's id alone."""
     return int.from_bytes(blake2b(f"{seed}\0{question_id}".encode(errors="replace"), digest_size=8).digest()) >> 1
+
+
+def lettered_prompt(prompt: str, choices: Sequence[str]) -> str:
+    """Return the prompt with its choices as "A. ..." lines and the instruction to answer with a letter."""
+    options = "".join(f"{letter}. {text}\n" for letter, text in zip(ascii_uppercase, choices, strict=False))
+    return f"{prompt}\n{options}{INSTRUCTION}"
+
+
+def letters(count: int) -> list[str]:
+    """Return the first ``count`` capital letters, which name choices."""
+    return list(ascii_uppercase[:count])
+
+
+def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
+    """Return the index of the choice that a generated answer names; None where it names none, or several.
+
+    In this order: a letter that the answer begins with ("B", "(B)", "B. a dog"), one that it calls the answer ("the
+    answer is B"), the text of a choice, a letter that stands alone anywhere ("A" and "I" are words too and do not
+    count there).
+    """
+    text = answer.strip().strip("*").strip()
+    known = letters(len(choices))
+    begins = re.match(r"\(?([A-Z])(?:\)|[.:,]|\*|\s*$|\n)", text)
+    if begins and begins[1] in known:
+        return known.index(begins[1])
+    named = {found.upper() for found in _SENTENCE.findall(text)} & set(known)
+    if len(named) == 1:
+        return known.index(named.pop())
+    same = [i for i, choice in enumerate(choices) if _bare(choice) == _bare(text)]
+    if len(same) == 1:
+        return same[0]
+    alone = (set(re.findall(r"\b([A-Z])\b", text)) - _ENGLISH) & set(known)
+    return known.index(alone.pop()) if len(alone) == 1 else None
+
+
+def _bare(text: str) -> str:
+    """Return a text without surrounding space and final dots, in lower case."""
+    return text.strip().rstrip(".").casefold()

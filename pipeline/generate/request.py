@@ -30,9 +30,9 @@ from pipeline.generate.answers import (
 )
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, VLLM, EngineSetup
-from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
+from pipeline.generate.late_pruning import LatePruning, PruningSpec, resolve_pruning
 from pipeline.generate.model import check_model, check_tokens, model_of, stored_tower
-from pipeline.generate.questions import Way, describe_decoding, given_questions, read_questions
+from pipeline.generate.questions import AnswerMode, describe_decoding, given_questions, read_questions
 from pipeline.options import EngineOptions
 from pipeline.rows import VideoRecord, without_nulls
 from pipeline.runner.request import check_out, new_run_id, refusing, store_refusing
@@ -85,7 +85,7 @@ class GenerateRequest:
     @property
     def identity(self) -> AnswersIdentity:
         """The settings that all answers in one place share, JSON-able; PRUNINGS describes each pruning and may grow."""
-        stored, late, way = self.held["retention_ratio"], self.prunings.get(""), way_of(self.config)
+        stored, late, way = self.held["retention_ratio"], self.prunings.get(""), mode_of(self.config)
         identity: AnswersIdentity = {
             "cache": self.held if "" in self.prunings else without_evidence(self.held),
             "model": {"type": self.source.model_type, "weights": self.source.identity},
@@ -172,7 +172,7 @@ def prepare(config: GenerateConfig, console: Console, given: object = None) -> G
     ``given`` are questions that a caller has at hand, as of ``given_questions``; None where the options name a file.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    way = way_of(config)
+    way = mode_of(config)
     assert config.questions  # the config refuses a request without
     with store_refusing():
         if given is None:
@@ -182,17 +182,17 @@ def prepare(config: GenerateConfig, console: Console, given: object = None) -> G
     return checked(config, questions, {"": asked_for(config)}, console)
 
 
-def asked_for(config: GenerateConfig) -> LateAsked | None:
+def asked_for(config: GenerateConfig) -> PruningSpec | None:
     """Return the pruning that the options name, or None."""
     if config.pruner is None:
         return None
     assert config.retention_ratio is not None  # the config refuses a method without
-    return LateAsked(config.pruner, config.retention_ratio, config.pruner_params(), config.siglip, config.pruner_seed)
+    return PruningSpec(config.pruner, config.retention_ratio, config.pruner_params(), config.siglip, config.pruner_seed)
 
 
 def _prunings(
     config: GenerateConfig,
-    asked: Mapping[str, LateAsked | None],
+    asked: Mapping[str, PruningSpec | None],
     held: CacheIdentity,
     source: ModelSource,
     builder: PromptBuilder,
@@ -200,7 +200,7 @@ def _prunings(
     """Return the requested prunings by name, each checked against the cache and the engine. Raises UsageError."""
     with refusing():
         prunings = {
-            name: None if one is None else late_pruning(one, held, source, builder) for name, one in asked.items()
+            name: None if one is None else resolve_pruning(one, held, source, builder) for name, one in asked.items()
         }
         ENGINES[config.engine].check(engine_of(config), source, builder, prunings)
     takes_siglip = any(late is not None and late.text_tower is not None for late in prunings.values())
@@ -212,7 +212,7 @@ def _prunings(
 def checked(
     config: GenerateConfig,
     questions: pa.Table,
-    asked: Mapping[str, LateAsked | None],
+    asked: Mapping[str, PruningSpec | None],
     console: Console,
     about: AnswersIdentity | None = None,
 ) -> GenerateRequest:
@@ -273,11 +273,11 @@ def _check_free(store: Store) -> None:
         raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
 
 
-def way_of(config: GenerateConfig) -> Way:
+def mode_of(config: GenerateConfig) -> AnswerMode:
     """Return the run's default way of answering, from its options."""
     with refusing():
         decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
-    return Way(decoding, config.choices, config.system)
+    return AnswerMode(decoding, config.choices, config.system)
 
 
 def match_answers(request: GenerateRequest) -> None:

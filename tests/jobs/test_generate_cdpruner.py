@@ -22,7 +22,7 @@ from pipeline.generate.answer_stage import Answerer
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.generate.request import prepare
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.runner import gpu_fault
@@ -112,7 +112,7 @@ def answer(tower, tmp_path):
     def run(*prompts, pruner=CDPruner):
         store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
         rows = [{"question_id": i, "video_id": ["a", "a"], "prompt": text} for i, text in enumerate(prompts)]
-        table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), Way(Decoding(max_new_tokens=2)))
+        table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), AnswerMode(Decoding(max_new_tokens=2)))
         actor = Answerer(setup_of(store, prunings={"": LatePruning(pruner(), 0.1, tower, EMBEDDED)}))
         return list(actor.answer([{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]))
 

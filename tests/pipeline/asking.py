@@ -23,9 +23,9 @@ from pipeline.errors import VideoFault
 from pipeline.generate.answers import AnswersIdentity
 from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.late_pruning import LateAsked
+from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.questions import read_questions
-from pipeline.generate.request import GenerateRequest, checked, prepare, way_of
+from pipeline.generate.request import GenerateRequest, checked, mode_of, prepare
 from pipeline.storage.stores import LocalStore, Store
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, read_live, write_shard
 
@@ -101,7 +101,7 @@ def setup_of(store: Store, **more: Any) -> AnswerSetup:
 def request_about(
     cache: Path,
     rows: list[dict[str, Any]],
-    grid: Mapping[str, LateAsked | None] | None = None,
+    grid: Mapping[str, PruningSpec | None] | None = None,
     about: AnswersIdentity | None = None,
     **options: Any,
 ) -> GenerateRequest:
@@ -113,4 +113,4 @@ def request_about(
     config = GenerateConfig(cache=str(cache), questions=path, out=str(cache.parent / "o"), **options)
     if grid is None:
         return prepare(config, Console(quiet=True))
-    return checked(config, read_questions(path, way_of(config)), grid, Console(quiet=True), about)
+    return checked(config, read_questions(path, mode_of(config)), grid, Console(quiet=True), about)

@@ -17,7 +17,7 @@ from pipeline.evaluate.lmms.questions import CachedIds, LmmsQuestion
 from pipeline.generate.answer_stage import Answerer, answered_rows, question_blocks
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.questions import QUESTION_SCHEMA
-from pipeline.generate.request import GenerateRequest, asked_for, checked, way_of
+from pipeline.generate.request import GenerateRequest, asked_for, checked, mode_of
 from pipeline.generate.resume import in_blocks
 from pipeline.generate.run import AnswerRun, answer_setup, batch_size
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
@@ -71,7 +71,7 @@ class CachedReplies:
             )
         with explain_flags():
             self._config = arguments.config(held)
-            self._way = way_of(self._config)
+            self._way = mode_of(self._config)
             self._checked(QUESTION_SCHEMA.empty_table())
         self._ids: CachedIds | None = None
 

@@ -20,7 +20,7 @@ from pipeline.evaluate.shapes.questions import TYPES
 from pipeline.generate.answer_stage import Answerer
 from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.held_videos import HeldVideos
-from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import run_here
@@ -65,7 +65,9 @@ def test_every_type_of_question_is_asked(results):
 @pytest.fixture(scope="module")
 def questions(results):
     """Those on a few videos, as the driver of jobs.generate sends them."""
-    rows = read_questions(str(results.parent / "data" / "questions.jsonl"), Way(Decoding(), "letter")).to_pylist()
+    rows = read_questions(
+        str(results.parent / "data" / "questions.jsonl"), AnswerMode(Decoding(), "letter")
+    ).to_pylist()
     some = sorted({video_id for row in rows for video_id in row["video_ids"]})[:MUTATED]
     return [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in rows if row["video_ids"][0] in some]
 

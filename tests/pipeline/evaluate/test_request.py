@@ -21,7 +21,7 @@ from pipeline.evaluate.request import (
     write_results_header,
 )
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
-from pipeline.generate.late_pruning import late_pruning
+from pipeline.generate.late_pruning import resolve_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.generate.request import describe_prunings
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
@@ -168,7 +168,7 @@ def answers_of(request, *question_ids) -> None:
     store, held = LocalStore(f"{request.config.out}/answers"), read_header(LocalStore(request.cache))["identity"]
     builder = prompt_builder(request.source)
     prunings = {
-        label: None if one is None else late_pruning(one, held, request.source, builder)
+        label: None if one is None else resolve_pruning(one, held, request.source, builder)
         for label, one in request.grid.items()
     }
     write_answers_header(store, {PRUNINGS: describe_prunings(prunings, held)})

@@ -18,7 +18,7 @@ from pipeline.generate.answers import AnswersTable, commit_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines.transformers import TransformersEngine
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.generate.run import plan_answers
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import QuestionRecord, without_nulls
@@ -28,7 +28,7 @@ from tests.gstep.llms import llm
 from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 
-WAY = Way(Decoding(max_new_tokens=8))
+WAY = AnswerMode(Decoding(max_new_tokens=8))
 PROMPTS = ["What?", "What is happening in this video, and why?", "Who is it?", "Where?", "Say more about the end."]
 
 
@@ -92,11 +92,11 @@ def test_a_long_question_neither_joins_short_ones_nor_makes_their_batches_small(
 
 
 def test_a_batch_of_ragged_prompts_says_what_each_alone_does(cache, tmp_path):
-    way = Way(Decoding(max_new_tokens=8), "letter")
+    way = AnswerMode(Decoding(max_new_tokens=8), "letter")
     asked = open_questions(tmp_path, 10)
-    asked += open_questions(tmp_path, 6, Way(Decoding(max_new_tokens=8, temperature=1.5)), max_new_tokens=5)
+    asked += open_questions(tmp_path, 6, AnswerMode(Decoding(max_new_tokens=8, temperature=1.5)), max_new_tokens=5)
     asked += open_questions(tmp_path, 4, way, choices=["yes", "no", "perhaps"])
-    asked += open_questions(tmp_path, 4, Way(Decoding(), "loglikelihood"), choices=["yes, always", "no"])
+    asked += open_questions(tmp_path, 4, AnswerMode(Decoding(), "loglikelihood"), choices=["yes, always", "no"])
     asked = [{**question, "question_id": str(i)} for i, question in enumerate(asked)]
     together, alone = (by_id(Answerer(setup_of(cache, batch_size=n)).answer(asked)) for n in (8, 1))
     assert together.keys() == alone.keys() == {str(i) for i in range(24)}
@@ -116,7 +116,9 @@ def test_choices_by_letter_and_by_text(cache, tmp_path):
     row = {"question_id": 1, "video_id": "a", "prompt": "Which?", "choices": ["yes", "no, never at all", "no"]}
     answers = {}
     for method in ("letter", "loglikelihood", "generate"):
-        (answers[method],) = Answerer(setup_of(cache)).answer(questions(tmp_path, [row], Way(Decoding(4), method)))
+        (answers[method],) = Answerer(setup_of(cache)).answer(
+            questions(tmp_path, [row], AnswerMode(Decoding(4), method))
+        )
     letter, text = answers["letter"], answers["loglikelihood"]
     scores = letter["choice_scores"]
     assert letter["answer"] == "ABC"[letter["choice"]] and letter["choice"] == scores.index(max(scores))

@@ -17,8 +17,8 @@ from pipeline.cache.method import describe_method
 from pipeline.generate.asking import Asker
 from pipeline.generate.engines import EngineSetup, load_engine
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LruCache, n_bytes
-from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
-from pipeline.generate.questions import Way
+from pipeline.generate.late_pruning import LatePruning, PruningSpec, resolve_pruning
+from pipeline.generate.questions import AnswerMode
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.request import evidence_sources
@@ -71,8 +71,8 @@ class Made:
         return TokenCache(self.folder / name)
 
     def late(self, cache: TokenCache, method: str, ratio: float, seed: int = 0) -> LatePruning:
-        asked = LateAsked(method, ratio, seed=seed)
-        return late_pruning(asked, cache.identity, self.source, prompt_builder(self.source))
+        asked = PruningSpec(method, ratio, seed=seed)
+        return resolve_pruning(asked, cache.identity, self.source, prompt_builder(self.source))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -146,7 +146,7 @@ def test_a_cache_of_version_1_whose_evidence_has_bare_names_serves_too():
         "retention_ratio": 1.0,
         "evidence": {"token_attention": "last_layer", "token_key": "last_layer"},
     }
-    late = late_pruning(LateAsked("visionzip", 0.25), identity, source, prompt_builder(source))
+    late = resolve_pruning(PruningSpec("visionzip", 0.25), identity, source, prompt_builder(source))
     assert dict(late.evidence) == {"token_attention": "token_attention", "token_key": "token_key"}
 
 
@@ -166,14 +166,14 @@ def test_a_pruning_may_have_positions_of_its_own(tmp_path):
     tiny_cache(tmp_path / "c", ("v",), ratio=1.0, method="none")
     store = LocalStore(tmp_path / "c")
     held, source = TokenCache(tmp_path / "c").identity, ModelSource.resolve("tiny")
-    asked = {one.label: one for p in (None, "original") for one in [LateAsked("gstep", 0.1, positions=p)]}
+    asked = {one.label: one for p in (None, "original") for one in [PruningSpec("gstep", 0.1, positions=p)]}
     assert list(asked) == ["gstep@0.1", "gstep,positions=original@0.1"]
-    lates = {label: late_pruning(one, held, source, prompt_builder(source)) for label, one in asked.items()}
+    lates = {label: resolve_pruning(one, held, source, prompt_builder(source)) for label, one in asked.items()}
     assert [late.describe().get("positions") for late in lates.values()] == [None, "original"]
     engine = load_engine(EngineSetup(), source, choose_runtime("cpu", "float32", "auto"))
     asker = Asker(setup_of(store, prunings=lates), engine, "cpu", Heartbeat("answer"))
     question = {"question_id": "q", "video_ids": ["v"], "prompt": "What?", "attempts": 1}
-    how = Way(Decoding(), "generate")
+    how = AnswerMode(Decoding(), "generate")
     close, original = (asker.ask({**question, "pruning": label}, how).prompt for label in lates)
     assert torch.equal(close.input_ids, original.input_ids) and torch.equal(
         close.positions[0], torch.arange(len(close))

@@ -16,7 +16,7 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from pipeline.errors import UsageError
-from pipeline.generate.asking import Embedders
+from pipeline.generate.asking import TextEmbeddings
 from pipeline.generate.late_pruning import LatePruning
 from tests.pipeline.asking import request_about, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings
@@ -129,7 +129,9 @@ def test_evidence_has_the_shape_of_the_video_and_no_embedding_is_made():
     best = visual.evidence["token_attention"].argsort(descending=True)[:10].sort().values
     assert torch.equal(chosen.index, best) and torch.equal(chosen.tokens, visual.tokens[best])
     assert torch.equal(chosen.deepstack[0], visual.deepstack[0][best]) and not chosen.evidence
-    assert Embedders(None, "cpu", [late]).embedding(late, "What?") is None and late.inside is None  # nobody is asked
+    assert (
+        TextEmbeddings(None, "cpu", [late]).embedding(late, "What?") is None and late.inside is None
+    )  # nobody is asked
     assert late.at_most(T, N, D) == 10
 
 
@@ -199,7 +201,7 @@ def test_on_qwen_the_language_model_embeds_the_question(request_for, tmp_path):
     late = request_for(path(Matching)).prunings[""]
     assert (late.evidence, late.text_tower) == ((), None)
     model = SimpleNamespace(embedding="embedded: {}".format)
-    assert Embedders(model, "cpu", [late]).embedding(late, "What?") == "embedded: What?"
+    assert TextEmbeddings(model, "cpu", [late]).embedding(late, "What?") == "embedded: What?"
     with pytest.raises(UsageError, match=r"needs image_embedding .*qwen2_5_vl does not give it"):
         request_for(path(Patches))
 

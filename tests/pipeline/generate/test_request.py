@@ -10,7 +10,7 @@ from rich.console import Console
 from gstep.backbones import ModelSource, family_of
 from pipeline.errors import IdentityMismatch
 from pipeline.generate.answers import PRUNINGS, commit_answers, read_answers_header, write_answers_header
-from pipeline.generate.late_pruning import LateAsked
+from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.request import match_answers
 from pipeline.generate.run import AnswerRun
 from tests.pipeline.asking import request_about, tiny_cache
@@ -62,17 +62,17 @@ def test_answers_bind_once_there_is_one(cache):
 
 
 def test_a_pruning_is_told_from_others_by_method_parameters_and_ratio():
-    asked = LateAsked("fastvid", 0.25, {"c": "3", "b": "0.5"}, seed=7)
+    asked = PruningSpec("fastvid", 0.25, {"c": "3", "b": "0.5"}, seed=7)
     assert (asked.label, asked.method_label) == ("fastvid,b=0.5,c=3@0.25", "fastvid,b=0.5,c=3")
-    assert LateAsked("fastvid", 0.25, {"b": "0.5", "c": "3"}).label == asked.label  # in whatever order they are named
-    assert (LateAsked("none", 1.0).label, LateAsked("mine:Own", 0.10).label) == ("none@1", "mine:Own@0.1")
+    assert PruningSpec("fastvid", 0.25, {"b": "0.5", "c": "3"}).label == asked.label  # in whatever order they are named
+    assert (PruningSpec("none", 1.0).label, PruningSpec("mine:Own", 0.10).label) == ("none@1", "mine:Own@0.1")
 
 
 FULL = {"none@1": None}
 
 
 def late(method, ratio=0.25, seed=0, siglip=None, **params):
-    one = LateAsked(method, ratio, params, siglip, seed)
+    one = PruningSpec(method, ratio, params, siglip, seed)
     return {one.label: one}
 
 
@@ -122,8 +122,8 @@ def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
             r"prunings\.random@0\.25\.seed: the answers have 0, this run 1",
         ),
         (
-            {"mine": LateAsked("gstep", 0.25, {"alpha": "0.5"})},
-            {"mine": LateAsked("gstep", 0.25, {"alpha": "0.3"})},
+            {"mine": PruningSpec("gstep", 0.25, {"alpha": "0.5"})},
+            {"mine": PruningSpec("gstep", 0.25, {"alpha": "0.3"})},
             r"prunings\.mine\.params\.alpha: the answers have 0\.5, this run 0\.3",
         ),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.errors import QuestionFault, QuestionsChanged
 from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
-from pipeline.generate.late_pruning import LateAsked
+from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.resume import (
     asked_rows,
     difference,
@@ -155,7 +155,11 @@ def test_questions_that_changed_are_named_up_to_five(job_of):
     assert "\n  4: prompt" in said and "5: prompt" not in said
 
 
-GRID = {"none@1": None, "gstep@0.25": LateAsked("gstep", 0.25), "fastv,K=1@0.1": LateAsked("fastv", 0.1, {"K": "1"})}
+GRID = {
+    "none@1": None,
+    "gstep@0.25": PruningSpec("gstep", 0.25),
+    "fastv,K=1@0.1": PruningSpec("fastv", 0.1, {"K": "1"}),
+}
 
 
 @pytest.fixture

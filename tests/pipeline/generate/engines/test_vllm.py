@@ -16,7 +16,7 @@ from pipeline.generate.answer_stage import Answerer
 from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.engines import EngineDied, EngineSetup, load_engine
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.rows import QuestionRecord, without_nulls
 from tests import vllm_here
 from tests.gstep.language.prompts import video
@@ -191,7 +191,7 @@ def test_cdpruner_chooses_for_each_question_as_with_the_other_engine(family, tmp
         model_extra=dict(clip.extra),
     )
     rows = [{"question_id": i, "video_id": "a", "prompt": text} for i, text in enumerate(["Who?", "Where is the dog?"])]
-    table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), Way(Decoding(max_new_tokens=6)))
+    table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), AnswerMode(Decoding(max_new_tokens=6)))
     asked = [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
     late = {"": LatePruning(CDPruner(), 0.25)}
     setup = AnswerSetup(source, store, read_live(store), prunings=late, device="cpu")
