@@ -259,7 +259,7 @@ def _check_methods(
         )
     builder = prompt_builder(source)
     prunings = {
-        label: None if one is None else resolve_pruning(one, held, source, builder) for label, one in grid.items()
+        label: None if spec is None else resolve_pruning(spec, held, source, builder) for label, spec in grid.items()
     }
     ENGINES[engine.name].check(engine, source, builder, prunings)
     return describe_prunings(prunings, held)

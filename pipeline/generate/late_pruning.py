@@ -66,13 +66,13 @@ def parse_pruning_grid(
 
     Raises UsageError for a malformed one.
     """
-    asked = []
+    specs = []
     largest_first = sorted(set(ratios), reverse=True)
-    for spec in methods:
-        method, *given = (part.strip() for part in spec.split(","))
-        params = named_values(given, f"--method {spec}: a parameter")
-        asked += [PruningSpec(method, ratio, params, siglip, seed) for ratio in largest_first]
-    return asked
+    for text in methods:
+        method, *given = (part.strip() for part in text.split(","))
+        params = named_values(given, f"--method {text}: a parameter")
+        specs += [PruningSpec(method, ratio, params, siglip, seed) for ratio in largest_first]
+    return specs
 
 
 @dataclass(frozen=True)
@@ -171,30 +171,30 @@ def _unpickled(method: str, params: JsonObject, *rest: Any) -> LatePruning:
 
 
 def resolve_pruning(
-    asked: PruningSpec, held: CacheIdentity, source: ModelSource, builder: PromptBuilder
+    spec: PruningSpec, cache_identity: CacheIdentity, source: ModelSource, builder: PromptBuilder
 ) -> LatePruning:
     """Check a requested pruning against the cache and the model, before the model is loaded, and return it.
 
     Args:
-        held: the identity of the cache.
+        cache_identity: of the cache that holds the tokens.
 
     Raises UsageError where the cache does not hold what the method needs, or the model cannot be pruned so; ValueError
     for an unknown method or parameter.
     """
-    method = asked.method
-    pruner = read_pruner(method, asked.params, family=family_of(source).variant)
+    method = spec.method
+    pruner = read_pruner(method, spec.params, family=family_of(source).variant)
     describe_method(pruner)  # it must go into the identity of the answers
-    if not is_whole(held):
+    if not is_whole(cache_identity):
         raise UsageError(
             f"--pruner {method} chooses among all visual tokens as the encoder made them, and this cache holds what "
-            f"{held['pruner']['method']} kept at {held['retention_ratio']:g}: make one with python -m jobs.prune "
+            f"{cache_identity['pruner']['method']} kept at {cache_identity['retention_ratio']:g}: make one with python -m jobs.prune "
             "--pruner none"
         )
     check_inside(pruner, builder)
-    evidence = () if pruner.layer is not None else evidence_columns(method, pruner, held)
-    tower = _text_tower(method, pruner, evidence, asked.siglip, held, source)
-    ratio = pruner.nominal_ratio(asked.retention_ratio)
-    return LatePruning(pruner, ratio, tower, evidence, asked.seed, asked.positions)
+    evidence = () if pruner.layer is not None else evidence_columns(method, pruner, cache_identity)
+    tower = _text_tower(method, pruner, evidence, spec.siglip, cache_identity, source)
+    ratio = pruner.nominal_ratio(spec.retention_ratio)
+    return LatePruning(pruner, ratio, tower, evidence, spec.seed, spec.positions)
 
 
 def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:

@@ -35,7 +35,7 @@ from pipeline.inputs.tables import (
 )
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
-# ``decoding`` is what ``AnswerMode.describe`` gives, as JSON: everything that decides how this one question is answered.
+# ``decoding`` is ``AnswerMode.describe()``, as JSON: everything that decides how this question is answered.
 QUESTION_SCHEMA = pa.schema(
     [
         pa.field("question_id", pa.string(), nullable=False),
