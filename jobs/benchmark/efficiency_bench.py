@@ -32,8 +32,8 @@ from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import VideoItem, commit, write_token_shard
 from pipeline.errors import RunFailed, UsageError
-from pipeline.generate.asking import TextEmbeddings
 from pipeline.generate.late_pruning import LatePruning, parse_pruning_grid, resolve_pruning
+from pipeline.generate.prompts import TextEmbeddings
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder

@@ -30,11 +30,17 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, Protocol
 from pipeline.evaluate.scores import question_table
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
-from pipeline.generate.answers import PRUNINGS, AnswersIdentity, AnswersTable, LateIdentity, read_answers_header
+from pipeline.generate.answers import (
+    PRUNINGS,
+    AnswersIdentity,
+    AnswersTable,
+    LateIdentity,
+    check_identity,
+    read_answers_header,
+)
 from pipeline.generate.engines import ENGINES, EngineSetup
-from pipeline.generate.late_pruning import PruningSpec, is_whole, resolve_pruning
+from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_whole, resolve_pruning
 from pipeline.generate.model import check_model, model_of
-from pipeline.generate.request import describe_prunings, engine_of, refuse_others
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import match_cache, needed_by, resolve, sampling_settings
@@ -139,9 +145,9 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         check_frames(config, protocol, source, cache, held)
     with refusing():
         made = held if videos is None else identity_of(videos, cached, objects, console)
-        described = _check_methods(grid, made, source, cache, engine_of(config))
+        described = _check_methods(grid, made, source, cache, EngineSetup.of(config))
     with store_refusing():
-        _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), described, engine_of(config))
+        _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), described, EngineSetup.of(config))
     request = EvaluateRequest(
         config=config,
         benchmark=benchmark,
@@ -277,7 +283,7 @@ def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None],
         there: AnswersIdentity = {PRUNINGS: held.get(PRUNINGS, {})}
         if "engine" in held:
             there["engine"] = held["engine"]
-        refuse_others(answers, there, {PRUNINGS: json.loads(json.dumps(described)), **engine.describe()})
+        check_identity(answers, there, {PRUNINGS: json.loads(json.dumps(described)), **engine.describe()})
 
 
 def data_folder(request: EvaluateRequest) -> Path:

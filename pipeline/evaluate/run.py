@@ -39,11 +39,18 @@ from pipeline.evaluate.request import (
 )
 from pipeline.evaluate.scores import answered_item, mode_of, score_table
 from pipeline.evaluate.statistics import ORIGINAL, Arm
+from pipeline.generate.answers import (
+    COMPARED,
+    AnswersIdentity,
+    AnswersTable,
+    answer_rows,
+    difference,
+    read_answers,
+    read_answers_header,
+    refuse_changed,
+)
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
-from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers, read_answers_header
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.request import checked
-from pipeline.generate.resume import COMPARED, answer_rows, asked_rows, difference, refuse_changed
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.prune.config import PruneConfig
@@ -118,7 +125,7 @@ def _answers_store(request: EvaluateRequest) -> Store:
 
 def _live(request: EvaluateRequest) -> pa.Table:
     """Return the live answers to the questions of a request under its grid."""
-    return asked_rows(AnswersTable(_answers_store(request)).live(), request.questions, request.grid)
+    return AnswersTable(_answers_store(request)).live_of(request.questions, request.grid)
 
 
 def _unanswered(request: EvaluateRequest) -> list[Item]:
@@ -159,11 +166,10 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
     """Answer every question under the whole grid, in one run."""
     config = answers_config(request)
-    about: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
-    make = partial(checked, config, request.questions, request.grid, console, about)
+    evaluation: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
     n_asked = len(request.questions) * len(request.grid)
     console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_asked} answers")
-    return AnswerRun(config, console, make).run()
+    return AnswerRun(config, console, request.questions, request.grid, evaluation).run()
 
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:

@@ -187,14 +187,29 @@ def resolve_pruning(
     if not is_whole(cache_identity):
         raise UsageError(
             f"--pruner {method} chooses among all visual tokens as the encoder made them, and this cache holds what "
-            f"{cache_identity['pruner']['method']} kept at {cache_identity['retention_ratio']:g}: make one with python -m jobs.prune "
-            "--pruner none"
+            f"{cache_identity['pruner']['method']} kept at {cache_identity['retention_ratio']:g}: make one with python "
+            "-m jobs.prune --pruner none"
         )
     check_inside(pruner, builder)
     evidence = () if pruner.layer is not None else evidence_columns(method, pruner, cache_identity)
     tower = _text_tower(method, pruner, evidence, spec.siglip, cache_identity, source)
     ratio = pruner.nominal_ratio(spec.retention_ratio)
     return LatePruning(pruner, ratio, tower, evidence, spec.seed, spec.positions)
+
+
+def describe_prunings(
+    prunings: Mapping[str, LatePruning | None], cache_identity: CacheIdentity
+) -> dict[str, LateIdentity | None]:
+    """Describe each pruning of a cache, JSON-able, by label; with the pooling head's weights where a method uses it."""
+    described: dict[str, LateIdentity | None] = {}
+    for label, late in prunings.items():
+        identity = None
+        if late is not None:
+            identity = late.describe()
+            if HEAD_SOURCES & {late.pruner.sources[name] for name, _ in late.evidence}:
+                identity["pooling_head"] = cache_identity["model"].get("pooling_head")
+        described[label] = identity
+    return described
 
 
 def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.identity import tower_hash
 from gstep.checkpoints.tiny import TINY
-from gstep.language import PromptBuilder
+from gstep.language import PromptBuilder, prompt_builder
 from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, fingerprint
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.generate.config import GenerateConfig, PromptOptions
+from pipeline.generate.engines import VLLM
+from pipeline.runner.request import refusing, store_refusing
 from pipeline.storage.stores import Store
 
 
@@ -31,6 +35,24 @@ def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str
     if kind in SHIPPED or kind in TINY:
         return kind, revision
     raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
+
+
+def resolve_model(config: GenerateConfig, cache: Store, header: CacheHeader) -> tuple[ModelSource, PromptBuilder]:
+    """Return the model that made the cache, or for vLLM a model with its vision encoder, and its prompt builder.
+
+    Raises UsageError if the options name another model.
+    """
+    identity, vllm = header["identity"]["model"], config.engine == VLLM
+    with refusing(), store_refusing():
+        source = ModelSource.resolve(*model_of(config.model, config.revision, identity["weights"]), quantized=vllm)
+        check_model(cache, identity, source, partial(stored_tower, cache, header) if vllm else None)
+        return source, builder_of(source, config)
+
+
+def builder_of(source: ModelSource, options: PromptOptions, positions: str | None = None) -> PromptBuilder:
+    """Return the prompt builder of a model by the options, or with other ``positions`` than theirs."""
+    default = None if options.positions == "auto" else options.positions
+    return prompt_builder(source, positions or default, options.rule, options.frame_times)
 
 
 def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:

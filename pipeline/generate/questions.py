@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError, near_file
+from pipeline.generate.config import GenerateConfig
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import (
     TABLE_SUFFIXES,
@@ -33,6 +34,7 @@ from pipeline.inputs.tables import (
     is_text,
     read_rows,
 )
+from pipeline.runner.request import refusing
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
 # ``decoding`` is ``AnswerMode.describe()``, as JSON: everything that decides how this question is answered.
@@ -78,6 +80,13 @@ class AnswerMode:
     decoding: Decoding
     method: str = "letter"
     system: str | None = None
+
+    @classmethod
+    def of(cls, config: GenerateConfig) -> AnswerMode:
+        """Make a run's mode from its options. Raises UsageError."""
+        with refusing():
+            decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
+        return cls(decoding, config.choices, config.system)
 
     @classmethod
     def parse(cls, text: str) -> AnswerMode:

@@ -1,15 +1,16 @@
 """One run of answering: questions -> answer (GPU actors: cached tokens -> prompt -> language model) -> commits.
 
-The run checks everything first, then streams questions through the answering stage, and commits each shard.
+``AnswerRun`` checks everything first, then streams questions through the answering stage, and commits each shard.
+``python -m jobs.generate`` runs it, and so does ``answer_questions`` from Python.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,31 +18,52 @@ import ray
 from ray.actor import ActorHandle
 from rich.console import Console
 
+from pipeline.cache.header import fingerprint
+from pipeline.cache.live_videos import LiveVideos, widths_of
 from pipeline.cache.merging import WAITING, WAITING_AT_END
+from pipeline.cache.reader import TokenCache, read_header
 from pipeline.errors import RunFailed, UsageError
-from pipeline.generate.answer_stage import STAGE, Answerer, answered_rows, question_blocks
+from pipeline.generate.answerer import STAGE, Answerer, answered_rows, group_by_videos, question_blocks
 from pipeline.generate.answers import (
     PRUNINGS,
     AnswersIdentity,
     AnswersTable,
     answer_key,
+    check_place,
     commit_answers,
+    match_answers,
+    notes_on_answered,
     read_answers_header,
+    remaining_questions,
     try_merge_answers,
     write_answers_header,
 )
-from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import BATCH_SIZES
-from pipeline.generate.request import GenerateRequest, match_answers, prepare
-from pipeline.generate.resume import asked_rows, in_blocks, notes_on_answered, split_decided, unanswered
+from pipeline.generate.engines import batch_size
+from pipeline.generate.late_pruning import PruningSpec
+from pipeline.generate.model import check_tokens, resolve_model
+from pipeline.generate.questions import AnswerMode, given_questions, read_questions
+from pipeline.generate.setup import (
+    LIVE_COLUMNS,
+    AnswerSetup,
+    PromptForecast,
+    answers_identity,
+    resolve_prunings,
+    spec_of_options,
+    token_order,
+)
 from pipeline.generate.summary import AnswerSummary, summarise_answers
+from pipeline.option_values import config_of
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 from pipeline.runner.cluster import at_most, choose_device, provenance
 from pipeline.runner.driver import Driver
+from pipeline.runner.library import ProgressOption, checked_outcome, console_for, run_here
+from pipeline.runner.request import check_out, new_run_id, store_refusing
 from pipeline.runner.run_record import RunFile
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
 
 ANSWERING = Wording(
     doing="answering",
@@ -85,62 +107,110 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
     )
 
 
-def batch_size(config: GenerateConfig) -> int:
-    """Return the number of questions that a model is given at once: the option, or the engine's default."""
-    return config.batch_size or BATCH_SIZES[config.engine]
-
-
 def build_graph(
     ask: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: ActorHandle | None = None
 ) -> RunGraph:
     """Build the Ray Data graph that answers ``ask``; nothing runs until its parts are asked for."""
     # A block is one row: its questions share videos, which are read once and go through the model once.
-    blocks = question_blocks(in_blocks(ask, plan.questions_per_block))
+    blocks = question_blocks(group_by_videos(ask, plan.questions_per_block))
     answers = add_stage(ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats))
     return RunGraph(answers, plan.questions_per_block, rows=answered_rows)
 
 
 class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
-    """The run that answers questions: it brings the answers ``config.out`` up to date with ``config.questions``.
-
-    ``make`` gives the request; by default the options do.
+    """The run that answers questions: it brings the answers ``config.out`` up to date with the questions.
 
     Attributes:
-        device, dtype: of the language models, once a question needs one.
-        answered: what was committed, as ``answer_key`` has it.
+        questions: QUESTION_SCHEMA; ``prepare`` sets it and the next three.
+        setup: what the workers need.
+        identity: the settings that all answers in the place share.
+        forecast: the questions that need no model, and the sizes of prompts.
+        device, dtype: of the language models, once a question needs a model.
+        answered: keys of the committed answers.
         n_failed: questions of this run that failed.
     """
 
+    questions: pa.Table
+    setup: AnswerSetup
+    identity: AnswersIdentity
+    forecast: PromptForecast
     device = dtype = ""
 
     def __init__(
-        self, config: GenerateConfig, console: Console, make: Callable[[], GenerateRequest] | None = None
+        self,
+        config: GenerateConfig,
+        console: Console,
+        questions: pa.Table | None = None,
+        specs: Mapping[str, PruningSpec | None] | None = None,
+        evaluation: AnswersIdentity | None = None,
     ) -> None:
+        """Prepare nothing yet.
+
+        Args:
+            questions: QUESTION_SCHEMA; None reads the file that the options name.
+            specs: the prunings under which every question is asked, by name; None is the pruning that the options name.
+            evaluation: what an evaluation adds to the identity of the answers.
+        """
         super().__init__(config, console)
-        self._make = make or partial(prepare, config, console)
+        self._given = questions
+        self._specs = {"": spec_of_options(config)} if specs is None else specs
+        self._evaluation = evaluation
         self.answered: set[tuple[str, str | None]] = set()
         self.n_failed = 0
         self._runtimes: list[str] = []
 
     def prepare(self) -> None:
-        self.request = self._make()
-        self.store, self.run_id = self.request.store, self.request.run_id
+        """Hold the options against questions, cache, model and answers. Raises UsageError, also for a damaged cache."""
+        config = self.options
+        objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+        if self._given is not None:
+            self.questions = self._given
+        else:
+            assert config.questions is not None  # the config refuses a run without questions
+            with store_refusing():
+                self.questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
+        cache, self.store, self.run_id = store_at(config.cache, objects), store_at(config.out, objects), new_run_id()
+        check_out(self.store)
+        with store_refusing():
+            header = read_header(cache)
+            video_ids = pc.unique(pc.list_flatten(self.questions["video_ids"])).to_pylist()
+            live = LiveVideos.open(cache, fingerprint(header["identity"])).of(video_ids, LIVE_COLUMNS)
+            check_place(self.store)
+        source, builder = resolve_model(config, cache, header)
+        check_tokens(cache, header, widths_of(live), builder)
+        prunings = resolve_prunings(config, self._specs, header["identity"], source, builder)
+        order = token_order(config, header["identity"], prunings)
+        setup = AnswerSetup(config, source, cache, live, prunings, order)
+        self.forecast = PromptForecast(setup, builder)
+        self.forecast.check_ratio(header["identity"]["retention_ratio"])
+        self.forecast.check_context(self.questions, self.console)
+        self.setup = replace(setup, largest_video=self.forecast.largest_video())
+        self.identity = answers_identity(self.setup, header["identity"], builder.policy, self._evaluation)
+        with store_refusing():
+            self.match()
 
     def match(self) -> None:
-        match_answers(self.request)
+        match_answers(self.store, self.identity)
 
     def remaining(self) -> list[QuestionRecord]:
         self.table = AnswersTable(self.store)
-        live = self.table.live()
-        questions = unanswered(self.request, live)
-        for line in notes_on_answered(self.request, live, questions):
+        live = self.table.live_of(self.questions, self.setup.prunings)
+        questions = remaining_questions(
+            self.store, live, self.questions, self.setup.prunings, self.options, self.forecast.cached
+        )
+        for line in notes_on_answered(live, self.n_questions, questions, self.options):
             self.say(line)
         return questions
+
+    @property
+    def n_questions(self) -> int:
+        """The number of questions that the run is about, each as often as there are prunings."""
+        return len(self.questions) * len(self.setup.prunings)
 
     def process(self, todo: list[QuestionRecord]) -> None:
         """Commit the error rows that the cache alone decides, then answer the rest; Ray starts only if any are left."""
         config = self.options
-        ask, decided = split_decided(self.request, todo)
+        ask, decided = self.forecast.split(todo)
         if ask:  # before any row is written: the cluster may not be able to do what the flags ask
             self.device, self.dtype = self.choose_device()
         write_answers_header(self.store, self._identity())
@@ -171,11 +241,10 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
     def _identity(self) -> AnswersIdentity:
         """Return the answers' identity; prunings of earlier runs stay in it while they have answers."""
-        identity = self.request.identity
-        if PRUNINGS not in identity or not self.table.names():
-            return identity
-        held = read_answers_header(self.store)["identity"].get(PRUNINGS, {})
-        return {**identity, PRUNINGS: {**held, **identity[PRUNINGS]}}
+        if PRUNINGS not in self.identity or not self.table.names():
+            return self.identity
+        earlier = read_answers_header(self.store)["identity"].get(PRUNINGS, {})
+        return {**self.identity, PRUNINGS: {**earlier, **self.identity[PRUNINGS]}}
 
     def plan(self, items: list[QuestionRecord]) -> AnswerPlan:
         cluster, config = self.available_resources(), self.options
@@ -200,7 +269,11 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
     def build(self, items: list[QuestionRecord], plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         assert isinstance(plan, AnswerPlan)
-        return build_graph(items, answer_setup(self.request, self.device, self.dtype), plan, heartbeats)
+        return build_graph(items, self.worker_setup(), plan, heartbeats)
+
+    def worker_setup(self) -> AnswerSetup:
+        """Return the settings of the workers, on the chosen device and dtype."""
+        return replace(self.setup, config=replace(self.options, device=self.device, dtype=self.dtype))
 
     def commit(self, number: int, rows: pa.Table) -> None:
         """Commit ``rows`` (ANSWERED), and record what computed them."""
@@ -221,32 +294,50 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return [question for question in items if answer_key(question) not in self.answered]
 
     def summarise(self, todo: list[QuestionRecord], wall_s: float) -> AnswerSummary:
-        request, new = self.request, {answer_key(question) for question in todo}
-        live = asked_rows(self.table.live(), request.questions, request.prunings)
-        n_questions = len(request.questions) * len(request.prunings)
-        return replace(summarise_answers(live, n_questions, new, wall_s), out=str(self.store))
+        live = self.table.live_of(self.questions, self.setup.prunings)
+        new = {answer_key(question) for question in todo}
+        return replace(summarise_answers(live, self.n_questions, new, wall_s), out=str(self.store))
 
     def tidy(self) -> None:
         try_merge_answers(self.store, WAITING_AT_END, self.say)
 
 
-def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSetup:
-    """Return the settings that answering workers need, on the chosen device and dtype."""
-    policy = request.builder.policy
-    return AnswerSetup(
-        source=request.source,
-        store=request.cache,
-        live=request.live,
-        retention_ratio=request.read_ratio,
-        prunings=request.prunings,
-        order=request.order,
-        own_order=request.own_order,
-        positions=policy.positions,
-        rule=policy.rule,
-        frame_times=policy.frame_times,
-        engine=request.engine_setup(),
-        batch_size=batch_size(request.config),
-        device=device,
-        dtype=dtype,
-        attn=request.config.attn,
-    )
+def answer_questions(
+    cache: TokenCache | str | os.PathLike[str],
+    questions: object,
+    *,
+    out: str | os.PathLike[str] = "answers",
+    progress: ProgressOption = True,
+    **options: Any,
+) -> AnswerSummary:
+    """Answer questions about cached videos with the cache's language model, on Ray.
+
+    >>> asked = [{"question_id": 1, "video_id": "bikes.mp4", "prompt": "What happens here?"}]
+    >>> summary = pipeline.answer_questions("my-cache", asked, out="answers", retention_ratio=0.10)
+    >>> pipeline.read_answers(summary.out).select(["question_id", "answer"]).to_pylist()
+
+    The same call again asks what has no answer yet. Ray, loggers and settings are left as they were, as
+    :func:`pipeline.prune_videos` says.
+
+    Args:
+        cache: a path, or a TokenCache, which is read anew.
+        questions: a file as for ``python -m jobs.generate --questions``; or rows with question_id, video_id, prompt and
+            optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas or Polars.
+        out: the answers to create or to continue.
+        progress: as of ``prune_videos``.
+        options: those of ``python -m jobs.generate --help-all`` by their names, ``--max-new-tokens 8`` as
+            ``max_new_tokens=8``.
+
+    Returns what ``out`` holds of these questions; ``failed`` has question_id -> class of the error.
+
+    Raises UsageError, RunFailed and TooManyFailed as ``prune_videos``, and CorruptShard for a damaged cache.
+    """
+    place = str(cache.store) if isinstance(cache, TokenCache) else cache
+    is_file = isinstance(questions, str | os.PathLike)
+    named = questions if is_file else "questions from Python"
+    config = config_of(GenerateConfig, "answer_questions", {"cache": place, "questions": named, "out": out, **options})
+    console = console_for(progress)
+    with run_here():
+        table = None if is_file else given_questions(questions, AnswerMode.of(config), config.limit)
+        summary = AnswerRun(config, console, table).run()
+    return checked_outcome(summary, config, summary.n_questions)

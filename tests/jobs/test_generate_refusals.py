@@ -13,11 +13,10 @@ from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
 from pipeline.errors import IdentityMismatch
-from pipeline.generate.answers import read_answers
+from pipeline.generate.answers import check_identity, read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import EngineSetup
 from pipeline.generate.model import model_of
-from pipeline.generate.request import engine_of, refuse_others
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.conftest import QUESTION
@@ -237,9 +236,10 @@ def test_answers_of_another_engine_are_refused(tmp_path):
     """By the header alone: what the answers were made with is what they say."""
     tiny_cache(tmp_path / "c")
     config = GenerateConfig(cache=str(tmp_path / "c"), questions="q.jsonl")
-    assert engine_of(config).describe() == {}  # answers that were there before there were engines stay what they are
+    # Answers that were there before there were engines stay what they are.
+    assert EngineSetup.of(config).describe() == {}
     setup = EngineSetup("vllm", params={"quantization": "fp8", "gpu_memory_utilization": 0.8})
     assert setup.describe() == {"engine": {"name": "vllm", "params": {"quantization": "fp8"}}}
     held, wanted = {"a": 1, **setup.describe()}, {"a": 1}
     with pytest.raises(IdentityMismatch, match="engine"):
-        refuse_others(LocalStore(tmp_path / "o"), held, wanted)
+        check_identity(LocalStore(tmp_path / "o"), held, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from gstep.language import Answer, Decoding, Prompt, Score
 from gstep.lazy import LazyTable
 from gstep.pruners.base import Pruner
 from pipeline.generate.answers import AnswersIdentity
+from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
@@ -24,13 +25,18 @@ ENGINES = LazyTable(
         VLLM: "pipeline.generate.engines.vllm:VllmEngine",
     },
 )
-#: Questions that are given to a model at once, where nobody says otherwise: one goes by whole batches, the other takes
-#: new questions as old ones end.
+#: Questions that are given to a model at once by default: transformers takes whole batches, vLLM takes new questions as
+#: old ones end.
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
 
-# Engine arguments that decide how fast answers come and how much memory they take. A run that ran out of it may go on
-# with others.
+def batch_size(options: EngineOptions) -> int:
+    """Return the number of questions that a model is given at once: the option, or the engine's default."""
+    return options.batch_size or BATCH_SIZES[options.engine]
+
+
+# Engine arguments that decide how fast answers come and how much memory they take, not what the answers are. A run that
+# ran out of memory may go on with other ones.
 _NO_ANSWER = frozenset(
     (
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
@@ -55,6 +61,11 @@ class EngineSetup:
     tensor_parallel: int = 1
     params: JsonObject = field(default_factory=dict)
     largest_video: int = 0
+
+    @classmethod
+    def of(cls, options: EngineOptions, largest_video: int = 0) -> Self:
+        """Make the description of the engine that the options ask for."""
+        return cls(options.engine, options.tensor_parallel, options.engine_params(), largest_video)
 
     def describe(self) -> AnswersIdentity:
         """Return the engine's part of the answers' identity, JSON-able; empty for the transformers engine."""

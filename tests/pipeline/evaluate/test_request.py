@@ -21,9 +21,8 @@ from pipeline.evaluate.request import (
     write_results_header,
 )
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
-from pipeline.generate.late_pruning import resolve_pruning
+from pipeline.generate.late_pruning import describe_prunings, resolve_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
-from pipeline.generate.request import describe_prunings
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.request import resolve
 from pipeline.storage.stores import LocalStore

@@ -12,8 +12,7 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
-from pipeline.generate.answer_stage import Answerer
-from pipeline.generate.asking import AnswerSetup
+from pipeline.generate.answerer import Answerer
 from pipeline.generate.engines import EngineDied, EngineSetup, load_engine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
@@ -21,8 +20,7 @@ from pipeline.rows import QuestionRecord, without_nulls
 from tests import vllm_here
 from tests.gstep.language.prompts import video
 from tests.gstep.llms import FAMILIES, encode
-from tests.pipeline.asking import tiny_cache, write_questions
-from tests.pipeline.caches import read_live
+from tests.pipeline.asking import setup_of, tiny_cache, write_questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -194,7 +192,7 @@ def test_cdpruner_chooses_for_each_question_as_with_the_other_engine(family, tmp
     table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), AnswerMode(Decoding(max_new_tokens=6)))
     asked = [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
     late = {"": LatePruning(CDPruner(), 0.25)}
-    setup = AnswerSetup(source, store, read_live(store), prunings=late, device="cpu")
+    setup = setup_of(store, source=source, prunings=late)
     mine, expected = (list(Answerer(setup, engine=engine).answer(asked)) for engine in (ours, theirs))
     same = ("status", "answer", "n_kept", "kept_per_frame", "n_prompt_tokens")
     for answer, other in zip(mine, expected, strict=True):

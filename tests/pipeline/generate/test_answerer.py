@@ -13,7 +13,15 @@ from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from pipeline import TokenCache
-from pipeline.generate.answer_stage import ANSWERED, GROW_AFTER, Answerer, BatchSize, answered_rows, question_blocks
+from pipeline.generate.answerer import (
+    ANSWERED,
+    GROW_AFTER,
+    Answerer,
+    BatchSize,
+    answered_rows,
+    group_by_videos,
+    question_blocks,
+)
 from pipeline.generate.answers import AnswersTable, commit_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines.transformers import TransformersEngine
@@ -328,7 +336,7 @@ def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(short, tmp_path)
 def test_positions_that_the_model_does_not_know_are_refused(short, tmp_path):
     setup = short(200)  # a quarter of 196 tokens fits, all of them do not
     for positions, error_class in (("contiguous", None), ("original", "prompt-too-long")):
-        actor = Answerer(replace(setup, positions=positions))
+        actor = Answerer(replace(setup, config=replace(setup.config, positions=positions)))
         (row,) = actor.answer(open_questions(tmp_path, 1))
         assert row.get("error_class") == error_class
     assert "use --positions contiguous" in row["error_message"]
@@ -368,6 +376,37 @@ def test_an_answer_tells_the_decode_warnings_of_its_videos(cache, tmp_path):
     live = AnswersTable(store).live()
     summary = summarise_answers(live, 3, set(), 0.0)
     assert summary.n_warned == 2 and "2 answers are about videos that were decoded with warnings" in str(summary)
+
+
+def under(questions):
+    return [(question["question_id"], question.get("pruning")) for question in questions]
+
+
+def ids(blocks):
+    return [[r["question_id"] for r in block] for block in blocks]
+
+
+def test_questions_on_a_video_stay_together_unless_they_are_many():
+    rows = [{"question_id": i, "video_ids": [v]} for i, v in enumerate("abcabcabaa")]
+    assert ids(group_by_videos(rows, 4)) == [[0, 3, 6, 8], [9, 1, 4, 7], [2, 5]]
+    assert ids(group_by_videos(rows, 5)) == [[0, 3, 6, 8, 9], [1, 4, 7, 2, 5]]
+    assert ids(group_by_videos(rows, 100)) == [[0, 3, 6, 8, 9, 1, 4, 7, 2, 5]]
+    assert sorted(i for (i,) in ids(group_by_videos(rows, 1))) == list(range(10))
+    assert group_by_videos([], 4) == []
+
+
+def test_of_the_questions_on_a_video_those_under_one_pruning_stand_together():
+    """Whoever answers them shares what goes before the question: the tokens that the pruning keeps."""
+    rows = [
+        {"question_id": f"{video}{i}", "video_ids": [video], "pruning": pruning}
+        for video in "ba"
+        for i in range(2)
+        for pruning in ("z", "y")
+    ]
+    both = [("a0", "z"), ("a1", "z"), ("a0", "y"), ("a1", "y"), ("b0", "z"), ("b1", "z"), ("b0", "y"), ("b1", "y")]
+    assert [under(block) for block in group_by_videos(rows, 100)] == [both]
+    assert [under(block) for block in group_by_videos(rows, 4)] == [both[:4], both[4:]]
+    assert [under(block) for block in group_by_videos(rows, 2)] == [both[i : i + 2] for i in range(0, 8, 2)]
 
 
 @pytest.mark.parametrize("cpus", [1, 2, 64])
