@@ -357,7 +357,7 @@ class Bench:
             if late is None or late.inside is not None or not prunes:
                 return replace(visual, evidence={})
             pruned = late.select(visual, self._device, self._embedders.embedding(late, text))
-            return late.kept(visual, pruned, own_order=False)
+            return late.reduce(visual, pruned, own_order=False)
 
         kept, prune_s, prune_peak = timed(prune, self._device)
         prompt, prompt_s, _ = timed(lambda: self._job.builder.build(text, [kept]), "cpu")
@@ -372,7 +372,7 @@ class Bench:
         n_visual, layer = len(kept.index), 0
         dropped = 0  # visual tokens that the model drops before the layer
         if late is not None and inside is not None:
-            layer, dropped = late.pruner.layer or 0, n_visual - late.kept_inside(n_visual)
+            layer, dropped = late.pruner.layer or 0, n_visual - late.n_kept_inside(n_visual)
         text_config, number_bytes = self._job.builder.config.get_text_config(), self._job.runtime.dtype.itemsize
         return Sample(
             question=number,

@@ -40,7 +40,7 @@ from pipeline.generate.answers import (
 )
 from pipeline.generate.engines import ENGINES, EngineSetup
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_whole, resolve_pruning
-from pipeline.generate.model import check_model, model_of
+from pipeline.generate.model import check_model, choose_model
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import match_cache, needed_by, resolve, sampling_settings
@@ -239,7 +239,7 @@ def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:
     with refusing():
         if held is None:
             return ModelSource.resolve(config.model or "tiny", config.revision)
-        return ModelSource.resolve(*model_of(config.model, config.revision, held["model"]["weights"]))
+        return ModelSource.resolve(*choose_model(config.model, config.revision, held["model"]["weights"]))
 
 
 def _check_methods(

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Final, NotRequired, TypedDict, cast, get_args
 
@@ -238,8 +237,8 @@ def live_answers(rows: pa.Table) -> pa.Table:
         return rows
     *ids, run, answer = (_ranks(rows[name]) for name in (*KEYS, "run_id", "answer"))
     order = best_first(ids, states_of(rows["status"]), rows["attempts"].to_numpy(), [run, answer])
-    others = [column[order][1:] != column[order][:-1] for column in ids]
-    return rows.take(pa.array(order[np.append(True, np.logical_or.reduce(others))]))
+    changes = [column[order][1:] != column[order][:-1] for column in ids]
+    return rows.take(pa.array(order[np.append(True, np.logical_or.reduce(changes))]))
 
 
 def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
@@ -248,17 +247,17 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     What was merged is deleted by a later merge, once the merged file is ``keep`` old. Raises CorruptShard, OSError.
     """
     names = store.names(ANSWERS, SUFFIXES["parquet"])
-    held = {name: _parse(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
+    tables = {name: _parse(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
     covered: set[str] = set()
-    for name, table in held.items():
-        merged = held.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED, b"[]")))
+    for name, table in tables.items():
+        merged = tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED, b"[]")))
         covered |= merged
         if merged and store.age(name) >= keep:
             for old in sorted(merged):
                 store.delete(old)
     waiting = [name for name in names if name not in covered]
     if len(waiting) > at_least:
-        live = live_answers(pa.concat_tables(held[name] for name in waiting))
+        live = live_answers(pa.concat_tables(tables[name] for name in waiting))
         data = write_parquet(live.replace_schema_metadata({_MERGED: json.dumps(waiting)}))
         store.put(small_name(ANSWERS, "merged", 0, data), data)
 
@@ -302,9 +301,9 @@ def _parse(store: Store, name: str, data: bytes) -> pa.Table:
     """Read one shard in either format as ANSWER_SCHEMA. Raises CorruptShard."""
     check_content(store, name, data)
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
-        held = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        kept = {name: text for name, text in (held.schema.metadata or {}).items() if name == _MERGED}
-        return held.cast(ANSWER_SCHEMA).replace_schema_metadata(kept)
+        table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
+        metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == _MERGED}
+        return table.cast(ANSWER_SCHEMA).replace_schema_metadata(metadata)
     lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
     return pa.Table.from_pylist([json.loads(line) for line in lines if line], schema=ANSWER_SCHEMA)
 
@@ -320,7 +319,7 @@ def remaining_questions(
     store: Store,
     live: pa.Table,
     questions: pa.Table,
-    prunings: Iterable[str],
+    prunings: Collection[str],
     config: GenerateConfig,
     cached: Collection[str],
 ) -> list[QuestionRecord]:
@@ -335,16 +334,15 @@ def remaining_questions(
 
     Raises QuestionsChanged where a question that has an answer is another one now.
     """
-    asked = {row["question_id"]: without_nulls(row, QuestionRecord) for row in questions.to_pylist()}
+    by_id = {row["question_id"]: without_nulls(row, QuestionRecord) for row in questions.to_pylist()}
     done: dict[tuple[str, str | None], tuple[AnswerRecord, str | None]] = {}
     for row in answer_rows(live.select(list(dict.fromkeys([*_DECIDING, *COMPARED])))):
         # No more than what decides is kept of an answer: there may be a hundred for each question.
         kept = cast(AnswerRecord, {name: value for name, value in row.items() if name in _DECIDING})
-        done[answer_key(row)] = kept, difference(asked[row["question_id"]], row)
+        done[answer_key(row)] = kept, difference(by_id[row["question_id"]], row)
     remaining: list[QuestionRecord] = []
     changed: list[str] = []
-    for named, pruning in product(asked.values(), prunings):
-        question: QuestionRecord = {**named, "pruning": pruning} if pruning else named
+    for question in _under_prunings(by_id.values(), prunings):
         answer, change = done.get(answer_key(question), (None, None))
         if answer is None:
             remaining.append({**question, "attempts": 1})
@@ -357,6 +355,13 @@ def remaining_questions(
                 remaining.append({**question, "attempts": answer["attempts"] + 1})
     refuse_changed(changed, store)
     return remaining
+
+
+def _under_prunings(questions: Iterable[QuestionRecord], prunings: Collection[str]) -> Iterator[QuestionRecord]:
+    """Yield every question under every pruning; the prunings of one question follow each other."""
+    for question in questions:
+        for pruning in prunings:
+            yield {**question, "pruning": pruning} if pruning else question
 
 
 def difference(question: QuestionRecord, answer: AnswerRecord) -> str | None:

@@ -102,7 +102,7 @@ class LatePruning:
         """Serialise by the method's name, not its class: a worker that cannot import the method then says so."""
         method, params = method_name(type(self.pruner)), self.pruner.params()
         rest = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions)
-        return _unpickled, (method, params, *rest)
+        return _unpickle, (method, params, *rest)
 
     @property
     def inside(self) -> tuple[Pruner, float] | None:
@@ -126,8 +126,8 @@ class LatePruning:
             return n_frames * per_frame
         return self.pruner.at_most(n_frames, per_frame, hidden, self.retention_ratio)
 
-    def kept_inside(self, n_total: int) -> int:
-        """Return how many of a prompt's ``n_total`` visual tokens stay when the model prunes inside itself."""
+    def n_kept_inside(self, n_total: int) -> int:
+        """Return the number of a prompt's ``n_total`` visual tokens that stay where the model prunes."""
         return self.pruner.at_most(1, n_total, n_total, self.retention_ratio)
 
     def select(self, visual: Visual, device: str, text_embedding: Tensor | None = None) -> PrunedTokens:
@@ -138,23 +138,23 @@ class LatePruning:
                 cached ``image_embedding``; without one, in that of the visual tokens.
         """
 
-        def whole(values: Tensor) -> Tensor:
+        def by_frame(values: Tensor) -> Tensor:  # [T*N,...] -> [T,N,...]
             return values.to(device).reshape(visual.n_frames, visual.tokens_per_frame, *values.shape[1:])
 
-        tokens = whole(visual.tokens)
+        tokens = by_frame(visual.tokens)
         evidence = {
-            name: visual.evidence[column].to(device) if name in PER_FRAME else whole(visual.evidence[column])
+            name: visual.evidence[column].to(device) if name in PER_FRAME else by_frame(visual.evidence[column])
             for name, column in self.evidence
         }
         if text_embedding is not None:
             evidence = {"text_embedding": text_embedding, "image_embedding": tokens, **evidence}
         return self.pruner.prune(VisualTokens(tokens, evidence), self.retention_ratio, seed=self.seed)
 
-    def kept(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
+    def reduce(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
         """Return a whole video reduced to its selected tokens.
 
         Args:
-            own_order: a method that has an order of its own in a prompt keeps it; else by position.
+            own_order: whether the order in a prompt that a method has of its own is kept; else tokens go by position.
         """
         own = own_order and self.pruner.reorders
         index = (pruned.index[pruned.selection_order()] if own else pruned.index).cpu()
@@ -165,7 +165,7 @@ class LatePruning:
         return replace(visual, tokens=tokens, index=visual.index[index], deepstack=levels, evidence={})
 
 
-def _unpickled(method: str, params: JsonObject, *rest: Any) -> LatePruning:
+def _unpickle(method: str, params: JsonObject, *rest: Any) -> LatePruning:
     """Make a LatePruning from its method's name and parameters, as ``__reduce__`` describes it."""
     return LatePruning(make_pruner(method, **params), *rest)
 
@@ -219,12 +219,12 @@ def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
         check_layer(pruner, layers, builder.deepstack_levels)
 
 
-def evidence_columns(method: str, pruner: Pruner, held: CacheIdentity) -> tuple[tuple[str, str], ...]:
+def evidence_columns(method: str, pruner: Pruner, cache_identity: CacheIdentity) -> tuple[tuple[str, str], ...]:
     """Return the evidence that the method takes from a cache of this identity: pairs of a name and the cache's column.
 
     Where a family has no embedding of patches that a text's can be compared with, the tokens themselves stand for it.
     """
-    family = BACKBONES[held["model"]["type"]]
+    family = BACKBONES[cache_identity["model"]["type"]]
     gives = family.gives
     needed = pruner.needs - {"text_embedding"}
     if "text_embedding" in pruner.needs and ("image_embedding", pruner.sources.get("image_embedding")) not in gives:
@@ -234,17 +234,17 @@ def evidence_columns(method: str, pruner: Pruner, held: CacheIdentity) -> tuple[
             f"--pruner {method} needs {' and '.join(unknown)} besides the tokens, and does not say where in an encoder "
             "to get it (Pruner.sources)"
         )
-    wanted = {name: pruner.sources[name] for name in sorted(needed)}
-    if lacking := [f"{name} ({where})" for name, where in wanted.items() if (name, where) not in gives]:
+    sources = {name: pruner.sources[name] for name in sorted(needed)}
+    if lacking := [f"{name} ({where})" for name, where in sources.items() if (name, where) not in gives]:
         raise UsageError(f"--pruner {method} needs {' and '.join(lacking)}: {family.model_type} does not give it")
-    columns = {(name_of(column, where), where): column for column, where in held.get("evidence", {}).items()}
-    if not wanted.items() <= columns.keys():
-        siglip = " --siglip MODEL" if HEAD_SOURCES & {*wanted.values()} else ""
+    columns = {(name_of(column, where), where): column for column, where in cache_identity.get("evidence", {}).items()}
+    if not sources.items() <= columns.keys():
+        siglip = " --siglip MODEL" if HEAD_SOURCES & {*sources.values()} else ""
         raise UsageError(
-            f"--pruner {method} needs {' and '.join(wanted)} on {family.model_type}, which this cache does not hold: "
+            f"--pruner {method} needs {' and '.join(sources)} on {family.model_type}, which this cache does not hold: "
             f"make one with python -m jobs.prune --pruner none --evidence-for {method}{siglip}"
         )
-    return tuple((name, columns[name, where]) for name, where in wanted.items())
+    return tuple((name, columns[name, where]) for name, where in sources.items())
 
 
 def _text_tower(
@@ -252,7 +252,7 @@ def _text_tower(
     pruner: Pruner,
     evidence: tuple[tuple[str, str], ...],
     siglip: str | None,
-    held: CacheIdentity,
+    cache_identity: CacheIdentity,
     source: ModelSource,
 ) -> TextTowerSource | None:
     """Return the text tower of the cached patch embeddings, for a method that compares the question with them."""
@@ -264,7 +264,7 @@ def _text_tower(
             "it with --siglip, for the published models google/siglip-so400m-patch14-384"
         )
     tower = family_of(source).text_tower(siglip)
-    if (ours := held["model"].get("pooling_head")) != tower.head.identity:
+    if (ours := cache_identity["model"].get("pooling_head")) != tower.head.identity:
         raise IdentityMismatch(
             f"--siglip {siglip} has the pooling head {tower.head.identity}, the cache's evidence was made with {ours}: "
             "words and patches can be compared where both are from one checkpoint"
@@ -272,11 +272,11 @@ def _text_tower(
     return tower
 
 
-def is_whole(held: CacheIdentity) -> bool:
+def is_whole(cache_identity: CacheIdentity) -> bool:
     """Return whether a cache of this identity holds every token unchanged.
 
     Some methods drop or merge tokens at a ratio of 1 too.
     """
-    declared = declared_method(held)
+    declared = declared_method(cache_identity)
     keeps_all = declared is not None and declared.exact and not declared.merges
-    return keeps_all and held["retention_ratio"] >= 1.0
+    return keeps_all and cache_identity["retention_ratio"] >= 1.0

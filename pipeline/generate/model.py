@@ -20,7 +20,7 @@ from pipeline.runner.request import refusing, store_refusing
 from pipeline.storage.stores import Store
 
 
-def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str, str | None]:
+def choose_model(model: str | None, revision: str | None, weights: str) -> tuple[str, str | None]:
     """Return the (model, revision) to use: the given ones, else those of the ``weights`` that the cache names.
 
     Raises UsageError where neither names a model.
@@ -44,12 +44,12 @@ def resolve_model(config: GenerateConfig, cache: Store, header: CacheHeader) -> 
     """
     identity, vllm = header["identity"]["model"], config.engine == VLLM
     with refusing(), store_refusing():
-        source = ModelSource.resolve(*model_of(config.model, config.revision, identity["weights"]), quantized=vllm)
+        source = ModelSource.resolve(*choose_model(config.model, config.revision, identity["weights"]), quantized=vllm)
         check_model(cache, identity, source, partial(stored_tower, cache, header) if vllm else None)
-        return source, builder_of(source, config)
+        return source, make_prompt_builder(source, config)
 
 
-def builder_of(source: ModelSource, options: PromptOptions, positions: str | None = None) -> PromptBuilder:
+def make_prompt_builder(source: ModelSource, options: PromptOptions, positions: str | None = None) -> PromptBuilder:
     """Return the prompt builder of a model by the options, or with other ``positions`` than theirs."""
     default = None if options.positions == "auto" else options.positions
     return prompt_builder(source, positions or default, options.rule, options.frame_times)
@@ -65,24 +65,24 @@ def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:
 
     Raises UsageError where the model is missing or another one, ModelError where it is not there.
     """
-    held = cache.identity["model"]
-    source = ModelSource.resolve(*model_of(model, None, held["weights"]))
-    check_model(cache.store, held, source)
+    identity = cache.identity["model"]
+    source = ModelSource.resolve(*choose_model(model, None, identity["weights"]))
+    check_model(cache.store, identity, source)
     return source
 
 
 def check_model(
-    cache: Store | str, held: ModelIdentity, source: ModelSource, stored: Callable[[], str | None] | None = None
+    cache: Store | str, identity: ModelIdentity, source: ModelSource, stored: Callable[[], str | None] | None = None
 ) -> None:
     """Raise IdentityMismatch if the cache was made with other weights than the model's.
 
     ``stored`` reads the hash of the vision encoder that the cache was made with: other weights, also quantized ones,
     are then taken if they come with the same encoder. Raises ModelError where that is quantized or not all there.
     """
-    if (held["type"], held["weights"]) == (source.model_type, source.identity):
+    if (identity["type"], identity["weights"]) == (source.model_type, source.identity):
         return
     same = ""
-    if stored is not None and held["type"] == source.model_type:
+    if stored is not None and identity["type"] == source.model_type:
         theirs, ours = stored(), tower_hash(source)
         if theirs is not None and theirs == ours:
             return
@@ -92,7 +92,7 @@ def check_model(
             "with the vision encoder of this one"
         )
     raise IdentityMismatch(
-        f"{cache} was made with the weights {held['weights']} ({held['type']}), --model {source.name} has "
+        f"{cache} was made with the weights {identity['weights']} ({identity['type']}), --model {source.name} has "
         f"{source.identity} ({source.model_type}): an LLM understands the tokens of its own vision encoder only{same}"
     )
 

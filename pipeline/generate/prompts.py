@@ -25,7 +25,7 @@ from pipeline.cache.reading import TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
 from pipeline.generate.engines import Engine
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.model import builder_of
+from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.questions import AnswerMode, lettered_prompt, letters
 from pipeline.generate.setup import AnswerSetup, too_long
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
@@ -146,12 +146,12 @@ class VideoMemory:
             return video
         if not late.pruner.cacheable:
             pruned = late.select(video.visual, self._device, words)
-            visual = late.kept(video.visual, pruned, own_order=self._own_order)
+            visual = late.reduce(video.visual, pruned, own_order=self._own_order)
         elif (known := self._visuals.get((video_id, late))) is not None:
             visual = known
         else:
             pruned = self._select(video_id, video.visual, late)
-            visual = late.kept(video.visual, pruned, own_order=self._own_order)
+            visual = late.reduce(video.visual, pruned, own_order=self._own_order)
             self._visuals.put((video_id, late), visual)
         return video._replace(visual=visual, retention_ratio=late.retention_ratio)
 
@@ -241,7 +241,7 @@ class PromptMaker:
         self._room = engine.context_length
         lates = [late for late in setup.prunings.values() if late is not None]
         self._builders = {
-            positions: builder_of(setup.source, setup.config, positions)
+            positions: make_prompt_builder(setup.source, setup.config, positions)
             for positions in {None, *(late.positions for late in lates)}
         }
         self.videos = VideoMemory(
@@ -307,7 +307,7 @@ class PromptMaker:
             row["n_kept"] = sum(len(visual.index) for visual in visuals)
             row["kept_per_frame"] = [count for visual in visuals for count in _kept_per_frame(visual)]
         else:  # the model chooses among the tokens of all videos
-            row["n_kept"] = late.kept_inside(row["n_total"])
+            row["n_kept"] = late.n_kept_inside(row["n_total"])
         fault = self._size_fault(prompt, 1 if mode.scored else mode.decoding.max_new_tokens, builder.context_length)
         if fault is not None:
             return failed_answer(row, fault)

@@ -49,15 +49,15 @@ QUESTION_SCHEMA = pa.schema(
         pa.field("question_extra", pa.string()),
     ]
 )
-_OPTIONS: Mapping[str, type] = {
+_DECODING_OPTIONS: Mapping[str, type] = {
     "max_new_tokens": int,
     "temperature": float,
     "top_p": float,
     "top_k": int,
     "seed": int,
 }
-_OWN = {"question_id", "video_id", "prompt", "choices", "answer", "system", *_OPTIONS}
-_NEEDS = "question_id, video_id and prompt"
+_KNOWN_COLUMNS = {"question_id", "video_id", "prompt", "choices", "answer", "system", *_DECODING_OPTIONS}
+_NEEDED = "question_id, video_id and prompt"
 MAX_LETTERS = len(ascii_uppercase)
 # The words that lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts with.
 INSTRUCTION = "Answer with the option's letter from the given choices directly."
@@ -123,22 +123,22 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
     Raises QuestionsError (a UsageError) that names the file and the row: not readable, no row, a row without
     question_id, video_id or prompt, a question_id that repeats, choices or options that make no sense.
     """
-    with _opened(place, objects) as file:
+    with _open_file(place, objects) as file:
         try:
-            return _table(read_rows(place, file, _NEEDS, "question_id"), place, mode, limit)
+            return _table(read_rows(place, file, _NEEDED, "question_id"), place, mode, limit)
         except UNREADABLE as error:
             raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
 
 
 def given_questions(given: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
     """Read questions from dicts, or a table that Arrow takes, as ``read_questions`` does. Raises QuestionsError."""
-    return _table(given_rows("questions", given, _NEEDS), "questions", mode, limit)
+    return _table(given_rows("questions", given, _NEEDED), "questions", mode, limit)
 
 
-def _table(found: Iterator[tuple[str, UserRow]], place: str, mode: AnswerMode, limit: int | None) -> pa.Table:
+def _table(numbered: Iterator[tuple[str, UserRow]], place: str, mode: AnswerMode, limit: int | None) -> pa.Table:
     """Check rows of questions and return them as QUESTION_SCHEMA. Raises QuestionsError."""
     try:
-        rows = [_question(row, f"{place}, {where}", mode) for where, row in islice(found, limit)]
+        rows = [_question(row, f"{place}, {where}", mode) for where, row in islice(numbered, limit)]
     except BadRow as error:
         raise QuestionsError(str(error)) from error
     if not rows:
@@ -150,7 +150,7 @@ def _table(found: Iterator[tuple[str, UserRow]], place: str, mode: AnswerMode, l
     return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
 
 
-def _opened(place: str, objects: Objects | None) -> BinaryIO:
+def _open_file(place: str, objects: Objects | None) -> BinaryIO:
     """Open a local or s3:// file of questions for reading. Raises QuestionsError."""
     if suffix_of(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
@@ -171,15 +171,15 @@ def _question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | lis
         raise QuestionsError(f"{where}: question_id must be text or a whole number, got {question_id!r}")
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDS}")
-    choices, video_ids = _choices(row, where, mode), video_ids_of(row, where)
-    carried = {name: value for name, value in row.items() if name not in _OWN and value is not None}
+        raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDED}")
+    choices, video_ids = _choices(row, where, mode), _video_ids(row, where)
+    carried = {name: value for name, value in row.items() if name not in _KNOWN_COLUMNS and value is not None}
     question = {
         "question_id": str(question_id),
         "video_ids": video_ids,
         "prompt": prompt,
         "choices": choices,
-        "target": target_of(row, where),
+        "target": _target(row, where),
         "decoding": _mode_of_row(row, where, mode, choices is not None).describe(),
         "question_extra": carried_json(carried) if carried else None,
     }
@@ -190,13 +190,13 @@ def _question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | lis
     return question
 
 
-def video_ids_of(row: UserRow, where: str) -> list[str]:
+def _video_ids(row: UserRow, where: str) -> list[str]:
     """Return the ids of the videos that a row asks about, one or several. Raises QuestionsError."""
     if "video_id" not in row:
-        raise QuestionsError(f"{where}: the column video_id is missing; every row needs {_NEEDS}")
+        raise QuestionsError(f"{where}: the column video_id is missing; every row needs {_NEEDED}")
     value = row["video_id"]
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
-        listed = json_list(value)
+        listed = _json_list(value)
         value = listed if listed and all(isinstance(name, str) for name in listed) else value
     ids: list[Any] = value if isinstance(value, list) else [value]
     if not ids or not all(isinstance(name, str) and name.strip() for name in ids):
@@ -209,7 +209,7 @@ def _choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
     value = row.get("choices")
     if value is None:
         return None
-    choices = json_list(value) if isinstance(value, str) else value
+    choices = _json_list(value) if isinstance(value, str) else value
     if not isinstance(choices, list) or not all(isinstance(text, str) and text.strip() for text in choices):
         raise QuestionsError(f"{where}: choices must be a list of texts (in .csv as JSON), got {value!r}")
     if len(choices) < 2:
@@ -221,7 +221,7 @@ def _choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
     return choices
 
 
-def target_of(row: UserRow, where: str) -> str | None:
+def _target(row: UserRow, where: str) -> str | None:
     """Return the right answer (the column ``answer``) as text; None where there is none.
 
     A whole number comes without a point, which pandas adds to a column with gaps. Raises QuestionsError.
@@ -236,7 +236,7 @@ def target_of(row: UserRow, where: str) -> str | None:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def json_list(text: str) -> list[Any] | None:
+def _json_list(text: str) -> list[Any] | None:
     """Parse a .csv cell as a JSON list; return None where it is not one."""
     try:
         value = json.loads(text)
@@ -247,7 +247,11 @@ def json_list(text: str) -> list[Any] | None:
 
 def _mode_of_row(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
     """Return the mode in which a row's question is answered: the row's own settings, else the run's."""
-    own = {name: _number(row[name], kind, name, where) for name, kind in _OPTIONS.items() if row.get(name) is not None}
+    own = {
+        name: _number(row[name], kind, name, where)
+        for name, kind in _DECODING_OPTIONS.items()
+        if row.get(name) is not None
+    }
     # One seed for all would draw the same numbers for every question.
     own.setdefault("seed", seed_for(mode.decoding.seed, str(row["question_id"])))
     try:
@@ -302,18 +306,18 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     count there).
     """
     text = answer.strip().strip("*").strip()
-    known = letters(len(choices))
-    begins = re.match(r"\(?([A-Z])(?:\)|[.:,]|\*|\s*$|\n)", text)
-    if begins and begins[1] in known:
-        return known.index(begins[1])
-    named = {found.upper() for found in _SENTENCE.findall(text)} & set(known)
-    if len(named) == 1:
-        return known.index(named.pop())
-    same = [i for i, choice in enumerate(choices) if _bare(choice) == _bare(text)]
-    if len(same) == 1:
-        return same[0]
-    alone = (set(re.findall(r"\b([A-Z])\b", text)) - _ENGLISH) & set(known)
-    return known.index(alone.pop()) if len(alone) == 1 else None
+    names = letters(len(choices))
+    first = re.match(r"\(?([A-Z])(?:\)|[.:,]|\*|\s*$|\n)", text)
+    if first and first[1] in names:
+        return names.index(first[1])
+    called_answers = {letter.upper() for letter in _SENTENCE.findall(text)} & set(names)
+    if len(called_answers) == 1:
+        return names.index(called_answers.pop())
+    same_texts = [i for i, choice in enumerate(choices) if _bare(choice) == _bare(text)]
+    if len(same_texts) == 1:
+        return same_texts[0]
+    standing_alone = (set(re.findall(r"\b([A-Z])\b", text)) - _ENGLISH) & set(names)
+    return names.index(standing_alone.pop()) if len(standing_alone) == 1 else None
 
 
 def _bare(text: str) -> str:

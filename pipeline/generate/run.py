@@ -39,7 +39,7 @@ from pipeline.generate.answers import (
     write_answers_header,
 )
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import batch_size
+from pipeline.generate.engines import choose_batch_size
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import check_tokens, resolve_model
 from pipeline.generate.questions import AnswerMode, given_questions, read_questions
@@ -47,10 +47,10 @@ from pipeline.generate.setup import (
     LIVE_COLUMNS,
     AnswerSetup,
     PromptForecast,
-    answers_identity,
+    choose_token_order,
+    identify_answers,
+    make_spec,
     resolve_prunings,
-    spec_of_options,
-    token_order,
 )
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.option_values import config_of
@@ -91,16 +91,18 @@ class AnswerPlan(Plan):
 
 def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateConfig) -> AnswerPlan:
     """Divide the cluster's CPUs and GPUs among language models; ``gpus`` is 0 where models run on CPUs."""
-    each = config.tensor_parallel
-    room = max(1, int(gpus) // each) if gpus >= 1 else max(1, int(cpus))
-    workers = max(1, min(config.workers or (room if gpus >= 1 else 1), room, n_questions))
-    # A block is the unit of work, of retry and of what is committed at once: small runs use small ones, but whole
-    # batches, and no more of them than the driver tracks lightly.
-    batch = min(batch_size(config), max(1, n_questions // workers))
+    gpus_per_model = config.tensor_parallel
+    max_workers = max(1, int(gpus) // gpus_per_model) if gpus >= 1 else max(1, int(cpus))
+    workers = max(1, min(config.workers or (max_workers if gpus >= 1 else 1), max_workers, n_questions))
+    # A block is the unit of work, of retry and of a commit. Small runs use small blocks, but of whole batches, and no
+    # more blocks than the driver tracks lightly.
+    batch = min(choose_batch_size(config), max(1, n_questions // workers))
     batches = min(config.questions_per_shard, n_questions // (8 * workers)) // batch
     block = batch * max(1, batches)
     return AnswerPlan(
-        answer=Stage(0, each, workers, "one model a GPU, or several of a node; a CPU for its host thread is left")
+        answer=Stage(
+            0, gpus_per_model, workers, "one model a GPU, or several of a node; a CPU for its host thread is left"
+        )
         if gpus >= 1
         else Stage(min(1.0, cpus), 0, workers, "for trying things out: a CPU answers slowly"),
         questions_per_block=max(block, n_questions // MAX_BLOCKS),
@@ -108,11 +110,10 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
 
 
 def build_graph(
-    ask: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: ActorHandle | None = None
+    questions: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: ActorHandle | None = None
 ) -> RunGraph:
-    """Build the Ray Data graph that answers ``ask``; nothing runs until its parts are asked for."""
-    # A block is one row: its questions share videos, which are read once and go through the model once.
-    blocks = question_blocks(group_by_videos(ask, plan.questions_per_block))
+    """Build the Ray Data graph that answers the questions; nothing runs until its output is asked for."""
+    blocks = question_blocks(group_by_videos(questions, plan.questions_per_block))
     answers = add_stage(ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats))
     return RunGraph(answers, plan.questions_per_block, rows=answered_rows)
 
@@ -153,7 +154,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         """
         super().__init__(config, console)
         self._given = questions
-        self._specs = {"": spec_of_options(config)} if specs is None else specs
+        self._specs = {"": make_spec(config)} if specs is None else specs
         self._evaluation = evaluation
         self.answered: set[tuple[str, str | None]] = set()
         self.n_failed = 0
@@ -169,23 +170,25 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             assert config.questions is not None  # the config refuses a run without questions
             with store_refusing():
                 self.questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
-        cache, self.store, self.run_id = store_at(config.cache, objects), store_at(config.out, objects), new_run_id()
+        cache, self.store = store_at(config.cache, objects), store_at(config.out, objects)
+        self.run_id = new_run_id()
         check_out(self.store)
         with store_refusing():
             header = read_header(cache)
             video_ids = pc.unique(pc.list_flatten(self.questions["video_ids"])).to_pylist()
             live = LiveVideos.open(cache, fingerprint(header["identity"])).of(video_ids, LIVE_COLUMNS)
             check_place(self.store)
+        cache_identity = header["identity"]
         source, builder = resolve_model(config, cache, header)
         check_tokens(cache, header, widths_of(live), builder)
-        prunings = resolve_prunings(config, self._specs, header["identity"], source, builder)
-        order = token_order(config, header["identity"], prunings)
+        prunings = resolve_prunings(config, self._specs, cache_identity, source, builder)
+        order = choose_token_order(config, cache_identity, prunings)
         setup = AnswerSetup(config, source, cache, live, prunings, order)
         self.forecast = PromptForecast(setup, builder)
-        self.forecast.check_ratio(header["identity"]["retention_ratio"])
+        self.forecast.check_ratio(cache_identity["retention_ratio"])
         self.forecast.check_context(self.questions, self.console)
         self.setup = replace(setup, largest_video=self.forecast.largest_video())
-        self.identity = answers_identity(self.setup, header["identity"], builder.policy, self._evaluation)
+        self.identity = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
         with store_refusing():
             self.match()
 
@@ -194,10 +197,9 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
     def remaining(self) -> list[QuestionRecord]:
         self.table = AnswersTable(self.store)
-        live = self.table.live_of(self.questions, self.setup.prunings)
-        questions = remaining_questions(
-            self.store, live, self.questions, self.setup.prunings, self.options, self.forecast.cached
-        )
+        prunings, cached = self.setup.prunings, self.forecast.cached
+        live = self.table.live_of(self.questions, prunings)
+        questions = remaining_questions(self.store, live, self.questions, prunings, self.options, cached)
         for line in notes_on_answered(live, self.n_questions, questions, self.options):
             self.say(line)
         return questions
@@ -210,36 +212,36 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
     def process(self, todo: list[QuestionRecord]) -> None:
         """Commit the error rows that the cache alone decides, then answer the rest; Ray starts only if any are left."""
         config = self.options
-        ask, decided = self.forecast.split(todo)
-        if ask:  # before any row is written: the cluster may not be able to do what the flags ask
+        for_model, failed = self.forecast.split(todo)
+        if for_model:  # before any row is written: the cluster may not be able to do what the flags ask
             self.device, self.dtype = self.choose_device()
-        write_answers_header(self.store, self._identity())
+        write_answers_header(self.store, self._identity_with_earlier())
         about: JsonObject = {"config": config.as_record(), "questions": len(todo)}
         self.run_file = RunFile(self.store, {**provenance(self.run_id, _RECORDED_VERSIONS), **about})
         with self.run_file:
-            for start in range(0, len(decided), config.questions_per_shard):
-                part = decided[start : start + config.questions_per_shard]
+            for start in range(0, len(failed), config.questions_per_shard):
+                part = failed[start : start + config.questions_per_shard]
                 commit_answers(self.store, self.run_id, self.n_shards, part, config.format)
                 self.n_shards += 1
-            self.n_failed += len(decided)
-            if ask:
+            self.n_failed += len(failed)
+            if for_model:
                 self.run_file.save(device=self.device, dtype=self.dtype)
-                self.answer(ask)
+                self.answer(for_model)
 
     def choose_device(self) -> tuple[str, str]:
         """Join or start the cluster, and choose (device, dtype). Raise UsageError where the flags cannot be met."""
         device, dtype = choose_device(self.options, self.options.dtype, self.say)
-        wanted = self.options.tensor_parallel
-        if device == "cuda" and self.available_resources()["GPU"] < wanted:
-            raise UsageError(f"--tensor-parallel {wanted}: no node of the cluster has so many GPUs")
+        n_gpus = self.options.tensor_parallel
+        if device == "cuda" and self.available_resources()["GPU"] < n_gpus:
+            raise UsageError(f"--tensor-parallel {n_gpus}: no node of the cluster has so many GPUs")
         return device, dtype
 
-    def answer(self, ask: list[QuestionRecord]) -> None:
+    def answer(self, questions: list[QuestionRecord]) -> None:
         """Answer questions on the cluster. Raises RunFailed."""
         self.monitor.start()
-        self.stream(ask)
+        self.stream(questions)
 
-    def _identity(self) -> AnswersIdentity:
+    def _identity_with_earlier(self) -> AnswersIdentity:
         """Return the answers' identity; prunings of earlier runs stay in it while they have answers."""
         if PRUNINGS not in self.identity or not self.table.names():
             return self.identity
@@ -262,10 +264,12 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
     def available_resources(self) -> dict[str, float]:
         """Return the cluster's resources, counting only GPUs of nodes that have enough for a whole model."""
-        cluster, each = dict(ray.cluster_resources()), self.options.tensor_parallel
-        gpus = (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
-        whole = cluster.get("GPU", 0.0) if each == 1 else sum(each * (gpu // each) for gpu in gpus)
-        return at_most({**cluster, "GPU": whole}, self.options.max_gpus)
+        cluster, per_model = dict(ray.cluster_resources()), self.options.tensor_parallel
+        gpus = cluster.get("GPU", 0.0)
+        if per_model > 1:
+            of_nodes = (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
+            gpus = sum(per_model * (n_gpus // per_model) for n_gpus in of_nodes)
+        return at_most({**cluster, "GPU": gpus}, self.options.max_gpus)
 
     def build(self, items: list[QuestionRecord], plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         assert isinstance(plan, AnswerPlan)
@@ -276,8 +280,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return replace(self.setup, config=replace(self.options, device=self.device, dtype=self.dtype))
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit ``rows`` (ANSWERED), and record what computed them."""
-        # What computed the answers, as the nodes themselves say.
+        """Commit ``rows`` (ANSWERED), and record what computed them, as the nodes themselves say."""
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)
             self.run_file.save(runtimes=[json.loads(text) for text in self._runtimes])

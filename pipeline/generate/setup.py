@@ -1,4 +1,4 @@
-"""What answers are computed from: cache, model, prunings and options, held against each other. Nothing is started.
+"""What answers are computed from: cache, model, prunings and options, checked against each other. Nothing starts.
 
 ``AnswerSetup`` travels to every worker. ``PromptForecast`` stays with the driver: it knows from the videos' rows which
 questions need no model, and how many visual tokens the prompts of the others have.
@@ -23,7 +23,7 @@ from pipeline.cache.reading import TokenOrder, rows_wanted
 from pipeline.errors import QuestionFault, UsageError
 from pipeline.generate.answers import PRUNINGS, AnswersIdentity
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import ENGINES, EngineSetup, batch_size
+from pipeline.generate.engines import ENGINES, EngineSetup, choose_batch_size
 from pipeline.generate.late_pruning import LatePruning, PruningSpec, describe_prunings, resolve_pruning
 from pipeline.generate.questions import AnswerMode, describe_decoding
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
@@ -68,7 +68,7 @@ class AnswerSetup:
     @property
     def batch_size(self) -> int:
         """The number of questions that the model is given at once."""
-        return batch_size(self.config)
+        return choose_batch_size(self.config)
 
     @property
     def own_order(self) -> bool:
@@ -192,7 +192,7 @@ def too_long(n_tokens: int, room: int, known: int | None = None) -> QuestionFaul
     )
 
 
-def spec_of_options(config: GenerateConfig) -> PruningSpec | None:
+def make_spec(config: GenerateConfig) -> PruningSpec | None:
     """Return the pruning that the options name, or None."""
     if config.pruner is None:
         return None
@@ -220,7 +220,7 @@ def resolve_prunings(
     return prunings
 
 
-def token_order(
+def choose_token_order(
     config: GenerateConfig, cache_identity: CacheIdentity, prunings: Mapping[str, LatePruning | None]
 ) -> TokenOrder:
     """Return the order of stored tokens in prompts. Raise UsageError for ``--order own`` of a method without one."""
@@ -235,7 +235,7 @@ def token_order(
     return "selection" if own and config.order != "index" else "index"
 
 
-def answers_identity(
+def identify_answers(
     setup: AnswerSetup, cache_identity: CacheIdentity, policy: PromptPolicy, evaluation: AnswersIdentity | None = None
 ) -> AnswersIdentity:
     """Return the settings that all answers in one place share, JSON-able. PRUNINGS describes each pruning; it may grow.

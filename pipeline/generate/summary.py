@@ -58,7 +58,7 @@ def summarise_answers(
     good = [row for row in rows if row["status"] == "ok"]
     bad = [row for row in rows if row["status"] != "ok"]
     failures, examples = count_failures(bad, "question_id")
-    mine = [row for row in good if (row["question_id"], row["pruning"]) in new]
+    new_good = [row for row in good if (row["question_id"], row["pruning"]) in new]
     return AnswerSummary(
         n_questions=n_questions,
         n_ok=len(good),
@@ -74,8 +74,8 @@ def summarise_answers(
         n_warned=sum((row["decode_warnings"] or 0) > 0 for row in good),
         new_tokens=sum(row["n_new_tokens"] or 0 for row in good),
         seconds={
-            "load": sum(row["load_s"] for row in mine),
-            **{name: sum(row[f"{name}_s"] / row["batch_size"] for row in mine) for name in ("prefill", "decode")},
+            "load": sum(row["load_s"] for row in new_good),
+            **{name: sum(row[f"{name}_s"] / row["batch_size"] for row in new_good) for name in ("prefill", "decode")},
         },
     )
 

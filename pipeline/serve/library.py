@@ -12,7 +12,7 @@ from gstep.serving.options import engine_options, prepare_process
 from gstep.serving.prompts import engine_input
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
-from pipeline.generate.model import check_model, model_of, stored_tower
+from pipeline.generate.model import check_model, choose_model, stored_tower
 
 
 def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "auto", **more: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
     """
     runtime = choose_runtime("auto", dtype)
     identity = cache.identity["model"]
-    source = ModelSource.resolve(*model_of(model, None, identity["weights"]), quantized=True)
+    source = ModelSource.resolve(*choose_model(model, None, identity["weights"]), quantized=True)
     check_model("the cache", identity, source, partial(stored_tower, cache.store, cache.header))
     parallel = int(more.get("tensor_parallel_size", 1))
     prepare_process(runtime.device, parallel)
@@ -83,6 +83,6 @@ def _builder(
 
     Raises IdentityMismatch for another vision encoder.
     """
-    source = ModelSource.resolve(*model_of(model, None, weights), quantized=True)
+    source = ModelSource.resolve(*choose_model(model, None, weights), quantized=True)
     check_model("the cache", {"type": model_type, "weights": weights}, source, lambda: tower)
     return prompt_builder(source, positions, rule, frame_times)

@@ -17,7 +17,7 @@ from gstep.serving.options import ENVIRONMENT, OWN, check_served, engine_options
 from pipeline.cache.reader import read_header
 from pipeline.errors import UsageError
 from pipeline.generate.engines.vllm import check_installed, refuse_own
-from pipeline.generate.model import model_of
+from pipeline.generate.model import choose_model
 from pipeline.runner.request import refusing, store_refusing
 from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import ServeConfig
@@ -112,7 +112,7 @@ def served_cache(config: ServeConfig) -> ServedCache:
     """Return the renderer's settings, which travel in vLLM's configuration."""
     with refusing(), store_refusing():
         weights = read_header(store_at(config.cache))["identity"]["model"]["weights"]
-        model, revision = model_of(config.model, config.revision, weights)
+        model, revision = choose_model(config.model, config.revision, weights)
     return ServedCache(
         cache=config.cache,
         model=model,

@@ -16,7 +16,7 @@ from pipeline import TokenCache
 from pipeline.cache.writer import VideoItem
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.model import builder_of
+from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.prompts import VideoMemory
 from pipeline.generate.run import AnswerRun
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
@@ -115,7 +115,7 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     for frame in range(4):  # dominant first in each frame
         flags = merged[prompted.index // 49 == frame].tolist()
         assert flags == sorted(flags) and any(flags)
-    prompt = builder_of(own.setup.source, own.options).build("What?", [prompted])
+    prompt = make_prompt_builder(own.setup.source, own.options).build("What?", [prompted])
     assert torch.equal(prompt.positions, torch.arange(len(prompt))[None])
     assert torch.equal(VideoMemory(opened, order=plain.setup.order).get("a")[0].tokens, pruned.tokens)
 

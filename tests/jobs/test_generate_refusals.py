@@ -16,7 +16,7 @@ from pipeline.errors import IdentityMismatch
 from pipeline.generate.answers import check_identity, read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import EngineSetup
-from pipeline.generate.model import model_of
+from pipeline.generate.model import choose_model
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.conftest import QUESTION
@@ -181,7 +181,7 @@ def test_answers_of_other_settings_are_refused_by_name(ask, tmp_path, options, d
     ],
 )
 def test_the_revision_is_the_caches_wherever_its_branch_is_now(options, named):
-    assert model_of(options.get("model"), options.get("revision"), "hub:org/model@abc") == named
+    assert choose_model(options.get("model"), options.get("revision"), "hub:org/model@abc") == named
 
 
 def test_what_another_run_wrote_before_the_lock_was_ours_counts(ask, tmp_path, monkeypatch):
@@ -208,7 +208,7 @@ def test_a_seed_that_greedy_decoding_does_not_look_at_is_no_difference(ask, tmp_
 
 @pytest.mark.parametrize("name", [*SHIPPED, *TINY])
 def test_a_model_of_this_package_needs_no_flag(name):
-    assert model_of(None, None, f"{name}:0123") == (name, None)
+    assert choose_model(None, None, f"{name}:0123") == (name, None)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")

@@ -34,17 +34,17 @@ class AnswersHere(AnswerRun):
             runtime = choose_runtime(self.options.device, self.options.dtype, self.options.attn)
         return runtime.device, runtime.dtype_name
 
-    def answer(self, ask: list[QuestionRecord]) -> None:
+    def answer(self, questions: list[QuestionRecord]) -> None:
         """Answer the questions batch by batch in this process, and commit each batch."""
         with refusing():
             answerer = Answerer(self.worker_setup())
         said = time.monotonic()
-        for block in question_blocks(group_by_videos(ask, self.setup.batch_size)):
+        for block in question_blocks(group_by_videos(questions, self.setup.batch_size)):
             for part in answerer(block):
                 self.commit(self.n_shards, answered_rows(part))
                 self.n_shards += 1
             if time.monotonic() - said > self.options.log_interval:
-                self.say(f"{len(self.answered)} of {len(ask)} questions answered, {self.n_failed} of them failed")
+                self.say(f"{len(self.answered)} of {len(questions)} questions answered, {self.n_failed} of them failed")
                 said = time.monotonic()
 
 

@@ -30,7 +30,7 @@ ENGINES = LazyTable(
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
 
-def batch_size(options: EngineOptions) -> int:
+def choose_batch_size(options: EngineOptions) -> int:
     """Return the number of questions that a model is given at once: the option, or the engine's default."""
     return options.batch_size or BATCH_SIZES[options.engine]
 

@@ -32,7 +32,7 @@ def whole_video() -> Visual:
 
 
 def chosen_by(late: LatePruning, visual: Visual, words: torch.Tensor | None = None) -> Visual:
-    return late.kept(visual, late.select(visual, "cpu", words))
+    return late.reduce(visual, late.select(visual, "cpu", words))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_question_is_pruned_for_on_the_device_of_the_model():
     visual = Visual(torch.randn(6, 4), torch.arange(6), 2, 3, deepstack=(torch.randn(6, 4),))
     late = LatePruning(Noting(), 0.5)
     pruned = late.select(visual, "meta", torch.empty(1, 4, device="meta"))
-    chosen = late.kept(visual, pruned)
+    chosen = late.reduce(visual, pruned)
     assert pruned.devices == ["meta"] * 3
     assert torch.equal(chosen.tokens, visual.tokens[[1, 3]]) and chosen.index.tolist() == [1, 3]
 

@@ -9,8 +9,8 @@ from gstep.backbones import ModelSource, family_of
 from pipeline.errors import IdentityMismatch
 from pipeline.generate.answers import PRUNINGS, commit_answers, read_answers_header, write_answers_header
 from pipeline.generate.late_pruning import PruningSpec
-from pipeline.generate.model import builder_of
-from pipeline.generate.setup import answers_identity
+from pipeline.generate.model import make_prompt_builder
+from pipeline.generate.setup import identify_answers
 from tests.pipeline.asking import request_about, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings
 
@@ -153,8 +153,8 @@ def test_answers_of_a_grid_and_those_of_one_pruning_do_not_mix(whole):
 
 def identity_on(job, cache_identity):
     """The identity that the answers of a job have where its cache has this one."""
-    policy = builder_of(job.setup.source, job.options).policy
-    return answers_identity(job.setup, cache_identity, policy)
+    policy = make_prompt_builder(job.setup.source, job.options).policy
+    return identify_answers(job.setup, cache_identity, policy)
 
 
 def test_evidence_beside_the_tokens_is_no_difference_to_a_grid(whole):
