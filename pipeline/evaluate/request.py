@@ -38,10 +38,11 @@ from pipeline.generate.answers import (
     check_identity,
     read_answers_header,
 )
-from pipeline.generate.engines import ENGINES, EngineSetup
+from pipeline.generate.engines import ENGINES, describe_engine
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_whole, resolve_pruning
 from pipeline.generate.model import check_model, choose_model
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.options import EngineOptions
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import match_cache, needed_by, resolve, sampling_settings
 from pipeline.rows import Json, JsonObject
@@ -145,9 +146,9 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         check_frames(config, protocol, source, cache, held)
     with refusing():
         made = held if videos is None else identity_of(videos, cached, objects, console)
-        described = _check_methods(grid, made, source, cache, EngineSetup.of(config))
+        described = _check_methods(grid, made, source, cache, config)
     with store_refusing():
-        _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), described, EngineSetup.of(config))
+        _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), described, config)
     request = EvaluateRequest(
         config=config,
         benchmark=benchmark,
@@ -247,7 +248,7 @@ def _check_methods(
     held: CacheIdentity | None,
     source: ModelSource,
     cache: str,
-    engine: EngineSetup,
+    options: EngineOptions,
 ) -> dict[str, LateIdentity | None]:
     """Raise UsageError for a method that cannot prune what the cache holds, or not with this engine.
 
@@ -267,11 +268,11 @@ def _check_methods(
     prunings = {
         label: None if spec is None else resolve_pruning(spec, held, source, builder) for label, spec in grid.items()
     }
-    ENGINES[engine.name].check(engine, source, builder, prunings)
+    ENGINES[options.engine].check(options, source, builder, prunings)
     return describe_prunings(prunings, held)
 
 
-def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None], engine: EngineSetup) -> None:
+def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None], options: EngineOptions) -> None:
     """Raise UsageError if the answers know a method by the same label with another seed or other weights.
 
     Answers of another engine are refused, too: nothing may be left to ask that would tell.
@@ -283,7 +284,7 @@ def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None],
         there: AnswersIdentity = {PRUNINGS: held.get(PRUNINGS, {})}
         if "engine" in held:
             there["engine"] = held["engine"]
-        check_identity(answers, there, {PRUNINGS: json.loads(json.dumps(described)), **engine.describe()})
+        check_identity(answers, there, {PRUNINGS: json.loads(json.dumps(described)), **describe_engine(options)})
 
 
 def data_folder(request: EvaluateRequest) -> Path:

@@ -72,12 +72,11 @@ class Answerer:
         """Load the engine that ``setup`` describes, unless a loaded ``engine`` is given."""
         self._heartbeat = Heartbeat(STAGE, heartbeats)
         self._heartbeat.start()
-        config = setup.config
-        runtime = choose_runtime(config.device, config.dtype, config.attn)
+        runtime = choose_runtime(setup.device, setup.dtype, setup.config.attn)
         self._part_size = setup.batch_size
         self._size = BatchSize(setup.batch_size)
         with self._heartbeat.loading():
-            self._engine = engine or load_engine(setup.engine, setup.source, runtime)
+            self._engine = engine or load_engine(setup.config, setup.source, runtime, setup.largest_video)
             self._prompts = PromptMaker(setup, self._engine, runtime.device, self._heartbeat)
         self._provenance = json.dumps(self._engine.describe())
 

@@ -277,7 +277,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
     def worker_setup(self) -> AnswerSetup:
         """Return the settings of the workers, on the chosen device and dtype."""
-        return replace(self.setup, config=replace(self.options, device=self.device, dtype=self.dtype))
+        return replace(self.setup, device=self.device, dtype=self.dtype)
 
     def commit(self, number: int, rows: pa.Table) -> None:
         """Commit ``rows`` (ANSWERED), and record what computed them, as the nodes themselves say."""

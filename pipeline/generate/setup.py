@@ -23,7 +23,7 @@ from pipeline.cache.reading import TokenOrder, rows_wanted
 from pipeline.errors import QuestionFault, UsageError
 from pipeline.generate.answers import PRUNINGS, AnswersIdentity
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import ENGINES, EngineSetup, choose_batch_size
+from pipeline.generate.engines import ENGINES, choose_batch_size, describe_engine
 from pipeline.generate.late_pruning import LatePruning, PruningSpec, describe_prunings, resolve_pruning
 from pipeline.generate.questions import AnswerMode, describe_decoding
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
@@ -43,13 +43,13 @@ class AnswerSetup:
     """Everything that a worker needs to answer questions. Pickles.
 
     Attributes:
-        config: the options of the run; for workers with the device and dtype that the driver chose.
         live: live rows of the videos that are asked about (LIVE_COLUMNS), so that no worker reads the whole index.
         prunings: by the names that questions use (their ``pruning``), what prunes the tokens before they go into a
             prompt; None leaves them as they are stored. Every question is asked under each. Where there is but one
             pruning, its name is "".
         order: in which stored tokens are read, as TokenCache.get takes it.
         largest_video: the most visual tokens that a video has in a prompt.
+        device, dtype: of the model, as the driver chooses them before workers start.
     """
 
     config: GenerateConfig
@@ -59,11 +59,8 @@ class AnswerSetup:
     prunings: Mapping[str, LatePruning | None] = field(default_factory=lambda: {"": None})
     order: TokenOrder = "index"
     largest_video: int = 0
-
-    @property
-    def engine(self) -> EngineSetup:
-        """The engine that the options name."""
-        return EngineSetup.of(self.config, self.largest_video)
+    device: str = "auto"
+    dtype: str = "auto"
 
     @property
     def batch_size(self) -> int:
@@ -213,7 +210,7 @@ def resolve_prunings(
             name: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
             for name, spec in specs.items()
         }
-        ENGINES[config.engine].check(EngineSetup.of(config), source, builder, prunings)
+        ENGINES[config.engine].check(config, source, builder, prunings)
     takes_siglip = any(late is not None and late.text_tower is not None for late in prunings.values())
     if config.siglip is not None and not takes_siglip:
         raise UsageError("--siglip: no method that is asked takes anything from a SigLIP checkpoint here")
@@ -257,7 +254,7 @@ def identify_answers(
         "retention_ratio": stored if config.retention_ratio is None else config.retention_ratio,
         "prompt": {**policy.describe(), "order": order},
         "decoding": {"choices": mode.method, "system": mode.system, **describe_decoding(mode.decoding)},
-        **setup.engine.describe(),
+        **describe_engine(config),
         **(evaluation or {}),
     }
     if late is not None:

@@ -15,8 +15,9 @@ from jobs import generate
 from pipeline.errors import IdentityMismatch
 from pipeline.generate.answers import check_identity, read_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import EngineSetup
+from pipeline.generate.engines import describe_engine
 from pipeline.generate.model import choose_model
+from pipeline.options import EngineOptions
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.conftest import QUESTION
@@ -237,9 +238,10 @@ def test_answers_of_another_engine_are_refused(tmp_path):
     tiny_cache(tmp_path / "c")
     config = GenerateConfig(cache=str(tmp_path / "c"), questions="q.jsonl")
     # Answers that were there before there were engines stay what they are.
-    assert EngineSetup.of(config).describe() == {}
-    setup = EngineSetup("vllm", params={"quantization": "fp8", "gpu_memory_utilization": 0.8})
-    assert setup.describe() == {"engine": {"name": "vllm", "params": {"quantization": "fp8"}}}
-    held, wanted = {"a": 1, **setup.describe()}, {"a": 1}
+    assert describe_engine(config) == {}
+    params = ["quantization=fp8", "gpu_memory_utilization=0.8"]
+    described = describe_engine(EngineOptions(engine="vllm", engine_param=params))
+    assert described == {"engine": {"name": "vllm", "params": {"quantization": "fp8"}}}
+    held, wanted = {"a": 1, **described}, {"a": 1}
     with pytest.raises(IdentityMismatch, match="engine"):
         check_identity(LocalStore(tmp_path / "o"), held, wanted)

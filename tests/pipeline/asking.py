@@ -101,8 +101,8 @@ def setup_of(
     **options: Any,
 ) -> AnswerSetup:
     """Return what an actor on the CPU needs to answer about a cache of ``source`` (the tiny model)."""
-    config = GenerateConfig(questions="q.jsonl", device="cpu", **options)
-    return AnswerSetup(config, source or ModelSource.resolve("tiny"), store, read_live(store), prunings or {"": None})
+    config, source = GenerateConfig(questions="q.jsonl", **options), source or ModelSource.resolve("tiny")
+    return AnswerSetup(config, source, store, read_live(store), prunings or {"": None}, device="cpu")
 
 
 def request_about(

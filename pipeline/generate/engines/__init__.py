@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,12 +28,6 @@ ENGINES = LazyTable(
 #: old ones end.
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
-
-def choose_batch_size(options: EngineOptions) -> int:
-    """Return the number of questions that a model is given at once: the option, or the engine's default."""
-    return options.batch_size or BATCH_SIZES[options.engine]
-
-
 # Engine arguments that decide how fast answers come and how much memory they take, not what the answers are. A run that
 # ran out of memory may go on with other ones.
 _NO_ANSWER = frozenset(
@@ -46,33 +39,17 @@ _NO_ANSWER = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class EngineSetup:
-    """The description of an engine to load. Pickles.
+def describe_engine(options: EngineOptions) -> AnswersIdentity:
+    """Return the engine's part of the answers' identity, JSON-able; empty for the transformers engine."""
+    if options.engine == TRANSFORMERS:
+        return {}
+    params = {name: value for name, value in options.engine_params().items() if name not in _NO_ANSWER}
+    return {"engine": {"name": options.engine, **({"params": params} if params else {})}}
 
-    Attributes:
-        name: in ENGINES.
-        tensor_parallel: GPUs that the model is spread over.
-        params: arguments of the engine's own.
-        largest_video: the most visual tokens that a video has in a prompt.
-    """
 
-    name: str = TRANSFORMERS
-    tensor_parallel: int = 1
-    params: JsonObject = field(default_factory=dict)
-    largest_video: int = 0
-
-    @classmethod
-    def of(cls, options: EngineOptions, largest_video: int = 0) -> Self:
-        """Make the description of the engine that the options ask for."""
-        return cls(options.engine, options.tensor_parallel, options.engine_params(), largest_video)
-
-    def describe(self) -> AnswersIdentity:
-        """Return the engine's part of the answers' identity, JSON-able; empty for the transformers engine."""
-        if self.name == TRANSFORMERS:
-            return {}
-        params = {name: value for name, value in self.params.items() if name not in _NO_ANSWER}
-        return {"engine": {"name": self.name, **({"params": params} if params else {})}}
+def choose_batch_size(options: EngineOptions) -> int:
+    """Return the number of questions that a model is given at once: the option, or the engine's default."""
+    return options.batch_size or BATCH_SIZES[options.engine]
 
 
 class Engine(Protocol):
@@ -115,7 +92,11 @@ class EngineDied(Exception):  # noqa: N818
     """An error after which this process can compute nothing more; another process can."""
 
 
-def load_engine(setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Engine:
-    """Load an engine and its model. Raises ModelError."""
-    engine: Engine = ENGINES[setup.name].load(setup, source, runtime)
+def load_engine(options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int = 0) -> Engine:
+    """Load the engine that the options name, and its model. Raises ModelError.
+
+    Args:
+        largest_video: the most visual tokens that a video has in a prompt.
+    """
+    engine: Engine = ENGINES[options.engine].load(options, source, runtime, largest_video)
     return engine

@@ -14,10 +14,11 @@ from gstep.language import Decoding, prompt_builder
 from gstep.methods import OF_A_VIDEO
 from pipeline import TokenCache
 from pipeline.cache.method import describe_method
-from pipeline.generate.engines import EngineSetup, load_engine
+from pipeline.generate.engines import load_engine
 from pipeline.generate.late_pruning import LatePruning, PruningSpec, resolve_pruning
 from pipeline.generate.prompts import LruCache, PromptMaker, VideoMemory, n_bytes
 from pipeline.generate.questions import AnswerMode
+from pipeline.options import EngineOptions
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.request import evidence_sources
@@ -168,7 +169,7 @@ def test_a_pruning_may_have_positions_of_its_own(tmp_path):
     assert list(asked) == ["gstep@0.1", "gstep,positions=original@0.1"]
     lates = {label: resolve_pruning(one, held, source, prompt_builder(source)) for label, one in asked.items()}
     assert [late.describe().get("positions") for late in lates.values()] == [None, "original"]
-    engine = load_engine(EngineSetup(), source, choose_runtime("cpu", "float32", "auto"))
+    engine = load_engine(EngineOptions(), source, choose_runtime("cpu", "float32", "auto"))
     prompts = PromptMaker(setup_of(store, prunings=lates), engine, "cpu", Heartbeat("answer"))
     question = {"question_id": "q", "video_ids": ["v"], "prompt": "What?", "attempts": 1}
     how = AnswerMode(Decoding(), "generate")

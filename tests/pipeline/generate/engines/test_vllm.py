@@ -13,9 +13,10 @@ from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from pipeline.generate.answerer import Answerer
-from pipeline.generate.engines import EngineDied, EngineSetup, load_engine
+from pipeline.generate.engines import EngineDied, load_engine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
+from pipeline.options import EngineOptions
 from pipeline.rows import QuestionRecord, without_nulls
 from tests import vllm_here
 from tests.gstep.language.prompts import video
@@ -31,8 +32,10 @@ MARKERS = "Is <|vision_start|> before <|vision_end|>, and <0.2 seconds> after?"
 
 def engines_of(source, largest_video=400, params=vllm_here.PARAMS):
     """(vLLM's, transformers')."""
-    setup = EngineSetup("vllm", params=params, largest_video=largest_video)
-    return load_engine(setup, source, RUNTIME), load_engine(EngineSetup(), source, RUNTIME)
+    options = EngineOptions(
+        engine="vllm", engine_param=[f"{name}={json.dumps(value)}" for name, value in params.items()]
+    )
+    return load_engine(options, source, RUNTIME, largest_video), load_engine(EngineOptions(), source, RUNTIME)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -169,7 +172,7 @@ def test_a_checkpoints_repetition_penalty_counts_and_a_video_may_be_larger_than_
     finally:
         ours.close()
     assert [a.token_ids for a in mine] == [a.token_ids for a in expected]
-    plain = load_engine(EngineSetup(), ModelSource.resolve(name), RUNTIME).generate(prompts[:6], decodings[:6])
+    plain = load_engine(EngineOptions(), ModelSource.resolve(name), RUNTIME).generate(prompts[:6], decodings[:6])
     assert [a.token_ids for a in plain] != [a.token_ids for a in expected[:6]]
 
 
