@@ -264,9 +264,9 @@ def _text_tower(
             "it with --siglip, for the published models google/siglip-so400m-patch14-384"
         )
     tower = family_of(source).text_tower(siglip)
-    if (ours := cache_identity["model"].get("pooling_head")) != tower.head.identity:
+    if (head := cache_identity["model"].get("pooling_head")) != tower.head.identity:
         raise IdentityMismatch(
-            f"--siglip {siglip} has the pooling head {tower.head.identity}, the cache's evidence was made with {ours}: "
+            f"--siglip {siglip} has the pooling head {tower.head.identity}, the cache's evidence was made with {head}: "
             "words and patches can be compared where both are from one checkpoint"
         )
     return tower

@@ -42,11 +42,27 @@ def resolve_model(config: GenerateConfig, cache: Store, header: CacheHeader) -> 
 
     Raises UsageError if the options name another model.
     """
-    identity, vllm = header["identity"]["model"], config.engine == VLLM
+    tower = partial(stored_tower, cache, header) if config.engine == VLLM else None
     with refusing(), store_refusing():
-        source = ModelSource.resolve(*choose_model(config.model, config.revision, identity["weights"]), quantized=vllm)
-        check_model(cache, identity, source, partial(stored_tower, cache, header) if vllm else None)
+        source = find_model(cache, header["identity"]["model"], config.model, config.revision, tower)
         return source, make_prompt_builder(source, config)
+
+
+def find_model(
+    cache: Store | str,
+    identity: ModelIdentity,
+    model: str | None = None,
+    revision: str | None = None,
+    read_tower: Callable[[], str | None] | None = None,
+) -> ModelSource:
+    """Return the checkpoint that a cache was made with, or the ``model`` that is named if it fits the cache.
+
+    ``read_tower`` is as of ``check_model``. Raises UsageError where the model is missing or does not fit, ModelError
+    where it is not there.
+    """
+    source = ModelSource.resolve(*choose_model(model, revision, identity["weights"]), quantized=read_tower is not None)
+    check_model(cache, identity, source, read_tower)
+    return source
 
 
 def make_prompt_builder(source: ModelSource, options: PromptOptions, positions: str | None = None) -> PromptBuilder:
@@ -65,35 +81,33 @@ def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:
 
     Raises UsageError where the model is missing or another one, ModelError where it is not there.
     """
-    identity = cache.identity["model"]
-    source = ModelSource.resolve(*choose_model(model, None, identity["weights"]))
-    check_model(cache.store, identity, source)
-    return source
+    return find_model(cache.store, cache.identity["model"], model)
 
 
 def check_model(
-    cache: Store | str, identity: ModelIdentity, source: ModelSource, stored: Callable[[], str | None] | None = None
+    cache: Store | str, identity: ModelIdentity, source: ModelSource, read_tower: Callable[[], str | None] | None = None
 ) -> None:
     """Raise IdentityMismatch if the cache was made with other weights than the model's.
 
-    ``stored`` reads the hash of the vision encoder that the cache was made with: other weights, also quantized ones,
-    are then taken if they come with the same encoder. Raises ModelError where that is quantized or not all there.
+    ``read_tower`` reads the hash of the vision encoder that the cache was made with. With it, other weights (quantized
+    weights too) are taken if they come with the same encoder. Raises ModelError where that encoder is quantized or not
+    all there.
     """
     if (identity["type"], identity["weights"]) == (source.model_type, source.identity):
         return
-    same = ""
-    if stored is not None and identity["type"] == source.model_type:
-        theirs, ours = stored(), tower_hash(source)
-        if theirs is not None and theirs == ours:
+    remedy = ""
+    if read_tower is not None and identity["type"] == source.model_type:
+        cache_tower, model_tower = read_tower(), tower_hash(source)
+        if cache_tower is not None and cache_tower == model_tower:
             return
-        same = (
-            f". The vision tower and projector of the cache are {theirs or 'not known: it was made before they were'}, "
-            f"of --model {ours}: use a checkpoint made from the cache's that left both as they were, or prune again "
+        remedy = (
+            f". The vision tower and projector of the cache are {cache_tower or 'not known: it was made before they were'}, "
+            f"of --model {model_tower}: use a checkpoint made from the cache's that left both as they were, or prune again "
             "with the vision encoder of this one"
         )
     raise IdentityMismatch(
         f"{cache} was made with the weights {identity['weights']} ({identity['type']}), --model {source.name} has "
-        f"{source.identity} ({source.model_type}): an LLM understands the tokens of its own vision encoder only{same}"
+        f"{source.identity} ({source.model_type}): an LLM understands the tokens of its own vision encoder only{remedy}"
     )
 
 

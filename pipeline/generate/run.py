@@ -161,7 +161,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         self._runtimes: list[str] = []
 
     def prepare(self) -> None:
-        """Hold the options against questions, cache, model and answers. Raises UsageError, also for a damaged cache."""
+        """Check the options against questions, cache, model and answers. Raises UsageError, or CorruptShard."""
         config = self.options
         objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
         if self._given is not None:
