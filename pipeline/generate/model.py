@@ -101,9 +101,9 @@ def check_model(
         if cache_tower is not None and cache_tower == model_tower:
             return
         remedy = (
-            f". The vision tower and projector of the cache are {cache_tower or 'not known: it was made before they were'}, "
-            f"of --model {model_tower}: use a checkpoint made from the cache's that left both as they were, or prune again "
-            "with the vision encoder of this one"
+            ". The vision tower and projector of the cache are "
+            f"{cache_tower or 'not known: it was made before they were'}, of --model {model_tower}: use a checkpoint "
+            "made from the cache's that left both as they were, or prune again with the vision encoder of this one"
         )
     raise IdentityMismatch(
         f"{cache} was made with the weights {identity['weights']} ({identity['type']}), --model {source.name} has "
