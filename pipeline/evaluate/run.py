@@ -44,7 +44,7 @@ from pipeline.generate.answers import (
     AnswersIdentity,
     AnswersTable,
     answer_rows,
-    difference,
+    describe_change,
     read_answers,
     read_answers_header,
     refuse_changed,
@@ -139,7 +139,7 @@ def _unanswered(request: EvaluateRequest) -> list[Item]:
     counts, changed = Counter[str](), list[str]()
     for row in answer_rows(_live(request).select(["question_id", "status", *COMPARED])):
         good = row["status"] == "ok"
-        if good and (text := difference(asked[row["question_id"]], row)):
+        if good and (text := describe_change(asked[row["question_id"]], row)):
             changed.append(text)
         counts[row["question_id"]] += good or not request.config.retry_failed
     refuse_changed(changed, request.store)

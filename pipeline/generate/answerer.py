@@ -55,12 +55,12 @@ def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list
     return blocks
 
 
-def question_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
+def pack_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
     """Pack blocks of questions as the actor's input, a table of one row each."""
     return [pa.Table.from_pylist([{"questions": list(block)}], schema=_BLOCK_SCHEMA) for block in blocks]
 
 
-def answered_rows(parts: pa.Table) -> pa.Table:
+def unpack_answers(parts: pa.Table) -> pa.Table:
     """Unpack the answers that the actor handed over, as ANSWERED."""
     return pa.Table.from_struct_array(parts["answers"].combine_chunks().flatten()).cast(ANSWERED)
 
@@ -82,11 +82,11 @@ class Answerer:
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
         questions = [without_nulls(row, QuestionRecord) for rows in block["questions"].to_pylist() for row in rows]
-        for answers in self._parts(questions):
+        for answers in self._answer_in_parts(questions):
             part = [{**answer, "runtime": self._provenance} for answer in answers]
             yield pa.Table.from_pylist([{"answers": part}], schema=_PART_SCHEMA)
 
-    def _parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
+    def _answer_in_parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
         """Yield the answers as soon as they are known, in the order of the questions and in parts of a fixed size.
 
         Ray counts the parts of a call that it tries again, and takes parts of the same number for the same answers. So
@@ -148,7 +148,7 @@ class Answerer:
         with self._heartbeat.holding(*(heartbeat_name(question.row) for question in batch)) as reported:
             self._short, self._fitted = False, 0
             rows = self._answer_batch(batch)
-            self._size.ended(self._fitted, self._short)
+            self._size.adjust(self._fitted, self._short)
             reported.done(n=len(batch))
             return rows
 
@@ -229,7 +229,7 @@ class BatchSize:
         self._calm = 0
         self.now = largest
 
-    def ended(self, fitted: int, short: bool) -> None:
+    def adjust(self, fitted: int, short: bool) -> None:
         """Adjust the batch size: down to the ``fitted`` questions that ran if memory was ``short``, up again later."""
         if short:
             self.now, self._calm = max(1, fitted), 0

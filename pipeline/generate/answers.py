@@ -218,7 +218,7 @@ class AnswersTable:
 
     def live(self) -> pa.Table:
         """Return the live row of every question under every pruning, by question_id."""
-        return live_answers(self.rows())
+        return select_live(self.rows())
 
     def live_of(self, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
         """Return the live rows of these questions under these prunings; the name "" is no pruning."""
@@ -228,7 +228,7 @@ class AnswersTable:
         return live.filter(pc.and_(known, pc.is_in(live["pruning"], value_set=under)))
 
 
-def live_answers(rows: pa.Table) -> pa.Table:
+def select_live(rows: pa.Table) -> pa.Table:
     """Select the live row of each question and pruning from rows of ANSWER_SCHEMA, sorted by question_id.
 
     The rule is that of videos: ok before failed, most attempts; then the earliest run, and the first answer.
@@ -257,7 +257,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
                 store.delete(old)
     waiting = [name for name in names if name not in covered]
     if len(waiting) > at_least:
-        live = live_answers(pa.concat_tables(tables[name] for name in waiting))
+        live = select_live(pa.concat_tables(tables[name] for name in waiting))
         data = write_parquet(live.replace_schema_metadata({_MERGED: json.dumps(waiting)}))
         store.put(small_name(ANSWERS, "merged", 0, data), data)
 
@@ -339,10 +339,10 @@ def remaining_questions(
     for row in answer_rows(live.select(list(dict.fromkeys([*_DECIDING, *COMPARED])))):
         # No more than what decides is kept of an answer: there may be a hundred for each question.
         kept = cast(AnswerRecord, {name: value for name, value in row.items() if name in _DECIDING})
-        done[answer_key(row)] = kept, difference(by_id[row["question_id"]], row)
+        done[answer_key(row)] = kept, describe_change(by_id[row["question_id"]], row)
     remaining: list[QuestionRecord] = []
     changed: list[str] = []
-    for question in _under_prunings(by_id.values(), prunings):
+    for question in _pair_with_prunings(by_id.values(), prunings):
         answer, change = done.get(answer_key(question), (None, None))
         if answer is None:
             remaining.append({**question, "attempts": 1})
@@ -357,23 +357,23 @@ def remaining_questions(
     return remaining
 
 
-def _under_prunings(questions: Iterable[QuestionRecord], prunings: Collection[str]) -> Iterator[QuestionRecord]:
+def _pair_with_prunings(questions: Iterable[QuestionRecord], prunings: Collection[str]) -> Iterator[QuestionRecord]:
     """Yield every question under every pruning; the prunings of one question follow each other."""
     for question in questions:
         for pruning in prunings:
             yield {**question, "pruning": pruning} if pruning else question
 
 
-def difference(question: QuestionRecord, answer: AnswerRecord) -> str | None:
+def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
     """Describe how a question differs from the one that was answered; None where it does not."""
     for name in COMPARED:
         before, now = answer.get(name), question.get(name)
         if before != now:
-            return f"{question['question_id']}: {name} was {_shortened(before)}, is {_shortened(now)}"
+            return f"{question['question_id']}: {name} was {_shorten(before)}, is {_shorten(now)}"
     return None
 
 
-def _shortened(value: object) -> str:
+def _shorten(value: object) -> str:
     """Return the repr of a value, shortened to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
@@ -389,7 +389,7 @@ def refuse_changed(changed: Sequence[str], store: Store) -> None:
         )
 
 
-def notes_on_answered(
+def describe_answered(
     live: pa.Table, n_questions: int, remaining: Sequence[QuestionRecord], config: GenerateConfig
 ) -> list[str]:
     """Return lines for the user about the questions that are not asked because they have ``live`` rows.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints.files import SHIPPED
@@ -14,9 +13,7 @@ from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, 
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import IdentityMismatch, UsageError
-from pipeline.generate.config import GenerateConfig, PromptOptions
-from pipeline.generate.engines import VLLM
-from pipeline.runner.request import refusing, store_refusing
+from pipeline.generate.config import PromptOptions
 from pipeline.storage.stores import Store
 
 
@@ -35,17 +32,6 @@ def choose_model(model: str | None, revision: str | None, weights: str) -> tuple
     if kind in SHIPPED or kind in TINY:
         return kind, revision
     raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
-
-
-def resolve_model(config: GenerateConfig, cache: Store, header: CacheHeader) -> tuple[ModelSource, PromptBuilder]:
-    """Return the model that made the cache, or for vLLM a model with its vision encoder, and its prompt builder.
-
-    Raises UsageError if the options name another model.
-    """
-    tower = partial(stored_tower, cache, header) if config.engine == VLLM else None
-    with refusing(), store_refusing():
-        source = find_model(cache, header["identity"]["model"], config.model, config.revision, tower)
-        return source, make_prompt_builder(source, config)
 
 
 def find_model(

@@ -26,7 +26,7 @@ from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVid
 from pipeline.generate.engines import Engine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.model import make_prompt_builder
-from pipeline.generate.questions import AnswerMode, lettered_prompt, letters
+from pipeline.generate.questions import AnswerMode, add_choices, letters
 from pipeline.generate.setup import AnswerSetup, too_long
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
 from pipeline.runner.gpu_fault import exit_after_gpu_fault
@@ -291,7 +291,7 @@ class PromptMaker:
         videos = [self.videos.get(video_id, late, words) for video_id in question["video_ids"]]
         visuals = [video.visual for video in videos]
         if "choices" in question and mode.method != "loglikelihood":  # else the choices' texts are scored
-            text = lettered_prompt(text, question["choices"])
+            text = add_choices(text, question["choices"])
         builder = self._builders[None if late is None else late.positions]
         prompt = builder.build(text, visuals, mode.system)
         row: AnswerRecord = {

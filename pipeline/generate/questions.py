@@ -130,7 +130,7 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
             raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
 
 
-def given_questions(given: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
+def read_given_questions(given: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
     """Read questions from dicts, or a table that Arrow takes, as ``read_questions`` does. Raises QuestionsError."""
     return _table(given_rows("questions", given, _NEEDED), "questions", mode, limit)
 
@@ -287,7 +287,7 @@ def seed_for(seed: int, question_id: str) -> int:
     return int.from_bytes(blake2b(f"{seed}\0{question_id}".encode(errors="replace"), digest_size=8).digest()) >> 1
 
 
-def lettered_prompt(prompt: str, choices: Sequence[str]) -> str:
+def add_choices(prompt: str, choices: Sequence[str]) -> str:
     """Return the prompt with its choices as "A. ..." lines and the instruction to answer with a letter."""
     options = "".join(f"{letter}. {text}\n" for letter, text in zip(ascii_uppercase, choices, strict=False))
     return f"{prompt}\n{options}{INSTRUCTION}"
@@ -313,13 +313,13 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     called_answers = {letter.upper() for letter in _SENTENCE.findall(text)} & set(names)
     if len(called_answers) == 1:
         return names.index(called_answers.pop())
-    same_texts = [i for i, choice in enumerate(choices) if _bare(choice) == _bare(text)]
+    same_texts = [i for i, choice in enumerate(choices) if _normalise(choice) == _normalise(text)]
     if len(same_texts) == 1:
         return same_texts[0]
     standing_alone = (set(re.findall(r"\b([A-Z])\b", text)) - _ENGLISH) & set(names)
     return names.index(standing_alone.pop()) if len(standing_alone) == 1 else None
 
 
-def _bare(text: str) -> str:
+def _normalise(text: str) -> str:
     """Return a text without surrounding space and final dots, in lower case."""
     return text.strip().rstrip(".").casefold()

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -23,7 +24,7 @@ from pipeline.cache.live_videos import LiveVideos, widths_of
 from pipeline.cache.merging import WAITING, WAITING_AT_END
 from pipeline.cache.reader import TokenCache, read_header
 from pipeline.errors import RunFailed, UsageError
-from pipeline.generate.answerer import STAGE, Answerer, answered_rows, group_by_videos, question_blocks
+from pipeline.generate.answerer import STAGE, Answerer, group_by_videos, pack_blocks, unpack_answers
 from pipeline.generate.answers import (
     PRUNINGS,
     AnswersIdentity,
@@ -31,18 +32,18 @@ from pipeline.generate.answers import (
     answer_key,
     check_place,
     commit_answers,
+    describe_answered,
     match_answers,
-    notes_on_answered,
     read_answers_header,
     remaining_questions,
     try_merge_answers,
     write_answers_header,
 )
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import choose_batch_size
+from pipeline.generate.engines import VLLM, choose_batch_size
 from pipeline.generate.late_pruning import PruningSpec
-from pipeline.generate.model import check_tokens, resolve_model
-from pipeline.generate.questions import AnswerMode, given_questions, read_questions
+from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, stored_tower
+from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
 from pipeline.generate.setup import (
     LIVE_COLUMNS,
     AnswerSetup,
@@ -58,7 +59,7 @@ from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_null
 from pipeline.runner.cluster import at_most, choose_device, provenance
 from pipeline.runner.driver import Driver
 from pipeline.runner.library import ProgressOption, checked_outcome, console_for, run_here
-from pipeline.runner.request import check_out, new_run_id, store_refusing
+from pipeline.runner.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.runner.run_record import RunFile
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage
@@ -113,9 +114,9 @@ def build_graph(
     questions: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: ActorHandle | None = None
 ) -> RunGraph:
     """Build the Ray Data graph that answers the questions; nothing runs until its output is asked for."""
-    blocks = question_blocks(group_by_videos(questions, plan.questions_per_block))
+    blocks = pack_blocks(group_by_videos(questions, plan.questions_per_block))
     answers = add_stage(ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats))
-    return RunGraph(answers, plan.questions_per_block, rows=answered_rows)
+    return RunGraph(answers, plan.questions_per_block, rows=unpack_answers)
 
 
 class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
@@ -179,7 +180,11 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             live = LiveVideos.open(cache, fingerprint(header["identity"])).of(video_ids, LIVE_COLUMNS)
             check_place(self.store)
         cache_identity = header["identity"]
-        source, builder = resolve_model(config, cache, header)
+        # vLLM takes other weights too, if they come with the vision encoder that made the cache.
+        tower = partial(stored_tower, cache, header) if config.engine == VLLM else None
+        with refusing(), store_refusing():
+            source = find_model(cache, cache_identity["model"], config.model, config.revision, tower)
+            builder = make_prompt_builder(source, config)
         check_tokens(cache, header, widths_of(live), builder)
         prunings = resolve_prunings(config, self._specs, cache_identity, source, builder)
         order = choose_token_order(config, cache_identity, prunings)
@@ -200,7 +205,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         prunings, cached = self.setup.prunings, self.forecast.cached
         live = self.table.live_of(self.questions, prunings)
         questions = remaining_questions(self.store, live, self.questions, prunings, self.options, cached)
-        for line in notes_on_answered(live, self.n_questions, questions, self.options):
+        for line in describe_answered(live, self.n_questions, questions, self.options):
             self.say(line)
         return questions
 
@@ -341,6 +346,6 @@ def answer_questions(
     config = config_of(GenerateConfig, "answer_questions", {"cache": place, "questions": named, "out": out, **options})
     console = console_for(progress)
     with run_here():
-        table = None if is_file else given_questions(questions, AnswerMode.of(config), config.limit)
+        table = None if is_file else read_given_questions(questions, AnswerMode.of(config), config.limit)
         summary = AnswerRun(config, console, table).run()
     return checked_outcome(summary, config, summary.n_questions)

@@ -13,7 +13,7 @@ from pipeline.cache.reader import TokenCache, read_header
 from pipeline.errors import RunFailed, UnknownVideo, UsageError
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
 from pipeline.evaluate.lmms.questions import CachedIds, LmmsQuestion
-from pipeline.generate.answerer import Answerer, answered_rows, group_by_videos, question_blocks
+from pipeline.generate.answerer import Answerer, group_by_videos, pack_blocks, unpack_answers
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.generate.run import AnswerRun
@@ -39,9 +39,9 @@ class AnswersHere(AnswerRun):
         with refusing():
             answerer = Answerer(self.worker_setup())
         said = time.monotonic()
-        for block in question_blocks(group_by_videos(questions, self.setup.batch_size)):
+        for block in pack_blocks(group_by_videos(questions, self.setup.batch_size)):
             for part in answerer(block):
-                self.commit(self.n_shards, answered_rows(part))
+                self.commit(self.n_shards, unpack_answers(part))
                 self.n_shards += 1
             if time.monotonic() - said > self.options.log_interval:
                 self.say(f"{len(self.answered)} of {len(questions)} questions answered, {self.n_failed} of them failed")

@@ -127,8 +127,8 @@ class VllmEngine:
         """
         assert inside is None
         ids = [[text_ids(self._tokenizer, text) for text in texts] for texts in continuations]
-        parts = [(row, *part) for row, of_row in enumerate(ids) for part in _following(of_row)]
-        longer = [_continued(prompts[row], beginning) for row, beginning, _ in parts]
+        parts = [(row, *part) for row, of_row in enumerate(ids) for part in _group_next_tokens(of_row)]
+        longer = [_append_tokens(prompts[row], beginning) for row, beginning, _ in parts]
         outputs = self._run(longer, [self._next_params(following) for _, _, following in parts])
         known: dict[tuple[int, tuple[int, ...], int], float] = {}
         for (row, beginning, following), output in zip(parts, outputs, strict=True):
@@ -217,7 +217,7 @@ class VllmEngine:
         return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, **tokens}
 
 
-def _following(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+def _group_next_tokens(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
     """Group texts by common beginnings: yield (beginning, next tokens), at most _IDS_AT_ONCE next tokens at a time."""
     tokens: dict[tuple[int, ...], dict[int, None]] = {}
     for text in texts:
@@ -229,7 +229,7 @@ def _following(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...]
             yield beginning, ids[start : start + _IDS_AT_ONCE]
 
 
-def _continued(prompt: Prompt, ids: Sequence[int]) -> Prompt:
+def _append_tokens(prompt: Prompt, ids: Sequence[int]) -> Prompt:
     """Return the prompt followed by the text tokens ``ids``."""
     if not ids:
         return prompt

@@ -18,9 +18,9 @@ from pipeline.generate.answerer import (
     GROW_AFTER,
     Answerer,
     BatchSize,
-    answered_rows,
     group_by_videos,
-    question_blocks,
+    pack_blocks,
+    unpack_answers,
 )
 from pipeline.generate.answers import AnswersTable, commit_answers
 from pipeline.generate.config import GenerateConfig
@@ -190,10 +190,10 @@ def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatev
     asked[1] |= {"video_ids": ["gone"]}
     engine, _ = failing_engine(too_many(fitting))
     actor = Watched(setup_of(cache, batch_size=2), engine=engine)
-    parts = actor(question_blocks([asked])[0])
-    first = answered_rows(next(parts))
+    parts = actor(pack_blocks([asked])[0])
+    first = unpack_answers(next(parts))
     assert actor.answered < 5
-    rows = [first, *map(answered_rows, parts)]
+    rows = [first, *map(unpack_answers, parts)]
     assert [part["question_id"].to_pylist() for part in rows] == [["0", "1"], ["2", "3"], ["4"]]
     assert {part.schema for part in rows} == {ANSWERED}
     assert first["status"].to_pylist() == ["ok", "failed"] and first["answer"].to_pylist()[0]
@@ -224,15 +224,15 @@ def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, tmp_pa
 
 def test_larger_batches_are_tried_again_after_a_while():
     size = BatchSize(8)
-    size.ended(fitted=2, short=True)
+    size.adjust(fitted=2, short=True)
     assert size.now == 2
     for _ in range(GROW_AFTER):
-        size.ended(fitted=2, short=False)
+        size.adjust(fitted=2, short=False)
     assert size.now == 4
     for _ in range(9 * GROW_AFTER):
-        size.ended(fitted=4, short=False)
+        size.adjust(fitted=4, short=False)
     assert size.now == 8
-    size.ended(fitted=0, short=True)
+    size.adjust(fitted=0, short=True)
     assert size.now == 1
 
 

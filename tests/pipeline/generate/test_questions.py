@@ -7,7 +7,7 @@ import pytest
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
-from pipeline.generate.questions import AnswerMode, given_questions, lettered_prompt, parse_letter, read_questions
+from pipeline.generate.questions import AnswerMode, add_choices, parse_letter, read_given_questions, read_questions
 from tests.pipeline.asking import write_questions
 
 WAY = AnswerMode(Decoding(max_new_tokens=16))
@@ -201,7 +201,7 @@ def test_an_answer_that_is_no_text_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", [list, iter, pa.Table.from_pylist])
 def test_questions_at_hand_are_those_of_a_file(tmp_path, kind):
     rows = [{"question_id": str(i), "video_id": "a", "prompt": "p", "choices": ["x", "y"]} for i in range(3)]
-    assert given_questions(kind(rows), WAY, limit=2).to_pylist() == read(tmp_path / "q.jsonl", rows, limit=2)
+    assert read_given_questions(kind(rows), WAY, limit=2).to_pylist() == read(tmp_path / "q.jsonl", rows, limit=2)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,11 @@ def test_questions_at_hand_are_those_of_a_file(tmp_path, kind):
 )
 def test_what_is_no_list_of_questions_is_refused_by_name(given, said):
     with pytest.raises(QuestionsError, match=said):
-        given_questions(given, WAY)
+        read_given_questions(given, WAY)
 
 
 def test_letters_are_put_as_lmms_eval_puts_them():
-    assert lettered_prompt("Which?", ["a dog", "a cat"]) == (
+    assert add_choices("Which?", ["a dog", "a cat"]) == (
         "Which?\nA. a dog\nB. a cat\nAnswer with the option's letter from the given choices directly."
     )
 

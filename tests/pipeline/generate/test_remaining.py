@@ -8,8 +8,8 @@ from pipeline.errors import QuestionFault, QuestionsChanged
 from pipeline.generate.answers import (
     AnswersTable,
     commit_answers,
-    difference,
-    notes_on_answered,
+    describe_answered,
+    describe_change,
     refuse_changed,
     remaining_questions,
     write_answers_header,
@@ -83,7 +83,7 @@ def test_failed_questions_are_asked_again_on_request_within_their_attempts(job_o
 def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered):
     def said(rows=ROWS, **options):
         job = job_of(rows, **options)
-        return notes_on_answered(live_of(job), job.n_questions, unanswered(job), job.options)
+        return describe_answered(live_of(job), job.n_questions, unanswered(job), job.options)
 
     assert said() == ["5 of 6 questions have their answers already, 4 of them as errors"]
     assert said(retry_failed=True, max_attempts=2) == [
@@ -137,9 +137,9 @@ def test_a_question_on_a_removed_video_costs_no_other_one(job_of, tmp_path):
 def test_a_question_that_is_the_same_has_no_difference(job_of):
     question = job_of().questions.to_pylist()[0]
     answer = {**question, "status": "ok", "answer": "yes", "target": "no", "question_extra": "{}", "pruning": "none@1"}
-    assert difference(question, answer) is None  # a corrected answer, and what is carried along, ask nothing else
-    assert difference({**question, "prompt": "q" * 200}, answer).startswith("ok: prompt was 'p', is 'qqq")
-    assert len(difference({**question, "prompt": "q" * 200}, answer)) < 150
+    assert describe_change(question, answer) is None  # a corrected answer, and what is carried along, ask nothing else
+    assert describe_change({**question, "prompt": "q" * 200}, answer).startswith("ok: prompt was 'p', is 'qqq")
+    assert len(describe_change({**question, "prompt": "q" * 200}, answer)) < 150
 
 
 def test_questions_that_changed_are_named_up_to_five(job_of):
@@ -197,7 +197,7 @@ def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_jo
 def test_rows_under_other_prunings_are_not_counted(grid_job, grid_answers):
     job = grid_job()
     assert under(live_of(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
-    said = notes_on_answered(live_of(job), job.n_questions, unanswered(job), job.options)
+    said = describe_answered(live_of(job), job.n_questions, unanswered(job), job.options)
     assert said == ["2 of 6 questions have their answers already, 1 of them as errors"]
 
 
