@@ -18,11 +18,11 @@ import pyarrow as pa
 import torch
 
 from gstep.backbones import choose_runtime
+from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
 from pipeline.generate.engines import Engine, EngineDied, load_engine
 from pipeline.generate.prompts import PreparedQuestion, PromptMaker, heartbeat_name, unforeseen_fault
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, parse_letter
-from pipeline.generate.setup import AnswerSetup
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
 from pipeline.runner.gpu_fault import give_up_process
 from pipeline.runner.heartbeat import Heartbeat

@@ -23,11 +23,11 @@ from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
+from pipeline.generate.answer_setup import AnswerSetup, too_long
 from pipeline.generate.engines import Engine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.questions import AnswerMode, add_choices, letters
-from pipeline.generate.setup import AnswerSetup, too_long
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
 from pipeline.runner.gpu_fault import exit_after_gpu_fault
 from pipeline.runner.heartbeat import POISON, Heartbeat

@@ -24,6 +24,15 @@ from pipeline.cache.live_videos import LiveVideos, widths_of
 from pipeline.cache.merging import WAITING, WAITING_AT_END
 from pipeline.cache.reader import TokenCache, read_header
 from pipeline.errors import RunFailed, UsageError
+from pipeline.generate.answer_setup import (
+    LIVE_COLUMNS,
+    AnswerSetup,
+    PromptForecast,
+    choose_token_order,
+    identify_answers,
+    make_spec,
+    resolve_prunings,
+)
 from pipeline.generate.answerer import STAGE, Answerer, group_by_videos, pack_blocks, unpack_answers
 from pipeline.generate.answers import (
     PRUNINGS,
@@ -44,15 +53,6 @@ from pipeline.generate.engines import VLLM, choose_batch_size
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, stored_tower
 from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
-from pipeline.generate.setup import (
-    LIVE_COLUMNS,
-    AnswerSetup,
-    PromptForecast,
-    choose_token_order,
-    identify_answers,
-    make_spec,
-    resolve_prunings,
-)
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.option_values import config_of
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls

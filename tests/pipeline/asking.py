@@ -20,12 +20,12 @@ from gstep.checkpoints.identity import tower_hash
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
+from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answers import AnswersIdentity
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning, PruningSpec
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.generate.run import AnswerRun
-from pipeline.generate.setup import AnswerSetup
 from pipeline.storage.stores import LocalStore, Store
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, read_live, write_shard
 
