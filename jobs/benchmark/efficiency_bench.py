@@ -31,7 +31,7 @@ from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import VideoItem, commit, write_token_shard
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import RunFailed, UsageError, usage_errors
 from pipeline.generate.asking import Embedders
 from pipeline.generate.late_pruning import LatePruning, asked_grid, late_pruning
 from pipeline.inputs.manifest import read_manifest
@@ -40,7 +40,6 @@ from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, kept_tokens, pruned_columns, without_pixels
 from pipeline.prune.request import PruneRequest, needed_by, resolve
 from pipeline.rows import ManifestRow, VideoRecord
-from pipeline.runner.request import refusing
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 
@@ -100,7 +99,7 @@ class Job:
 def prepare(folder: Path, arguments: argparse.Namespace) -> Job:
     """Find the model, its frames and the methods. Raises UsageError, with the remedy, where one cannot be used."""
     model, siglip = arguments.model, arguments.siglip
-    with refusing():
+    with usage_errors():
         runtime = choose_runtime(arguments.device, arguments.dtype, arguments.attn)
         random = arguments.random_weights or without_weights(model)
         if random:

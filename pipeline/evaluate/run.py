@@ -51,8 +51,7 @@ from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 from pipeline.runner.claim import Claim
-from pipeline.runner.request import new_run_id
-from pipeline.runner.run_record import RUNS
+from pipeline.runner.run_record import RUNS, new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 

@@ -19,7 +19,7 @@ from pipeline.cache.live_videos import LiveVideos, widths_of
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import read_header
 from pipeline.cache.reading import TokenOrder, rows_wanted
-from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
+from pipeline.errors import IdentityMismatch, NotAnswers, UsageError, store_usage_errors, usage_errors
 from pipeline.generate.answers import (
     HEADER,
     PRUNINGS,
@@ -35,7 +35,7 @@ from pipeline.generate.model import check_model, check_tokens, model_of, stored_
 from pipeline.generate.questions import Way, describe_decoding, given_questions, read_questions
 from pipeline.options import EngineOptions
 from pipeline.rows import VideoRecord, without_nulls
-from pipeline.runner.request import check_out, new_run_id, refusing, store_refusing
+from pipeline.runner.run_record import check_out, new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
@@ -174,7 +174,7 @@ def prepare(config: GenerateConfig, console: Console, given: object = None) -> G
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     way = way_of(config)
     assert config.questions  # the config refuses a request without
-    with store_refusing():
+    with store_usage_errors():
         if given is None:
             questions = read_questions(config.questions, way, objects, config.limit)
         else:
@@ -198,7 +198,7 @@ def _prunings(
     builder: PromptBuilder,
 ) -> dict[str, LatePruning | None]:
     """Return the requested prunings by name, each checked against the cache and the engine. Raises UsageError."""
-    with refusing():
+    with usage_errors():
         prunings = {
             name: None if one is None else late_pruning(one, held, source, builder) for name, one in asked.items()
         }
@@ -223,7 +223,7 @@ def checked(
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     cache, store = store_at(config.cache, objects), store_at(config.out, objects)
     check_out(store)
-    with store_refusing():
+    with store_usage_errors():
         header = read_header(cache)
         ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
         live = LiveVideos.open(cache, fingerprint(header["identity"])).of(ids, LIVE_COLUMNS)
@@ -248,7 +248,7 @@ def checked(
     )
     _check_ratio(request)
     _check_context(request, console)
-    with store_refusing():
+    with store_usage_errors():
         match_answers(request)
     return request
 
@@ -259,7 +259,7 @@ def _resolved(config: GenerateConfig, cache: Store, header: CacheHeader) -> tupl
     Raise UsageError if another one was asked for.
     """
     held, vllm = header["identity"]["model"], config.engine == VLLM
-    with refusing(), store_refusing():
+    with usage_errors(), store_usage_errors():
         named = model_of(config.model, config.revision, held["weights"])
         source = ModelSource.resolve(*named, quantized=vllm)
         check_model(cache, held, source, partial(stored_tower, cache, header) if vllm else None)
@@ -275,7 +275,7 @@ def _check_free(store: Store) -> None:
 
 def way_of(config: GenerateConfig) -> Way:
     """Return the run's default way of answering, from its options."""
-    with refusing():
+    with usage_errors():
         decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
     return Way(decoding, config.choices, config.system)
 
@@ -326,7 +326,7 @@ def _check_ratio(request: GenerateRequest) -> None:
         return
     if ratio > stored + 1e-9:
         raise UsageError(f"--retention-ratio {ratio}: the cache stores {stored}; prune into another --out for more")
-    with refusing():
+    with usage_errors():
         for row in filter(answerable, request.videos.values()):
             rows_wanted(row, ratio)
 

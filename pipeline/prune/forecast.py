@@ -22,7 +22,7 @@ from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import made_with
-from pipeline.errors import CacheLocked, UsageError, VideoFault
+from pipeline.errors import CacheLocked, UsageError, VideoFault, store_usage_errors, usage_errors
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.plan.estimate import (
     ANY_TOWER,
@@ -45,7 +45,6 @@ from pipeline.prune.request import PruneRequest, prepare, resolve
 from pipeline.prune.resume import Tally, discovery_of, refuse_empty, remaining, within_limit
 from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
 from pipeline.runner.claim import holder, who
-from pipeline.runner.request import refusing, store_refusing
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, Store
 
@@ -96,7 +95,7 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
     Raises UsageError for whatever a run would refuse.
     """
     request = prepare(config, console)
-    with store_refusing():
+    with store_usage_errors():
         if not config.join and (other := holder(request.store)):
             raise CacheLocked(f"{request.store}: another run writes here: {who(other)}")
         _check_writable(request.store)
@@ -185,7 +184,7 @@ def plan_run(config: PruneConfig, console: Console) -> Plan:
     if config.corpus_videos is None or config.seconds is None:
         work = _probed_work(config, cluster, console)
     else:
-        with TemporaryDirectory() as folder, refusing():
+        with TemporaryDirectory() as folder, usage_errors():
             source = ModelSource.random(config.model, Path(folder), config.revision)  # its config is all that counts
             request = resolve(config, MANIFEST_SCHEMA.empty_table(), LocalStore(config.out), Objects(), source)
             work = _described_work(request, cluster, int(config.corpus_videos), config.seconds)
@@ -215,7 +214,7 @@ def _is_here(config: PruneConfig) -> bool:
 def _probed_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
     """Return the work of the videos that are left to do, by a sample of them. Raise UsageError."""
     request = prepare(config, console)
-    with store_refusing():
+    with store_usage_errors():
         ledger = Ledger(request.store, made_with(request.store)).refresh()
         todo, _ = remaining(request.manifest, ledger, config, request.objects)
     todo, _ = within_limit(todo, config.limit)
@@ -292,7 +291,7 @@ def _probe_encoder(request: PruneRequest, cluster: Cluster, shape: Shape, n_vide
     expected_s = _counted_work(request, cluster, n_videos, [shape]).encode_s.expected
     if not _is_here(request.config) or n_videos * expected_s > _ENCODE_S * (1 if cluster.gpus else cluster.cores):
         return None
-    with refusing():
+    with usage_errors():
         return request.encode_setup("cuda" if cluster.gpus else "cpu", request.dtype).encoder()
 
 

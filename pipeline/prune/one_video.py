@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gstep import PrunedTokens, make_pruner
-from pipeline.errors import VideoFault
+from pipeline.errors import VideoFault, usage_errors
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.option_values import config_of
 from pipeline.prune.config import PruneConfig
@@ -19,7 +19,6 @@ from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, pruned_columns, without_pixels
 from pipeline.prune.request import PruneRequest, resolve
 from pipeline.rows import VideoRecord, todo_row
-from pipeline.runner.request import refusing
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sandbox import InThisProcess
@@ -89,7 +88,7 @@ class LocalEncoder:
         config = config_of(PruneConfig, "encode_video", options, OPTIONS)
         request = request_of(config)
         self._setup = request.encode_setup(config.device, config.dtype)
-        with refusing():
+        with usage_errors():
             self._pruner = make_pruner(self._setup.pruner, **self._setup.pruner_params)
             self._encoder = VideoEncoder(self._setup)
         self._decoder = VideoDecoder(request.decode_setup(), InThisProcess())

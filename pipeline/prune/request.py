@@ -26,7 +26,7 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
-from pipeline.errors import IdentityMismatch, NotACache, UsageError
+from pipeline.errors import IdentityMismatch, NotACache, UsageError, store_usage_errors, usage_errors
 from pipeline.inputs.container import Asked
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import given_manifest, read_manifest
@@ -36,7 +36,7 @@ from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.runner.cluster import gpus_can_be_had
-from pipeline.runner.request import check_out, new_run_id, refusing, store_refusing
+from pipeline.runner.run_record import check_out, new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 from pipeline.video.decoders import DECODERS, load_decoder
@@ -156,7 +156,7 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
     indexing.limited = config.limit is not None
     few = indexing.limited and not config.dry_run
     indexing.later = few or keeps
-    with store_refusing():
+    with store_usage_errors():
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
         if given is None:
@@ -171,7 +171,7 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
         if config.on_forbidden == "refuse":
             refuse_forbidden(manifest, config.named)
     request = replace(resolve(config, manifest, store, objects), indexing=indexing)
-    with store_refusing():
+    with store_usage_errors():
         return match_cache(request, console)
 
 
@@ -189,7 +189,7 @@ def resolve(
 
     ``source`` is the model if it was resolved already.
     """
-    with refusing():
+    with usage_errors():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
         source = _with_limits(source or ModelSource.resolve(config.model, config.revision), config)
         family = family_of(source)

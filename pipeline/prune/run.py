@@ -27,7 +27,7 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
 from pipeline.cache.reader import HEADER, made_with, read_header
 from pipeline.cache.writer import commit, token_shard_id
-from pipeline.errors import FAULTS, FaultClass, LimitReached, RunFailed
+from pipeline.errors import FAULTS, FaultClass, LimitReached, RunFailed, usage_errors
 from pipeline.inputs.discovery import Discovery
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
@@ -51,7 +51,6 @@ from pipeline.rows import JsonObject, VideoRecord, failed_from_outside, may_succ
 from pipeline.runner.cluster import choose_device, failing_nodes, provenance, resources_without
 from pipeline.runner.driver import Driver
 from pipeline.runner.heartbeats import WorkerReport
-from pipeline.runner.request import refusing
 from pipeline.runner.run_record import COMMITTED, RunFile, committed_shards
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import Plan
@@ -151,7 +150,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         refuse_empty(request, self._todo)
         self.monitor.start()
         check_decoder_device(config.decoder, device)
-        with refusing():
+        with usage_errors():
             if not self.store.names(VIDEOS, ".parquet"):
                 self.store.put(HEADER, header_bytes(request.header(dtype, family_of(request.source).static())))
             encode = replace(request.encode_setup(device, dtype), tower_hash=tower_hash(request.source))

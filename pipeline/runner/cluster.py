@@ -25,7 +25,7 @@ import torch
 
 from gstep.backbones import choose_runtime
 from gstep.lazy import importing_much, saying
-from pipeline.errors import RunFailed, UsageError, printable
+from pipeline.errors import RunFailed, UsageError, printable, usage_errors
 from pipeline.options import RunOptions
 from pipeline.rows import Json
 from pipeline.runner.access import (
@@ -37,7 +37,6 @@ from pipeline.runner.access import (
 )
 from pipeline.runner.heartbeats import NodeTally
 from pipeline.runner.prefork.server import forking_workers
-from pipeline.runner.request import refusing
 from pipeline.runner.stages import OOM_RETRIES, configure_ray_data
 
 _LOOK_S = 1.0
@@ -245,7 +244,7 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     if on_cpu:
         say(f"note: {_NO_GPU.format(dtype)}")
     if device == "cpu":  # only a GPU node itself knows what its GPU can run
-        with refusing():
+        with usage_errors():
             choose_runtime(device, dtype, options.attn)
     return device, dtype
 

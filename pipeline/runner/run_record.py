@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import TypedDict
 
 from pipeline.cache.live_rows import TOKENS
 from pipeline.cache.writer import run_of, token_shard_id
-from pipeline.errors import printable
+from pipeline.errors import UsageError, printable
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
 
@@ -107,3 +110,24 @@ def committed_shards(store: Store) -> list[str]:
 def now() -> str:
     """Return the time as records hold it: ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def new_run_id() -> str:
+    """Make a run id that begins with the time in milliseconds, so that names of runs and shards sort by time."""
+    now = datetime.now(UTC)
+    return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z-{secrets.token_hex(3)}"
+
+
+def check_out(store: Store) -> None:
+    """Raise UsageError if ``--out`` is a folder that Ray deletes after the job."""
+    if store.folder is not None and not Path(str(store)).is_absolute() and _in_an_upload():
+        raise UsageError(
+            f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
+            "with it: name an absolute path that every node sees"
+        )
+
+
+def _in_an_upload() -> bool:
+    """Return whether this process runs in a folder uploaded by ``ray job submit --working-dir``."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return bool(job.get("runtime_env", {}).get("working_dir"))

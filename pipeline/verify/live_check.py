@@ -22,7 +22,7 @@ from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.live_rows import ok_rows
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, VideoItem
-from pipeline.errors import UsageError, VideoFault
+from pipeline.errors import UsageError, VideoFault, usage_errors
 from pipeline.inputs.forms import fetch_again
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.option_values import checked_options
@@ -32,7 +32,6 @@ from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.request import match_cache, resolve
 from pipeline.rows import VideoRecord, VideoRow, todo_row
 from pipeline.runner.cluster import package_version
-from pipeline.runner.request import refusing
 from pipeline.runner.run_record import RUNS, RunRecord, newest_record, read_record
 from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
@@ -68,7 +67,7 @@ class LiveCheck:
         request = resolve(config, MANIFEST_SCHEMA.empty_table(), store, self._objects)
         request = match_cache(request, Console(quiet=True))
         self._decode = request.decode_setup()
-        with refusing():
+        with usage_errors():
             self._encoder = VideoEncoder(request.encode_setup("auto", request.dtype))
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:

@@ -29,8 +29,7 @@ from pipeline.cache.writer import run_of, token_shard_id
 from pipeline.errors import NotACache
 from pipeline.runner.claim import Claim, holder, who
 from pipeline.runner.progress import reporter
-from pipeline.runner.request import new_run_id
-from pipeline.runner.run_record import RUNS, committed_by
+from pipeline.runner.run_record import RUNS, committed_by, new_run_id
 from pipeline.runner.stages import Wording
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import FileInfo, Store

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gstep.backbones import choose_runtime
 from pipeline.cache.reader import TokenCache, read_header
-from pipeline.errors import RunFailed, UnknownVideo, UsageError
+from pipeline.errors import RunFailed, UnknownVideo, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
 from pipeline.evaluate.lmms.questions import CachedIds, LmmsQuestion
 from pipeline.generate.answer_stage import Answerer, answered_rows, question_blocks
@@ -21,7 +21,6 @@ from pipeline.generate.request import GenerateRequest, asked_for, checked, way_o
 from pipeline.generate.resume import in_blocks
 from pipeline.generate.run import AnswerRun, answer_setup, batch_size
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
-from pipeline.runner.request import refusing, store_refusing
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
@@ -33,13 +32,13 @@ class AnswersHere(AnswerRun):
 
     def choose_device(self) -> tuple[str, str]:
         """Return the device and dtype that this process computes on."""
-        with refusing():
+        with usage_errors():
             runtime = choose_runtime(self.options.device, self.options.dtype, self.options.attn)
         return runtime.device, runtime.dtype_name
 
     def answer(self, ask: list[QuestionRecord]) -> None:
         """Answer the questions batch by batch in this process, and commit each batch."""
-        with refusing():
+        with usage_errors():
             answerer = Answerer(answer_setup(self.request, self.device, self.dtype))
         said = time.monotonic()
         for block in question_blocks(in_blocks(ask, batch_size(self.options))):
@@ -61,7 +60,7 @@ class CachedReplies:
         self._arguments, self._console = arguments, console
         self._objects = Objects.from_environment()
         self._cache = store_at(arguments.cache, self._objects)
-        with store_refusing():
+        with store_usage_errors():
             held = read_header(self._cache)["identity"]
         found = arguments.check_fingerprint(held)
         if arguments.fingerprint is None:
@@ -106,7 +105,7 @@ class CachedReplies:
     def _videos(self, asked: Sequence[LmmsQuestion]) -> list[str]:
         """Return the video of each question. Raise UnknownVideo if one is missing, unless ``missing=empty``."""
         if self._ids is None:
-            with store_refusing():
+            with store_usage_errors():
                 cache = TokenCache(self._arguments.cache, store=self._cache)
                 self._ids = CachedIds(cache.video_ids, cache.failed)
         found, absent = [], []

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.runner.request import check_out, new_run_id
+from pipeline.runner.run_record import check_out, new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 

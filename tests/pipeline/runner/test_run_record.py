@@ -1,4 +1,4 @@
-"""The record of a run: written at its start and at its end, however it ends."""
+"""The record of a run: its name, a place that lasts, written at the start and at the end, however the run ends."""
 
 import json
 
