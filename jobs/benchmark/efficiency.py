@@ -140,8 +140,8 @@ def run(arguments: argparse.Namespace) -> Done:
 
 def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str:
     """Describe model, machine and workload in one line for the tables' title."""
-    runtime, n_videos = job.runtime, job.request.manifest.num_rows
-    model = f"{job.request.source.name}{' with random weights' if job.random else ''}"
+    runtime, n_videos = job.runtime, job.manifest.num_rows
+    model = f"{job.recipe.source.name}{' with random weights' if job.random else ''}"
     where = f"{machine_line(runtime.device)}, {runtime.dtype_name}, attention {runtime.attn_implementation}"
     what = f"{arguments.num_frames} frames, {visual_tokens:.0f} visual tokens, {arguments.max_new_tokens} new tokens"
     return f"{model} on {where}; {what}; {n_videos} videos x {job.questions} questions x {job.repeats} repeats"

@@ -35,9 +35,8 @@ from pipeline.generate.engines import ENGINES, EngineSetup
 from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
 from pipeline.generate.model import check_model, model_of
 from pipeline.generate.request import describe_prunings, engine_of, refuse_others
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import match_cache, needed_by, resolve, sampling_settings
+from pipeline.prune.recipe import needed_by, resolve, sampling_settings
 from pipeline.rows import Json, JsonObject
 from pipeline.runner.run_record import check_out
 from pipeline.storage.s3 import Objects
@@ -379,7 +378,7 @@ def frame_rule(rule: FrameRule) -> str:
 
 def identity_of(videos: PruneConfig, cached: Store, objects: Objects, console: Console) -> CacheIdentity:
     """Return the identity that the cache has or will have. Raise IdentityMismatch if an existing cache differs."""
-    job = resolve(videos, MANIFEST_SCHEMA.empty_table(), cached, objects)
+    recipe = resolve(videos, objects)
     with store_usage_errors():
-        job = match_cache(job, console)
-    return job.identity("float32" if job.dtype == "auto" else job.dtype)
+        recipe = recipe.matched(cached, console)
+    return recipe.identity("float32" if recipe.dtype == "auto" else recipe.dtype)

@@ -22,7 +22,8 @@ from pipeline.prune.batches import BYTES, unpack, unwrapped
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
-from pipeline.prune.one_video import OPTIONS, request_of
+from pipeline.prune.one_video import OPTIONS
+from pipeline.prune.recipe import resolve
 from pipeline.rows import VideoRecord, VideoRow, without_nulls
 
 # Columns of every row: those of ``pipeline.ray_dataset``, and status, error_class and error_message.
@@ -63,8 +64,8 @@ def prune_stages(**options: Any) -> PruneStages:
     Raises UsageError where they make no sense or the model is not there.
     """
     config = config_of(PruneConfig, "prune_stages", options, OPTIONS | {"decode_timeout", "decode_memory"})
-    request = request_of(config)
-    return PruneStages(request.decode_setup(), request.encode_setup(config.device, config.dtype))
+    recipe = resolve(config)
+    return PruneStages(recipe.decode_setup(), recipe.encode_setup(config.device, config.dtype))
 
 
 class DecodeVideos:

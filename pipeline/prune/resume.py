@@ -11,12 +11,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.ledger import Ledger
-from pipeline.errors import SourceChanged, UsageError
-from pipeline.inputs.discovery import Discovery
+from pipeline.errors import SourceChanged
 from pipeline.inputs.named_videos import TODO_SCHEMA
-from pipeline.keys import ROWS_AT_ONCE, clip_keys
+from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import PruneRequest, of_shard
 from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.s3 import Objects
 from pipeline.video.source import Sizes
@@ -53,6 +51,13 @@ class Remaining(NamedTuple):
 
     todo: pa.Table
     tally: Tally
+
+
+def of_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
+    """Select the videos of ``--shard I/N``, if that is given, by the hash of their ids."""
+    if part is None or not len(manifest):
+        return manifest
+    return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(part[1]) == part[0]))
 
 
 def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: Objects | None = None) -> Remaining:
@@ -163,24 +168,6 @@ def within_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
         return todo, 0
     waiting = pc.sum(pc.equal(todo["attempts"].slice(limit), 1)).as_py() or 0
     return todo.slice(0, limit), waiting
-
-
-def discovery_of(request: PruneRequest, ledger: Ledger, known: pa.Table) -> Discovery:
-    """Return what finds the videos to do of containers that were left out, if any were, behind ``known`` ones."""
-    config = request.config
-
-    def select(videos: pa.Table) -> tuple[pa.Table, pa.Table]:
-        mine = of_shard(videos, config.part())
-        return mine, remaining(mine, ledger, config, request.objects).todo
-
-    return Discovery(request.indexing, request.objects, select, known, config.limit)
-
-
-def refuse_empty(request: PruneRequest, found: Discovery) -> None:
-    """Raise UsageError where no container that was opened holds a video, and no other is named."""
-    if not len(request.manifest) and not len(found.found().videos):
-        part = "" if request.config.shard is None else f" of --shard {request.config.shard}"
-        raise UsageError(f"{request.config.named}: none of the {found.n_parts - 1} containers holds a video{part}")
 
 
 def unfinished(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Table:

@@ -24,12 +24,11 @@ from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import UsageError, VideoFault, usage_errors
 from pipeline.inputs.forms import fetch_again
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.option_values import checked_options
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
-from pipeline.prune.request import match_cache, resolve
+from pipeline.prune.recipe import resolve
 from pipeline.rows import VideoRecord, VideoRow, todo_row
 from pipeline.runner.cluster import package_version
 from pipeline.runner.run_record import RUNS, RunRecord, newest_record, read_record
@@ -64,11 +63,10 @@ class LiveCheck:
                 f"--live: this cache was pruned by {config.pruner}, a method from outside gstep; what a cache says "
                 "chooses no code, so its videos are not encoded again here"
             )
-        request = resolve(config, MANIFEST_SCHEMA.empty_table(), store, self._objects)
-        request = match_cache(request, Console(quiet=True))
-        self._decode = request.decode_setup()
+        recipe = resolve(config, objects).matched(store, Console(quiet=True))
+        self._decode = recipe.decode_setup()
         with usage_errors():
-            self._encoder = VideoEncoder(request.encode_setup("auto", request.dtype))
+            self._encoder = VideoEncoder(recipe.encode_setup("auto", recipe.dtype))
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
         """Encode ``count`` random ok videos of ``live`` again, and add the results to ``report``."""

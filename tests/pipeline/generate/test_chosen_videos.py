@@ -21,7 +21,7 @@ from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.generate.questions import Way
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.request import evidence_sources
+from pipeline.prune.recipe import evidence_sources
 from pipeline.runner.heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video

@@ -17,7 +17,7 @@ from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import UsageError, VideoFault
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.request import evidence_sources
+from pipeline.prune.recipe import evidence_sources
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.checks import check_token_shard

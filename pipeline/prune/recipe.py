@@ -1,15 +1,13 @@
-"""A prune request, checked against the disk, the model's files and the cache before anything is started."""
+"""The recipe of a cache's rows: model, frames and method, checked before anything is started."""
 
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import numpy as np
-import pyarrow as pa
 import torch
 from rich.console import Console
 
@@ -26,19 +24,14 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
-from pipeline.errors import IdentityMismatch, NotACache, UsageError, store_usage_errors, usage_errors
-from pipeline.inputs.container import Asked
-from pipeline.inputs.indexes import Indexing
-from pipeline.inputs.manifest import given_manifest, read_manifest
-from pipeline.keys import column_keys
+from pipeline.errors import IdentityMismatch, UsageError, usage_errors
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device
 from pipeline.prune.encode_stage import EncodeSetup
-from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
+from pipeline.prune.facts import COLUMN_BYTES
 from pipeline.runner.cluster import gpus_can_be_had
-from pipeline.runner.run_record import check_out, new_run_id
 from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import Store, store_at
+from pipeline.storage.stores import Store
 from pipeline.video.decoders import DECODERS, load_decoder
 from pipeline.video.sampling import ROUNDED, TIME_RULE, TRUNCATE, Sampling
 
@@ -52,21 +45,23 @@ _NOT_NEEDED = {
 
 
 @dataclass(frozen=True)
-class PruneRequest:
-    """A checked request with everything that a prune run needs."""
+class Recipe:
+    """The checked settings that make the rows of a cache from videos: the model, its frames and the method.
+
+    Attributes:
+        dtype: the number format of the encoder; "auto" only where no cache is there yet and the cluster decides.
+        evidence: the evidence to store besides the tokens: label -> where in the encoder it is from.
+        objects: how S3 is reached.
+    """
 
     config: PruneConfig
-    run_id: str
     source: ModelSource
     pruner: Pruner
     retention_ratio: float
-    dtype: str  # "auto" only where the cache does not exist yet and the cluster decides
+    dtype: str
     sampling: Sampling
-    evidence: dict[str, str]  # stored besides the tokens, label -> where in the encoder it is from
-    manifest: pa.Table
-    store: Store
-    objects: Objects  # how S3 is reached
-    indexing: Indexing = field(default_factory=Indexing)  # which containers were read for the manifest
+    evidence: dict[str, str]
+    objects: Objects
 
     @property
     def method(self) -> str:
@@ -139,55 +134,48 @@ class PruneRequest:
             "deepstack_levels": static.deepstack_levels,
         }
 
+    def matched(self, store: Store, console: Console) -> Recipe:
+        """Return the recipe completed from the cache in ``store``: its dtype, and its ratio if a nested method allows.
 
-def prepare(config: PruneConfig, console: Console, given: object = None) -> PruneRequest:
-    """Check the whole request against the disk and the cache. Raises UsageError; starts nothing.
+        A cache without a row, from a run that ended before its first commit, restricts nothing. Raises IdentityMismatch
+        where the cache has another identity.
+        """
+        if not store.exists(HEADER):
+            return self
+        cached = read_header(store)["identity"]
+        if not store.names(VIDEOS, ".parquet"):
+            return self
+        recipe, stored = self, cached["retention_ratio"]
+        if self.dtype == "auto":
+            recipe = replace(recipe, dtype=cached["dtype"]["compute"])
+        if self.pruner.nested and self.retention_ratio < stored:
+            console.print(
+                f"note: this cache stores retention ratio {stored}, which serves {self.retention_ratio} too; "
+                f"new videos are stored at {stored}",
+                highlight=False,
+            )
+            recipe = replace(recipe, retention_ratio=stored)
+        if wrong := differences(cached, recipe.identity(recipe.dtype)):
+            raise IdentityMismatch(
+                f"{store} was made with other settings, and one cache holds one kind of rows:\n  "
+                + "\n  ".join(wrong)
+                + "\nUse the cache's settings, or another --out."
+            )
+        return recipe
 
-    ``given`` holds videos that a caller has at hand, as ``given_manifest`` takes them; None if the options name them.
-    """
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    store = store_at(config.out, objects)
-    check_out(store)
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    list_only = config.dry_run and not config.index
-    keeps = not (config.dry_run or config.plan)
-    indexing = Indexing(Asked(config.column, config.clip_names()), store, keeps=keeps, only_known=list_only, say=say)
-    # A plan needs the indexes of all containers; a limit asks for few.
-    indexing.limited = config.limit is not None
-    few = indexing.limited and not config.dry_run
-    indexing.later = few or keeps
-    with store_usage_errors():
-        if not store.exists(HEADER) and store.taken():
-            raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
-        if given is None:
-            manifest = read_manifest(config.videos, config.video_root, objects, indexing)
-            for named in config.videos if len(config.videos) == 1 else ():
-                refuse_other_files(manifest, named, objects)
-        else:
-            manifest = given_manifest(given, config.video_root)
-        listed, manifest = manifest, of_shard(manifest, config.part())
-        if len(listed) and not len(manifest) and not indexing.left:
-            raise UsageError(f"--shard {config.shard}: none of the {len(listed)} videos are in it")
-        if config.on_forbidden == "refuse":
-            refuse_forbidden(manifest, config.named)
-    request = replace(resolve(config, manifest, store, objects), indexing=indexing)
-    with store_usage_errors():
-        return match_cache(request, console)
-
-
-def of_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
-    """Select the videos of ``--shard I/N``, if that is given, by the hash of their ids."""
-    if part is None or not len(manifest):
-        return manifest
-    return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(part[1]) == part[0]))
+    def token_bytes(self) -> float:
+        """Return the stored bytes of a kept token with its columns, whatever the shape of its video."""
+        shape = self.decode_setup().largest_frames()
+        stored = self.encode_setup(self.config.device, self.dtype).stored_bytes_per_video(*shape)
+        return COLUMN_BYTES + stored / self.retention_ratio / math.prod(family_of(self.source).token_counts(*shape))
 
 
-def resolve(
-    config: PruneConfig, manifest: pa.Table, store: Store, objects: Objects, source: ModelSource | None = None
-) -> PruneRequest:
+def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSource | None = None) -> Recipe:
     """Resolve the model, its frames and the method. Raise UsageError. No cache and no video is looked at.
 
-    ``source`` is the model if it was resolved already.
+    Args:
+        objects: how S3 is reached, if not as the options and the environment say.
+        source: the model, if it was resolved already.
     """
     with usage_errors():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
@@ -202,18 +190,15 @@ def resolve(
     _check_decoder(config.decoder)
     if config.decoder == "nvdec" and not config.plan and (config.device == "cpu" or not gpus_can_be_had()):
         check_decoder_device(config.decoder, "cpu")
-    return PruneRequest(
+    return Recipe(
         config=config,
-        objects=objects,
-        run_id=new_run_id(),
+        objects=objects or Objects.from_environment(config.s3_endpoint, config.s3_region),
         source=source,
         pruner=pruner,
         retention_ratio=pruner.nominal_ratio(config.retention_ratio),
         dtype=config.dtype,
         sampling=sampling,
         evidence=evidence,
-        manifest=manifest,
-        store=store,
     )
 
 
@@ -313,38 +298,6 @@ def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]
     if sampling.min_frames > 1:
         limits |= {"min_frames": sampling.min_frames, "min_rule": sampling.min_rule}
     return {"fps": sampling.fps, **limits, **moved, "time_rule": TIME_RULE}
-
-
-def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
-    """Return the request completed from an existing cache: its dtype, and its ratio if a nested method allows.
-
-    Raises IdentityMismatch where another identity is asked for.
-
-    A cache without a row, from a run that ended before its first commit, restricts nothing.
-    """
-    if not request.store.exists(HEADER):
-        return request
-    held = read_header(request.store)["identity"]
-    if not request.store.names(VIDEOS, ".parquet"):
-        return request
-    if request.dtype == "auto":
-        request = replace(request, dtype=held["dtype"]["compute"])
-    stored = held["retention_ratio"]
-    if request.pruner.nested and request.retention_ratio < stored:
-        console.print(
-            f"note: this cache stores retention ratio {stored}, which serves {request.retention_ratio} too; "
-            f"new videos are stored at {stored}",
-            highlight=False,
-        )
-        request = replace(request, retention_ratio=stored)
-    wrong = differences(held, request.identity(request.dtype))
-    if wrong:
-        raise IdentityMismatch(
-            f"{request.store} was made with other settings, and one cache holds one kind of rows:\n  "
-            + "\n  ".join(wrong)
-            + "\nUse the cache's settings, or another --out."
-        )
-    return request
 
 
 def evidence_sources(asked: Sequence[str], methods: Sequence[str], model_type: str, pruner: Pruner) -> dict[str, str]:
