@@ -18,7 +18,7 @@ from pipeline.options import S3Options, check, check_choices, named_values, opti
 
 EPILOG = """\
 example:
-  python -m jobs.prune videos/ --pruner none --retention-ratio 1 --evidence-for fastvid --out whole
+  python -m jobs.prune videos/ --pruner none --retention-ratio 1 --evidence fastvid --out whole
   python -m jobs.reprune whole --pruner fastvid --retention-ratio 0.10 --out fastvid-10
 
 What is written is bit for bit what python -m jobs.prune writes, and a run of jobs.prune can go on in it. The same

@@ -24,8 +24,8 @@ _ACCEPTED = {int: (Integral,), float: (Real,), bool: (bool,), str: (*_TEXT, Real
 _LISTED = {str: "texts", float: "numbers"}
 # Options that ask a command for something else than its work; from Python they would be passed over.
 _OF_COMMANDS = frozenset(
-    {"dry_run", "index", "plan", "probe", "gpus", "gpu_type", "decode_cores", "gpu_hour", "core_hour"}
-    | {"gb_month", "corpus_videos", "seconds", "size"}
+    {"dry_run", "index", "plan", "probe", "gpus", "gpu_type", "decode_cores", "price"}
+    | {"corpus_videos", "seconds", "size"}
 )
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 

@@ -86,7 +86,8 @@ class RunOptions(S3Options):
     attn: str = option("auto", "attention kernel; auto is flash-attn 2 where it is installed, else sdpa", choices=ATTN)
     min_gpus: int = option(
         0,
-        "wait until the cluster has N GPUs, for nodes that join late; without any, --device auto takes the CPU",
+        "wait until the cluster has N GPUs, --stall-timeout at most, for nodes that join late; without any, --device "
+        "auto takes the CPU",
         metavar="N",
     )
     max_gpus: int | None = option(
@@ -94,7 +95,6 @@ class RunOptions(S3Options):
         "use at most N GPUs of the cluster, those that join meanwhile included; an autoscaling one is asked for N",
         metavar="N",
     )
-    wait: float = option(600.0, "give up waiting for --min-gpus after S seconds", metavar="S")
     join: bool = option(
         False,
         "write beside another run to the same place instead of refusing; if both write a row, readers use one of them",
@@ -132,7 +132,7 @@ class RunOptions(S3Options):
         check(self.max_gpus is None or self.max_gpus >= least, "max_gpus", f"at least {least}", self.max_gpus)
         if self.min_gpus and self.device == "cpu":
             raise UsageError(f"--min-gpus {self.min_gpus} and --device cpu do not go together")
-        for name in ("wait", "stall_timeout", "flush_seconds", "log_interval"):
+        for name in ("stall_timeout", "flush_seconds", "log_interval"):
             check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
         self.failure_limit(1)
 

@@ -34,8 +34,7 @@ class FusedSteps:
     """The element-wise steps of a tower: by Triton kernels where these work on its device, else by torch.
 
     Attributes:
-        kernels: whether Triton kernels serve. ``Backbone.compile`` turns them off, since torch.compile fuses the plain
-            steps itself.
+        kernels: whether Triton kernels serve.
     """
 
     def __init__(self, *, kernels: bool = False) -> None:

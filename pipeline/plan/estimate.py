@@ -191,7 +191,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     slowest = max(stages, key=lambda name: stages[name].expected) if n else "nothing"
     cost = _cost(n, prices, cluster, wall, output)
     if "total" not in cost:
-        notes = (*notes, "the cost is not known: give --gpu-hour, or --core-hour for CPUs")
+        notes = (*notes, "the cost is not known: give --price gpu-hour=X, or core-hour=X for CPUs")
     return Plan(
         videos=n,
         failed_share=work.failed,

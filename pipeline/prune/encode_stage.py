@@ -55,7 +55,6 @@ class EncodeSetup:
     attn: str = "auto"
     codec: str = BFLOAT16.name
     batch_frames: int | None = None  # in one pass of the tower, of several videos too; None: of one video
-    compiled: bool = False
     even: bool = False  # whether frames are taken at even times
     tower_hash: str | None = None  # of the source (gstep.checkpoints.identity), which rows say
     shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos: a GPU compiles for it ahead
@@ -112,9 +111,6 @@ class VideoEncoder:
                 backbone = family_of(setup.source).load(self._runtime, **frame_batch)
         self.backbone = backbone
         self._described = self._runtime.describe()
-        if setup.compiled:
-            self.backbone.compile()
-            self._described["compiled"] = "yes"
         self._described["tower_form"] = self.backbone.form
         self._encoding = self._pruning = threading.Lock()
         self._copies = self._prunes = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -78,7 +78,6 @@ class Recipe:
             memory_mb=self.config.decode_memory,
             objects=self.objects,
             fetch_mb=self.config.fetch_memory,
-            max_warnings=self.config.max_decode_warnings,
         )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
@@ -95,7 +94,6 @@ class Recipe:
             attn=self.config.attn,
             codec=self.config.token_codec,
             batch_frames=self.config.encode_batch_frames,
-            compiled=self.config.compile,
             shape=self.decode_setup().largest_frames(),
             even=self.sampling.fps is not None and self.sampling.snap_to_keyframes_s is None,
         )
@@ -185,7 +183,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         # Raises for a number of frames that the model accepts of no video.
         family.preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
         pruner = _pruner_for(config, source)
-        evidence = evidence_sources(config.evidence, config.evidence_for, source.model_type, pruner)
+        evidence = evidence_sources(config.evidence, source.model_type, pruner)
         source = _with_evidence(source, pruner, evidence, config)
     _check_decoder(config.decoder)
     if config.decoder == "nvdec" and not config.plan and (config.device == "cpu" or not gpus_can_be_had()):
@@ -300,20 +298,23 @@ def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]
     return {"fps": sampling.fps, **limits, **moved, "time_rule": TIME_RULE}
 
 
-def evidence_sources(asked: Sequence[str], methods: Sequence[str], model_type: str, pruner: Pruner) -> dict[str, str]:
+def evidence_sources(asked: Sequence[str], model_type: str, pruner: Pruner) -> dict[str, str]:
     """Return the evidence to store, as label -> source in the encoder (gstep.evidence).
 
     Args:
-        asked: NAME or NAME=SOURCE each, or several of them with commas between.
-        methods: names of methods, whose evidence is stored; several with commas between, too.
+        asked: each NAME or NAME=SOURCE of evidence, or a method, whose evidence is stored, or several of these with
+            commas between.
         pruner: the method of the cache itself.
 
     Raises UsageError if the model's encoder does not give an evidence, or the method drops the tokens that it
     describes.
     """
-    pairs = {_evidence_and_source(item, model_type) for item in _split(asked)}
-    for method in _split(methods):
-        pairs |= needed_by(method, model_type)
+    pairs = set[tuple[str, str]]()
+    for item in (item.strip() for items in asked for item in items.split(",")):
+        if item in METHODS or ":" in item:
+            pairs |= needed_by(item, model_type)
+        else:
+            pairs.add(_evidence_and_source(item, model_type))
     _check_kept({name for name, _ in pairs}, pruner)
     return {label(name, source): source for name, source in sorted(pairs)}
 
@@ -331,13 +332,8 @@ def needed_by(method: str, model_type: str, params: Mapping[str, str] = MappingP
         pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in family.gives}
     if missing := sorted(pairs - family.gives):
         names = " and ".join(f"{name} from {SOURCES.get(source, source)}" for name, source in missing)
-        raise UsageError(f"--evidence-for {method}: the encoder of {model_type} does not give {names}")
+        raise UsageError(f"--evidence {method}: the encoder of {model_type} does not give {names}")
     return pairs
-
-
-def _split(listed: Sequence[str]) -> Iterator[str]:
-    """Yield the items of lists whose entries may hold several, separated by commas."""
-    return (item.strip() for items in listed for item in items.split(","))
 
 
 def _check_kept(names: set[str], pruner: Pruner) -> None:
@@ -359,10 +355,11 @@ def _evidence_and_source(item: str, model_type: str) -> tuple[str, str]:
     name, _, chosen = item.partition("=")
     if name not in STORED:
         why = (
-            "comes from no vision encoder" if name in EVIDENCE_SHAPES else f"is no evidence{did_you_mean(name, STORED)}"
+            "comes from no vision encoder"
+            if name in EVIDENCE_SHAPES
+            else f"is no evidence and no method{did_you_mean(name, (*STORED, *METHODS))}"
         )
-        also = f" (methods go with --evidence-for {name})" if name in METHODS else ""
-        raise UsageError(f"--evidence: {name!r} {why}; known: {', '.join(STORED)}{also}")
+        raise UsageError(f"--evidence: {name!r} {why}; known: {', '.join(STORED)}, {', '.join(METHODS)}")
     given = sorted(source for evidence, source in BACKBONES[model_type].gives if evidence == name)
     if not given:
         able = [kind for kind in BACKBONES if any(name == evidence for evidence, _ in BACKBONES[kind].gives)]

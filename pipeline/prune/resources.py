@@ -163,7 +163,6 @@ def plan_resources(
     videos_per_shard: int = 16,
     decode_workers: int | None = None,
     encode_workers: int | None = None,
-    encoders_per_gpu: int = 1,
     decode_on_gpus: bool = False,
 ) -> Resources:
     """Divide a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` among the workers for ``n_videos``.
@@ -174,7 +173,7 @@ def plan_resources(
     shares the cores with an encoder, which often waits, and both find room on any node.
     """
     cores = max(1, int(cpus))
-    most = encoders_per_gpu * int(gpus) if gpus >= 1 else cores
+    most = int(gpus) if gpus >= 1 else cores
     encoders = max(1, min(encode_workers or (most if gpus >= 1 else int(cpus // 4)), most, n_videos))
     useful = decode_workers or math.ceil(min(files_bytes / DECODER_FILES_BYTES, cores))
     decoders = max(1, min(useful, cores, int(min(memory / DECODER_BYTES, cores)), n_videos))
@@ -183,7 +182,6 @@ def plan_resources(
         decoders = min(decoders, decode_workers or DECODERS_A_GPU * int(gpus))
         decode_gpu = int(1e4 * DECODING_OF_A_GPU / math.ceil(decoders / int(gpus))) / 1e4  # Ray counts so finely
         encode_gpu = 1 - DECODING_OF_A_GPU
-    encode_gpu = int(1e4 * encode_gpu / encoders_per_gpu) / 1e4
     # A GPU's encoder gives 18 videos of 11.2 MB a second, and beside busy decoders each takes a writer 74 to 106 ms
     # (one H200, 16 cores). An encoder of four cores gives less than one a second.
     writers = min(1 + 2 * encoders, n_videos) if gpus >= 1 else math.ceil(encoders / CPU_ENCODERS_PER_WRITER)
@@ -214,7 +212,6 @@ def planned_workers(
         videos_per_shard=config.videos_per_shard or by_size,
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,
-        encoders_per_gpu=config.encoders_per_gpu,
         decode_on_gpus=config.decoder == "nvdec",
     )
     sizes = 3 * math.prod(shape), encode.bytes_per_video(*shape)

@@ -46,7 +46,7 @@ def repruning(
         columns = dict(evidence_columns(method, pruner, held))
         header = _header(source.header, pruner, pruner.nominal_ratio(ratio), seed, codec)
     config: dict[str, Json] = {
-        **{name: value for name, value in config_of(source.store).items() if name not in ("evidence", "evidence_for")},
+        **{name: value for name, value in config_of(source.store).items() if name != "evidence"},
         **{"out": out, "pruner": method_name(type(pruner)), "retention_ratio": ratio, "seed": seed},
         **{"pruner_param": [f"{name}={value}" for name, value in params.items()], "token_codec": codec},
     }

@@ -190,7 +190,7 @@ def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> d
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"--min-gpus {wanted}: the cluster has {cluster.get('GPU', 0.0):g} GPUs after {wait_s:g} s: look "
-                    "at its nodes, or raise --wait"
+                    "at its nodes, or raise --stall-timeout"
                 )
             time.sleep(_LOOK_S)
             cluster = dict(ray.cluster_resources())
@@ -232,7 +232,7 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     cluster.
     """
     connect(say)
-    cluster, device = wait_for_gpus(options.min_gpus, options.wait, say), options.device
+    cluster, device = wait_for_gpus(options.min_gpus, options.stall_timeout, say), options.device
     if cluster.get("CPU", 0.0) <= 0:
         raise UsageError("the Ray cluster has no CPUs at this moment: start its worker nodes first")
     gpus = cluster.get("GPU", 0.0)

@@ -41,7 +41,7 @@ from pipeline.video.source import same_source
 # 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
 MOST_ROUNDING = 0.1  # norm of the differences over the tokens' norm, above which no rounding explains them
 LEAST_SHARED = 0.5  # share of common positions below which no rounding explains the difference
-_RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "compiled", "shared_pass")
+_RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "shared_pass")
 
 
 class LiveCheck:
@@ -174,6 +174,6 @@ def config_of_run(cache: TokenCache, run: RunRecord, model: str | None) -> Prune
     """
     known = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
     options = {name: value for name, value in run.get("config", {}).items() if name in known}
-    mine = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto"), "compile": False}
+    mine = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto")}
     chosen = {**options, **mine, **({"model": model} if model else {})}
     return PruneConfig(**checked_options(PruneConfig, chosen, f"{cache.store}/{RUNS}/{run.get('run_id')}.json: "))

@@ -153,7 +153,7 @@ def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
 def test_what_lacks_is_named_with_its_remedy(refuse, tmp_path, tower):
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
     said = refuse(*LATE, "--siglip", "tiny")
-    assert "python -m jobs.prune --pruner none --evidence-for cdpruner --siglip MODEL" in said
+    assert "python -m jobs.prune --pruner none --evidence cdpruner --siglip MODEL" in said
     assert "--siglip goes with --pruner" in refuse("--siglip", "tiny")
     fastv = ["--pruner", "fastv", "--pruner-param", "K=1", "--retention-ratio", "0.5", "--siglip", "tiny"]
     assert "no method that is asked takes anything from a SigLIP checkpoint" in refuse(*fastv)

@@ -57,7 +57,7 @@ class Made:
         if pruner.family_parameter is not None:
             pruner = gstep.make_pruner(method, **{pruner.family_parameter: variant})
         whole = method == "none"
-        evidence = evidence_sources([], [",".join(OF_A_VIDEO)], self.source.model_type, pruner) if whole else {}
+        evidence = evidence_sources([",".join(OF_A_VIDEO)], self.source.model_type, pruner) if whole else {}
         setup = EncodeSetup(self.source, method, ratio, seed, pruner.params(), evidence, device="cpu", dtype="float32")
         identity = {
             "model": {"type": self.source.model_type, "weights": self.source.identity},
