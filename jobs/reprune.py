@@ -11,7 +11,7 @@ from rich.console import Console
 from gstep.methods import OF_A_VIDEO
 from jobs.command import Parser, run_command
 from jobs.frame.json_document import Done
-from jobs.frame.stores import rewrite_cache
+from jobs.frame.rewriting import rewrite_cache
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
 from pipeline.options import S3Options, check, check_choices, named_values, option

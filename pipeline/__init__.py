@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from pipeline.generate.model import model_source
     from pipeline.generate.summary import AnswerSummary
     from pipeline.prune.library import prune_videos
-    from pipeline.prune.map_batches import DecodeVideos, EncodeVideos, PruneStages, prune_stages
+    from pipeline.prune.map_batches import DecodeVideos, EncodeVideos, prune_stages
     from pipeline.prune.one_video import EncodedVideo, LocalEncoder, encode_video
+    from pipeline.prune.recipe import PruneStages
     from pipeline.prune.summary import Summary
     from pipeline.runner.progress import Progress
     from pipeline.runner.token_source import ray_dataset
@@ -92,7 +93,8 @@ _HOMES = {
     "pipeline.generate.model": ("model_source",),
     "pipeline.generate.summary": ("AnswerSummary",),
     "pipeline.prune.library": ("prune_videos",),
-    "pipeline.prune.map_batches": ("DecodeVideos", "EncodeVideos", "PruneStages", "prune_stages"),
+    "pipeline.prune.map_batches": ("DecodeVideos", "EncodeVideos", "prune_stages"),
+    "pipeline.prune.recipe": ("PruneStages",),
     "pipeline.prune.one_video": ("EncodedVideo", "LocalEncoder", "encode_video"),
     "pipeline.prune.summary": ("Summary",),
     "pipeline.serve.library": ("vllm_input", "vllm_options"),

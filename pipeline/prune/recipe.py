@@ -45,6 +45,14 @@ _NOT_NEEDED = {
 
 
 @dataclass(frozen=True)
+class PruneStages:
+    """The settings that travel to the workers that decode and encode, a user's own (``prune_stages``) too."""
+
+    decode: DecodeSetup
+    encode: EncodeSetup
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The checked settings that make the rows of a cache from videos: the model, its frames and the method.
 
@@ -97,6 +105,10 @@ class Recipe:
             shape=self.decode_setup().largest_frames(),
             even=self.sampling.fps is not None and self.sampling.snap_to_keyframes_s is None,
         )
+
+    def stages(self, device: str, dtype: str) -> PruneStages:
+        """Return the settings of the workers, which encode on the chosen device and dtype."""
+        return PruneStages(self.decode_setup(), self.encode_setup(device, dtype))
 
     def identity(self, dtype: str) -> CacheIdentity:
         """Return the identity that all rows of the cache share; rows of another identity are refused."""

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from pipeline.inputs.units import units
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.map_batches import PruneStages
+from pipeline.prune.recipe import PruneStages
 from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording
 from pipeline.storage.hub import is_remote
 

@@ -47,7 +47,6 @@ from pipeline.prune.decode_stage import check_decoder_device
 from pipeline.prune.facts import Facts
 from pipeline.prune.graph import build_graph
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
-from pipeline.prune.map_batches import PruneStages
 from pipeline.prune.recipe import resolve
 from pipeline.prune.resources import Resources, files_bytes, planned_workers, shortfalls
 from pipeline.prune.resume import (
@@ -214,8 +213,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         with usage_errors():
             if not self.store.names(VIDEOS, ".parquet"):
                 self.store.put(HEADER, header_bytes(recipe.header(dtype, family_of(recipe.source).static())))
-            encode = replace(recipe.encode_setup(device, dtype), tower_hash=tower_hash(recipe.source))
-        self.stages = PruneStages(recipe.decode_setup(), encode)
+            stages = recipe.stages(device, dtype)
+            encode = replace(stages.encode, tower_hash=tower_hash(recipe.source))
+        self.stages = replace(stages, encode=encode)
         self.facts = Facts(recipe.token_bytes(), device == "cuda", config.max_hours)
         self._limit_alike = max(config.outside_limit(n_videos), LEAST_ALIKE)
         self.hold_header()

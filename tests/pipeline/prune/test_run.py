@@ -21,7 +21,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import Facts
-from pipeline.prune.map_batches import PruneStages
+from pipeline.prune.recipe import PruneStages
 from pipeline.prune.resources import FILES_LOOKED_AT, files_bytes, planned_workers, shortfalls
 from pipeline.prune.run import PruneRun
 from pipeline.runner.monitor import Monitor
