@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate, linear, pad, scaled_dot_product_attention, silu
 
-from gstep.backbones.attention import rotated
+from gstep.backbones.runtime import rotated
 
 _TANH_GELU = "gelu_pytorch_tanh"  # in the words of transformers
 _ALIGNED = 8  # channels: below 16 bytes cuBLAS takes kernels of older GPUs

@@ -23,8 +23,7 @@ from pipeline.generate.held_videos import ChosenVideos, HeldVideos
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
-from pipeline.runner.gpu_fault import exit_after_gpu_fault
-from pipeline.runner.heartbeat import POISON, Heartbeat
+from pipeline.runner.heartbeat import POISON, Heartbeat, exit_after_gpu_fault
 from pipeline.storage.stores import Store
 
 

@@ -11,7 +11,7 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.request import prepare
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary
-from pipeline.option_values import config_of
+from pipeline.options import config_of
 from pipeline.runner.library import ProgressOption, checked_outcome, console_for, run_here
 
 

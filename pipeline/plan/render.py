@@ -8,8 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.plan.estimate import HOUR, Plan
-from pipeline.plan.intervals import Interval
+from pipeline.plan.estimate import HOUR, Interval, Plan
 
 _TIMES = ((2 * 86400.0, 86400.0, "days"), (2 * HOUR, HOUR, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0.0, "bytes"))

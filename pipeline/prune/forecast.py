@@ -26,13 +26,14 @@ from pipeline.plan.estimate import (
     GPU_TYPES,
     UTILISATION,
     Cluster,
+    Interval,
     Plan,
     Workload,
     decode_seconds,
     estimate,
+    mean_of,
     named_type,
 )
-from pipeline.plan.intervals import Interval, mean_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder

@@ -16,7 +16,7 @@ from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import VideoItem
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import given_parts
-from pipeline.option_values import config_of
+from pipeline.options import config_of
 from pipeline.prune.batches import BYTES, unpack, unwrapped
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder

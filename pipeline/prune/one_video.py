@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gstep import PrunedTokens, make_pruner
 from pipeline.errors import VideoFault, usage_errors
-from pipeline.option_values import config_of
+from pipeline.options import config_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, pruned_columns, without_pixels

@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from rich.console import Console
 
 from gstep.backbones import family_of
-from gstep.checkpoints.identity import tower_hash
+from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import deepstack_levels, fingerprint, header_bytes
 from pipeline.cache.ledger import TIMED, Ledger

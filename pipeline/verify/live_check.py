@@ -24,7 +24,7 @@ from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import UsageError, VideoFault, usage_errors
 from pipeline.inputs.forms import fetch_again
-from pipeline.option_values import checked_options
+from pipeline.options import checked_options
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder

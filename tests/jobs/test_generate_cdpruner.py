@@ -25,7 +25,7 @@ from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
 from pipeline.generate.request import prepare
 from pipeline.rows import QuestionRecord, without_nulls
-from pipeline.runner import gpu_fault
+from pipeline.runner import heartbeat
 from tests.gstep.llms import llm
 from tests.pipeline.asking import setup_of, tiny_cache, write_questions
 from tests.pipeline.evidence import tiny_cache_with_embeddings
@@ -135,7 +135,7 @@ def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(answer, monkeypatc
     def exit_at_once(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(gpu_fault.os, "_exit", exit_at_once)
+    monkeypatch.setattr(heartbeat.os, "_exit", exit_at_once)
     with pytest.raises(SystemExit, match="70"):
         answer("What?", pruner=Poisoned)
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from pipeline.plan.estimate import Cluster, Prices, Workload, decode_seconds, estimate, named_type
-from pipeline.plan.intervals import Interval, mean_of
+from pipeline.plan.estimate import Cluster, Interval, Prices, Workload, decode_seconds, estimate, mean_of, named_type
 from pipeline.plan.render import rows_of
 
 A100S = Cluster(4, "A100", 48.0)

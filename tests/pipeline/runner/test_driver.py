@@ -20,8 +20,7 @@ from pipeline.runner import driver, watchdog
 from pipeline.runner.claim import Claim, holder
 from pipeline.runner.driver import Driver
 from pipeline.runner.heartbeats import Heartbeats, WorkerReport
-from pipeline.runner.outcome import Outcome
-from pipeline.runner.run_record import RunFile
+from pipeline.runner.run_record import Outcome, RunFile
 from pipeline.runner.shards import Batch, RunGraph
 from pipeline.runner.stages import Plan, Stage, StageWords, Wording
 from pipeline.runner.watchdog import ClusterChanged
