@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gstep.density import work_dtype
 from gstep.errors import MissingEvidence
-from gstep.pruners.params import check_evidence, check_integer, check_tokens
+from gstep.pruners.checks import check_evidence, check_integer, check_tokens
 from gstep.selection.precision import full_precision
 from gstep.types import PrunedTokens, VisualTokens, budget_for
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gstep.evidence import SINGLE_PATCHES
 from gstep.pruners.base import Pruner, Selection
-from gstep.pruners.params import check_choice
+from gstep.pruners.checks import check_choice
 from gstep.pruners.vectors import unit
 from gstep.types import VisualTokens, budget_for
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gstep.density import BOUNDARIES, FUSIONS, SMOOTHINGS, spatio_temporal_density
 from gstep.pruners.base import Pruner
-from gstep.pruners.params import check_choice, check_integer, check_number
+from gstep.pruners.checks import check_choice, check_integer, check_number
 
 _MAX_RADIUS = 10_000  # frames; the smoothing holds [T, 2r+1] numbers
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gstep.pruners.base import Pruner, Selection
-from gstep.pruners.params import check_integer
+from gstep.pruners.checks import check_integer
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens
 

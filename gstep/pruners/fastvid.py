@@ -19,7 +19,7 @@ from torch import Tensor
 from gstep.density import working_copy
 from gstep.evidence import MERGED_QUERIES, POOLING_HEAD
 from gstep.pruners.base import Pruner, Selection
-from gstep.pruners.params import check_choice, check_integer, check_number
+from gstep.pruners.checks import check_choice, check_integer, check_number
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens, budget_for

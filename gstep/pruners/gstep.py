@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gstep.pruners.base import Selection
+from gstep.pruners.checks import check_number
 from gstep.pruners.density_based import DensityPruner
-from gstep.pruners.params import check_number
 from gstep.selection.dispatch import fast_density_guided_fps
 from gstep.types import VisualTokens
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from gstep.pruners.base import Pruner, Selection
-from gstep.pruners.params import check_integer
+from gstep.pruners.checks import check_integer
 from gstep.types import VisualTokens
 
 

@@ -16,7 +16,7 @@ from gstep.density import (
     working_scale,
 )
 from gstep.pruners.base import Pruner, Selection
-from gstep.pruners.params import check_number
+from gstep.pruners.checks import check_number
 from gstep.selection.dispatch import fast_density_guided_fps
 from gstep.types import VisualTokens
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gstep.density import row_slices, work_dtype, working_copy
 from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Pruner, Selection
-from gstep.pruners.params import check_choice, check_integer, check_number
+from gstep.pruners.checks import check_choice, check_integer, check_number
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens, budget_for

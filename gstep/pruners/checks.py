@@ -1,0 +1,90 @@
+"""Checks of arguments; every error is a ValueError that names the argument, what it accepts and what was given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from numbers import Integral, Real
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from gstep.evidence import EVIDENCE_SHAPES
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:
+    """Return ``value`` as a float, if it is a finite number (no bool) for which ``is_accepted`` holds."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = as_float(value)
+        if math.isfinite(number) and is_accepted(number):
+            return number
+    raise ValueError(f"{name} must be a number {accepted}; got {value!r}")
+
+
+def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return ``value`` as an int, if it is an integer (no bool) in [low, high]."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        number = int(value)
+        if number >= low and (high is None or number <= high):
+            return number
+    accepted = f"at least {low}" if high is None else f"in [{low}, {high}]"
+    raise ValueError(f"{name} must be an integer {accepted}; got {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
+    """Return ``value``, if it is one of ``choices``."""
+    if not (isinstance(value, str) and value in choices):
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+    return value
+
+
+def check_tokens(tokens: Any) -> None:
+    """Raise ValueError unless ``tokens`` is a finite [T,N,D] tensor of a float dtype with T, N, D >= 1."""
+    wanted = "tokens must be a tensor [T,N,D] (frames, tokens a frame, hidden size), each at least 1"
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"{wanted}; got {type(tokens).__name__}")
+    if tokens.layout != torch.strided or tokens.is_nested:
+        raise ValueError(f"{wanted}, dense; got {'a nested one' if tokens.is_nested else tokens.layout}")
+    if tokens.ndim != 3 or tokens.numel() == 0:
+        raise ValueError(f"{wanted}; got shape {list(tokens.shape)}")
+    if tokens.dtype not in _DTYPES:
+        raise ValueError(f"tokens must be float16, bfloat16, float32 or float64; got {tokens.dtype}")
+    if not all(math.isfinite(edge) for edge in torch.stack(torch.aminmax(tokens)).tolist()):
+        bad_TN = (~torch.isfinite(tokens)).sum(dim=-1)
+        frame, token = divmod(int((bad_TN > 0).flatten().int().argmax()), tokens.shape[1])
+        raise ValueError(
+            f"tokens hold {int(bad_TN.sum())} non-finite values (NaN or infinity), the first at frame {frame}, "
+            f"token {token}: find out why the encoder made them"
+        )
+
+
+def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -> None:
+    """Raise ValueError unless evidence is finite floats whose shapes fit T frames of N tokens, and each other."""
+    lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame}
+    for name, value in evidence.items():
+        if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"evidence {name!r} must be a tensor of floats; got {got}")
+        if name in EVIDENCE_SHAPES:
+            axes = EVIDENCE_SHAPES[name]
+            found = dict(zip(axes, value.shape, strict=False))
+            if len(axes) != value.ndim or value.numel() == 0 or {**found, **lengths} != {**lengths, **found}:
+                wanted = ", ".join(str(lengths.get(axis, axis)) for axis in axes)
+                raise ValueError(
+                    f"evidence {name!r} must be [{','.join(axes)}] = [{wanted}] for these tokens; "
+                    f"got shape {list(value.shape)}"
+                )
+            lengths |= found
+        if not torch.isfinite(value).all():
+            raise ValueError(f"evidence {name!r} holds non-finite values (NaN or infinity): find out where they arose")
+
+
+def as_float(value: SupportsFloat) -> float:
+    """Convert a number to a float; one beyond the range of floats becomes infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
