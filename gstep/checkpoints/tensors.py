@@ -148,7 +148,7 @@ _TOWER = ("vision_tower.", "multi_modal_projector.", "image_newline", "visual.")
 _UNUSED = ("vision_tower.head.", "vision_tower.embeddings.position_ids")
 
 
-class _Entry(TypedDict):
+class _TensorEntry(TypedDict):
     """The entry of a tensor in a safetensors header: data_offsets are its first byte and the one behind it."""
 
     dtype: str
@@ -191,7 +191,7 @@ def _update(digest: hashlib._Hash, path: Path) -> None:
         digest.update(sample)
 
 
-def _header(path: Path) -> tuple[bytes, dict[str, _Entry]]:
+def _header(path: Path) -> tuple[bytes, dict[str, _TensorEntry]]:
     """Read the header of a safetensors file as it is stored, and its entries of tensors by name."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -77,7 +77,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Job:
+class Measurement:
     """The arms, videos and settings of a measurement.
 
     Attributes:
@@ -97,7 +97,7 @@ class Job:
     random: bool
 
 
-def prepare(folder: Path, arguments: argparse.Namespace) -> Job:
+def prepare(folder: Path, arguments: argparse.Namespace) -> Measurement:
     """Find the model, its frames and the methods. Raises UsageError, with the remedy, where one cannot be used."""
     model, siglip = arguments.model, arguments.siglip
     with usage_errors():
@@ -130,7 +130,7 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Job:
             late = late_pruning(point, identity, recipe.source, builder)
             arms.append(Arm(point.method_label, point.retention_ratio, late))
     sizes = (arguments.questions, arguments.max_new_tokens, arguments.repeats)
-    return Job(recipe, manifest, runtime, builder, tuple(arms), *sizes, random)
+    return Measurement(recipe, manifest, runtime, builder, tuple(arms), *sizes, random)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class Bench:
     Close it after use.
     """
 
-    def __init__(self, job: Job, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Measurement, folder: Path, say: Callable[[str], None]) -> None:
         self._job, self._say, self._device = job, say, job.runtime.device
         say(f"loading {job.recipe.source.name}")
         self.tower: Backbone = family_of(job.recipe.source).load(job.runtime)

@@ -283,7 +283,7 @@ def data_folder(request: EvaluateRequest) -> Path:
 
 
 _PASSED_ON = (
-    *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "wait", "join"),
+    *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "join"),
     *("retry_failed", "max_attempts"),
     *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_region"),
 )

@@ -188,7 +188,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunEstimate:
     """The forecast of a run; seconds and bytes are of the whole run.
 
     Attributes:
@@ -229,7 +229,7 @@ class Plan:
         return {name: converted(value) for name, value in vars(self).items()}
 
 
-def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> Plan:
+def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> RunEstimate:
     """Estimate a run of these videos on this cluster; ``notes`` are added to the plan's own."""
     n, n_good = work.videos, work.videos * (1 - work.failed)
     # Videos that travel together, as pipeline.prune.graph bundles them.
@@ -249,7 +249,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     cost = _cost(n, prices, cluster, wall, output)
     if "total" not in cost:
         notes = (*notes, "the cost is not known: give --price gpu-hour=X, or core-hour=X for CPUs")
-    return Plan(
+    return RunEstimate(
         videos=n,
         failed_share=work.failed,
         wall_s=wall,

@@ -27,7 +27,7 @@ from pipeline.plan.estimate import (
     UTILISATION,
     Cluster,
     Interval,
-    Plan,
+    RunEstimate,
     Workload,
     decode_seconds,
     estimate,
@@ -40,7 +40,7 @@ from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.facts import COLUMN_BYTES, video_seconds
 from pipeline.prune.manifest_checks import Example, sure_failures
 from pipeline.prune.recipe import Recipe, resolve
-from pipeline.prune.resume import Tally
+from pipeline.prune.resume import ManifestCounts
 from pipeline.prune.run import PruneRun
 from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
 from pipeline.runner.claim import holder, who
@@ -71,7 +71,7 @@ class Forecast:
     """
 
     out: str
-    tally: Tally
+    tally: ManifestCounts
     n_todo: int
     doomed: dict[str, Example]
     first_ids: list[str]
@@ -173,7 +173,7 @@ def _leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[
     return leaves
 
 
-def plan_run(config: PruneConfig, console: Console) -> Plan:
+def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
     """Estimate what a run with the same flags would take; looks at the probed videos, starts and writes nothing.
 
     Raises UsageError for whatever a run would refuse before it starts, and if no probed video can be read.

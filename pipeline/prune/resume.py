@@ -23,7 +23,7 @@ Mask = NDArray[np.bool_]
 _SHOWN = 5  # changed videos that a refusal lists
 
 
-class Tally(NamedTuple):
+class ManifestCounts(NamedTuple):
     """The number of a manifest's videos for each way they are treated.
 
     Attributes:
@@ -50,7 +50,7 @@ class Remaining(NamedTuple):
     """The manifest rows that a run must process (TODO_SCHEMA), and a tally of all rows."""
 
     todo: pa.Table
-    tally: Tally
+    tally: ManifestCounts
 
 
 def of_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
@@ -70,7 +70,7 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
     Raises SourceChanged where a cached video's uri, size or clip differs and ``--on-changed`` is ``refuse``, UsageError
     where the store does not answer.
     """
-    sizes, tally, todo = Sizes(objects), np.zeros(len(Tally._fields), np.int64), []
+    sizes, tally, todo = Sizes(objects), np.zeros(len(ManifestCounts._fields), np.int64), []
     n_changed, examples = 0, list[str]()
     for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # only the rows that are to be done are kept
         state = _compare(part, ledger, config, sizes)
@@ -89,7 +89,9 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
             + "\n  ".join(examples)
             + "\nKeep the cached ones with --on-changed skip, or process them again with --on-changed redo."
         )
-    return Remaining(pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), Tally(*tally.tolist()))
+    return Remaining(
+        pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), ManifestCounts(*tally.tolist())
+    )
 
 
 class _Comparison(NamedTuple):
@@ -196,7 +198,7 @@ def retry_candidates(todo: pa.Table, failed: Mapping[str, int], max_attempts: in
     return part.set_column(place, part.schema.field(place), attempts)
 
 
-def skipped_lines(tally: Tally, config: PruneConfig) -> list[str]:
+def skipped_lines(tally: ManifestCounts, config: PruneConfig) -> list[str]:
     """Return lines for the user about videos that this run leaves alone, and those left for later by a limit."""
     there, lines = tally.done + tally.failed, []
     if there:

@@ -37,7 +37,7 @@ from pipeline.errors import (
     store_usage_errors,
     usage_errors,
 )
-from pipeline.inputs.container import Asked
+from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import given_manifest, read_manifest
@@ -132,7 +132,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         config = self.options
         list_only = config.dry_run and not config.index
         keeps = not (config.dry_run or config.plan)
-        asked = Asked(config.column, config.clip_names())
+        asked = ContainerOptions(config.column, config.clip_names())
         self.indexing = Indexing(asked, self.store, keeps=keeps, only_known=list_only, say=self.say)
         # A plan needs the indexes of all containers; a limit asks for few.
         self.indexing.limited = config.limit is not None
