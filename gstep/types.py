@@ -7,11 +7,13 @@ where it helps: ``tokens_MD`` is [M, D].
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what only counts or passes tokens on does not wait for torch
     from torch import Tensor
@@ -157,3 +159,60 @@ def _same(a: object, b: object) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return not any(isinstance(value, torch.Tensor) for value in (a, b)) and bool(a == b)
+
+
+@dataclass(frozen=True)
+class Visual:
+    """The kept tokens of one video, as a prompt needs them.
+
+    Attributes:
+        tokens: [K,D], in the order of the prompt: ascending flat index, or a method's own (on LLaVA-OneVision alone).
+        index: [K] int64, flat index t*N + i before pruning; a merged token carries its target's index.
+        n_frames: T (temporal patches on Qwen).
+        tokens_per_frame: N.
+        extra: what the model family needs besides (``Backbone.model_extra``): grid, seconds a patch, patch times.
+        deepstack: [K,D] a level, the same rows as ``tokens``; Qwen3-VL alone has any.
+        newline: [D], the row that follows the tokens of a video; LLaVA-OneVision alone has one.
+        evidence: what the cache holds of the same tokens besides, for a method that has yet to prune them; no part of a
+            prompt.
+        frame_indices: the sampled frames, by their places in the source; a place repeats where a frame does. Empty
+            where nobody knows them.
+        fps: average frames a second of the whole source; None where nobody knows.
+    """
+
+    tokens: Tensor
+    index: Tensor
+    n_frames: int
+    tokens_per_frame: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    deepstack: tuple[Tensor, ...] = ()
+    newline: Tensor | None = None
+    evidence: Mapping[str, Tensor] = field(default_factory=dict)
+    frame_indices: Sequence[int] = ()
+    fps: float | None = None
+
+    @cached_property
+    def placeholder_rows(self) -> Tensor:
+        """[P,D*(1+levels)], what stands for the placeholders in a prompt: deepstack levels side by side, newline last.
+
+        Kept, as all questions on a video share them.
+        """
+        import torch  # noqa: PLC0415 - as above
+
+        rows = torch.cat([self.tokens, *self.deepstack], dim=1) if self.deepstack else self.tokens
+        return rows if self.newline is None else torch.cat([rows, self.newline[None].to(rows)])
+
+    @cached_property
+    def placeholder_hash(self) -> str:
+        """A hash of ``placeholder_rows``, their dtype and their shape."""
+        rows = self.placeholder_rows
+        return hash_of(f"{rows.dtype} {tuple(rows.shape)} ", rows)
+
+
+def hash_of(text: str, tensor: Tensor) -> str:
+    """Compute the SHA-256 of a text and a tensor's bytes."""
+    import torch  # noqa: PLC0415 - as above
+
+    digest = hashlib.sha256(text.encode())
+    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -22,7 +22,7 @@ from gstep.lazy import did_you_mean, importing_much, saying
 from jobs.frame.flags import add_flags, from_flags, read_config_file
 from jobs.frame.json_document import Done, add_json, error_record, print_document, stdout_as_stderr
 from pipeline.errors import CorruptShard, RunFailed, UsageError
-from pipeline.option_values import share as share_or_percent
+from pipeline.options import share as share_or_percent
 
 Errors = tuple[type[Exception], ...]
 T = TypeVar("T")

@@ -17,8 +17,7 @@ from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import Done, add_json, print_lines
 from jobs.frame.stores import objects_of, saying
 from pipeline.errors import CorruptShard, NotACache, UnknownVideo
-from pipeline.option_values import share
-from pipeline.options import S3Options
+from pipeline.options import S3Options, share
 from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:

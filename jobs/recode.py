@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jobs.command import Parser, run_command
 from jobs.frame.json_document import Done
-from jobs.frame.stores import rewrite_cache
+from jobs.frame.rewriting import rewrite_cache
 from pipeline.cache.codecs import CODECS
 from pipeline.errors import UsageError
 from pipeline.options import S3Options, check_choices, option

@@ -11,14 +11,14 @@ from rich.console import Console
 from gstep.methods import OF_A_VIDEO
 from jobs.command import Parser, run_command
 from jobs.frame.json_document import Done
-from jobs.frame.stores import rewrite_cache
+from jobs.frame.rewriting import rewrite_cache
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
 from pipeline.options import S3Options, check, check_choices, named_values, option
 
 EPILOG = """\
 example:
-  python -m jobs.prune videos/ --pruner none --retention-ratio 1 --evidence-for fastvid --out whole
+  python -m jobs.prune videos/ --pruner none --retention-ratio 1 --evidence fastvid --out whole
   python -m jobs.reprune whole --pruner fastvid --retention-ratio 0.10 --out fastvid-10
 
 What is written is bit for bit what python -m jobs.prune writes, and a run of jobs.prune can go on in it. The same

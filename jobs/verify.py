@@ -96,11 +96,11 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Run the verification, print its report, and return the exit code and record."""
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
-    from pipeline.verify.verify import Request, verify  # noqa: PLC0415
+    from pipeline.verify.verify import Verification, verify  # noqa: PLC0415
 
     names = ("jobs", "clean", "repair", "live", "sample", "seed", "model", "log_interval")
     keep = timedelta(minutes=arguments.keep_minutes)
-    request = Request(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
+    request = Verification(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
     report = verify(store_at(arguments.cache, objects), request, console)
     say = saying(wide_console())
     for line in report.lines():

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from pipeline.generate.run import answer_questions
     from pipeline.generate.summary import AnswerSummary
     from pipeline.prune.library import prune_videos
-    from pipeline.prune.map_batches import DecodeVideos, EncodeVideos, PruneStages, prune_stages
+    from pipeline.prune.map_batches import DecodeVideos, EncodeVideos, prune_stages
     from pipeline.prune.one_video import EncodedVideo, LocalEncoder, encode_video
+    from pipeline.prune.recipe import PruneStages
     from pipeline.prune.summary import Summary
+    from pipeline.runner.access import ray_dataset
     from pipeline.runner.progress import Progress
-    from pipeline.runner.token_source import ray_dataset
     from pipeline.serve.library import vllm_input, vllm_options
 
 __all__ = [
@@ -86,13 +87,14 @@ _HOMES = {
         *("TooManyFailed", "UnknownVideo", "UsageError", "VideoFault"),
     ),
     "pipeline.runner.progress": ("Progress",),
-    "pipeline.runner.token_source": ("ray_dataset",),
+    "pipeline.runner.access": ("ray_dataset",),
     "pipeline.generate.answers": ("read_answers",),
     "pipeline.generate.run": ("answer_questions",),
     "pipeline.generate.model": ("model_source",),
     "pipeline.generate.summary": ("AnswerSummary",),
     "pipeline.prune.library": ("prune_videos",),
-    "pipeline.prune.map_batches": ("DecodeVideos", "EncodeVideos", "PruneStages", "prune_stages"),
+    "pipeline.prune.map_batches": ("DecodeVideos", "EncodeVideos", "prune_stages"),
+    "pipeline.prune.recipe": ("PruneStages",),
     "pipeline.prune.one_video": ("EncodedVideo", "LocalEncoder", "encode_video"),
     "pipeline.prune.summary": ("Summary",),
     "pipeline.serve.library": ("vllm_input", "vllm_options"),

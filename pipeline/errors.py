@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -283,3 +284,23 @@ def printable(message: str, limit: int = 1024) -> str:
     clean = "".join(c if c.isprintable() else " " for c in message).strip()
     encoded = clean.encode("utf-8", "replace")
     return clean if len(encoded) <= limit else encoded[: limit - 3].decode("utf-8", "ignore") + "..."
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Convert errors of gstep about an unusable model or method (ModelError, ValueError) to UsageError."""
+    try:
+        yield
+    except UsageError:  # it is a ValueError too, and its class says more
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+@contextmanager
+def store_usage_errors() -> Iterator[None]:
+    """Convert errors of the store to UsageError, for checks before anything is started."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{error.filename or 'the store'}: {error.strerror or error}") from error

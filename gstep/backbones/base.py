@@ -369,25 +369,6 @@ class Backbone(ABC):
         self.family.check_evidence(evidence)
         return self.encode_pass([as_frames(frames) for frames in videos], evidence)
 
-    def compile(self) -> None:
-        """Compile the tower's layers by torch.compile, all but the last, into which observers of evidence look.
-
-        Code is generated once for all layers and shapes, when the first frames are encoded. Raises ModelError where
-        torch cannot compile on this machine.
-        """
-        try:
-            torch.compile(torch.sin)(torch.zeros(2, device=self.device))
-        except Exception as error:
-            said = str(error).strip().split("\n", 1)[0]
-            raise ModelError(
-                f"torch.compile does not work on {self.device} here ({type(error).__name__}: {said}): install a C++ "
-                "compiler (on GPUs Triton and a C compiler), or encode without it"
-            ) from error
-        if self.steps is not None:
-            self.steps.kernels = False  # torch.compile fuses the plain steps, and cannot see into the kernels
-        for layer in self.layers[:-1]:
-            layer.compile(dynamic=True)
-
     def _encoded(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
         """Encode chunks of frames one after the other into the tensors of the whole video: tokens, evidence, levels."""
         if len(frames) == 1:

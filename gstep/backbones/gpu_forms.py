@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate, linear, pad, scaled_dot_product_attention, silu
 
-from gstep.backbones.attention import rotated
+from gstep.backbones.runtime import rotated
 
 _TANH_GELU = "gelu_pytorch_tanh"  # in the words of transformers
 _ALIGNED = 8  # channels: below 16 bytes cuBLAS takes kernels of older GPUs
@@ -34,8 +34,7 @@ class FusedSteps:
     """The element-wise steps of a tower: by Triton kernels where these work on its device, else by torch.
 
     Attributes:
-        kernels: whether Triton kernels serve. ``Backbone.compile`` turns them off, since torch.compile fuses the plain
-            steps itself.
+        kernels: whether Triton kernels serve.
     """
 
     def __init__(self, *, kernels: bool = False) -> None:

@@ -17,15 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gstep.backbones.attention import observing
 from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
 from gstep.backbones.gpu_forms import FusedSteps, suit_llava
 from gstep.backbones.preprocess import FixedSizePreprocessor
-from gstep.backbones.runtime import Runtime
+from gstep.backbones.runtime import Runtime, empty_model, load_weights, observing, rebuild_position_ids
 from gstep.backbones.siglip import FrameObserver, PoolingHead, last_layer_evidence, patch_evidence, probe_evidence
-from gstep.backbones.weights import empty_model, load_weights, rebuild_position_ids
-from gstep.checkpoints.pooling_head import PoolingHeadSource
-from gstep.checkpoints.source import ModelSource
+from gstep.checkpoints.source import ModelSource, PoolingHeadSource
 from gstep.checkpoints.tensors import read_tensors
 from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES, LAST_LAYER, PER_FRAME, POOLING_HEAD, SINGLE_PATCHES, name_of

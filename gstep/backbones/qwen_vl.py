@@ -18,12 +18,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gstep.backbones.attention import merged_attention, observing, rotated, split_heads
 from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
 from gstep.backbones.gpu_forms import FusedSteps, suit_qwen
 from gstep.backbones.preprocess import DynamicSizePreprocessor, positive_count
-from gstep.backbones.runtime import Runtime
-from gstep.backbones.weights import check_loaded, empty_model, load_weights
+from gstep.backbones.runtime import (
+    Runtime,
+    check_loaded,
+    empty_model,
+    load_weights,
+    merged_attention,
+    observing,
+    rotated,
+    split_heads,
+)
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError
 from gstep.evidence import MERGED_QUERIES

@@ -1,13 +1,24 @@
-"""Device, dtype and attention implementation: the one place where they are chosen."""
+"""How a vision tower is loaded and run: device, number format, attention kernel and weights."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.hooks import RemovableHandle
 
+from gstep.checkpoints.random_weights import random_tensors
+from gstep.checkpoints.tensors import TensorSource, read_tensors
 from gstep.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Each is a package of its own, and how it comes here.
@@ -110,3 +121,114 @@ def _is_installed(flash: str) -> bool:
     name = f"is_flash_attn_{flash[-1]}_available"  # older versions do not know the newest
     check = getattr(utils, name, None) or getattr(import_utils, name, None)
     return check is not None and bool(check())
+
+
+def observing(module: nn.Module, see: Callable[[Tensor, dict[str, Any]], None]) -> RemovableHandle:
+    """Call ``see`` with the hidden states and keyword arguments of every call of ``module``.
+
+    The handle that comes back is a context, which ends that.
+    """
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        see(args[0] if args else kwargs["hidden_states"], kwargs)
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def split_heads(hidden_SC: Tensor, weight: Tensor, bias: Tensor | None, n_heads: int) -> Tensor:
+    """Project hidden states in the precision of the model, and split them by head: [H,S,E] float32."""
+    projected_SC = linear(hidden_SC, weight, bias)
+    return projected_SC.view(len(hidden_SC), n_heads, -1).transpose(0, 1).float()
+
+
+def attention_received(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
+    """Return the softmax attention that each key receives, averaged over heads and queries: [S]."""
+    return _weights(query_HSE, key_HSE).mean(dim=(0, 1))
+
+
+def merged_attention(query_HSE: Tensor, key_HSE: Tensor, merged: int) -> Tensor:
+    """Return the attention [S/merged] of the mean query to groups of ``merged`` successive keys, averaged over heads.
+
+    A group's key is the mean of its keys.
+    """
+    n_heads, _, size = key_HSE.shape
+    key_HNE = key_HSE.reshape(n_heads, -1, merged, size).mean(dim=2)
+    return _weights(query_HSE.mean(dim=1, keepdim=True), key_HNE).mean(dim=(0, 1))
+
+
+def rotated(vectors_HSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+    """Apply rotary positions as the vision towers do: channel e turns with channel e + E/2."""
+    first, second = vectors_HSE.chunk(2, dim=-1)
+    return vectors_HSE * cos_SE.float() + torch.cat([-second, first], dim=-1) * sin_SE.float()
+
+
+def _weights(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
+    """Return the softmax attention weights [H, queries, keys]."""
+    return torch.softmax(query_HSE @ key_HSE.transpose(1, 2) / math.sqrt(key_HSE.shape[-1]), dim=-1)
+
+
+def empty_model(config: PretrainedConfig, runtime: Runtime) -> PreTrainedModel:
+    """Build the stock model of a configuration on the meta device: shapes, and no memory."""
+    from transformers import AutoModel  # noqa: PLC0415 - seconds, and preprocessing needs none of it
+
+    with torch.device("meta"):
+        return AutoModel.from_config(config, attn_implementation=runtime.attn_implementation, dtype=runtime.dtype)
+
+
+def load_weights(
+    module: nn.Module,
+    source: TensorSource,
+    names: Callable[[str], Sequence[str]],
+    *,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    """Give a module on the meta device those weights from disk that its state dict names.
+
+    Of a source without weight files they are random (ModelSource.random).
+
+    Args:
+        names: the name on disk -> the names it may have in memory, the first that exists being taken.
+
+    Raises ModelError, naming some, where weights are missing or have another shape.
+    """
+    expected = module.state_dict()
+    if not source.weight_files:
+        module.load_state_dict(random_tensors(expected, device, dtype), assign=True)
+        return
+
+    def wanted(key: str) -> str | None:
+        return next((name for name in names(key) if name in expected), None)
+
+    tensors = read_tensors(source, wanted, device=device, dtype=dtype)
+    if missing := [name for name in expected if name not in tensors]:
+        raise ModelError(f"{source.name!r} has no {_first_few(missing)}: download the whole checkpoint")
+    wrong = [
+        f"{name} {list(tensors[name].shape)} instead of {list(weight.shape)}"
+        for name, weight in expected.items()
+        if tensors[name].shape != weight.shape
+    ]
+    if wrong:
+        raise ModelError(f"{source.name!r}: config.json does not fit the weights: {_first_few(wrong)}")
+    module.load_state_dict(tensors, assign=True)
+
+
+def rebuild_position_ids(module: nn.Module, device: str) -> None:
+    """Compute SigLIP's position ids, which are never stored and the one buffer that is still on the meta device."""
+    for part in module.modules():
+        ids = getattr(part, "position_ids", None)
+        if isinstance(ids, Tensor) and ids.is_meta:
+            part.position_ids = torch.arange(ids.shape[-1], device=device)[None]
+    check_loaded(module)
+
+
+def check_loaded(module: nn.Module) -> None:
+    """Assert that nothing is left on the meta device: no weight, and no buffer that is computed rather than stored."""
+    left = [name for name, tensor in (*module.named_buffers(), *module.named_parameters()) if tensor.is_meta]
+    assert not left, f"no values for {left}"
+
+
+def _first_few(items: Sequence[str], limit: int = 5) -> str:
+    """Join at most ``limit`` items for an error message, and say how many more there are."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

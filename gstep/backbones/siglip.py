@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from gstep.backbones.attention import attention_received, split_heads
-from gstep.backbones.weights import load_weights, rebuild_position_ids
-from gstep.checkpoints.identity import IRRELEVANT_KEYS, tensor_samples
-from gstep.checkpoints.pooling_head import PoolingHeadSource, head_identity, read_head
-from gstep.checkpoints.tensors import files_with
+from gstep.backbones.runtime import attention_received, load_weights, rebuild_position_ids, split_heads
+from gstep.checkpoints.source import PoolingHeadSource, head_identity, read_head
+from gstep.checkpoints.tensors import IRRELEVANT_KEYS, files_with, tensor_samples
 from gstep.errors import ModelError
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from gstep.language.batch import Batch, encoder_outputs
     from gstep.language.model import LanguageModel
     from gstep.language.prompt import PromptBuilder
-    from gstep.language.types import Answer, Decoding, Prompt, PromptPolicy, Score, Visual
+    from gstep.language.types import Answer, Decoding, Prompt, PromptPolicy, Score
+    from gstep.types import Visual
 
 BUILDERS = LazyTable("model type", {name: family.prompts for name, family in FAMILIES.items()})
 
@@ -37,7 +38,7 @@ _PUBLIC = LazyTable(
         "PromptBuilder": "gstep.language.prompt:PromptBuilder",
         "PromptPolicy": "gstep.language.types:PromptPolicy",
         "Score": "gstep.language.types:Score",
-        "Visual": "gstep.language.types:Visual",
+        "Visual": "gstep.types:Visual",
         "encoder_outputs": "gstep.language.batch:encoder_outputs",
     },
 )

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.language.types import Prompt, Visual
+from gstep.language.types import Prompt
+from gstep.types import Visual
 
 #: Elements that the attention mask of a padded batch may have: 64 MiB as bool, 256 MiB more as a kernel's float32.
 MASK_ELEMENTS = 2**26

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from gstep.language.prompt import PromptBuilder, Segment
-from gstep.language.types import Visual
+from gstep.types import Visual
 
 
 class LlavaOnevisionPrompts(PromptBuilder):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
-from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, Visual
+from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy
+from gstep.types import Visual
 
 # A noncharacter, which breaks up a placeholder that a text holds: its two pieces are tokenized as text.
 _MARK = "\U0010fffe"

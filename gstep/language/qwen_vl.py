@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gstep.language.prompt import PromptBuilder, Segment
-from gstep.language.types import PromptPolicy, Visual
+from gstep.language.types import PromptPolicy
+from gstep.types import Visual
 
 
 @dataclass(frozen=True)

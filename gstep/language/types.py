@@ -1,75 +1,21 @@
-"""What goes into a language model and what comes out of it.
+"""What goes into a language model and what comes out of it; the tokens of a video are gstep.types.Visual.
 
 Shapes: K kept tokens of one video, D hidden size, L prompt tokens; T, N and the flat index as in :mod:`gstep.types`.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from typing import Any, TypedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TypedDict
 
-import torch
 from torch import Tensor
+
+from gstep.types import Visual
 
 POSITIONS = ("contiguous", "original")
 RULES = ("transformers-5", "transformers-4.57", "vllm")
 FRAME_TIMES = ("true", "stock")
-
-
-@dataclass(frozen=True)
-class Visual:
-    """The kept tokens of one video, as a prompt needs them.
-
-    Attributes:
-        tokens: [K,D], in the order of the prompt: ascending flat index, or a method's own (on LLaVA-OneVision alone).
-        index: [K] int64, flat index t*N + i before pruning; a merged token carries its target's index.
-        n_frames: T (temporal patches on Qwen).
-        tokens_per_frame: N.
-        extra: what the model family needs besides (``Backbone.model_extra``): grid, seconds a patch, patch times.
-        deepstack: [K,D] a level, the same rows as ``tokens``; Qwen3-VL alone has any.
-        newline: [D], the row that follows the tokens of a video; LLaVA-OneVision alone has one.
-        evidence: what the cache holds of the same tokens besides, for a method that has yet to prune them; no part of a
-            prompt.
-        frame_indices: the sampled frames, by their places in the source; a place repeats where a frame does. Empty
-            where nobody knows them.
-        fps: average frames a second of the whole source; None where nobody knows.
-    """
-
-    tokens: Tensor
-    index: Tensor
-    n_frames: int
-    tokens_per_frame: int
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    deepstack: tuple[Tensor, ...] = ()
-    newline: Tensor | None = None
-    evidence: Mapping[str, Tensor] = field(default_factory=dict)
-    frame_indices: Sequence[int] = ()
-    fps: float | None = None
-
-    @cached_property
-    def placeholder_rows(self) -> Tensor:
-        """[P,D*(1+levels)], what stands for the placeholders in a prompt: deepstack levels side by side, newline last.
-
-        Kept, as all questions on a video share them.
-        """
-        rows = torch.cat([self.tokens, *self.deepstack], dim=1) if self.deepstack else self.tokens
-        return rows if self.newline is None else torch.cat([rows, self.newline[None].to(rows)])
-
-    @cached_property
-    def placeholder_hash(self) -> str:
-        """A hash of ``placeholder_rows``, their dtype and their shape."""
-        rows = self.placeholder_rows
-        return hash_of(f"{rows.dtype} {tuple(rows.shape)} ", rows)
-
-
-def hash_of(text: str, tensor: Tensor) -> str:
-    """Compute the SHA-256 of a text and a tensor's bytes."""
-    digest = hashlib.sha256(text.encode())
-    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 class ChatPart(TypedDict, total=False):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gstep.backbones import ModelSource, Runtime
-from gstep.backbones.weights import check_loaded, load_weights
+from gstep.backbones.runtime import check_loaded, load_weights
 from gstep.checkpoints.tensors import read_tensors
 from gstep.errors import ModelError
 from gstep.language.prompt import text_ids

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+import math
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, Field, fields
+from numbers import Integral, Real
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gstep.lazy import LazyTable, did_you_mean, load_object
 from gstep.methods import METHODS
 from gstep.pruners.base import Pruner
-from gstep.pruners.params import check_params, read_params
+from gstep.pruners.checks import as_float
 
 PRUNERS = LazyTable("method", METHODS)
+
+_NONE = type(None)
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", _NONE: "none"}
 
 
 def make_pruner(method: str | Pruner = "gstep", /, **params: Any) -> Pruner:
@@ -121,3 +128,114 @@ def _imported(path: str) -> Any:
             f"method {path!r} cannot be imported: {type(error).__name__}: {error}; its module must be importable on "
             "every machine that prunes: in a package that is installed there, or in a folder on PYTHONPATH"
         ) from error
+
+
+def check_params(kind: type[Pruner], params: Mapping[str, Any], called: str) -> dict[str, Any]:
+    """Convert parameters to the types of their fields: an int to a float where one is wanted, numbers to Python's own.
+
+    Args:
+        called: the method's name, for messages.
+
+    Raises ValueError for an unknown parameter, a missing one and one of another type, naming what is accepted.
+    """
+    known = {item.name: item for item in fields(kind) if item.init}
+    if unknown := [name for name in params if name not in known]:
+        hinted = ", ".join(name + did_you_mean(name, known) for name in unknown)
+        raise ValueError(f"unknown parameter {hinted} of method {called!r}; it accepts: {', '.join(known) or 'none'}")
+    if missing := [name for name, item in known.items() if name not in params and _is_required(item)]:
+        raise ValueError(f"method {called!r} needs a value of {', '.join(missing)}")
+    hints = _hints(kind, called)
+    return {name: _check_value(name, value, list(_alternatives(hints[name])), called) for name, value in params.items()}
+
+
+def read_params(kind: type[Pruner], texts: Mapping[str, str], called: str) -> dict[str, Any]:
+    """Read parameters given as text by the types of their fields; "none" is None where that is accepted.
+
+    Raises ValueError for text that is no value of the field's type. A name that is no field's is left as it is, for
+    :func:`check_params` to refuse.
+    """
+    hints = _hints(kind, called)
+    return {
+        name: _read_value(name, text, list(_alternatives(hints[name])), called) if name in hints else text
+        for name, text in texts.items()
+    }
+
+
+def _is_required(item: Field[Any]) -> bool:
+    """Return whether a dataclass field has no default."""
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+def _hints(kind: type[Pruner], called: str) -> dict[str, Any]:
+    """Return the annotation of each field."""
+    try:
+        hints = get_type_hints(kind)
+    except Exception as error:  # annotations are code of the method's author
+        raise ValueError(f"method {called!r}: its annotations cannot be read: {error}") from error
+    return {item.name: hints[item.name] for item in fields(kind)}
+
+
+def _alternatives(hint: Any) -> Iterator[Any]:
+    """Yield the members of a union, or the type itself if it is none."""
+    if get_origin(hint) in (Union, types.UnionType):
+        for part in get_args(hint):
+            yield from _alternatives(part)
+    else:
+        yield hint
+
+
+def _check_value(name: str, value: Any, accepted: list[Any], called: str) -> Any:
+    """Return ``value`` in the first accepted type that it fits. Raises ValueError, naming the types."""
+    for kind in accepted:
+        fits, own = _converted(kind, value)
+        if fits:
+            return own
+    raise ValueError(f"method {called!r}: {name} must be {_describe_types(accepted)}; got {value!r}")
+
+
+def _converted(kind: Any, value: Any) -> tuple[bool, Any]:
+    """Return whether ``value`` is of the type, and the value converted to it."""
+    if get_origin(kind) is Literal:
+        same = [choice for choice in get_args(kind) if type(choice) is type(value) and choice == value]
+        return bool(same), value
+    if kind in (int, float):
+        fits = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        fits = fits and (kind is int or math.isfinite(as_float(value)))
+        return fits, kind(value) if fits else value
+    return (isinstance(value, kind), value) if kind in _WORDS else (True, value)
+
+
+def _read_value(name: str, text: str, accepted: list[Any], called: str) -> Any:
+    """Parse ``text`` by the narrowest accepted type that it fits. Raises ValueError, naming the types."""
+    choices = [choice for kind in accepted if get_origin(kind) is Literal for choice in get_args(kind)]
+    for choice in choices:
+        if text == str(choice) or (isinstance(choice, bool) and text == str(choice).lower()):
+            return choice
+    for value in _readings(text):
+        if type(value) in accepted and _converted(type(value), value)[0]:
+            return value
+    unreadable = not (choices or set(accepted) & _WORDS.keys())
+    why = " and cannot be given as text" if unreadable else ""
+    raise ValueError(f"method {called!r}: {name} must be {_describe_types(accepted)}{why}; got {text!r}")
+
+
+def _readings(text: str) -> Iterator[Any]:
+    """Yield the values that ``text`` may stand for, those of the narrowest type first: anything is text."""
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        yield words[text.lower()]
+    for kind in (int, float):
+        with suppress(ValueError):
+            yield kind(text)
+    yield text
+
+
+def _describe_types(accepted: list[Any]) -> str:
+    """Describe the accepted types for a message: "an integer or none"."""
+    parts = []
+    for kind in accepted:
+        if get_origin(kind) is Literal:
+            parts.append("one of " + ", ".join(map(str, get_args(kind))))
+        else:
+            parts.append(_WORDS.get(kind, f"of type {getattr(kind, '__name__', kind)}"))
+    return " or ".join(parts)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.language.types import Prompt, Visual, hash_of
+from gstep.language.types import Prompt
+from gstep.types import Visual, hash_of
 
 
 @dataclass(frozen=True)

@@ -327,7 +327,7 @@ def _children_s() -> float:
     return sum(int(file.read_text(encoding="ascii").split()[0]) for file in stats) / 1e9
 
 
-class Videos(Dataset[torch.Tensor]):
+class ClipDataset(Dataset[torch.Tensor]):
     """A dataset of ``count`` copies of one clip, each item its sampled and resized frames, uint8."""
 
     def __init__(self, path: Path, frames: list[int], count: int, library: str) -> None:
@@ -350,7 +350,7 @@ def videos_per_second(path: Path, frames: list[int], counts: Sequence[int], work
     encode_s: list[float] = []
 
     def run_loop(library: str, count: int) -> None:
-        videos = Videos(path, frames, count, library)
+        videos = ClipDataset(path, frames, count, library)
         for _ in DataLoader(videos, batch_size=None, num_workers=workers, prefetch_factor=2):
             until = time.thread_time() + min(encode_s)
             while time.thread_time() < until:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from jobs.benchmark.efficiency_bench import ArmResult, Bench, Job, Sample, prepare
+from jobs.benchmark.efficiency_bench import ArmResult, Bench, Measurement, Sample, prepare
 from jobs.benchmark.shared import figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, seldom, share
 from jobs.frame.json_document import Done
@@ -138,10 +138,10 @@ def run(arguments: argparse.Namespace) -> Done:
     return Done(0, record, list(tables(rows, title, memory)))
 
 
-def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str:
+def _title(job: Measurement, arguments: argparse.Namespace, visual_tokens: float) -> str:
     """Describe model, machine and workload in one line for the tables' title."""
-    runtime, n_videos = job.runtime, job.request.manifest.num_rows
-    model = f"{job.request.source.name}{' with random weights' if job.random else ''}"
+    runtime, n_videos = job.runtime, job.manifest.num_rows
+    model = f"{job.recipe.source.name}{' with random weights' if job.random else ''}"
     where = f"{machine_line(runtime.device)}, {runtime.dtype_name}, attention {runtime.attn_implementation}"
     what = f"{arguments.num_frames} frames, {visual_tokens:.0f} visual tokens, {arguments.max_new_tokens} new tokens"
     return f"{model} on {where}; {what}; {n_videos} videos x {job.questions} questions x {job.repeats} repeats"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
@@ -31,17 +32,15 @@ from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import VideoItem, commit, write_token_shard
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import RunFailed, UsageError, usage_errors
 from pipeline.generate.late_pruning import LatePruning, parse_pruning_grid, resolve_pruning
 from pipeline.generate.prompts import TextEmbeddings
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, kept_tokens, pruned_columns, without_pixels
-from pipeline.prune.request import PruneRequest, needed_by, resolve
+from pipeline.prune.recipe import Recipe, needed_by, resolve
 from pipeline.rows import ManifestRow, VideoRecord
-from pipeline.runner.request import refusing
-from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 
 T = TypeVar("T")
@@ -78,16 +77,17 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Job:
+class Measurement:
     """The arms, videos and settings of a measurement.
 
     Attributes:
-        request: all tokens of the videos, with the evidence that any of the methods looks at.
+        recipe: makes all tokens of the videos, with the evidence that any of the methods looks at.
         arms: full retention first.
         random: whether the weights are.
     """
 
-    request: PruneRequest
+    recipe: Recipe
+    manifest: pa.Table
     runtime: Runtime
     builder: PromptBuilder
     arms: tuple[Arm, ...]
@@ -97,10 +97,10 @@ class Job:
     random: bool
 
 
-def prepare(folder: Path, arguments: argparse.Namespace) -> Job:
+def prepare(folder: Path, arguments: argparse.Namespace) -> Measurement:
     """Find the model, its frames and the methods. Raises UsageError, with the remedy, where one cannot be used."""
     model, siglip = arguments.model, arguments.siglip
-    with refusing():
+    with usage_errors():
         runtime = choose_runtime(arguments.device, arguments.dtype, arguments.attn)
         random = arguments.random_weights or without_weights(model)
         if random:
@@ -123,14 +123,14 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Job:
             attn=arguments.attn,
         )
         manifest = read_manifest(arguments.videos)
-        request = resolve(config, manifest, LocalStore(folder), Objects.from_environment(), source)
-        builder, identity = prompt_builder(request.source), request.identity(runtime.dtype_name)
+        recipe = resolve(config, source=source)
+        builder, identity = prompt_builder(recipe.source), recipe.identity(runtime.dtype_name)
         arms = [Arm(FULL, 1.0)]
         for point in pruned:
-            late = resolve_pruning(point, identity, request.source, builder)
+            late = resolve_pruning(point, identity, recipe.source, builder)
             arms.append(Arm(point.method_label, point.retention_ratio, late))
     sizes = (arguments.questions, arguments.max_new_tokens, arguments.repeats)
-    return Job(request, runtime, builder, tuple(arms), *sizes, random)
+    return Measurement(recipe, manifest, runtime, builder, tuple(arms), *sizes, random)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,12 +243,12 @@ class Bench:
     Close it after use.
     """
 
-    def __init__(self, job: Job, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Measurement, folder: Path, say: Callable[[str], None]) -> None:
         self._job, self._say, self._device = job, say, job.runtime.device
-        say(f"loading {job.request.source.name}")
-        self.tower: Backbone = family_of(job.request.source).load(job.runtime)
-        self._decoder = VideoDecoder(job.request.decode_setup())
-        self.llm: LanguageModel = load_language_model(job.request.source, job.runtime)
+        say(f"loading {job.recipe.source.name}")
+        self.tower: Backbone = family_of(job.recipe.source).load(job.runtime)
+        self._decoder = VideoDecoder(job.recipe.decode_setup())
+        self.llm: LanguageModel = load_language_model(job.recipe.source, job.runtime)
         # Every answer has its full length: random weights, or another method, would end some sooner.
         self.llm.model.generation_config.eos_token_id = None
         self._embedders = TextEmbeddings(self.llm, self._device, [arm.late for arm in job.arms if arm.late is not None])
@@ -285,7 +285,7 @@ class Bench:
 
     def _measure(self, mode: str, ask: Callable[..., None], results: Sequence[ArmResult]) -> None:
         """Ask about the first video once as a warm-up, then about all videos in every repeat."""
-        videos: list[ManifestRow] = self._job.request.manifest.to_pylist()
+        videos: list[ManifestRow] = self._job.manifest.to_pylist()
         self._say(f"{mode}: to warm up")
         ask(videos[0], 1, 0, [ArmResult(result.arm) for result in results])
         for repeat in range(1, self._job.repeats + 1):
@@ -297,7 +297,7 @@ class Bench:
         """Decode and encode a video, ask every arm its questions, and write the video into the arm's cache."""
         (record, frames), decode_s, _ = timed(lambda: self._decoded(row), "cpu")
         for evidence in dict.fromkeys(result.arm.evidence for result in results):
-            setup = self._job.request.encode_setup(self._device, self._job.runtime.dtype_name)
+            setup = self._job.recipe.encode_setup(self._device, self._job.runtime.dtype_name)
             sources = {name: where for name, where in setup.evidence.items() if name in evidence}
             encoder = VideoEncoder(replace(setup, evidence=sources), self.tower)
             tokens, encode_s, peak = timed(lambda encoder=encoder: encoder.encoded(frames), self._device)  # type: ignore[misc]
@@ -431,13 +431,13 @@ class Bench:
 
     def _header(self, arm: Arm) -> CacheHeader:
         """Return the cache header for an arm: of its kept tokens, or of all tokens with evidence if it prunes later."""
-        request = self._job.request
-        cached = {name: where for name, where in request.evidence.items() if name in arm.cached_evidence}
-        request = replace(request, evidence=cached)
+        recipe = self._job.recipe
+        cached = {name: where for name, where in recipe.evidence.items() if name in arm.cached_evidence}
+        recipe = replace(recipe, evidence=cached)
         if arm.stored and arm.late is not None:
-            request = replace(request, pruner=arm.late.pruner, retention_ratio=arm.late.retention_ratio)
+            recipe = replace(recipe, pruner=arm.late.pruner, retention_ratio=arm.late.retention_ratio)
         static = StaticParts(self.tower.hidden_size, self._newline(), self._job.builder.deepstack_levels)
-        return request.header(self._job.runtime.dtype_name, static)
+        return recipe.header(self._job.runtime.dtype_name, static)
 
 
 def _highest(*peaks: float | None) -> float | None:

@@ -26,7 +26,7 @@ from pipeline.prune import graph
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, kept_tokens, pruned_columns
 from pipeline.prune.library import prune_videos
-from pipeline.prune.request import PruneRequest
+from pipeline.prune.recipe import Recipe
 from pipeline.rows import TodoRow, VideoRecord
 from pipeline.runner.access import workers_import_this
 from pipeline.runner.cluster import connect
@@ -126,12 +126,12 @@ def run_job(work: Work) -> dict[str, float]:
 
     It replaces the encoders of this process's runs, and of a DRIVER the decoders too.
     """
-    encode_setup = PruneRequest.encode_setup
+    encode_setup = Recipe.encode_setup
 
-    def sleeping_setup(self: PruneRequest, device: str, dtype: str) -> EncodeSetup:
+    def sleeping_setup(self: Recipe, device: str, dtype: str) -> EncodeSetup:
         return SleepingSetup(**vars(encode_setup(self, device, dtype)), work_s=work.encode_s)
 
-    PruneRequest.encode_setup = sleeping_setup  # type: ignore[method-assign]
+    Recipe.encode_setup = sleeping_setup  # type: ignore[method-assign]
     if work.kind == DRIVER:
         vars(graph)["Decoder"] = IdleDecoder
     options = {"model": "tiny", "num_frames": work.frames, "retention_ratio": RATIO, "device": "cpu"}

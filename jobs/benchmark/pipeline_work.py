@@ -64,7 +64,7 @@ class Work:
         return Path(self.folder) / "out"
 
 
-class Videos(Dataset[tuple[str, torch.Tensor]]):
+class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
     """A dataset of one encoder's share of the videos, each item an id and its frames, [t,h,w,3] uint8."""
 
     def __init__(self, work: Work, encoder: int) -> None:
@@ -97,7 +97,7 @@ def run_loop(work: Work) -> dict[str, float]:
 def encode_share(work: Work, encoder: int) -> None:
     """Decode by a DataLoader, sleep for each video as the encoder does, and write tokens to Parquet."""
     tokens, waiting = os.urandom(work.frames * KEPT_BYTES_PER_FRAME), dict[str, bytes]()
-    videos, workers = Videos(work, encoder), max(1, work.workers // work.encoders)
+    videos, workers = VideoDataset(work, encoder), max(1, work.workers // work.encoders)
     # No batches: videos differ in length. Frames would go to the GPU as they are, so nothing is computed of them here.
     loader = DataLoader(videos, batch_size=None, num_workers=workers, prefetch_factor=_PREFETCH)
     for number, (video_id, _) in enumerate(loader, start=1):

@@ -23,7 +23,7 @@ from jobs.benchmark.shared import figure_table, machine, machine_line, medians_i
 from jobs.benchmark.tokens import INPUTS
 from jobs.command import count, share
 from jobs.frame.json_document import Done
-from pipeline.runner.request import refusing
+from pipeline.errors import usage_errors
 
 ALPHA, BETA = 0.5, 1e-6  # those of gstep.prune
 PREFIX = 200  # steps of the loop that are timed where all of them would take too long; all cost the same
@@ -78,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Done:
     """Measure every input, size and ratio in turn, and show. Raises UsageError where there is no such device."""
-    with refusing():
+    with usage_errors():
         choose_runtime(arguments.device)
     torch.set_num_threads(arguments.threads)
     times = []

@@ -25,7 +25,7 @@ import torch
 from rich.table import Table
 
 from gstep.serving.options import prepare_process
-from jobs.benchmark.serving_ways import MODES, ONLINE, CachedWay, Job, OnlineWay, Pass, Way
+from jobs.benchmark.serving_ways import MODES, ONLINE, CachedWay, OnlineWay, Pass, ServingWay, ServingWork
 from jobs.benchmark.shared import ProcessTree, figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, share
 from jobs.frame.json_document import Done
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> Done:
         if cache is None:
             say("making a cache of the sample clips")
             cache = make_cache(Path(folder) / "cache", arguments.model, arguments.num_frames)
-        job = Job(
+        job = ServingWork(
             model=arguments.model,
             cache=cache,
             num_frames=arguments.num_frames,
@@ -140,7 +140,7 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
     return str(folder)
 
 
-def measure(mode: str, job: Job) -> list[WayResult]:
+def measure(mode: str, job: ServingWork) -> list[WayResult]:
     """Measure one way of answering in a child process, whose memory ends with it. Raises RunFailed where it fails."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -164,7 +164,7 @@ def measure(mode: str, job: Job) -> list[WayResult]:
     return answer
 
 
-def _measure_in_child(mode: str, job: Job, pipe: Connection, log: str) -> None:
+def _measure_in_child(mode: str, job: ServingWork, pipe: Connection, log: str) -> None:
     """Measure in the child process, and send the results or the error's text through the pipe; prints go to ``log``."""
     with Path(log).open("a") as printed:
         for stream in (1, 2):
@@ -174,7 +174,7 @@ def _measure_in_child(mode: str, job: Job, pipe: Connection, log: str) -> None:
         if VLLM in mode:  # with its engine in a process of its own, as servers have it
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
             prepare_process("cuda" if torch.cuda.is_available() else "cpu", 1, multiprocessing=True)
-        way: Way = OnlineWay(job) if mode == ONLINE else CachedWay(mode, job)
+        way: ServingWay = OnlineWay(job) if mode == ONLINE else CachedWay(mode, job)
         try:
             pipe.send(list(_measure_way(way, mode, job)))
         finally:
@@ -183,7 +183,7 @@ def _measure_in_child(mode: str, job: Job, pipe: Connection, log: str) -> None:
         pipe.send(f"{type(error).__name__}: {error}")
 
 
-def _measure_way(way: Way, mode: str, job: Job) -> Iterator[WayResult]:
+def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayResult]:
     """Yield one result a ratio and number of questions: each round is asked once cold, and then the same again."""
     way.fresh(job.ratios[0], 1)()  # what is loaded and compiled on first use does not count
     memory = ProcessTree(os.getpid())

@@ -34,7 +34,7 @@ MODES = (*CACHED, ONLINE)
 
 
 @dataclass(frozen=True)
-class Job:
+class ServingWork:
     """The work of the benchmark: the model, the cache, and the ratios and numbers of questions a video to try.
 
     Pickles.
@@ -74,7 +74,7 @@ class Pass(NamedTuple):
 Ask = Callable[[], Pass]
 
 
-class Way(Protocol):
+class ServingWay(Protocol):
     """One way of answering, with its engine loaded."""
 
     def fresh(self, ratio: float, questions: int) -> Ask:
@@ -91,7 +91,7 @@ class CachedWay:
     few more or less than the ratio says: rows and prefixes of other numbers have other names.
     """
 
-    def __init__(self, mode: str, job: Job) -> None:
+    def __init__(self, mode: str, job: ServingWork) -> None:
         source, self._cache = ModelSource.resolve(job.model), TokenCache(job.cache)
         options = EngineOptions(engine=CACHED[mode])
         self._engine = load_engine(options, source, choose_runtime(), self._cache.most_tokens + 1)
@@ -163,7 +163,7 @@ class CachedWay:
 class OnlineWay:
     """The way of answering by vLLM alone, whose own loader decodes every video and whose model encodes it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ServingWork) -> None:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - tens of seconds to import
 
         runtime, (name, revision) = choose_runtime(), ModelSource.resolve(job.model).pretrained()

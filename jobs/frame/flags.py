@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.errors import UsageError
-from pipeline.option_values import checked_options, share, value_type
+from pipeline.options import checked_options, share, value_type
 
 T = TypeVar("T")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,6 @@ from pipeline.errors import CorruptShard, RunFailed
 from pipeline.options import S3Options
 
 if TYPE_CHECKING:
-    from pipeline.cache.reader import TokenCache
-    from pipeline.rewrite.rewrite import Rewrite
     from pipeline.storage.s3 import Objects
 
 Say = Callable[[str], None]
@@ -79,27 +76,3 @@ def objects_of(config: S3Options) -> Objects:
 def saying(console: Console) -> Say:
     """Return a function that prints a line as it is."""
     return partial(console.print, highlight=False, markup=False, soft_wrap=True)
-
-
-def rewrite_cache(
-    name: str, place: str, out: str, config: S3Options, console: Console, plan: Callable[[TokenCache], Rewrite]
-) -> Done:
-    """Make the cache ``out`` of the cache at ``place``, or continue it; print what was done and return the record.
-
-    ``name`` is the command's word for the cache at ``place``; ``plan`` plans the rewrite of that cache.
-
-    Raises RunFailed where a store fails, and as ``plan`` and ``rewrite``.
-    """
-    from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
-    from pipeline.rewrite.rewrite import rewrite  # noqa: PLC0415
-    from pipeline.storage.stores import store_at  # noqa: PLC0415
-
-    objects, say = objects_of(config), saying(console)
-    made = store_at(out, objects)
-    try:
-        done = rewrite(plan(TokenCache(place, store=store_at(place, objects))), made, say)
-    except OSError as error:
-        raise RunFailed(str(error)) from error
-    for line in done.lines():
-        say(line)
-    return Done(1 if done.failed else 0, {name: place, "out": out, **asdict(done)})

@@ -50,9 +50,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Make the videos and their questions; returns the exit code."""
-    from pipeline.evaluate.shapes.layout import Recipe, read_mp4, write_benchmark, write_picture  # noqa: PLC0415 - not needed for --help  # noqa: PLC0415
+    from pipeline.evaluate.shapes.layout import CorpusRecipe, read_mp4, write_benchmark, write_picture  # noqa: PLC0415 - not needed for --help  # noqa: PLC0415
 
-    recipe = Recipe(
+    recipe = CorpusRecipe(
         split=arguments.split,
         seed=arguments.seed,
         n_videos=arguments.videos,

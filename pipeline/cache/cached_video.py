@@ -22,7 +22,7 @@ from pipeline.rows import VideoRow
 if TYPE_CHECKING:  # a cache is opened, listed and asked for metadata without torch
     from torch import Tensor
 
-    from gstep.language import Visual
+    from gstep.types import Visual
 
 #: Evidence of one number a token: its labels begin so.
 ONE_NUMBER = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes == ("T", "N"))
@@ -67,7 +67,7 @@ class CachedVideo:
     @property
     def visual(self) -> Visual:
         """The tokens as prompts take them (``gstep.language``), in the order they were read in."""
-        from gstep.language import Visual  # noqa: PLC0415 - who only reads tokens does without
+        from gstep.types import Visual  # noqa: PLC0415 - who only reads tokens does without
 
         row = self.metadata
         return Visual(

@@ -10,8 +10,7 @@ from pipeline.doctor.nodes import alive_nodes, judge_nodes, look_at_nodes, look_
 from pipeline.doctor.speed import check_balance, check_decoding, check_device, first_videos
 from pipeline.doctor.store import check_store, reachable
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.one_video import request_of
-from pipeline.prune.request import PruneRequest
+from pipeline.prune.recipe import Recipe, resolve
 from pipeline.runner.cluster import connect
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
@@ -29,7 +28,7 @@ class Doctor:
     def __init__(self, config: PruneConfig, say: Callable[[str], object]) -> None:
         self._config, self._say = config, say
         self._cluster: dict[str, float] = {}
-        self._request: PruneRequest | None = None
+        self._recipe: Recipe | None = None
         self._decode_s: float | None = None
         self._encode_s: float | None = None
 
@@ -44,11 +43,11 @@ class Doctor:
             yield from guarded("nodes", lambda: judge_nodes(look_at_nodes(), look_here()))
         yield from guarded("store", self._check_store)
         yield from guarded("model", self._check_model)
-        if self._request is not None and self._cluster:
+        if self._recipe is not None and self._cluster:
             self._say("decoding some of the videos")
-            yield from guarded("decoding", partial(self._check_decoding, self._request))
+            yield from guarded("decoding", partial(self._check_decoding, self._recipe))
             self._say("encoding on the device")
-            yield from guarded("encode", partial(self._check_devices, self._request))
+            yield from guarded("encode", partial(self._check_devices, self._recipe))
         cores, gpus = self._cluster.get("CPU", 0.0), self._cluster.get("GPU", 0.0)
         yield check_balance(self._decode_s, self._encode_s, cores, gpus)
 
@@ -75,19 +74,19 @@ class Doctor:
 
     def _check_model(self) -> Iterator[Finding]:
         """Resolve the model as a run does."""
-        self._request = request_of(self._config)
-        source = self._request.source
+        self._recipe = resolve(self._config)
+        source = self._recipe.source
         yield Finding("model", "ok", f"{self._config.model}: {source.model_type}, {source.identity}")
 
-    def _check_decoding(self, request: PruneRequest) -> Iterator[Finding]:
+    def _check_decoding(self, recipe: Recipe) -> Iterator[Finding]:
         """Decode the first videos here."""
-        rows = first_videos(self._config, request.objects, _VIDEOS)
-        findings, self._decode_s = check_decoding(request.decode_setup(), rows)
+        rows = first_videos(self._config, recipe.objects, _VIDEOS)
+        findings, self._decode_s = check_decoding(recipe.decode_setup(), rows)
         yield from findings
 
-    def _check_devices(self, request: PruneRequest) -> Iterator[Finding]:
+    def _check_devices(self, recipe: Recipe) -> Iterator[Finding]:
         """Encode on a GPU of each node that has one; without any, on the CPUs of each node, as an encoder would."""
-        setup, shape = request.encode_setup(self._config.device, "auto"), request.decode_setup().largest_frames()
+        setup, shape = recipe.encode_setup(self._config.device, "auto"), recipe.decode_setup().largest_frames()
         on_gpus = int(self._config.device != "cpu" and self._cluster.get("GPU", 0.0) >= 1)
         reports = on_each_node(partial(check_device, setup, shape), gpus=on_gpus, wait_s=_DEVICE_S)
         for host, report in reports.items():

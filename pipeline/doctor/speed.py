@@ -14,7 +14,7 @@ import torch
 
 from pipeline.doctor.finding import Finding, guarded
 from pipeline.errors import UsageError
-from pipeline.inputs.container import Asked
+from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
@@ -40,7 +40,7 @@ def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[T
         attempts = pa.array([1] * len(videos), pa.int32())
         return pa.Table.from_arrays([*videos.columns, attempts], schema=TODO_SCHEMA)
 
-    indexing = Indexing(Asked(config.column, config.clip_names()), later=True, limited=True)
+    indexing = Indexing(ContainerOptions(config.column, config.clip_names()), later=True, limited=True)
     known = to_do(read_manifest(config.videos, config.video_root, objects, indexing)).slice(0, n_videos)
     with Discovery(indexing, objects, lambda videos: (videos, to_do(videos)), known, n_videos) as discovery:
         rows: list[TodoRow] = discovery.all().todo.to_pylist()

@@ -22,7 +22,7 @@ from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import CacheIdentity, differences, header_bytes, read_header_file
 from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.cache.schema import digest
-from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError
+from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
@@ -41,12 +41,11 @@ from pipeline.generate.answers import (
 from pipeline.generate.engines import ENGINES, describe_engine
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_whole, resolve_pruning
 from pipeline.generate.model import check_model, choose_model
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.options import EngineOptions
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import match_cache, needed_by, resolve, sampling_settings
+from pipeline.prune.recipe import needed_by, resolve, sampling_settings
 from pipeline.rows import Json, JsonObject
-from pipeline.runner.request import check_out, refusing, store_refusing
+from pipeline.runner.run_record import check_out
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
@@ -117,7 +116,7 @@ def _held(cached: Store, *, named: bool) -> CacheIdentity | None:
 
     Raises NotACache if the place holds something else.
     """
-    with store_refusing():
+    with store_usage_errors():
         held = read_header(cached)["identity"] if cached.exists(HEADER) else None
         if held is None and named and cached.taken():
             raise NotACache(f"--cache {cached} exists and is no cache (it has no {HEADER}): name an empty place")
@@ -144,10 +143,10 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     videos = videos_of(config, grid, protocol, source, cache, held)
     if held is not None and videos is None:
         check_frames(config, protocol, source, cache, held)
-    with refusing():
+    with usage_errors():
         made = held if videos is None else identity_of(videos, cached, objects, console)
         described = _check_methods(grid, made, source, cache, config)
-    with store_refusing():
+    with store_usage_errors():
         _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), described, config)
     request = EvaluateRequest(
         config=config,
@@ -162,14 +161,14 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         videos=videos,
         objects=objects,
     )
-    with store_refusing():
+    with store_usage_errors():
         match_results(store, request.identity)
     return request
 
 
 def _check_cached(loaded: LoadedQuestions, place: Store, console: Console) -> None:
     """Say before a model is loaded how many questions are about videos that the cache does not have."""
-    with store_refusing():
+    with store_usage_errors():
         cache = TokenCache(str(place), store=place)
     absent = [(item, name) for item in loaded.items for name in item.video_ids if name not in cache]
     if absent:
@@ -222,7 +221,7 @@ def _arms(config: EvaluateConfig, source: ModelSource) -> Grid:
     Positions stay out of the names of methods where they are the model family's, and of methods that prune inside the
     model, which sees all tokens.
     """
-    with refusing():
+    with usage_errors():
         usual, variant = prompt_builder(source).policy.positions, family_of(source).variant
         arms: dict[str, PruningSpec | None] = {}
         for label, one in config.grid().items():
@@ -237,7 +236,7 @@ def _arms(config: EvaluateConfig, source: ModelSource) -> Grid:
 
 def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:
     """Return the model: the one asked for, which must fit the cache, else the cache's own, else tiny."""
-    with refusing():
+    with usage_errors():
         if held is None:
             return ModelSource.resolve(config.model or "tiny", config.revision)
         return ModelSource.resolve(*choose_model(config.model, config.revision, held["model"]["weights"]))
@@ -293,7 +292,7 @@ def data_folder(request: EvaluateRequest) -> Path:
 
 
 _PASSED_ON = (
-    *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "wait", "join"),
+    *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "join"),
     *("retry_failed", "max_attempts"),
     *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_region"),
 )
@@ -363,7 +362,7 @@ def _evidence(grid: Grid, source: ModelSource, cache: str, held: CacheIdentity |
     Raises UsageError where that is less.
     """
     needed: dict[tuple[str, str], str] = {}
-    with refusing():
+    with usage_errors():
         for one in grid.values():
             if one is not None:
                 needed |= dict.fromkeys(needed_by(one.method, source.model_type, one.params), one.method)
@@ -388,7 +387,7 @@ def frame_rule(rule: FrameRule) -> str:
 
 def identity_of(videos: PruneConfig, cached: Store, objects: Objects, console: Console) -> CacheIdentity:
     """Return the identity that the cache has or will have. Raise IdentityMismatch if an existing cache differs."""
-    job = resolve(videos, MANIFEST_SCHEMA.empty_table(), cached, objects)
-    with store_refusing():
-        job = match_cache(job, console)
-    return job.identity("float32" if job.dtype == "auto" else job.dtype)
+    recipe = resolve(videos, objects)
+    with store_usage_errors():
+        recipe = recipe.matched(cached, console)
+    return recipe.identity("float32" if recipe.dtype == "auto" else recipe.dtype)

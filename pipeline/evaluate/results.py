@@ -23,7 +23,7 @@ from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import RESULTS_HEADER, read_results_header
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
-from pipeline.evaluate.statistics import ORIGINAL, Arm, arms_of, score_matrix
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, score_matrix
 from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
 from pipeline.evaluate.table import ResultsTable, ScoredBenchmark, latex, markdown, results_table
 from pipeline.generate.late_pruning import parse_pruning_grid
@@ -206,7 +206,7 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     methods = [parse_pruning_grid([method], [1.0])[0].method_label for method in config.method]
     there = dict.fromkeys(arm for one in found for arm in arms_of(one.scores))
     ratios = config.retention_ratio or sorted({arm.ratio for arm in there if arm != ORIGINAL}, reverse=True)
-    asked = [Arm(method, ratio) for method in methods for ratio in ratios]
+    asked = [MethodAtRatio(method, ratio) for method in methods for ratio in ratios]
     missing = [line for one in found for line in _missing(one, asked or list(there))]
     table = results_table(
         found[0].model,
@@ -239,7 +239,7 @@ def _check_alike(found: Sequence[_Results]) -> None:
             )
 
 
-def _missing(one: _Results, asked: Sequence[Arm]) -> list[str]:
+def _missing(one: _Results, asked: Sequence[MethodAtRatio]) -> list[str]:
     """Return lines about the methods at ratios that these results lack, and about its server's scores."""
     held = set(arms_of(one.scores))
     lacking = [f"{arm.method}@{arm.ratio:g}" for arm in asked if arm not in held]

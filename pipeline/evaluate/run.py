@@ -38,7 +38,7 @@ from pipeline.evaluate.request import (
     write_results_header,
 )
 from pipeline.evaluate.scores import answered_item, mode_of, score_table
-from pipeline.evaluate.statistics import ORIGINAL, Arm
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import (
     COMPARED,
     AnswersIdentity,
@@ -58,8 +58,7 @@ from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 from pipeline.runner.claim import Claim
-from pipeline.runner.request import new_run_id
-from pipeline.runner.run_record import RUNS
+from pipeline.runner.run_record import RUNS, new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
@@ -110,7 +109,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     if answers is None:
         answers = summarise_answers(live, len(request.questions) * len(request.grid), set(), 0.0)
     arms = {
-        label: ORIGINAL if one is None else Arm(one.method_label, one.retention_ratio)
+        label: ORIGINAL if one is None else MethodAtRatio(one.method_label, one.retention_ratio)
         for label, one in request.grid.items()
     }
     scores = score_table(request.loaded.items, arms, live, request.protocol)
@@ -220,7 +219,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     Raises UsageError for a place without answers, and where not all hold the same questions.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, Arm]()
+    first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, MethodAtRatio]()
     settings: JsonObject = {}
     for place in config.score:
         store = store_at(place, objects)
@@ -276,7 +275,7 @@ def _sampling(identity: AnswersIdentity) -> SamplingIdentity:
     return identity["cache"].get("sampling") or {}
 
 
-def _arm(identity: AnswersIdentity) -> Arm:
+def _arm(identity: AnswersIdentity) -> MethodAtRatio:
     """Return the method and ratio by which the tokens of these answers were pruned, and the codec that stored them."""
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
@@ -284,7 +283,9 @@ def _arm(identity: AnswersIdentity) -> Arm:
     snap = _sampling(identity).get(_SNAP)
     label = _label(described["method"], described["params"]) + ("" if snap is None else f",{_SNAP}={snap:g}")
     codec = codec_of(identity["cache"])
-    return Arm(label if codec is BFLOAT16 else f"{label},token_codec={codec.name}", float(identity["retention_ratio"]))
+    return MethodAtRatio(
+        label if codec is BFLOAT16 else f"{label},token_codec={codec.name}", float(identity["retention_ratio"])
+    )
 
 
 def _label(method: str, params: JsonObject) -> str:

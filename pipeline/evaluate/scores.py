@@ -15,7 +15,7 @@ from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import is_unpublished, item_of, same_text
 from pipeline.evaluate.parsers import Parsed, parse, without_reasoning
 from pipeline.evaluate.protocols import Protocol
-from pipeline.evaluate.statistics import Arm
+from pipeline.evaluate.statistics import MethodAtRatio
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 
@@ -63,7 +63,9 @@ class Reply(NamedTuple):
     score: float | None
 
 
-def score_table(items: Sequence[Item], arms: Mapping[str, Arm], answers: pa.Table, protocol: Protocol) -> pa.Table:
+def score_table(
+    items: Sequence[Item], arms: Mapping[str, MethodAtRatio], answers: pa.Table, protocol: Protocol
+) -> pa.Table:
     """Return rows of SCORE_SCHEMA: each question under each arm; a question without an answer counts as failed.
 
     Args:
@@ -93,7 +95,7 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
     return Reply(parsed.choice, not parsed.drawn and score == 1.0, score)
 
 
-def _row(item: Item, arm: Arm, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
+def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
     """Return one row of the scores: an item, an arm, and the answer with its score."""
     common = {
         "question_id": item.question_id,

@@ -27,7 +27,7 @@ _TINY = 1e-9  # smaller differences are rounding errors, since scores differ by 
 _CHUNK = 512  # draws at a time, because their counts of videos take the memory
 
 
-class Arm(NamedTuple):
+class MethodAtRatio(NamedTuple):
     """A method at a retention ratio, a row of a table."""
 
     method: str
@@ -35,11 +35,11 @@ class Arm(NamedTuple):
 
 
 #: Full retention, which methods are compared with.
-ORIGINAL = Arm("none", 1.0)
+ORIGINAL = MethodAtRatio("none", 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
+class AnswerCounts:
     """The counts of an arm's answers; tallies of several benchmarks are added.
 
     Attributes:
@@ -58,8 +58,8 @@ class Tally:
     kept_tokens: float = 0.0
     kept_shares: float = 0.0
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+    def __add__(self, other: AnswerCounts) -> AnswerCounts:
+        return AnswerCounts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
     @property
     def tokens(self) -> float | None:
@@ -92,7 +92,7 @@ class ScoreMatrix:
     scores: Floats
     clusters: Ints
     splits: Sequence[dict[str, str]]
-    tallies: Sequence[Tally]
+    tallies: Sequence[AnswerCounts]
 
     def whole(self) -> Ints:
         """Return each question's part for the mean over all questions: 0."""
@@ -115,18 +115,18 @@ class ScoreMatrix:
         return part
 
 
-def arms_of(scores: pa.Table) -> list[Arm]:
+def arms_of(scores: pa.Table) -> list[MethodAtRatio]:
     """Return the arms of a table of scores, in order of first appearance."""
     return list(dict.fromkeys(arm_by_row(scores)))
 
 
-def arm_by_row(scores: pa.Table) -> list[Arm]:
+def arm_by_row(scores: pa.Table) -> list[MethodAtRatio]:
     """Return the arm of each row of scores."""
     rows = zip(scores["method"].to_pylist(), scores["retention_ratio"].to_pylist(), strict=True)
-    return [ORIGINAL if method == ORIGINAL.method else Arm(method, ratio) for method, ratio in rows]
+    return [ORIGINAL if method == ORIGINAL.method else MethodAtRatio(method, ratio) for method, ratio in rows]
 
 
-def score_matrix(scores: pa.Table, arms: Sequence[Arm]) -> ScoreMatrix:
+def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix:
     """Return the score matrix of some arms; a failed answer scores 0.
 
     Args:
@@ -159,7 +159,7 @@ def score_matrix(scores: pa.Table, arms: Sequence[Arm]) -> ScoreMatrix:
     )
 
 
-def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[Tally]:
+def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[AnswerCounts]:
     """Count each arm's answers, failures, unread replies and kept tokens."""
     free_N = scores["n_options"].to_numpy() == 0  # a free question has no option to name
     unparsed_N = ~failed_N & ~free_N & scores["parsed"].is_null().to_numpy()
@@ -174,7 +174,7 @@ def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms:
         "kept_tokens": np.bincount(arm_N[known_N], kept_N[known_N], n_arms).tolist(),
         "kept_shares": np.bincount(arm_N[known_N], share_N[known_N], n_arms).tolist(),
     }
-    return [Tally(**{name: values[a] for name, values in columns.items()}) for a in range(n_arms)]
+    return [AnswerCounts(**{name: values[a] for name, values in columns.items()}) for a in range(n_arms)]
 
 
 class Difference(NamedTuple):

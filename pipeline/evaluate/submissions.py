@@ -16,7 +16,7 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORES
-from pipeline.evaluate.statistics import Arm, arm_by_row, arms_of
+from pipeline.evaluate.statistics import MethodAtRatio, arm_by_row, arms_of
 from pipeline.storage.stores import Store
 
 FOLDER = "submissions"
@@ -35,7 +35,7 @@ class Submission(NamedTuple):
     n_drawn: int
 
 
-def submissions(items: Sequence[Item], scores: pa.Table) -> dict[Arm, Submission]:
+def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, Submission]:
     """Return the submission of every method and ratio.
 
     Where a reply names no option, one is drawn as lmms-eval does, by the question's id: it is the same for all methods
@@ -71,7 +71,7 @@ def write_submissions(store: Store, done: ScoredQuestions, console: Console) -> 
     return [*names, FORM]
 
 
-def submission_name(arm: Arm) -> str:
+def submission_name(arm: MethodAtRatio) -> str:
     """Return an arm's name as a file name, even if the method is named by an import path."""
     return f"{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}"
 
@@ -95,7 +95,7 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
     return scores
 
 
-def unknown_names(store: Store, arms: Iterable[Arm]) -> list[str]:
+def unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:
     """Return the names with a score in the form for which these results have no submission."""
     known = set(map(submission_name, arms))
     return [name for name, value in server_scores(store).items() if value is not None and name not in known]

@@ -23,12 +23,12 @@ from pipeline.evaluate.statistics import (
     ORIGINAL,
     OUTSIDE,
     SIGNIFICANT,
-    Arm,
+    AnswerCounts,
     Estimate,
     Floats,
     Ints,
+    MethodAtRatio,
     ScoreMatrix,
-    Tally,
     arms_of,
     estimates,
     holm,
@@ -162,7 +162,7 @@ class Row:
     cells: Sequence[Cell | None]
     mean: Cell | None
     rel: Cell | None
-    tally: Tally
+    tally: AnswerCounts
 
     @property
     def title(self) -> str:
@@ -304,7 +304,7 @@ def results_table(
     of_overall = [[row[c] for c in last] for row in by_arm]
     rel = _compared(arms, relative(overall, _FULL), [rel_of(row, of_overall[_FULL]) for row in of_overall])
     mean = _marked(arms, [_mean_of(row) for row in of_overall])
-    tallies = [sum(of_arm, Tally()) for of_arm in zip(*(matrix.tallies for matrix in matrices), strict=True)]
+    tallies = [sum(of_arm, AnswerCounts()) for of_arm in zip(*(matrix.tallies for matrix in matrices), strict=True)]
     rows = []
     for a, arm in enumerate(arms):
         method, _, positions = arm.method.partition(_POSITIONS)
@@ -348,7 +348,7 @@ def marks(shown: Sequence[Cell | None]) -> list[Mark]:
     return [mark.get(number, "") for number in value]
 
 
-def _ordered(benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None) -> list[Arm]:
+def _ordered(benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None) -> list[MethodAtRatio]:
     """Return the arms but full retention: by falling ratio, then by positions, then in the order of ``methods``."""
     found = dict.fromkeys(arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL)
     names = {arm: arm.method.partition(_POSITIONS) for arm in found}
@@ -390,14 +390,14 @@ def _mean_of(cells: Sequence[Cell | None]) -> Cell | None:
     return Cell(score=mean, printed=printed(mean))
 
 
-def _same_block(arms: Sequence[Arm]) -> list[list[int]]:
+def _same_block(arms: Sequence[MethodAtRatio]) -> list[list[int]]:
     """Return the numbers of the arms at the same ratio and positions, without full retention."""
     others = range(_FULL + 1, len(arms))  # in the order of _ordered
     found = groupby(others, key=lambda a: (arms[a].ratio, arms[a].method.partition(_POSITIONS)[2]))
     return [list(block) for _, block in found]
 
 
-def _marked(arms: Sequence[Arm], shown: Sequence[Cell | None]) -> list[Cell | None]:
+def _marked(arms: Sequence[MethodAtRatio], shown: Sequence[Cell | None]) -> list[Cell | None]:
     """Return a column's cells with their marks."""
     cells = list(shown)
     for block in _same_block(arms):
@@ -406,7 +406,7 @@ def _marked(arms: Sequence[Arm], shown: Sequence[Cell | None]) -> list[Cell | No
     return cells
 
 
-def _compared(arms: Sequence[Arm], numbers: Estimate, shown: Sequence[Cell | None]) -> list[Cell | None]:
+def _compared(arms: Sequence[MethodAtRatio], numbers: Estimate, shown: Sequence[Cell | None]) -> list[Cell | None]:
     """Return a column's cells with their marks and comparisons; the methods of a block are one family of tests."""
     cells = _marked(arms, shown)
     for block in _same_block(arms):

@@ -20,14 +20,13 @@ from pipeline.cache.header import CacheIdentity
 from pipeline.cache.live_rows import INDEX_COLUMNS
 from pipeline.cache.method import declared_method
 from pipeline.cache.reading import TokenOrder, rows_wanted
-from pipeline.errors import QuestionFault, UsageError
+from pipeline.errors import QuestionFault, UsageError, usage_errors
 from pipeline.generate.answers import PRUNINGS, AnswersIdentity
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, choose_batch_size, describe_engine
 from pipeline.generate.late_pruning import LatePruning, PruningSpec, describe_prunings, resolve_pruning
 from pipeline.generate.questions import AnswerMode, describe_decoding
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
-from pipeline.runner.request import refusing
 from pipeline.storage.stores import Store
 
 # Columns that are read of the cache's index, beside those that TokenCache needs.
@@ -116,7 +115,7 @@ class PromptForecast:
             return
         if ratio > stored + 1e-9:
             raise UsageError(f"--retention-ratio {ratio}: the cache stores {stored}; prune into another --out for more")
-        with refusing():
+        with usage_errors():
             for row in self.cached.values():
                 rows_wanted(row, ratio)
 
@@ -205,7 +204,7 @@ def resolve_prunings(
     builder: PromptBuilder,
 ) -> dict[str, LatePruning | None]:
     """Return the prunings by name, each checked against the cache and the engine. Raises UsageError."""
-    with refusing():
+    with usage_errors():
         prunings = {
             name: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
             for name, spec in specs.items()

@@ -24,8 +24,7 @@ from pipeline.generate.engines import Engine, EngineDied, load_engine
 from pipeline.generate.prompts import PreparedQuestion, PromptMaker, heartbeat_name, unforeseen_fault
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, parse_letter
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
-from pipeline.runner.gpu_fault import give_up_process
-from pipeline.runner.heartbeat import Heartbeat
+from pipeline.runner.heartbeat import Heartbeat, give_up_process
 
 STAGE = "answer"
 GROW_AFTER = 16  # batches after a failure before a larger one is tried

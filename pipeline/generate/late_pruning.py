@@ -242,7 +242,7 @@ def evidence_columns(method: str, pruner: Pruner, cache_identity: CacheIdentity)
         siglip = " --siglip MODEL" if HEAD_SOURCES & {*sources.values()} else ""
         raise UsageError(
             f"--pruner {method} needs {' and '.join(sources)} on {family.model_type}, which this cache does not hold: "
-            f"make one with python -m jobs.prune --pruner none --evidence-for {method}{siglip}"
+            f"make one with python -m jobs.prune --pruner none --evidence {method}{siglip}"
         )
     return tuple((name, columns[name, where]) for name, where in sources.items())
 

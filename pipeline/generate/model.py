@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints.files import SHIPPED
-from gstep.checkpoints.identity import tower_hash
+from gstep.checkpoints.tensors import tower_hash
 from gstep.checkpoints.tiny import TINY
 from gstep.language import PromptBuilder, prompt_builder
 from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, fingerprint

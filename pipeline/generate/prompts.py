@@ -29,8 +29,7 @@ from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.questions import AnswerMode, add_choices, letters
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
-from pipeline.runner.gpu_fault import exit_after_gpu_fault
-from pipeline.runner.heartbeat import POISON, Heartbeat
+from pipeline.runner.heartbeat import POISON, Heartbeat, exit_after_gpu_fault
 
 _MAX_VIDEO_BYTES = 2**30  # of videos that a worker keeps in memory for later questions
 _MAX_SELECTED_BYTES = 2**29  # of selections, and again of selected tokens, kept beside them

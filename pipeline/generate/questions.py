@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from gstep.language import Decoding
-from pipeline.errors import QuestionsError, near_file
+from pipeline.errors import QuestionsError, near_file, usage_errors
 from pipeline.generate.config import GenerateConfig
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import (
@@ -34,7 +34,6 @@ from pipeline.inputs.tables import (
     is_text,
     read_rows,
 )
-from pipeline.runner.request import refusing
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
 # ``decoding`` is ``AnswerMode.describe()``, as JSON: everything that decides how this question is answered.
@@ -84,7 +83,7 @@ class AnswerMode:
     @classmethod
     def of(cls, config: GenerateConfig) -> AnswerMode:
         """Make a run's mode from its options. Raises UsageError."""
-        with refusing():
+        with usage_errors():
             decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
         return cls(decoding, config.choices, config.system)
 

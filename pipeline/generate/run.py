@@ -23,7 +23,7 @@ from pipeline.cache.header import fingerprint
 from pipeline.cache.live_videos import LiveVideos, widths_of
 from pipeline.cache.merging import WAITING, WAITING_AT_END
 from pipeline.cache.reader import TokenCache, read_header
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import RunFailed, UsageError, store_usage_errors, usage_errors
 from pipeline.generate.answer_setup import (
     LIVE_COLUMNS,
     AnswerSetup,
@@ -54,13 +54,12 @@ from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, stored_tower
 from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
 from pipeline.generate.summary import AnswerSummary, summarise_answers
-from pipeline.option_values import config_of
+from pipeline.options import config_of
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 from pipeline.runner.cluster import at_most, choose_device, provenance
 from pipeline.runner.driver import Driver
 from pipeline.runner.library import ProgressOption, checked_outcome, console_for, run_here
-from pipeline.runner.request import check_out, new_run_id, refusing, store_refusing
-from pipeline.runner.run_record import RunFile
+from pipeline.runner.run_record import RunFile, check_out, new_run_id
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage
 from pipeline.storage.s3 import Objects
@@ -169,12 +168,12 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             self.questions = self._given
         else:
             assert config.questions is not None  # the config refuses a run without questions
-            with store_refusing():
+            with store_usage_errors():
                 self.questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
         cache, self.store = store_at(config.cache, objects), store_at(config.out, objects)
         self.run_id = new_run_id()
         check_out(self.store)
-        with store_refusing():
+        with store_usage_errors():
             header = read_header(cache)
             video_ids = pc.unique(pc.list_flatten(self.questions["video_ids"])).to_pylist()
             live = LiveVideos.open(cache, fingerprint(header["identity"])).of(video_ids, LIVE_COLUMNS)
@@ -182,7 +181,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         cache_identity = header["identity"]
         # vLLM takes other weights too, if they come with the vision encoder that made the cache.
         tower = partial(stored_tower, cache, header) if config.engine == VLLM else None
-        with refusing(), store_refusing():
+        with usage_errors(), store_usage_errors():
             source = find_model(cache, cache_identity["model"], config.model, config.revision, tower)
             builder = make_prompt_builder(source, config)
         check_tokens(cache, header, widths_of(live), builder)
@@ -194,7 +193,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         self.forecast.check_context(self.questions, self.console)
         self.setup = replace(setup, largest_video=self.forecast.largest_video())
         self.identity = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
-        with store_refusing():
+        with store_usage_errors():
             self.match()
 
     def match(self) -> None:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from pipeline.errors import QUESTION_FAULTS
-from pipeline.runner.outcome import Outcome, as_text, count_failures
+from pipeline.runner.run_record import Outcome, as_text, count_failures
 
 _COLUMNS = (
     *("question_id", "pruning", "status", "error_class", "error_message"),

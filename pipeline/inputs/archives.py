@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from pipeline.errors import VideoFault
-from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, fault
+from pipeline.inputs.container import ContainerOptions, Member, RandomFile, SeekableFile, fault
 from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
 from pipeline.inputs.tables import UserValue, carried_json
 
@@ -35,7 +35,7 @@ _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders,
 _CARRIED = ("json", "txt", "cls")  # suffixes of members that are carried along
 
 
-class _Entry(NamedTuple):
+class _MemberEntry(NamedTuple):
     """A member as its headers have it; ``wrong`` says why its data cannot be read."""
 
     name: str
@@ -53,7 +53,7 @@ class Tar:
     def __init__(self, file: RandomFile) -> None:
         self._file = file
 
-    def members(self, asked: Asked) -> Iterator[Member]:
+    def members(self, asked: ContainerOptions) -> Iterator[Member]:
         """Yield the videos in their order, those of one key once its last member was seen."""
         key, videos, carried = "", list[Member](), dict[str, UserValue]()
         for entry in self._entries():
@@ -83,7 +83,7 @@ class Tar:
                 raise VideoFault("io", f"{self._file.uri} ends before the member does; run the same command again")
             yield piece
 
-    def _carried(self, entry: _Entry, kind: str) -> UserValue:
+    def _carried(self, entry: _MemberEntry, kind: str) -> UserValue:
         """Return what a .json, .txt or .cls member holds; None of one that is too large to be carried."""
         if entry.size > _MOST_CARRIED:
             return None
@@ -96,7 +96,7 @@ class Tar:
         except (ValueError, RecursionError):
             return text.strip()
 
-    def _entries(self) -> Iterator[_Entry]:
+    def _entries(self) -> Iterator[_MemberEntry]:
         """Yield the members by their headers. What cannot be understood is an entry named by its place, "@512"."""
         place, size, cut = 0, self._file.size, False
         extended = _Extended()
@@ -107,7 +107,7 @@ class Tar:
             header = _parsed(block)
             if header is None:
                 what = "the tar is cut off in a header" if len(block) < _BLOCK else "no header where one belongs"
-                yield _Entry(f"@{place}", place, 0, _UNKNOWN, fault("corrupt", what))
+                yield _MemberEntry(f"@{place}", place, 0, _UNKNOWN, fault("corrupt", what))
                 place, extended, cut = self._next_header(place + _BLOCK), _Extended(), True
             elif header.type in _EXTENDED:
                 extended.take(header, self._file, place + _BLOCK)
@@ -118,9 +118,11 @@ class Tar:
                 place, extended = entry.offset + _padded(entry.size), _Extended()
                 cut = entry.offset + entry.size > size
         if not cut:
-            yield _Entry(f"@{size}", size, 0, _UNKNOWN, fault("corrupt", "the tar has no end: members may be missing"))
+            yield _MemberEntry(
+                f"@{size}", size, 0, _UNKNOWN, fault("corrupt", "the tar has no end: members may be missing")
+            )
 
-    def _entry(self, block: bytes, header: tarfile.TarInfo, data: int, extended: _Extended) -> _Entry:
+    def _entry(self, block: bytes, header: tarfile.TarInfo, data: int, extended: _Extended) -> _MemberEntry:
         """Return the member of a header ``block`` whose data begins at ``data``, or behind more headers."""
         wrong, told = extended.wrong, extended.told
         if header.type == tarfile.GNUTYPE_SPARSE or any(word.startswith("GNU.sparse.") for word in told):
@@ -136,7 +138,7 @@ class Tar:
             wrong = wrong or fault("corrupt", "its two headers state different sizes")
         if (missing := data + size - self._file.size) > 0:
             wrong = fault("corrupt", f"the tar is cut off: {missing:,} bytes of this member are missing")
-        return _Entry(told.get("path") or extended.name or header.name, data, size, header.type, wrong)
+        return _MemberEntry(told.get("path") or extended.name or header.name, data, size, header.type, wrong)
 
     def _next_header(self, place: int) -> int:
         """Return the place of the next header behind a broken one, or the end of the file."""
@@ -199,7 +201,7 @@ def _key(name: str) -> str:
     return f"{folder}{slash}{base.partition('.')[0]}"
 
 
-def _video(entry: _Entry, name: str) -> Member:
+def _video(entry: _MemberEntry, name: str) -> Member:
     """Return the member of a video, with what is wrong with it."""
     wrong = entry.wrong
     if entry.kind not in _FILES and not wrong:
@@ -227,7 +229,7 @@ class Zip:
     def __init__(self, file: RandomFile) -> None:
         self._file = file
 
-    def members(self, asked: Asked) -> Iterator[Member]:
+    def members(self, asked: ContainerOptions) -> Iterator[Member]:
         """Yield the videos that the directory at the end lists. Raises OSError where there is none."""
         try:
             listed = zipfile.ZipFile(SeekableFile(self._file)).infolist()

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import ManifestError, VideoFault
-from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, fault, merged
+from pipeline.inputs.container import ContainerOptions, Member, RandomFile, SeekableFile, fault, merged
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import UserRow, UserValue, carried_json, shown_as
 
@@ -38,7 +38,7 @@ class Table:
         self._place: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
         self._rows: Iterator[pa.Scalar] = iter(())
 
-    def members(self, asked: Asked) -> Iterator[Member]:
+    def members(self, asked: ContainerOptions) -> Iterator[Member]:
         """Yield each row that holds a video, in order. Raises ManifestError where there is no such column of bytes."""
         number = 0
         try:
@@ -90,7 +90,7 @@ class Table:
             self._held = (_RowGroups if suffix_of(self._file.uri) == ".parquet" else _RecordBatches)(self._file)
         return self._held
 
-    def _names(self, schema: pa.Schema, asked: Asked) -> list[str]:
+    def _names(self, schema: pa.Schema, asked: ContainerOptions) -> list[str]:
         """Return the columns that the index needs. Raises ManifestError."""
         if asked.column is None or asked.column not in schema.names:
             able = [field.name for field in schema if _holds_bytes(field.type)]

@@ -54,7 +54,7 @@ class Member(NamedTuple):
     video_id: str | None = None
 
 
-class Asked(NamedTuple):
+class ContainerOptions(NamedTuple):
     """The options about containers.
 
     Attributes:
@@ -75,7 +75,7 @@ class Container(Protocol):
 
     unit: int
 
-    def members(self, asked: Asked) -> Iterator[Member]:
+    def members(self, asked: ContainerOptions) -> Iterator[Member]:
         """Yield every video, broken ones too, in order, called as the container calls it.
 
         Raises OSError, or ManifestError for a request that fails.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from pipeline.errors import RunFailed
-from pipeline.inputs.indexes import Indexing, Place
+from pipeline.inputs.indexes import Indexing, NamedContainer
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.storage.s3 import Objects
 
@@ -192,7 +192,7 @@ class Discovery(AbstractContextManager["Discovery"]):
             self._changed.notify_all()
 
 
-def _size(place: Place) -> int:
+def _size(place: NamedContainer) -> int:
     """Return the bytes of a container, 0 where they are not known."""
     if place.info is not None:
         return place.info.size

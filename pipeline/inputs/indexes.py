@@ -22,7 +22,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.errors import ManifestError, RunFailed, printable
-from pipeline.inputs.container import Asked, Container, Member, RandomFile, fault, named_safely, open_container
+from pipeline.inputs.container import (
+    Container,
+    ContainerOptions,
+    Member,
+    RandomFile,
+    fault,
+    named_safely,
+    open_container,
+)
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
@@ -39,7 +47,7 @@ _BEYOND: Final = 2**53  # bytes that no file has, as of a manifest; sums of fewe
 _CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
 
 
-class Place(NamedTuple):
+class NamedContainer(NamedTuple):
     """A container that was found in what the user named.
 
     Attributes:
@@ -84,7 +92,7 @@ class Indexing:
         n_cut: how many containers were read in part.
     """
 
-    asked: Asked = field(default_factory=Asked)
+    asked: ContainerOptions = field(default_factory=ContainerOptions)
     store: Store | None = None
     keeps: bool = False
     only_known: bool = False
@@ -93,7 +101,7 @@ class Indexing:
     ids: Ids | None = None
     enough: Callable[[pa.Table], bool] | None = None
     say: Callable[[str], object] = lambda line: None
-    left: list[Place] = field(default_factory=list)
+    left: list[NamedContainer] = field(default_factory=list)
     fetched: int = 0
     unit: int = 1
     at_once: int = 32
@@ -102,7 +110,7 @@ class Indexing:
     _stopped: bool = False
     _counting: threading.Lock = field(default_factory=threading.Lock)  # several threads index
 
-    def rows(self, places: Sequence[Place], objects: Objects) -> Generator[pa.Table, None, None]:
+    def rows(self, places: Sequence[NamedContainer], objects: Objects) -> Generator[pa.Table, None, None]:
         """Yield the videos of each container, as MANIFEST_SCHEMA; several containers are read at a time.
 
         Raises ManifestError where a request cannot be met.
@@ -133,7 +141,7 @@ class Indexing:
         """End all threads of ``rows`` at their next member; the index that each makes is dropped."""
         self._stopped = True
 
-    def _rows(self, place: Place, objects: Objects) -> pa.Table | None:
+    def _rows(self, place: NamedContainer, objects: Objects) -> pa.Table | None:
         """Return the videos of one container, as MANIFEST_SCHEMA; None where they are left out.
 
         Raises ManifestError, RunFailed.
@@ -157,7 +165,7 @@ class Indexing:
             members = [Member("", 0, fault=wrong)]  # stands for all of its videos
         return None if members is None else _table(place, members, self.asked)
 
-    def _index(self, place: Place, file: RandomFile, kept: _Kept | None) -> Sequence[Member] | None:
+    def _index(self, place: NamedContainer, file: RandomFile, kept: _Kept | None) -> Sequence[Member] | None:
         """Return the members of an open container; None where they are left out. Raises as ``_rows``, and OSError."""
         if kept is not None and kept.mark and kept.mark == file.mark:
             return kept.members
@@ -173,7 +181,7 @@ class Indexing:
             self._keep(place, file.mark, members)
         return members
 
-    def _members(self, place: Place, container: Container) -> tuple[list[Member], bool]:
+    def _members(self, place: NamedContainer, container: Container) -> tuple[list[Member], bool]:
         """Return the members of a container, and whether they are all; not so once there are ``enough``."""
         found, look_at, seen = list[Member](), _FIRST_LOOK, set[str]()
         rows = suffix_of(place.uri) in OF_COLUMNS  # whose names are no part of an id
@@ -188,11 +196,11 @@ class Indexing:
             found.append(member if rows else named_safely(member, seen))
         return found, True
 
-    def _keeps(self, place: Place) -> bool:
+    def _keeps(self, place: NamedContainer) -> bool:
         """Return whether indexes of containers of this form are kept: not those of tables, which are read fast."""
         return self.store is not None and suffix_of(place.uri) not in OF_COLUMNS
 
-    def _kept_index(self, place: Place) -> _Kept | None:
+    def _kept_index(self, place: NamedContainer) -> _Kept | None:
         """Return the kept index of a container, or None where it was never indexed."""
         if self.store is None or not self._keeps(place):
             return None
@@ -205,7 +213,7 @@ class Indexing:
             return _Kept("", [])
         return _Kept(mark if (version, uri) == (_VERSION, place.uri) else "", [Member(*member) for member in members])
 
-    def _keep(self, place: Place, mark: str, members: Sequence[Member]) -> None:
+    def _keep(self, place: NamedContainer, mark: str, members: Sequence[Member]) -> None:
         """Keep a whole index; runs that make it at once write the same. Raises RunFailed where the store fails."""
         if self.store is None or not self.keeps or not self._keeps(place) or not mark:
             return
@@ -223,7 +231,7 @@ def _name(uri: str) -> str:
     return f"{INDEXES}/{digest}.json.zlib"
 
 
-def _table(place: Place, members: Sequence[Member], asked: Asked) -> pa.Table:
+def _table(place: NamedContainer, members: Sequence[Member], asked: ContainerOptions) -> pa.Table:
     """Return the members of a container as MANIFEST_SCHEMA."""
     rows = suffix_of(place.uri) in OF_COLUMNS
     members = [_bounded(member) for member in members]

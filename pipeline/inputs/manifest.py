@@ -23,10 +23,10 @@ from pipeline.errors import ManifestError, near_file
 from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
-from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, Place
+from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, NamedContainer
 from pipeline.inputs.listings import VIDEO_SUFFIXES, expanded, list_videos, listed_policy, root_prefix, suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
-from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, Rows, given_parts, is_text, read_parts
+from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import Objects, check_uri, is_object
@@ -36,7 +36,7 @@ class Listed(NamedTuple):
     """The videos that a name stands for, or the containers, whose indexes tell the videos."""
 
     videos: pa.Table | None = None
-    containers: Sequence[Place] = ()
+    containers: Sequence[NamedContainer] = ()
 
 
 def read_manifest(
@@ -101,7 +101,7 @@ def _told_apart(table: pa.Table, parts: Sequence[pa.Table], ids: Ids, indexing: 
     return table
 
 
-def _ids_apart(listed: Sequence[Listed], places: Sequence[Place]) -> bool:
+def _ids_apart(listed: Sequence[Listed], places: Sequence[NamedContainer]) -> bool:
     """Return whether videos are named in several tars and zips alone, of which no two can have an id in common.
 
     An id begins with its container's name. One container is indexed before its first video anyway.
@@ -158,7 +158,7 @@ def _parts(found: Listed, column: str | None, roots: Roots, objects: Objects) ->
     return [manifests.get(one.uri, Listed(None, [one])) for one in found.containers]
 
 
-def _names_paths(table: Place, column: str, objects: Objects) -> bool:
+def _names_paths(table: NamedContainer, column: str, objects: Objects) -> bool:
     """Return whether the ``column`` of a .parquet holds paths."""
     try:
         with closing(open_container(table.uri, objects, table.info)) as file:
@@ -186,7 +186,7 @@ def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = N
             raise ManifestError(f"{uri}: cannot be read as a manifest: {error}") from error
 
 
-def _unique_videos(name: str, named: NamedVideos, parts: Iterable[Rows], none: str) -> pa.Table:
+def _unique_videos(name: str, named: NamedVideos, parts: Iterable[TableRows], none: str) -> pa.Table:
     """Return the videos of the ``parts`` of a manifest. Raises ManifestError, which says ``none`` where it has none."""
     try:
         tables = [named.table(rows) for rows in parts]
@@ -261,7 +261,7 @@ def _videos_or_containers(paths: Iterable[Path], root: Path, judge: Judge, forms
     return _listed(places, videos=bool(videos)) if found else None
 
 
-def _listed(places: Iterable[Place], *, videos: bool) -> Listed:
+def _listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
     """Return files as videos, a part at a time, or as containers. Raises ManifestError for a repeated ``video_id``."""
     if not videos:
         return Listed(None, [*places])
@@ -296,15 +296,15 @@ def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str]) -> Li
     return found
 
 
-def _place(path: Path, root: Path, judge: Judge) -> Place:
-    """Return the Place of a file found below ``root``; its name is the POSIX path relative to it."""
+def _place(path: Path, root: Path, judge: Judge) -> NamedContainer:
+    """Return the NamedContainer of a file found below ``root``; its name is the POSIX path relative to it."""
     absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
     name = path.relative_to(root).as_posix()
     policy = judge(absolute)
     if not is_text(absolute):
         policy = "the file's name is not valid UTF-8; rename it"
         name, absolute = _as_text(name), _as_text(absolute)
-    return Place(absolute, name, policy)
+    return NamedContainer(absolute, name, policy)
 
 
 def _as_text(name: str) -> str:
@@ -318,7 +318,9 @@ def _from_store(videos: str, roots: Roots, objects: Objects, forms: frozenset[st
         return Listed(_manifest_at(videos, roots, objects))
     folder, found = list_videos(videos, VIDEO_SUFFIXES | forms, reach(videos, objects))
     own = [info for info in found if suffix_of(info.uri) not in forms]
-    places = (Place(one.uri, one.uri.removeprefix(folder), listed_policy(one.uri), one) for one in own or found)
+    places = (
+        NamedContainer(one.uri, one.uri.removeprefix(folder), listed_policy(one.uri), one) for one in own or found
+    )
     return _listed(places, videos=bool(own))
 
 

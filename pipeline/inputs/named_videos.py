@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, printable
 from pipeline.inputs.listings import CONTROL, MISSHAPED, OUTSIDE, named_policy
-from pipeline.inputs.tables import Rows, UserRow, carried_json, number_of, text_in
+from pipeline.inputs.tables import TableRows, UserRow, carried_json, number_of, text_in
 from pipeline.keys import column_keys, repeated
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import is_object
@@ -103,12 +103,12 @@ class NamedVideos:
         self._prefixes = roots.prefixes if local else [str(base), *roots.prefixes]
         self._judge = Judge([base, *roots.folders] if isinstance(base, Path) else roots.folders)
 
-    def table(self, rows: Rows) -> pa.RecordBatch:
+    def table(self, rows: TableRows) -> pa.RecordBatch:
         """Convert rows to MANIFEST_SCHEMA. Raises ManifestError that names the first bad one."""
         plain = self._plain(rows)
         return self._one_by_one(rows) if plain is None else plain
 
-    def _plain(self, rows: Rows) -> pa.RecordBatch | None:
+    def _plain(self, rows: TableRows) -> pa.RecordBatch | None:
         """Convert all rows at once, or return None where one of them needs a closer look."""
         ids, uris = rows.texts("video_id"), rows.texts("uri")
         times = [rows.numbers(name) for name in ("start_s", "end_s")]
@@ -149,7 +149,7 @@ class NamedVideos:
         paths = pc.if_else(absolute, uris, pc.binary_join_element_wise(folder, uris, "/"))
         return Located(paths, pa.array(map(self._judge, paths.to_pylist()), pa.string()))
 
-    def _one_by_one(self, rows: Rows) -> pa.RecordBatch:
+    def _one_by_one(self, rows: TableRows) -> pa.RecordBatch:
         """Convert rows one by one, so that an error names its row. Raises ManifestError."""
         checked = [self._row(row, f"{self._name}, {where}") for where, row in rows]
         return pa.RecordBatch.from_pylist(checked, schema=MANIFEST_SCHEMA)

@@ -58,7 +58,7 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
                 yield f"line {number}", _json_object(line, f"{name}, line {number}", needs)
 
 
-class Rows(Protocol):
+class TableRows(Protocol):
     """Some rows of a user's file or table, of which columns can be taken at once.
 
     Iterated, it gives each row as a dict, behind words that say where the row stands.
@@ -78,7 +78,7 @@ class Rows(Protocol):
 
 def read_parts(
     name: str, file: BinaryIO, needs: str, key: str | None = None, paths: str | None = None
-) -> Iterator[Rows]:
+) -> Iterator[TableRows]:
     """Yield the rows of ``read_rows`` in parts that memory holds easily.
 
     The column ``paths`` of a .parquet is taken for ``uri``, and for ``video_id`` where there is none.
@@ -92,8 +92,8 @@ def read_parts(
         yield from _dict_parts(read_rows(name, file, needs, key))
 
 
-def _arrow_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[Rows]:
-    """Yield each batch that has rows as Rows that know where they stand."""
+def _arrow_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[TableRows]:
+    """Yield each batch that has rows as TableRows that know where they stand."""
     start = 0
     for batch in batches:
         if len(batch):
@@ -101,7 +101,7 @@ def _arrow_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[Rows]:
         start += len(batch)
 
 
-def _dict_parts(rows: Iterator[tuple[str, UserRow]]) -> Iterator[Rows]:
+def _dict_parts(rows: Iterator[tuple[str, UserRow]]) -> Iterator[TableRows]:
     """Yield rows, with the words that say where each stands, a few thousand at a time."""
     while part := list(islice(rows, _PART_ROWS // 8)):
         yield _DictRows(part)
@@ -114,7 +114,7 @@ def _with_paths(batch: pa.RecordBatch, paths: str) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict({"video_id": columns["uri"], **columns})
 
 
-def given_parts(name: str, given: object, needs: str) -> Iterator[Rows]:
+def given_parts(name: str, given: object, needs: str) -> Iterator[TableRows]:
     """Yield the rows that a caller has at hand: dicts, or a table that Arrow takes (its own, pandas', Polars').
 
     Raises BadRow.
@@ -151,7 +151,7 @@ def _no_rows(name: str, given: object, needs: str) -> BadRow:
 
 
 class _ArrowRows:
-    """The Rows of an Arrow batch; ``start`` is the number of its first row in the file."""
+    """The TableRows of an Arrow batch; ``start`` is the number of its first row in the file."""
 
     def __init__(self, batch: pa.RecordBatch, start: int) -> None:
         self._batch, self._start = batch, start
@@ -192,7 +192,7 @@ class _ArrowRows:
 
 
 class _DictRows:
-    """The Rows of dicts, each with the words that say where it stands."""
+    """The TableRows of dicts, each with the words that say where it stands."""
 
     def __init__(self, rows: list[tuple[str, UserRow]]) -> None:
         self._rows = rows

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 
 from pipeline.errors import UsageError
-from pipeline.options import RunOptions, check, option, positive
+from pipeline.options import RunOptions, check, named_values, option, positive
 from pipeline.plan.estimate import GPU_TYPES, Prices
 
 _FULL_HD = "1920x1080"
 _OF_A_PLAN = (
-    *("probe", "gpus", "gpu_type", "decode_cores", "gpu_hour", "core_hour", "gb_month"),
+    *("probe", "gpus", "gpu_type", "decode_cores"),
     *("corpus_videos", "seconds", "size"),
 )
 
@@ -29,12 +29,11 @@ class PlanOptions(RunOptions):
     decode_cores: int | None = option(
         None, "with --plan: N vCPUs decode (default: those usual beside a GPU)", metavar="N"
     )
-    gpu_hour: float | None = option(None, "with --plan: price of a GPU-hour, with the CPUs beside it", metavar="PRICE")
-    core_hour: float | None = option(
-        None, "with --plan: price of a vCPU-hour, where CPUs are paid by themselves", metavar="PRICE"
-    )
-    gb_month: float | None = option(
-        None, "with --plan: price of storing a GB (10^9 bytes) for a month", metavar="PRICE"
+    price: list[str] = option(
+        [],
+        "with --plan: the price of a gpu-hour (with the CPUs beside it), of a core-hour (where CPUs are paid by "
+        "themselves) or of a gb-month (10^9 bytes stored for a month), e.g. gpu-hour=1.80; may be repeated",
+        metavar="NAME=PRICE",
     )
     corpus_videos: float | None = option(None, "with --plan: for N videos elsewhere", metavar="N", flag="--videos")
     seconds: float | None = option(None, "with --videos: seconds of a video", metavar="S")
@@ -42,8 +41,16 @@ class PlanOptions(RunOptions):
 
     @property
     def prices(self) -> Prices:
-        """The prices that are given."""
-        return Prices(self.gpu_hour, self.core_hour, self.gb_month)
+        """The prices that ``--price`` gives. Raises UsageError."""
+        prices: dict[str, float] = {}
+        for name, text in named_values(self.price, "--price").items():
+            check(name in Prices._fields, "price", "of a gpu-hour, a core-hour or a gb-month", name.replace("_", "-"))
+            try:
+                prices[name] = float(text)
+            except ValueError as error:
+                raise UsageError(f"--price {name.replace('_', '-')}={text}: that is no number") from error
+            check(positive(prices[name]), "price", "a positive number", text)
+        return Prices(**prices)
 
     def pixels(self) -> tuple[int, int]:
         """Return (width, height) of ``--size``. Raises UsageError."""
@@ -57,7 +64,7 @@ class PlanOptions(RunOptions):
         for name in _OF_A_PLAN:
             if not self.plan and getattr(self, name) is not None:
                 raise UsageError(f"--{name.removeprefix('corpus_').replace('_', '-')} goes with --plan")
-        for name in ("gpu_hour", "core_hour", "gb_month", "decode_cores", "probe", "seconds"):
+        for name in ("decode_cores", "probe", "seconds"):
             value = getattr(self, name)
             check(value is None or positive(value), name, "a positive number", value)
         check(self.gpus is None or self.gpus >= 0, "gpus", "at least 0", self.gpus)
@@ -73,3 +80,5 @@ class PlanOptions(RunOptions):
                 "videos that are not here are described by --videos N and --seconds S, and --size if known"
             )
         self.pixels()
+        if self.prices != Prices() and not self.plan:
+            raise UsageError("--price goes with --plan")

@@ -8,8 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.plan.estimate import HOUR, Plan
-from pipeline.plan.intervals import Interval
+from pipeline.plan.estimate import HOUR, Interval, RunEstimate
 
 _TIMES = ((2 * 86400.0, 86400.0, "days"), (2 * HOUR, HOUR, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0.0, "bytes"))
@@ -45,7 +44,7 @@ def ranged(part: Interval, text: Callable[[float], str]) -> str:
     return expected if low == high else f"{expected} ({low} to {high})"
 
 
-def rows_of(plan: Plan) -> Iterator[tuple[str, str]]:
+def rows_of(plan: RunEstimate) -> Iterator[tuple[str, str]]:
     """Yield the lines of a plan, (name, value) each."""
     failed = f", {100 * plan.failed_share:.3g} % of them unreadable" if plan.failed_share else ""
     yield "videos", f"{plan.videos:,}{failed}" + (f", {ranged(plan.video_s, hours)} of video" if plan.video_s else "")
@@ -65,7 +64,7 @@ def rows_of(plan: Plan) -> Iterator[tuple[str, str]]:
         yield f"cost, {name.replace('_', ' ')}", ranged(part, number)
 
 
-def render_plan(plan: Plan) -> RenderableType:
+def render_plan(plan: RunEstimate) -> RenderableType:
     """Render a plan as a table for the terminal, with what it rests on below."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows_of(plan):

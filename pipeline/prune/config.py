@@ -102,15 +102,9 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     evidence: list[str] = option(
         [],
-        "also store this output of the encoder for each token, e.g. image_embedding, for methods that prune by it "
-        "once a question is asked; several with commas, or repeated",
+        "also store this output of the encoder for each token, e.g. image_embedding, or what a method needs besides "
+        "tokens, e.g. visionzip, for python -m jobs.generate --pruner; several with commas, or repeated",
         metavar="NAME",
-    )
-    evidence_for: list[str] = option(
-        [],
-        "also store the evidence that these methods need besides tokens, for python -m jobs.generate --pruner; several "
-        "with commas, or repeated",
-        metavar="METHOD",
     )
     seed: int = option(0, "seed of the methods that draw random numbers", metavar="N")
     pruner: str = option(
@@ -165,11 +159,6 @@ class PruneConfig(PlanOptions, PrunerOptions):
     decode_memory: int = option(
         4096, "let a decode process grow by at most MIB beyond its size at start", metavar="MIB"
     )
-    max_decode_warnings: int | None = option(
-        None,
-        "a video that is decoded with more than N warnings is corrupt (default: it is taken, and its row counts them)",
-        metavar="N",
-    )
     fetch_memory: int = option(
         2048,
         "fetch videos of at most MIB from S3. They are held in memory, never on disk, two for each decode process: the "
@@ -179,24 +168,13 @@ class PruneConfig(PlanOptions, PrunerOptions):
     decode_workers: int | None = option(
         None, "start at most N decode workers (default: one a CPU)", metavar="N", group="workers and shards"
     )
-    encode_workers: int | None = option(
-        None, "start at most N encoders (default: --encoders-per-gpu on each GPU)", metavar="N"
-    )
-    encoders_per_gpu: int = option(
-        1, "let N encoders, each with the vision tower in its own memory, share a GPU (not measured)", metavar="N"
-    )
+    encode_workers: int | None = option(None, "start at most N encoders (default: one a GPU)", metavar="N")
     encode_batch_frames: int | None = option(
         None,
         "encode up to N frames in one pass of the vision tower, of several short videos together; the last bits of a "
         "GPU's tokens may then depend on who shares a pass, a CPU's do not (default: 32 frames of one video; on "
         "an H200 two videos a pass were no faster)",
         metavar="N",
-    )
-    compile: bool = option(
-        False,
-        "compile the layers of the vision tower (torch.compile): each encoder starts 10 to 30 s later (tiny models, "
-        "two busy cores), and a GPU's tokens may differ in their last bits from one process to the next (on an H200 "
-        "slower than without)",
     )
     token_codec: str = option(
         BFLOAT16.name,
@@ -258,12 +236,10 @@ class PruneConfig(PlanOptions, PrunerOptions):
         given = all(name.strip() for name in self.videos) and len(self.videos) > 0
         check(given, "videos", "at least one folder, glob, file or manifest", self.videos)
         check(all(root.strip() for root in self.video_root), "video_root", "a folder or prefix", self.video_root)
-        for name in ("seed", "max_decode_warnings"):
-            value = getattr(self, name)
-            check(value is None or value >= 0, name, "at least 0", value)
+        check(self.seed >= 0, "seed", "at least 0", self.seed)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         counts = ("num_frames", "max_frames", "min_pixels", "max_pixels", "max_video_tokens")
-        workers = ("decode_workers", "encode_workers", "encoders_per_gpu", "encode_batch_frames")
+        workers = ("decode_workers", "encode_workers", "encode_batch_frames")
         for name in (*counts, *workers, "videos_per_shard", "limit"):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)

@@ -65,7 +65,6 @@ class DecodeSetup:
     memory_mb: int = 4096
     objects: Objects = field(default_factory=Objects)
     fetch_mb: int = 2048
-    max_warnings: int | None = None
 
     def largest_frames(self) -> tuple[int, int, int]:
         """Return the (frames, height, width) that a long full HD video gets: the largest that planning must expect."""
@@ -116,7 +115,7 @@ class VideoDecoder:
         started, setup = time.perf_counter() - self._sandbox.starting_s, self._setup
         record, clip = _first_record(row), (row["start_s"], row["end_s"])
         kind = setup.sampling, setup.preprocessor
-        request = DecodeRequest(row["uri"], *kind, *clip, setup.decoder, setup.max_warnings)
+        request = DecodeRequest(row["uri"], *kind, *clip, setup.decoder)
         try:
             video = source.decode(self._sandbox, request)
         except VideoFault as fault:

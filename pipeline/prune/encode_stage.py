@@ -33,8 +33,7 @@ from pipeline.errors import VideoFault
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
-from pipeline.runner.gpu_fault import exit_after_gpu_fault
-from pipeline.runner.heartbeat import POISON, Heartbeat, HeldItems
+from pipeline.runner.heartbeat import POISON, Heartbeat, HeldItems, exit_after_gpu_fault
 
 T = TypeVar("T")
 CAREFUL = 100  # videos taken one by one after a death: more than a process has in hand or on their way
@@ -55,9 +54,8 @@ class EncodeSetup:
     attn: str = "auto"
     codec: str = BFLOAT16.name
     batch_frames: int | None = None  # in one pass of the tower, of several videos too; None: of one video
-    compiled: bool = False
     even: bool = False  # whether frames are taken at even times
-    tower_hash: str | None = None  # of the source (gstep.checkpoints.identity), which rows say
+    tower_hash: str | None = None  # of the source (gstep.checkpoints.tensors), which rows say
     shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos: a GPU compiles for it ahead
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
@@ -112,9 +110,6 @@ class VideoEncoder:
                 backbone = family_of(setup.source).load(self._runtime, **frame_batch)
         self.backbone = backbone
         self._described = self._runtime.describe()
-        if setup.compiled:
-            self.backbone.compile()
-            self._described["compiled"] = "yes"
         self._described["tower_form"] = self.backbone.form
         self._encoding = self._pruning = threading.Lock()
         self._copies = self._prunes = None

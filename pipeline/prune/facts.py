@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from gstep.backbones import family_of
 from pipeline.errors import LimitReached
-from pipeline.prune.request import PruneRequest
 from pipeline.rows import VideoRecord
 
 #: Bytes of a token in its shard beside its vectors: index, rank, frame and density, compressed.
@@ -83,13 +80,6 @@ class Facts:
             "encoder_busy": min(1.0, self.encode_s / encoder_s) if encoder_s else 0.0,
             "video_hours": self.video_s / _HOUR,
         }
-
-
-def token_bytes(request: PruneRequest) -> float:
-    """Return the stored bytes of a kept token with its columns, whatever the shape of its video."""
-    shape, family = request.decode_setup().largest_frames(), family_of(request.source)
-    stored = request.encode_setup(request.config.device, request.dtype).stored_bytes_per_video(*shape)
-    return COLUMN_BYTES + stored / request.retention_ratio / math.prod(family.token_counts(*shape))
 
 
 def video_seconds(record: VideoRecord) -> float:

@@ -20,34 +20,31 @@ from rich.text import Text
 from gstep.backbones import ModelSource, family_of
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
-from pipeline.cache.ledger import Ledger
-from pipeline.cache.reader import made_with
-from pipeline.errors import CacheLocked, UsageError, VideoFault
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.errors import CacheLocked, UsageError, VideoFault, store_usage_errors, usage_errors
 from pipeline.plan.estimate import (
     ANY_TOWER,
     GPU_TYPES,
     UTILISATION,
     Cluster,
-    Plan,
+    Interval,
+    RunEstimate,
     Workload,
     decode_seconds,
     estimate,
+    mean_of,
     named_type,
 )
-from pipeline.plan.intervals import Interval, mean_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.facts import COLUMN_BYTES, video_seconds
 from pipeline.prune.manifest_checks import Example, sure_failures
-from pipeline.prune.request import PruneRequest, prepare, resolve
-from pipeline.prune.resume import Tally, discovery_of, refuse_empty, remaining, within_limit
+from pipeline.prune.recipe import Recipe, resolve
+from pipeline.prune.resume import ManifestCounts
+from pipeline.prune.run import PruneRun
 from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
 from pipeline.runner.claim import holder, who
-from pipeline.runner.request import refusing, store_refusing
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import LocalStore, Store
+from pipeline.storage.stores import Store
 
 Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
 _SHOWN = 5  # ids that the report lists
@@ -74,7 +71,7 @@ class Forecast:
     """
 
     out: str
-    tally: Tally
+    tally: ManifestCounts
     n_todo: int
     doomed: dict[str, Example]
     first_ids: list[str]
@@ -95,29 +92,29 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
 
     Raises UsageError for whatever a run would refuse.
     """
-    request = prepare(config, console)
-    with store_refusing():
-        if not config.join and (other := holder(request.store)):
-            raise CacheLocked(f"{request.store}: another run writes here: {who(other)}")
-        _check_writable(request.store)
-        ledger = Ledger(request.store, made_with(request.store)).refresh()
-        todo, counts = remaining(request.manifest, ledger, config, request.objects)
-    todo, _ = within_limit(todo, config.limit)
-    shape = request.decode_setup().largest_frames()
-    small = family_of(request.source).preprocessor().target_size(shape[0], 240, 240)
-    T, N = family_of(request.source).token_counts(*shape)
+    run = PruneRun(config, console)
+    run.prepare()
+    with store_usage_errors():
+        if not config.join and (other := holder(run.store)):
+            raise CacheLocked(f"{run.store}: another run writes here: {who(other)}")
+        _check_writable(run.store)
+        todo = run.remaining().found().todo
+    recipe = run.recipe
+    shape = recipe.decode_setup().largest_frames()
+    small = family_of(recipe.source).preprocessor().target_size(shape[0], 240, 240)
+    T, N = family_of(recipe.source).token_counts(*shape)
     return Forecast(
-        out=str(request.store),
-        tally=counts,
+        out=str(run.store),
+        tally=run.tally,
         n_todo=len(todo),
         doomed=sure_failures(todo),
         first_ids=todo["video_id"].slice(0, _SHOWN).to_pylist(),
-        identity=request.identity(request.dtype),
+        identity=recipe.identity(recipe.dtype),
         grid=(T, N),
-        kept=budget_for(request.retention_ratio, T * N),
-        video_bytes=request.encode_setup(request.config.device, request.dtype).stored_bytes_per_video(*shape),
-        one_size=request.sampling.fps is None and small == shape[1:],
-        unlisted=[place.uri for place in request.indexing.left],
+        kept=budget_for(recipe.retention_ratio, T * N),
+        video_bytes=recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*shape),
+        one_size=recipe.sampling.fps is None and small == shape[1:],
+        unlisted=[place.uri for place in run.indexing.left],
     )
 
 
@@ -176,7 +173,7 @@ def _leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[
     return leaves
 
 
-def plan_run(config: PruneConfig, console: Console) -> Plan:
+def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
     """Estimate what a run with the same flags would take; looks at the probed videos, starts and writes nothing.
 
     Raises UsageError for whatever a run would refuse before it starts, and if no probed video can be read.
@@ -185,10 +182,10 @@ def plan_run(config: PruneConfig, console: Console) -> Plan:
     if config.corpus_videos is None or config.seconds is None:
         work = _probed_work(config, cluster, console)
     else:
-        with TemporaryDirectory() as folder, refusing():
+        with TemporaryDirectory() as folder, usage_errors():
             source = ModelSource.random(config.model, Path(folder), config.revision)  # its config is all that counts
-            request = resolve(config, MANIFEST_SCHEMA.empty_table(), LocalStore(config.out), Objects(), source)
-            work = _described_work(request, cluster, int(config.corpus_videos), config.seconds)
+            recipe = resolve(config, source=source)
+            work = _described_work(recipe, cluster, int(config.corpus_videos), config.seconds)
     return estimate(work, cluster, config.prices, notes)
 
 
@@ -214,20 +211,20 @@ def _is_here(config: PruneConfig) -> bool:
 
 def _probed_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
     """Return the work of the videos that are left to do, by a sample of them. Raise UsageError."""
-    request = prepare(config, console)
-    with store_refusing():
-        ledger = Ledger(request.store, made_with(request.store)).refresh()
-        todo, _ = remaining(request.manifest, ledger, config, request.objects)
-    todo, _ = within_limit(todo, config.limit)
-    with discovery_of(request, ledger, todo) as discovery:
+    run = PruneRun(config, console)
+    run.prepare()
+    with store_usage_errors():
+        discovery = run.remaining()
+    with discovery:
         todo = discovery.all().todo
-    refuse_empty(request, discovery)
+    run.refuse_empty(discovery)
+    recipe = run.recipe
     n_videos = len(todo)
     if not n_videos:
         return Workload(videos=0)
     places = sorted({int(place) for place in np.linspace(0, n_videos - 1, min(config.probe or _PROBE, n_videos))})
     console.print(f"probing {len(places)} of {n_videos} videos", highlight=False)
-    seen, encode_s = _probe(request, todo.take(places).to_pylist(), cluster)
+    seen, encode_s = _probe(recipe, todo.take(places).to_pylist(), cluster)
     good = [record for record in seen if record["status"] == "ok"]
     if not good:
         first = f"{seen[0]['video_id']}: {seen[0]['error_message']}"
@@ -241,7 +238,7 @@ def _probed_work(config: PruneConfig, cluster: Cluster, console: Console) -> Wor
         notes.append(f"all of them are {width} x {height}: nothing is known of other sizes")
     shapes = [_shape(record) for record in good]
     sizes = [float(size) for record in seen if (size := record.get("source_size"))]
-    counted = _counted_work(request, cluster, n_videos, shapes)
+    counted = _counted_work(recipe, cluster, n_videos, shapes)
     return replace(
         counted,
         failed=1 - len(good) / len(seen),
@@ -258,14 +255,14 @@ def _shape(record: VideoRecord) -> Shape:
     return len(record["frame_indices"]), record["height"], record["width"]
 
 
-def _probe(request: PruneRequest, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[list[VideoRecord], list[float]]:
+def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[list[VideoRecord], list[float]]:
     """Decode videos in a child process and encode them here; return their records, and the seconds of encoding each.
 
     The seconds are those of a GPU, or else of a core. There are none where ``_probe_encoder`` finds none worth it.
     """
     records, encode_s = list[VideoRecord](), list[float]()
     encoder, first = None, True
-    with closing(VideoDecoder(request.decode_setup())) as decoder:
+    with closing(VideoDecoder(recipe.decode_setup())) as decoder:
         for row in rows:
             with decoder.open(row) as source:
                 record, frames = decoder.decode_one(row, source)
@@ -273,7 +270,7 @@ def _probe(request: PruneRequest, rows: Sequence[TodoRow], cluster: Cluster) -> 
             if frames is None:
                 continue
             if first:
-                encoder, first = _probe_encoder(request, cluster, _shape(record), len(rows)), False
+                encoder, first = _probe_encoder(recipe, cluster, _shape(record), len(rows)), False
             if encoder is None:
                 continue
             try:
@@ -287,22 +284,22 @@ def _probe(request: PruneRequest, rows: Sequence[TodoRow], cluster: Cluster) -> 
     return records, encode_s
 
 
-def _probe_encoder(request: PruneRequest, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
+def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
     """Load the encoder of this machine; None where the cluster is elsewhere, or probing would take long by count."""
-    expected_s = _counted_work(request, cluster, n_videos, [shape]).encode_s.expected
-    if not _is_here(request.config) or n_videos * expected_s > _ENCODE_S * (1 if cluster.gpus else cluster.cores):
+    expected_s = _counted_work(recipe, cluster, n_videos, [shape]).encode_s.expected
+    if not _is_here(recipe.config) or n_videos * expected_s > _ENCODE_S * (1 if cluster.gpus else cluster.cores):
         return None
-    with refusing():
-        return request.encode_setup("cuda" if cluster.gpus else "cpu", request.dtype).encoder()
+    with usage_errors():
+        return recipe.encode_setup("cuda" if cluster.gpus else "cpu", recipe.dtype).encoder()
 
 
-def _described_work(request: PruneRequest, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
+def _described_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
     """Return the work of a corpus that the options describe."""
-    (width, height), sampling = request.config.pixels(), request.sampling
+    (width, height), sampling = recipe.config.pixels(), recipe.sampling
     by_time = max(sampling.min_frames, int(seconds * (sampling.fps or 1.0)))
     n_frames = sampling.num_frames or min(by_time, sampling.max_frames or 1)
-    shape = n_frames, *family_of(request.source).preprocessor().target_size(n_frames, height, width)
-    counted = _counted_work(request, cluster, n_videos, [shape])
+    shape = n_frames, *family_of(recipe.source).preprocessor().target_size(n_frames, height, width)
+    counted = _counted_work(recipe, cluster, n_videos, [shape])
     assumed = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
     return replace(
         counted,
@@ -312,9 +309,9 @@ def _described_work(request: PruneRequest, cluster: Cluster, n_videos: int, seco
     )
 
 
-def _counted_work(request: PruneRequest, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
+def _counted_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
     """Count from the model's config the work of encoding and storing videos, of which ``shapes`` are a sample."""
-    family, encode = family_of(request.source), request.encode_setup(request.config.device, request.dtype)
+    family, encode = family_of(recipe.source), recipe.encode_setup(recipe.config.device, recipe.dtype)
     utilisation = UTILISATION.get(family.model_type, ANY_TOWER)
 
     def mean(count: Callable[[Shape], float]) -> Interval:
@@ -322,7 +319,7 @@ def _counted_work(request: PruneRequest, cluster: Cluster, n_videos: int, shapes
         return mean_of(numbers, n_videos) if len({*numbers}) > 1 else Interval.exactly(numbers[0])
 
     def stored_bytes(shape: Shape) -> float:
-        kept = budget_for(request.retention_ratio, math.prod(family.token_counts(*shape)))
+        kept = budget_for(recipe.retention_ratio, math.prod(family.token_counts(*shape)))
         return encode.stored_bytes_per_video(*shape) + COLUMN_BYTES * kept
 
     low, expected, high = (f"{100 * end:.0f}" for end in utilisation)

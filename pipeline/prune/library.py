@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.errors import UsageError
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.listings import suffix_of
-from pipeline.option_values import config_of
+from pipeline.options import config_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,12 +16,13 @@ from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import VideoItem
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import given_parts
-from pipeline.option_values import config_of
+from pipeline.options import config_of
 from pipeline.prune.batches import BYTES, unpack, unwrapped
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import Decoder, DecodeSetup
-from pipeline.prune.encode_stage import Encoder, EncodeSetup
-from pipeline.prune.one_video import OPTIONS, request_of
+from pipeline.prune.decode_stage import Decoder
+from pipeline.prune.encode_stage import Encoder
+from pipeline.prune.one_video import OPTIONS
+from pipeline.prune.recipe import PruneStages, resolve
 from pipeline.rows import VideoRecord, VideoRow, without_nulls
 
 # Columns of every row: those of ``pipeline.ray_dataset``, and status, error_class and error_message.
@@ -40,14 +40,6 @@ _DECODED = pa.schema([("record", _RECORD), ("frames", BYTES)])
 _ANYWHERE = Roots([Path("/")], ["s3://"])  # the caller, who makes the rows, decides what is read
 
 
-@dataclass(frozen=True)
-class PruneStages:
-    """The settings of the workers that decode and encode, to which they travel; ``DecodeVideos`` takes them too."""
-
-    decode: DecodeSetup
-    encode: EncodeSetup
-
-
 def prune_stages(**options: Any) -> PruneStages:
     """Check model, sampling and method, and return the settings of ``DecodeVideos`` and ``EncodeVideos``.
 
@@ -63,8 +55,7 @@ def prune_stages(**options: Any) -> PruneStages:
     Raises UsageError where they make no sense or the model is not there.
     """
     config = config_of(PruneConfig, "prune_stages", options, OPTIONS | {"decode_timeout", "decode_memory"})
-    request = request_of(config)
-    return PruneStages(request.decode_setup(), request.encode_setup(config.device, config.dtype))
+    return resolve(config).stages(config.device, config.dtype)
 
 
 class DecodeVideos:

@@ -11,24 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gstep import PrunedTokens, make_pruner
-from pipeline.errors import VideoFault
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.option_values import config_of
+from pipeline.errors import VideoFault, usage_errors
+from pipeline.options import config_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, pruned_columns, without_pixels
-from pipeline.prune.request import PruneRequest, resolve
+from pipeline.prune.recipe import resolve
 from pipeline.rows import VideoRecord, todo_row
-from pipeline.runner.request import refusing
-from pipeline.storage.s3 import Objects, is_object
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.s3 import is_object
 from pipeline.video.sandbox import InThisProcess
 
 #: Those of ``python -m jobs.prune`` that decide what becomes of one video.
 OPTIONS = frozenset(
     {"model", "revision", "siglip", "device", "dtype", "attn", "retention_ratio", "pruner", "pruner_param", "seed"}
     | {"num_frames", "frame_rule", "fps", "max_frames", "snap_to_keyframes", "min_pixels", "max_pixels"}
-    | {"max_video_tokens", "decoder", "max_decode_warnings", "fetch_memory", "s3_endpoint", "s3_region"}
+    | {"max_video_tokens", "decoder", "fetch_memory", "s3_endpoint", "s3_region"}
 )
 _DIMMED = 3  # divides the brightness of pruned tokens in a picture
 
@@ -87,12 +84,12 @@ class LocalEncoder:
 
     def __init__(self, **options: Any) -> None:
         config = config_of(PruneConfig, "encode_video", options, OPTIONS)
-        request = request_of(config)
-        self._setup = request.encode_setup(config.device, config.dtype)
-        with refusing():
+        recipe = resolve(config)
+        self._setup = recipe.encode_setup(config.device, config.dtype)
+        with usage_errors():
             self._pruner = make_pruner(self._setup.pruner, **self._setup.pruner_params)
             self._encoder = VideoEncoder(self._setup)
-        self._decoder = VideoDecoder(request.decode_setup(), InThisProcess())
+        self._decoder = VideoDecoder(recipe.decode_setup(), InThisProcess())
 
     def __call__(
         self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None
@@ -121,12 +118,6 @@ class LocalEncoder:
         if frames is None:
             raise VideoFault(record["error_class"], record["error_message"], stage=record["error_stage"])
         return record, frames
-
-
-def request_of(config: PruneConfig) -> PruneRequest:
-    """Resolve the options of a configuration without videos and cache. Raise UsageError."""
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    return resolve(config, MANIFEST_SCHEMA.empty_table(), LocalStore(config.out), objects)
 
 
 def encode_video(

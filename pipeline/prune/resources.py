@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
-from pipeline.inputs.units import units
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.map_batches import PruneStages
+from pipeline.prune.recipe import PruneStages
 from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording
 from pipeline.storage.hub import is_remote
 
@@ -107,7 +109,7 @@ class Resources(Plan):
         """Yield (start, stop) of each block of videos (TODO_SCHEMA), which is the unit of work and of retry.
 
         The last blocks are one bundle each, so that few videos wait for a slow worker when the others have none left.
-        Videos of containers are cut by what they share of these (``pipeline.inputs.units``), of which those of
+        Videos of containers are cut by what they share of these (``pipeline.prune.resources``), of which those of
         ``later_bytes`` come later.
         """
         n_videos = len(videos)
@@ -163,7 +165,6 @@ def plan_resources(
     videos_per_shard: int = 16,
     decode_workers: int | None = None,
     encode_workers: int | None = None,
-    encoders_per_gpu: int = 1,
     decode_on_gpus: bool = False,
 ) -> Resources:
     """Divide a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` among the workers for ``n_videos``.
@@ -174,7 +175,7 @@ def plan_resources(
     shares the cores with an encoder, which often waits, and both find room on any node.
     """
     cores = max(1, int(cpus))
-    most = encoders_per_gpu * int(gpus) if gpus >= 1 else cores
+    most = int(gpus) if gpus >= 1 else cores
     encoders = max(1, min(encode_workers or (most if gpus >= 1 else int(cpus // 4)), most, n_videos))
     useful = decode_workers or math.ceil(min(files_bytes / DECODER_FILES_BYTES, cores))
     decoders = max(1, min(useful, cores, int(min(memory / DECODER_BYTES, cores)), n_videos))
@@ -183,7 +184,6 @@ def plan_resources(
         decoders = min(decoders, decode_workers or DECODERS_A_GPU * int(gpus))
         decode_gpu = int(1e4 * DECODING_OF_A_GPU / math.ceil(decoders / int(gpus))) / 1e4  # Ray counts so finely
         encode_gpu = 1 - DECODING_OF_A_GPU
-    encode_gpu = int(1e4 * encode_gpu / encoders_per_gpu) / 1e4
     # A GPU's encoder gives 18 videos of 11.2 MB a second, and beside busy decoders each takes a writer 74 to 106 ms
     # (one H200, 16 cores). An encoder of four cores gives less than one a second.
     writers = min(1 + 2 * encoders, n_videos) if gpus >= 1 else math.ceil(encoders / CPU_ENCODERS_PER_WRITER)
@@ -214,7 +214,6 @@ def planned_workers(
         videos_per_shard=config.videos_per_shard or by_size,
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,
-        encoders_per_gpu=config.encoders_per_gpu,
         decode_on_gpus=config.decoder == "nvdec",
     )
     sizes = 3 * math.prod(shape), encode.bytes_per_video(*shape)
@@ -249,3 +248,44 @@ def shortfalls(config: PruneConfig, wanted: Resources, plan: Resources, n_videos
             yield f"the cluster has room for {given} of --{name} {asked}"
     if plan.videos_per_shard < wanted.videos_per_shard:
         yield f"shards get {plan.videos_per_shard} videos: more would not fit Ray's object stores"
+
+
+RANGE_BYTES = 2**28  # most bytes of a unit of several videos
+UNITS_AHEAD = 4  # units of what is left that each worker could get
+
+
+def units(
+    videos: pa.Table, workers: int, most_videos: int, bundle: int = 1, row_group: int = 1, later_bytes: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each unit of ``videos`` (MANIFEST_SCHEMA), which follow from their order and sizes alone.
+
+    A unit has at most RANGE_BYTES and ``most_videos``. Units become smaller towards the end, so that few videos wait
+    for a slow worker when the others have none left. Each has whole bundles of ``bundle`` videos, and whole row groups
+    of ``row_group`` rows where tables have such, as far as that is possible. Behind ``videos`` come others of
+    ``later_bytes``, presumably of like size.
+    """
+    n_videos = len(videos)
+    ends = np.concatenate([[0], np.cumsum(pc.fill_null(videos["size"], 0).to_numpy())])
+    heads = _heads(videos, row_group) if row_group > 1 else None
+    start, share = 0, UNITS_AHEAD * workers
+    later_videos = later_bytes * n_videos // int(ends[-1]) if ends[-1] else 0  # tables do not tell sizes
+    while start < n_videos:
+        room = min(RANGE_BYTES, (ends[-1] - ends[start] + later_bytes) // share)
+        by_bytes = int(np.searchsorted(ends, ends[start] + room, side="right")) - 1 - start
+        length = max(1, min(by_bytes, most_videos, -(-(n_videos + later_videos - start) // share)))
+        stop = start + -(-length // bundle) * bundle
+        if heads is not None:  # the last row group that begins in the unit, or the next one, is the next unit's
+            later = heads[np.searchsorted(heads, start, side="right") :]
+            place = int(np.searchsorted(later, stop, side="right"))
+            stop = int(later[max(0, place - 1)]) if len(later) else n_videos
+            stop = min(stop, start + most_videos)
+        yield start, min(stop, n_videos)
+        start = min(stop, n_videos)
+
+
+def _heads(videos: pa.Table, row_group: int) -> NDArray[np.int64]:
+    """Return the places of the videos with which a row group begins; each member of a tar or zip is its own."""
+    offsets = pc.fill_null(videos["source_offset"], 0).to_numpy()
+    groups = offsets // row_group
+    new = (groups[1:] != groups[:-1]) | (offsets[1:] < offsets[:-1])
+    return np.flatnonzero(np.concatenate([[True], new]))

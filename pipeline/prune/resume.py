@@ -11,12 +11,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.ledger import Ledger
-from pipeline.errors import SourceChanged, UsageError
-from pipeline.inputs.discovery import Discovery
+from pipeline.errors import SourceChanged
 from pipeline.inputs.named_videos import TODO_SCHEMA
-from pipeline.keys import ROWS_AT_ONCE, clip_keys
+from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import PruneRequest, of_shard
 from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.s3 import Objects
 from pipeline.video.source import Sizes
@@ -25,7 +23,7 @@ Mask = NDArray[np.bool_]
 _SHOWN = 5  # changed videos that a refusal lists
 
 
-class Tally(NamedTuple):
+class ManifestCounts(NamedTuple):
     """The number of a manifest's videos for each way they are treated.
 
     Attributes:
@@ -52,7 +50,14 @@ class Remaining(NamedTuple):
     """The manifest rows that a run must process (TODO_SCHEMA), and a tally of all rows."""
 
     todo: pa.Table
-    tally: Tally
+    tally: ManifestCounts
+
+
+def of_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
+    """Select the videos of ``--shard I/N``, if that is given, by the hash of their ids."""
+    if part is None or not len(manifest):
+        return manifest
+    return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(part[1]) == part[0]))
 
 
 def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: Objects | None = None) -> Remaining:
@@ -65,7 +70,7 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
     Raises SourceChanged where a cached video's uri, size or clip differs and ``--on-changed`` is ``refuse``, UsageError
     where the store does not answer.
     """
-    sizes, tally, todo = Sizes(objects), np.zeros(len(Tally._fields), np.int64), []
+    sizes, tally, todo = Sizes(objects), np.zeros(len(ManifestCounts._fields), np.int64), []
     n_changed, examples = 0, list[str]()
     for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # only the rows that are to be done are kept
         state = _compare(part, ledger, config, sizes)
@@ -84,7 +89,9 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
             + "\n  ".join(examples)
             + "\nKeep the cached ones with --on-changed skip, or process them again with --on-changed redo."
         )
-    return Remaining(pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), Tally(*tally.tolist()))
+    return Remaining(
+        pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), ManifestCounts(*tally.tolist())
+    )
 
 
 class _Comparison(NamedTuple):
@@ -165,24 +172,6 @@ def within_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
     return todo.slice(0, limit), waiting
 
 
-def discovery_of(request: PruneRequest, ledger: Ledger, known: pa.Table) -> Discovery:
-    """Return what finds the videos to do of containers that were left out, if any were, behind ``known`` ones."""
-    config = request.config
-
-    def select(videos: pa.Table) -> tuple[pa.Table, pa.Table]:
-        mine = of_shard(videos, config.part())
-        return mine, remaining(mine, ledger, config, request.objects).todo
-
-    return Discovery(request.indexing, request.objects, select, known, config.limit)
-
-
-def refuse_empty(request: PruneRequest, found: Discovery) -> None:
-    """Raise UsageError where no container that was opened holds a video, and no other is named."""
-    if not len(request.manifest) and not len(found.found().videos):
-        part = "" if request.config.shard is None else f" of --shard {request.config.shard}"
-        raise UsageError(f"{request.config.named}: none of the {found.n_parts - 1} containers holds a video{part}")
-
-
 def unfinished(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) whose attempt the cache has no row of.
 
@@ -209,7 +198,7 @@ def retry_candidates(todo: pa.Table, failed: Mapping[str, int], max_attempts: in
     return part.set_column(place, part.schema.field(place), attempts)
 
 
-def skipped_lines(tally: Tally, config: PruneConfig) -> list[str]:
+def skipped_lines(tally: ManifestCounts, config: PruneConfig) -> list[str]:
     """Return lines for the user about videos that this run leaves alone, and those left for later by a limit."""
     there, lines = tally.done + tally.failed, []
     if there:

@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from rich.console import Console
 
 from gstep.backbones import family_of
-from gstep.checkpoints.identity import tower_hash
+from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import deepstack_levels, fingerprint, header_bytes
 from pipeline.cache.ledger import TIMED, Ledger
@@ -27,19 +27,30 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
 from pipeline.cache.reader import HEADER, made_with, read_header
 from pipeline.cache.writer import commit, token_shard_id
-from pipeline.errors import FAULTS, FaultClass, LimitReached, RunFailed
+from pipeline.errors import (
+    FAULTS,
+    FaultClass,
+    LimitReached,
+    NotACache,
+    RunFailed,
+    UsageError,
+    store_usage_errors,
+    usage_errors,
+)
+from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.discovery import Discovery
+from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.manifest import given_manifest, read_manifest
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
-from pipeline.prune.facts import Facts, token_bytes
+from pipeline.prune.facts import Facts
 from pipeline.prune.graph import build_graph
-from pipeline.prune.map_batches import PruneStages
-from pipeline.prune.request import match_cache, prepare
+from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
+from pipeline.prune.recipe import resolve
 from pipeline.prune.resources import Resources, files_bytes, planned_workers, shortfalls
 from pipeline.prune.resume import (
-    discovery_of,
-    refuse_empty,
+    of_shard,
     remaining,
     retry_candidates,
     skipped_lines,
@@ -51,11 +62,12 @@ from pipeline.rows import JsonObject, VideoRecord, failed_from_outside, may_succ
 from pipeline.runner.cluster import choose_device, failing_nodes, provenance, resources_without
 from pipeline.runner.driver import Driver
 from pipeline.runner.heartbeats import WorkerReport
-from pipeline.runner.request import refusing
-from pipeline.runner.run_record import COMMITTED, RunFile, committed_shards
+from pipeline.runner.run_record import COMMITTED, RunFile, check_out, committed_shards, new_run_id
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import Plan
 from pipeline.storage.hub import is_remote
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
 # Fewer failures of one class never stop a run, since a missing folder may hold as many videos.
@@ -71,7 +83,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         list_failed: whether the summary lists the videos that failed.
 
     Attributes:
-        request: the checked request.
+        recipe: the settings that make the rows of the cache.
+        manifest: the videos that are known before the run (MANIFEST_SCHEMA).
+        indexing: the containers that were read for the manifest, and those that are read while the run goes on.
+        tally: the videos of the manifest by what is to be done with them.
         ledger: the rows of the cache.
         stages: the settings of the workers that decode and encode.
         facts: what the run has taken; None until it begins to process.
@@ -98,11 +113,45 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._noted = time.monotonic()
 
     def prepare(self) -> None:
-        self.request = prepare(self.options, self.console, self._given)
-        self.store, self.run_id = self.request.store, self.request.run_id
+        config = self.options
+        self._objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+        self.store, self.run_id = store_at(config.out, self._objects), new_run_id()
+        check_out(self.store)
+        with store_usage_errors():
+            if not self.store.exists(HEADER) and self.store.taken():
+                raise NotACache(
+                    f"{self.store} exists and is no cache (it has no {HEADER}): name an empty place with --out"
+                )
+            self._list_videos()
+        self.recipe = resolve(config, self._objects)
+        with store_usage_errors():
+            self.match()
+
+    def _list_videos(self) -> None:
+        """Read the manifest, or what the caller gave. Raises UsageError."""
+        config = self.options
+        list_only = config.dry_run and not config.index
+        keeps = not (config.dry_run or config.plan)
+        asked = ContainerOptions(config.column, config.clip_names())
+        self.indexing = Indexing(asked, self.store, keeps=keeps, only_known=list_only, say=self.say)
+        # A plan needs the indexes of all containers; a limit asks for few.
+        self.indexing.limited = config.limit is not None
+        few = self.indexing.limited and not config.dry_run
+        self.indexing.later = few or keeps
+        if self._given is None:
+            listed = read_manifest(config.videos, config.video_root, self._objects, self.indexing)
+            for named in config.videos if len(config.videos) == 1 else ():
+                refuse_other_files(listed, named, self._objects)
+        else:
+            listed = given_manifest(self._given, config.video_root)
+        self.manifest = of_shard(listed, config.part())
+        if len(listed) and not len(self.manifest) and not self.indexing.left:
+            raise UsageError(f"--shard {config.shard}: none of the {len(listed)} videos are in it")
+        if config.on_forbidden == "refuse":
+            refuse_forbidden(self.manifest, config.named)
 
     def match(self) -> None:
-        self.request = match_cache(self.request, self.console)
+        self.recipe = self.recipe.matched(self.store, self.console)
 
     def remaining(self) -> Discovery:
         self._committed = committed_shards(self.store)  # by earlier runs
@@ -114,12 +163,22 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             )
         if lost := self.ledger.lost(self._committed):
             self.say(f"warning: {lost_line(len(lost), lost)}")
-        manifest = self.request.manifest
-        todo, counts = remaining(manifest, self.ledger, self.options, self.request.objects)
-        for line in skipped_lines(counts, self.options):
+        todo, self.tally = remaining(self.manifest, self.ledger, self.options, self._objects)
+        for line in skipped_lines(self.tally, self.options):
             self.say(line)
         known, self._n_waiting = within_limit(todo, self.options.limit)
-        return discovery_of(self.request, self.ledger, known)
+        return Discovery(self.indexing, self._objects, self._select, known, self.options.limit)
+
+    def _select(self, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
+        """Return the videos of this run among those of a container, and the rows of those to process."""
+        mine = of_shard(videos, self.options.part())
+        return mine, remaining(mine, self.ledger, self.options, self._objects).todo
+
+    def refuse_empty(self, todo: Discovery) -> None:
+        """Raise UsageError where no container that was opened holds a video, and no other is named."""
+        if not len(self.manifest) and not len(todo.found().videos):
+            part = "" if self.options.shard is None else f" of --shard {self.options.shard}"
+            raise UsageError(f"{self.options.named}: none of the {todo.n_parts - 1} containers holds a video{part}")
 
     def process(self, todo: Discovery) -> None:
         with todo:
@@ -146,17 +205,18 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def _begin(self, n_videos: int) -> tuple[str, str]:
         """Join the cluster, write the header of a new cache, and set up the workers. Return device and dtype."""
-        request, config = self.request, self.options
-        device, dtype = choose_device(config, request.dtype, self.say)
-        refuse_empty(request, self._todo)
+        recipe, config = self.recipe, self.options
+        device, dtype = choose_device(config, recipe.dtype, self.say)
+        self.refuse_empty(self._todo)
         self.monitor.start()
         check_decoder_device(config.decoder, device)
-        with refusing():
+        with usage_errors():
             if not self.store.names(VIDEOS, ".parquet"):
-                self.store.put(HEADER, header_bytes(request.header(dtype, family_of(request.source).static())))
-            encode = replace(request.encode_setup(device, dtype), tower_hash=tower_hash(request.source))
-        self.stages = PruneStages(request.decode_setup(), encode)
-        self.facts = Facts(token_bytes(request), device == "cuda", config.max_hours)
+                self.store.put(HEADER, header_bytes(recipe.header(dtype, family_of(recipe.source).static())))
+            stages = recipe.stages(device, dtype)
+            encode = replace(stages.encode, tower_hash=tower_hash(recipe.source))
+        self.stages = replace(stages, encode=encode)
+        self.facts = Facts(recipe.token_bytes(), device == "cuda", config.max_hours)
         self._limit_alike = max(config.outside_limit(n_videos), LEAST_ALIKE)
         self.hold_header()
         return device, dtype
@@ -210,7 +270,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def _planned(self, cluster: dict[str, float], n_videos: int) -> tuple[Resources, Resources]:
         """Plan the workers as ``planned_workers`` does, with units of whole row groups."""
         wanted, plan = planned_workers(self.options, self.stages, cluster, n_videos, self._files_bytes)
-        return wanted, replace(plan, rows_per_group=self.request.indexing.unit)
+        return wanted, replace(plan, rows_per_group=self.indexing.unit)
 
     def build(self, items: Discovery, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         assert isinstance(plan, Resources)
@@ -306,7 +366,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self.say(f"note: videos of {todo.n_left} containers are not known yet, and not counted")
         held = summarise(
             self.ledger.refresh(),
-            pa.concat_tables([self.request.manifest, todo.found().videos]),
+            pa.concat_tables([self.manifest, todo.found().videos]),
             deepstack_levels(header),
             codec_of(header["identity"]),
             n_waiting=self._n_waiting + within_limit(todo.beyond, 0)[1],
@@ -314,7 +374,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             committed=self._committed,
         )
         held = replace(held, n_new=len(todo), n_new_failed=len(self.failed), wall_s=wall_s, out=str(self.store))
-        held = replace(held, fetched_bytes=self.fetched + self.request.indexing.fetched)
+        held = replace(held, fetched_bytes=self.fetched + self.indexing.fetched)
         if self.facts is None:
             return held
         if self.facts.reached:  # what is left was not begun, and waits as with --limit

@@ -18,7 +18,7 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.errors import FAULTS
 from pipeline.keys import parts_of
 from pipeline.rows import JsonObject
-from pipeline.runner.outcome import Outcome, as_text
+from pipeline.runner.run_record import Outcome, as_text
 
 _SHOWN = 3  # lost videos, and reasons, that a summary names
 _REMARKS = {"hdr": HDR, "stretched": STRETCHED, "uneven": UNEVEN, "shared": SHARED}

@@ -27,8 +27,7 @@ from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.rewrite.rewrite import check_place
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
-from pipeline.runner.request import new_run_id
-from pipeline.runner.run_record import RUNS, RunFile
+from pipeline.runner.run_record import RUNS, RunFile, new_run_id
 from pipeline.storage.stores import LocalStore, Store
 
 OnEqual = Literal["rule", "refuse"]

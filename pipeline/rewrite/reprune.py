@@ -21,12 +21,11 @@ from pipeline.cache.method import describe_method
 from pipeline.cache.reader import TokenCache, coded_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.writer import VideoItem
-from pipeline.errors import UsageError, VideoFault
+from pipeline.errors import UsageError, VideoFault, usage_errors
 from pipeline.generate.late_pruning import evidence_columns, is_whole
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from pipeline.rewrite.rewrite import Rewrite, check_source, config_of
 from pipeline.rows import Json, VideoRecord
-from pipeline.runner.request import refusing
 
 
 def repruning(
@@ -40,14 +39,14 @@ def repruning(
             f"{source.store} holds what {held['pruner']['method']} kept at {held['retention_ratio']:g}, not all "
             "tokens: make one with python -m jobs.prune --pruner none"
         )
-    with refusing():
+    with usage_errors():
         pruner = read_pruner(method, params, family=BACKBONES[held["model"]["type"]].variant)
         if not pruner.cacheable:
             raise UsageError(f"--pruner {method} selects anew for every question, so its tokens cannot be cached")
         columns = dict(evidence_columns(method, pruner, held))
         header = _header(source.header, pruner, pruner.nominal_ratio(ratio), seed, codec)
     config: dict[str, Json] = {
-        **{name: value for name, value in config_of(source.store).items() if name not in ("evidence", "evidence_for")},
+        **{name: value for name, value in config_of(source.store).items() if name != "evidence"},
         **{"out": out, "pruner": method_name(type(pruner)), "retention_ratio": ratio, "seed": seed},
         **{"pruner_param": [f"{name}={value}" for name, value in params.items()], "token_codec": codec},
     }

@@ -28,12 +28,11 @@ from pipeline.cache.reader import HEADER, TokenCache, coded_header, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem, bundled, commit, token_shard_id, write_token_shard
-from pipeline.errors import IdentityMismatch, NotACache, RunFailed, UsageError, VideoFault
+from pipeline.errors import IdentityMismatch, NotACache, RunFailed, UsageError, VideoFault, store_usage_errors
 from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
-from pipeline.runner.request import check_out, new_run_id, store_refusing
-from pipeline.runner.run_record import COMMITTED, RunFile, newest_record
+from pipeline.runner.run_record import COMMITTED, RunFile, check_out, new_run_id, newest_record
 from pipeline.storage.stores import Store
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")
@@ -117,7 +116,7 @@ def config_of(store: Store) -> JsonObject:
 def check_place(out: Store, header: CacheHeader) -> None:
     """Refuse a place that holds something else than a cache of this header's identity. Raises UsageError."""
     check_out(out)
-    with store_refusing():
+    with store_usage_errors():
         if not out.exists(HEADER):
             if out.taken():
                 raise NotACache(f"{out} exists and is no cache (it has no {HEADER}): name an empty place with --out")

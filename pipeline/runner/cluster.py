@@ -25,7 +25,7 @@ import torch
 
 from gstep.backbones import choose_runtime
 from gstep.lazy import importing_much, saying
-from pipeline.errors import RunFailed, UsageError, printable
+from pipeline.errors import RunFailed, UsageError, printable, usage_errors
 from pipeline.options import RunOptions
 from pipeline.rows import Json
 from pipeline.runner.access import (
@@ -37,7 +37,6 @@ from pipeline.runner.access import (
 )
 from pipeline.runner.heartbeats import NodeTally
 from pipeline.runner.prefork.server import forking_workers
-from pipeline.runner.request import refusing
 from pipeline.runner.stages import OOM_RETRIES, configure_ray_data
 
 _LOOK_S = 1.0
@@ -191,7 +190,7 @@ def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> d
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"--min-gpus {wanted}: the cluster has {cluster.get('GPU', 0.0):g} GPUs after {wait_s:g} s: look "
-                    "at its nodes, or raise --wait"
+                    "at its nodes, or raise --stall-timeout"
                 )
             time.sleep(_LOOK_S)
             cluster = dict(ray.cluster_resources())
@@ -233,7 +232,7 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     cluster.
     """
     connect(say)
-    cluster, device = wait_for_gpus(options.min_gpus, options.wait, say), options.device
+    cluster, device = wait_for_gpus(options.min_gpus, options.stall_timeout, say), options.device
     if cluster.get("CPU", 0.0) <= 0:
         raise UsageError("the Ray cluster has no CPUs at this moment: start its worker nodes first")
     gpus = cluster.get("GPU", 0.0)
@@ -245,7 +244,7 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     if on_cpu:
         say(f"note: {_NO_GPU.format(dtype)}")
     if device == "cpu":  # only a GPU node itself knows what its GPU can run
-        with refusing():
+        with usage_errors():
             choose_runtime(device, dtype, options.attn)
     return device, dtype
 

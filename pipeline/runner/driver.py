@@ -29,9 +29,8 @@ from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import check_device, root_cause
 from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
 from pipeline.runner.monitor import Monitor
-from pipeline.runner.outcome import Outcome
 from pipeline.runner.progress import reporter
-from pipeline.runner.run_record import RunFile
+from pipeline.runner.run_record import Outcome, RunFile
 from pipeline.runner.shards import TICK_S, RunGraph, Shard, Shards
 from pipeline.runner.stages import Plan, end_workers
 from pipeline.runner.watchdog import ClusterChanged, Fetcher, Growth, Watchdog, still_running

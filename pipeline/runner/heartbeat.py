@@ -1,26 +1,23 @@
-"""What a worker says it is doing right now, to the actor of ``monitoring/heartbeats.py``.
-
-A worker reports the items that it holds, and no count of them, so the next report mends one that was lost, or was made
-again by a restarted actor or a retried task. It does not wait for its reports, and no video fails if the actor is gone.
-It waits, for some seconds, for the answer to two questions only: which item has killed others, after a process of its
-died (``Heartbeat.deaths``), and whether it should rest, after an item failed.
-"""
+"""The worker's side of the heartbeats: what it has in hand, and the GPU fault after which it ends."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
+import torch
 from ray.actor import ActorHandle
 
+from gstep.errors import is_out_of_memory
 from pipeline.runner.heartbeats import REPORT_S, SELDOM_S, ProgressDelta, Worker
 
 _ANSWER_S = 10.0
@@ -220,3 +217,34 @@ class Heartbeat:
         here = ray.get_runtime_context()
         name = str(here.get_actor_id() or here.get_task_id())
         return Worker(name, socket.gethostname(), here.get_node_id(), os.getpid())
+
+
+def exit_after_gpu_fault(item: str, error: Exception) -> None:
+    """End this process if ``error`` broke its CUDA context, which would fail all later work too; else return.
+
+    The GPU is asked, whatever the error says: Triton, cuDNN and drivers have words of their own for a broken context,
+    and cuBLAS says "CUDA error" where it only has too little memory. Where this process has no CUDA context to ask, the
+    error's words decide.
+    """
+    if not is_out_of_memory(error) and _is_broken(error):
+        give_up_process(item, error)
+
+
+def _is_broken(error: Exception) -> bool:
+    """Return whether the GPU refuses all work since an error."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "CUDA error" in str(error)
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # noqa: BLE001 - whatever it is, the next kernel would raise it too
+        return True
+    return False
+
+
+def give_up_process(item: str, error: Exception) -> NoReturn:
+    """End this process at once; ``item`` was in hand.
+
+    Ray starts another process, which asks the heartbeats how many died with ``item`` (a video, a question) in hand.
+    """
+    print(f"{item}: {error}", file=sys.stderr, flush=True)
+    os._exit(70)

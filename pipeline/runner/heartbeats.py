@@ -63,7 +63,7 @@ class NodeTally(NamedTuple):
     failed: int = 0
 
 
-class Fault(NamedTuple):
+class FailureKind(NamedTuple):
     """The kind of a failure: the stage, the host, and the error class of the item."""
 
     stage: str
@@ -108,7 +108,7 @@ class WorkerReport:
     failing: list[str] = field(default_factory=list)
     up_s: dict[str, float] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
-    faults: dict[Fault, int] = field(default_factory=dict)
+    faults: dict[FailureKind, int] = field(default_factory=dict)
     deaths: list[Death] = field(default_factory=list)
 
 
@@ -179,7 +179,7 @@ class Heartbeats:
         self._out_of_service: dict[str, str] = {}  # worker -> a description for the user
         self._left, self._made = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
         self._up_s, self._busy_s = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
-        self._faults: Counter[Fault] = Counter()
+        self._faults: Counter[FailureKind] = Counter()
         self._moves = 0
         self._failure: str | None = None
 
@@ -196,7 +196,7 @@ class Heartbeats:
         self._moves += delta.moves
         self._up_s[stage] += delta.up_s
         self._busy_s[stage] += delta.busy_s
-        self._faults.update(Fault(stage, worker.host, fault) for fault in delta.faults)
+        self._faults.update(FailureKind(stage, worker.host, fault) for fault in delta.faults)
         if delta.done or delta.failed:
             before = self._tallies[stage].get(worker.node, NodeTally(worker.host))
             done, failed = before.done + delta.done, before.failed + delta.failed

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from pipeline.errors import TooManyFailed
 from pipeline.options import RunOptions, check
-from pipeline.runner.outcome import Outcome
 from pipeline.runner.progress import Listening, OneLine, Progress
+from pipeline.runner.run_record import Outcome
 from pipeline.runner.stages import end_workers
 
 S = TypeVar("S", bound=Outcome)

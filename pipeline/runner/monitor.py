@@ -25,7 +25,7 @@ import ray
 from ray.util import metrics as ray_metrics
 
 from pipeline.errors import printable
-from pipeline.runner.heartbeats import Death, Fault, WorkerReport
+from pipeline.runner.heartbeats import Death, FailureKind, WorkerReport
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS
 from pipeline.storage.stores import Store
@@ -38,7 +38,7 @@ class Monitor:
         self._tell = tell
         self._name = f"{RUNS}/{run_id}.log"
         self._store = store
-        self._faults: Counter[Fault] = Counter()
+        self._faults: Counter[FailureKind] = Counter()
         self._moves = 0
         self.metrics = Metrics(run_id)
         self._logs = WorkerLogs(partial(store.put, self._name))

@@ -1,16 +1,27 @@
-"""The record of a run, ``runs/<run_id>.json``: its provenance and progress, which nothing is compared with."""
+"""The record of a run, ``runs/<run_id>.json``, and its outcome: provenance, progress and counts."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
-from typing import TypedDict
+from typing import Any, TypedDict
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from pipeline.cache.live_rows import TOKENS
 from pipeline.cache.writer import run_of, token_shard_id
-from pipeline.errors import printable
+from pipeline.errors import Fault, UsageError, printable
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
 
@@ -107,3 +118,124 @@ def committed_shards(store: Store) -> list[str]:
 def now() -> str:
     """Return the time as records hold it: ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def new_run_id() -> str:
+    """Make a run id that begins with the time in milliseconds, so that names of runs and shards sort by time."""
+    now = datetime.now(UTC)
+    return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z-{secrets.token_hex(3)}"
+
+
+def check_out(store: Store) -> None:
+    """Raise UsageError if ``--out`` is a folder that Ray deletes after the job."""
+    if store.folder is not None and not Path(str(store)).is_absolute() and _in_an_upload():
+        raise UsageError(
+            f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
+            "with it: name an absolute path that every node sees"
+        )
+
+
+def _in_an_upload() -> bool:
+    """Return whether this process runs in a folder uploaded by ``ray job submit --working-dir``."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return bool(job.get("runtime_env", {}).get("working_dir"))
+
+
+_OF_A_RUN = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s", "log"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The outcome of a request: counts of items, and failures by class.
+
+    Attributes:
+        n_ok: items (videos, questions) with a result.
+        failures: error class -> items.
+        examples: error class -> (id, message) of one of them.
+        n_missing: items without a row.
+        n_outside: failures from outside the item: a mount, a store, a bug, a GPU that others fill.
+        n_waiting: items that ``--limit`` left for another run; they count nowhere else.
+        n_new: items that this run processed.
+        n_new_failed: those of them that failed; a failed redo leaves an earlier result in place.
+        wall_s: seconds this run took; None for a summary of a cache.
+        out: where the results are; "" for a summary of a cache.
+        log: the file with what worker processes said before they died; "" where none did.
+        failed: id -> error class of the items that failed; of videos only where a caller from Python asked for it.
+    """
+
+    n_ok: int
+    failures: dict[str, int]
+    examples: dict[str, tuple[str, str]]
+    n_missing: int
+    n_outside: int = 0
+    n_waiting: int = 0
+    n_new: int = 0
+    n_new_failed: int = 0
+    wall_s: float | None = None
+    out: str = ""
+    log: str = ""
+    failed: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def n_failed(self) -> int:
+        """The number of failed items."""
+        return sum(self.failures.values())
+
+    def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
+        """Return 0 where every item has a row, at least one is ok, and failures keep the limits; else 1.
+
+        An item that failed by a bug makes it 1 too. ``outside_limit`` is the limit for failures from outside the items.
+        """
+        bad = (
+            self.n_missing
+            or not self.n_ok
+            or "internal" in self.failures
+            or max(self.n_failed, self.n_new_failed) > failure_limit
+            or (outside_limit is not None and self.n_outside > outside_limit)
+        )
+        return 1 if bad else 0
+
+    def as_record(self) -> JsonObject:
+        """Return the counts and examples as a JSON-able mapping."""
+        own = {name: value for name, value in vars(self).items() if name not in ("out", "failed")}
+        return {**own, "n_failed": self.n_failed}
+
+    def standing(self) -> JsonObject:
+        """Return the part of ``as_record`` that does not depend on which run made the results."""
+        return {name: value for name, value in self.as_record().items() if name not in _OF_A_RUN}
+
+    def pace(self, item: str) -> str:
+        """Return a sentence with the number of items of this run, its time and its rate."""
+        if not self.n_new:
+            return f"nothing to do: every {item} has a row already"
+        failed = f" ({self.n_new_failed} failed)" if self.n_new_failed else ""
+        rate = self.n_new / self.wall_s if self.wall_s else 0.0
+        died = f"; what workers said before they died is in {self.log}" if self.log else ""
+        return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s{died}"
+
+    def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
+        """Make a table of the failures by class, with one example and the remedy of each."""
+        table = Table(title=f"failed {item}s", title_justify="left", show_edge=False)
+        for name in ("class", f"{item}s", "example", "remedy"):
+            table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
+        for name, count in self.failures.items():
+            example, message = self.examples[name]
+            # Ids and messages come from files and must not be read as markup.
+            table.add_row(
+                name, str(count), Text(f"{example}: {message}"), Text(faults[name].remedy if name in faults else "")
+            )
+        return table
+
+
+def as_text(shown: RenderableType) -> str:
+    """Render a Rich object as plain text."""
+    console = Console(file=io.StringIO(), width=120, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().split("\n"))
+
+
+def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
+    """Count failed rows with ``key``, error_class and error_message as ``failures`` and ``examples`` of an Outcome."""
+    failures = dict(Counter(row["error_class"] for row in rows).most_common())
+    return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}

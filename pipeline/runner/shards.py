@@ -27,7 +27,7 @@ LOOK_S = 0.1
 MOST_TOGETHER = 64
 
 
-class Batch(NamedTuple):
+class GraphOutput(NamedTuple):
     """The output of a graph: tables or references to tables, and how many items they hold."""
 
     tables: Sequence[ray.ObjectRef] | Sequence[pa.Table]
@@ -65,7 +65,7 @@ class RunGraph:
     rows: Callable[[pa.Table], pa.Table] = _unchanged
     items_per_row: int = 1
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[GraphOutput]:
         """Run the graph, and yield each batch of its last stage as soon as it is there."""
         # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
         bundles = self.dataset.iter_internal_ref_bundles()
@@ -74,10 +74,10 @@ class RunGraph:
                 if not bundle.num_rows():  # of a call that had no item; such a block may lack columns
                     continue
                 if self.writers is not None:
-                    yield Batch(bundle.block_refs, bundle.num_rows() * self.items_per_row)
+                    yield GraphOutput(bundle.block_refs, bundle.num_rows() * self.items_per_row)
                 else:
                     tables = [self.rows(block) for block in ray.get(bundle.block_refs)]
-                    yield Batch(tables, sum(map(len, tables)))
+                    yield GraphOutput(tables, sum(map(len, tables)))
         finally:
             # Deleting the iterator ends the execution of a graph that is stopped half-way. Left to the garbage
             # collector it might end after this process has left the cluster, and would start another Ray.
@@ -127,7 +127,7 @@ class Shards:
         """Return whether another batch may be taken."""
         return self._n_waiting < self._flow.items_per_shard
 
-    def take(self, batch: Batch) -> None:
+    def take(self, batch: GraphOutput) -> None:
         """Add a batch to the shard that is collected, and write the shards that are due."""
         if self._n_waiting + batch.n_items > self._flow.items_per_shard:
             self._write()  # the shard would be too large with this batch

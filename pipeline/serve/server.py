@@ -15,10 +15,9 @@ from gstep.backbones import choose_runtime
 from gstep.language.weights import generation_config
 from gstep.serving.options import ENVIRONMENT, OWN, check_served, engine_options, prepare_process
 from pipeline.cache.reader import read_header
-from pipeline.errors import UsageError
+from pipeline.errors import UsageError, store_usage_errors, usage_errors
 from pipeline.generate.engines.vllm import check_installed, refuse_own
 from pipeline.generate.model import choose_model
-from pipeline.runner.request import refusing, store_refusing
 from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import ServeConfig
 from pipeline.serve.gate import KEY, RequestGate
@@ -62,15 +61,15 @@ def server_arguments(config: ServeConfig) -> list[str]:
     if config.api_key is not None:
         os.environ[KEY] = config.api_key
     served = served_cache(config)
-    with refusing(), store_refusing():
+    with usage_errors(), store_usage_errors():
         prompts = CachedPrompts(served)
         prompts.close()
     if prompts.builder.axes == 1 and prompts.builder.policy.positions == "original":
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
-    with refusing():
+    with usage_errors():
         check_served(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
     refuse_own(config.engine_params(), _OWN)
-    with refusing():
+    with usage_errors():
         runtime = choose_runtime("auto", config.dtype)
         prepare_process(runtime.device, config.tensor_parallel, multiprocessing=True)
         options = engine_options(prompts.source, runtime, prompts.largest_video, config.tensor_parallel)
@@ -110,7 +109,7 @@ def _store_variables(config: ServeConfig) -> dict[str, str]:
 
 def served_cache(config: ServeConfig) -> ServedCache:
     """Return the renderer's settings, which travel in vLLM's configuration."""
-    with refusing(), store_refusing():
+    with usage_errors(), store_usage_errors():
         weights = read_header(store_at(config.cache))["identity"]["model"]["weights"]
         model, revision = choose_model(config.model, config.revision, weights)
     return ServedCache(

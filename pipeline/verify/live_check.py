@@ -22,17 +22,15 @@ from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.live_rows import ok_rows
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, VideoItem
-from pipeline.errors import UsageError, VideoFault
+from pipeline.errors import UsageError, VideoFault, usage_errors
 from pipeline.inputs.forms import fetch_again
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.option_values import checked_options
+from pipeline.options import checked_options
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
-from pipeline.prune.request import match_cache, resolve
+from pipeline.prune.recipe import resolve
 from pipeline.rows import VideoRecord, VideoRow, todo_row
 from pipeline.runner.cluster import package_version
-from pipeline.runner.request import refusing
 from pipeline.runner.run_record import RUNS, RunRecord, newest_record, read_record
 from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
@@ -43,7 +41,7 @@ from pipeline.video.source import same_source
 # 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
 MOST_ROUNDING = 0.1  # norm of the differences over the tokens' norm, above which no rounding explains them
 LEAST_SHARED = 0.5  # share of common positions below which no rounding explains the difference
-_RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "compiled", "shared_pass")
+_RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "shared_pass")
 
 
 class LiveCheck:
@@ -65,11 +63,10 @@ class LiveCheck:
                 f"--live: this cache was pruned by {config.pruner}, a method from outside gstep; what a cache says "
                 "chooses no code, so its videos are not encoded again here"
             )
-        request = resolve(config, MANIFEST_SCHEMA.empty_table(), store, self._objects)
-        request = match_cache(request, Console(quiet=True))
-        self._decode = request.decode_setup()
-        with refusing():
-            self._encoder = VideoEncoder(request.encode_setup("auto", request.dtype))
+        recipe = resolve(config, objects).matched(store, Console(quiet=True))
+        self._decode = recipe.decode_setup()
+        with usage_errors():
+            self._encoder = VideoEncoder(recipe.encode_setup("auto", recipe.dtype))
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
         """Encode ``count`` random ok videos of ``live`` again, and add the results to ``report``."""
@@ -177,6 +174,6 @@ def config_of_run(cache: TokenCache, run: RunRecord, model: str | None) -> Prune
     """
     known = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
     options = {name: value for name, value in run.get("config", {}).items() if name in known}
-    mine = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto"), "compile": False}
+    mine = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto")}
     chosen = {**options, **mine, **({"model": model} if model else {})}
     return PruneConfig(**checked_options(PruneConfig, chosen, f"{cache.store}/{RUNS}/{run.get('run_id')}.json: "))

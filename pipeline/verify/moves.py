@@ -46,8 +46,7 @@ from pipeline.errors import printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
-from pipeline.runner.request import new_run_id
-from pipeline.runner.run_record import COMMITTED, RUNS, RunFile
+from pipeline.runner.run_record import COMMITTED, RUNS, RunFile, new_run_id
 from pipeline.storage.stores import Store
 
 _COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra")

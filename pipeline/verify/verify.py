@@ -29,8 +29,7 @@ from pipeline.cache.writer import run_of, token_shard_id
 from pipeline.errors import NotACache
 from pipeline.runner.claim import Claim, holder, who
 from pipeline.runner.progress import reporter
-from pipeline.runner.request import new_run_id
-from pipeline.runner.run_record import RUNS, committed_by
+from pipeline.runner.run_record import RUNS, committed_by, new_run_id
 from pipeline.runner.stages import Wording
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import FileInfo, Store
@@ -59,7 +58,7 @@ _SHARES = (0.001, 0.01, 0.05)  # of damaged videos, for which a sample says how 
 
 
 @dataclass(frozen=True)
-class Request:
+class Verification:
     """The options of a verification.
 
     Attributes:
@@ -87,7 +86,7 @@ class Request:
     log_interval: float = 30.0
 
 
-def verify(store: Store, request: Request, console: Console) -> Report:
+def verify(store: Store, request: Verification, console: Console) -> Report:
     """Read all of the cache at ``store`` and check it; nothing is written there without ``clean`` or ``repair``.
 
     Raises NotACache where there is none, CacheLocked where it is to be changed and a run writes to it, UsageError where
@@ -112,7 +111,13 @@ class _Verification:
     """
 
     def __init__(
-        self, store: Store, request: Request, console: Console, sound: dict[str, CheckedShard], *, claimed: bool = False
+        self,
+        store: Store,
+        request: Verification,
+        console: Console,
+        sound: dict[str, CheckedShard],
+        *,
+        claimed: bool = False,
     ) -> None:
         self.store, self.request, self.console, self.sound, self.claimed = store, request, console, sound, claimed
         self.report = Report(str(store))

@@ -69,7 +69,6 @@ class DecodeRequest:
         decoder: "auto" or "pyav" (PyAV); "decord", "torchcodec" or "nvdec" (PyAV where they fail or are known to be
             wrong); or the import path "package.module:Class" of a ``pipeline.video.decoders.FrameDecoder``, which has
             no fallback.
-        max_warnings: decode warnings above which the video is corrupt; None for no limit.
 
     Raises ValueError for an unknown decoder.
     """
@@ -80,7 +79,6 @@ class DecodeRequest:
     start_s: float | None = None
     end_s: float | None = None
     decoder: str = "auto"
-    max_warnings: int | None = None
 
     def __post_init__(self) -> None:
         if self.decoder != "auto" and self.decoder not in DECODERS and ":" not in self.decoder:
@@ -169,9 +167,6 @@ def decode_video(
         with counted_warnings() as count:
             video = decoding.video(count)
             warnings = max(count(), video.decode_warnings)
-        if request.max_warnings is not None and warnings > request.max_warnings:
-            many = f"{warnings} warnings while the video was decoded, more than --max-decode-warnings"
-            raise VideoFault("corrupt", f"{many} {request.max_warnings}: its frames may be damaged")
         return replace(video, decode_warnings=warnings, seconds=time.perf_counter() - started)
     except VideoFault as fault:
         fault.backend = fault.backend or decoding.backend

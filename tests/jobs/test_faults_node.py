@@ -14,7 +14,7 @@ import pytest
 import pipeline
 from jobs import prune
 from pipeline.inputs.archives import Tar
-from pipeline.inputs.container import Asked, Member
+from pipeline.inputs.container import ContainerOptions, Member
 from pipeline.inputs.discovery import Discovery, Part
 from pipeline.inputs.forms import FORMS
 from pipeline.prune.summary import Summary
@@ -75,7 +75,7 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
     gate, found_all = threading.Event(), Discovery.all
 
     class Gated(Tar):
-        def members(self, asked: Asked) -> Iterator[Member]:
+        def members(self, asked: ContainerOptions) -> Iterator[Member]:
             assert not self._file.uri.endswith("4.tar") or gate.wait(400)
             yield from super().members(asked)
 

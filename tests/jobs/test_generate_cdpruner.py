@@ -25,7 +25,7 @@ from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.generate.run import AnswerRun
 from pipeline.rows import QuestionRecord, without_nulls
-from pipeline.runner import gpu_fault
+from pipeline.runner import heartbeat
 from tests.gstep.llms import llm
 from tests.pipeline.asking import setup_of, tiny_cache, write_questions
 from tests.pipeline.evidence import tiny_cache_with_embeddings
@@ -135,7 +135,7 @@ def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(answer, monkeypatc
     def exit_at_once(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(gpu_fault.os, "_exit", exit_at_once)
+    monkeypatch.setattr(heartbeat.os, "_exit", exit_at_once)
     with pytest.raises(SystemExit, match="70"):
         answer("What?", pruner=Poisoned)
 
@@ -153,7 +153,7 @@ def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
 def test_what_lacks_is_named_with_its_remedy(refuse, tmp_path, tower):
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
     said = refuse(*LATE, "--siglip", "tiny")
-    assert "python -m jobs.prune --pruner none --evidence-for cdpruner --siglip MODEL" in said
+    assert "python -m jobs.prune --pruner none --evidence cdpruner --siglip MODEL" in said
     assert "--siglip goes with --pruner" in refuse("--siglip", "tiny")
     fastv = ["--pruner", "fastv", "--pruner-param", "K=1", "--retention-ratio", "0.5", "--siglip", "tiny"]
     assert "no method that is asked takes anything from a SigLIP checkpoint" in refuse(*fastv)

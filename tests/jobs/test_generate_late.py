@@ -125,8 +125,8 @@ def test_what_cannot_be_pruned_late_is_refused(refuse, tmp_path):
     ratio = ["--retention-ratio", "0.25"]
     assert "needs --retention-ratio" in refuse("--pruner", "fastv", "--pruner-param", "K=1")
     assert "this model has 2 layers" in refuse("--pruner", "fastv", *ratio)
-    assert "--pruner none --evidence-for cdpruner --siglip" in refuse("--pruner", "cdpruner", *ratio)
-    assert "--pruner none --evidence-for visionzip" in refuse("--pruner", "visionzip", *ratio)
+    assert "--pruner none --evidence cdpruner --siglip" in refuse("--pruner", "cdpruner", *ratio)
+    assert "--pruner none --evidence visionzip" in refuse("--pruner", "visionzip", *ratio)
     assert "unknown method 'magic'" in refuse("--pruner", "magic", *ratio)
     assert "unknown parameter alpha" in refuse("--pruner", "fastv", "--pruner-param", "alpha=1", *ratio)
     assert "--pruner-param goes with --pruner" in refuse("--pruner-param", "K=1")

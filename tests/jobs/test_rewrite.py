@@ -12,7 +12,7 @@ from tests.pipeline.videos import sample
 
 pytestmark = pytest.mark.slow
 CLIPS = ["bikes.mp4", "carphone_pristine.mp4"]
-EVIDENCE = ["--evidence-for", "visionzip,fastvid", "--siglip", "tiny"]
+EVIDENCE = ["--evidence", "visionzip,fastvid", "--siglip", "tiny"]
 
 
 @pytest.fixture(scope="module", autouse=True)

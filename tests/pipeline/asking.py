@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
-from gstep.checkpoints.identity import tower_hash
+from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.option_values import config_of
+from pipeline.options import config_of
 from pipeline.prune.config import PruneConfig
 
 

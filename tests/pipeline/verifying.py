@@ -11,14 +11,14 @@ from rich.console import Console
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.report import Report
-from pipeline.verify.verify import Request, verify
+from pipeline.verify.verify import Verification, verify
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 
 SHAPE = (4, 9, 8)
 
 
 def verified(store: LocalStore | ObjectStore, **more: object) -> Report:
-    return verify(store, Request(**more), Console(file=io.StringIO()))
+    return verify(store, Verification(**more), Console(file=io.StringIO()))
 
 
 def kinds(report: Report) -> list[str]:

@@ -25,7 +25,7 @@ from pipeline.video.frame_folders import FIRST_FRAME, is_frame_folder
 Tables = Mapping[str, JsonObject]
 
 
-class Place(NamedTuple):
+class AnnotationRow(NamedTuple):
     """The place of an annotation row, and the JSON objects that complete the row.
 
     Attributes:
@@ -41,7 +41,9 @@ class Place(NamedTuple):
     tables: Tables
 
 
-def read_annotations(folder: Path, path: Path, needs: Sequence[str], tables: Tables) -> list[tuple[Place, UserRow]]:
+def read_annotations(
+    folder: Path, path: Path, needs: Sequence[str], tables: Tables
+) -> list[tuple[AnnotationRow, UserRow]]:
     """Read the rows of an annotation file below a folder, each with its place.
 
     A .json file is a list of rows, or {"meta": {part: rows}, "root": {part: folder}}, whose rows get a column
@@ -54,7 +56,7 @@ def read_annotations(folder: Path, path: Path, needs: Sequence[str], tables: Tab
         with path.open("rb") as file:
             rows = enumerate(read_rows(name, file, ", ".join(needs)))
             read = [(path.stem, number, where, row) for number, (where, row) in rows]
-    return [(Place(f"{name}, {where}", part, number, tables), row) for part, number, where, row in read]
+    return [(AnnotationRow(f"{name}, {where}", part, number, tables), row) for part, number, where, row in read]
 
 
 def read_tables(folder: Path, names: Sequence[str]) -> Tables:
@@ -134,7 +136,7 @@ def data_folder(data: Path | str, remedy: str) -> Path:
     return folder
 
 
-class Videos:
+class VideoFolder:
     """The videos below a folder, whose links may lead into the ``roots``."""
 
     def __init__(self, folder: Path, roots: Sequence[Path] = ()) -> None:

@@ -10,11 +10,11 @@ from string import Formatter
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.annotations import (
     NOT_PUBLISHED,
+    AnnotationRow,
     AnswerRule,
     NotAskable,
-    Place,
     Tables,
-    Videos,
+    VideoFolder,
     answer_index,
     clip_of,
     data_folder,
@@ -28,7 +28,7 @@ from pipeline.evaluate.protocols import ALIASES, QUESTIONS, Protocol
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow
 
 #: Converts a row of a file to the benchmark's columns; returns None for a row of another benchmark.
-Adapt = Callable[[UserRow, Place], UserRow | None]
+Adapt = Callable[[UserRow, AnnotationRow], UserRow | None]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Benchmark:
         if data is None:
             raise UsageError(f"--data must name the folder of {self.title}; {remedy}")
         folder = data_folder(data, remedy)
-        videos, collected = Videos(folder, roots), QuestionCollector()
+        videos, collected = VideoFolder(folder, roots), QuestionCollector()
         tables = read_tables(folder, self.tables)
         for path in self._files(folder, remedy):
             for place, row in self._rows(folder, path, tables):
@@ -152,7 +152,7 @@ class Benchmark:
         looked_for = ", ".join(self.files)
         raise UsageError(f"{folder}: no annotations of {self.title} in it (looked for {looked_for}); {remedy}")
 
-    def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[Place, UserRow]]:
+    def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[AnnotationRow, UserRow]]:
         """Read a file's rows with their places. Raise UsageError if a needed column is missing."""
         try:
             read = read_annotations(folder, path, self.columns, tables)
@@ -168,7 +168,7 @@ class Benchmark:
             )
         return rows
 
-    def _item(self, row: UserRow, videos: Videos) -> Item:
+    def _item(self, row: UserRow, videos: VideoFolder) -> Item:
         """Convert an annotation row to a question. Raise NotAskable for a row that cannot be asked."""
         options = options_of(row, self.options)
         if self.n_options not in (0, len(options)):
@@ -197,7 +197,7 @@ class Benchmark:
             splits=splits,
         )
 
-    def _video(self, row: UserRow, videos: Videos) -> tuple[str, tuple[float | None, float | None]]:
+    def _video(self, row: UserRow, videos: VideoFolder) -> tuple[str, tuple[float | None, float | None]]:
         """Return the video's path below the data folder, and the bounds of the clip in it. Raise NotAskable."""
         named = {name: text_of(row, name) for name in self._in_paths}
         places = [PurePosixPath(path.format_map(named)).as_posix() for path in (*self.paths, *self.cut_paths)]

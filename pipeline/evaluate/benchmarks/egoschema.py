@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.evaluate.benchmarks.annotations import Place
+from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.protocols import Prompt, lmms_eval
 from pipeline.generate.questions import letters
@@ -31,7 +31,7 @@ _NEWER, _OLDER = lmms_eval(
 )
 
 
-def _any_row(row: UserRow, place: Place) -> UserRow:
+def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
     """Convert a row of either layout to the hub's, and add the id of the Ego4D video that the clip is from."""
     if "q_uid" in row:
         names = zip(letters(5), (row.get(f"option {number}") for number in range(5)), strict=True)
@@ -42,7 +42,7 @@ def _any_row(row: UserRow, place: Place) -> UserRow:
     return {**row, "cluster": video or row.get("video_idx")}
 
 
-def _subset_row(row: UserRow, place: Place) -> UserRow | None:
+def _subset_row(row: UserRow, place: AnnotationRow) -> UserRow | None:
     """Convert a row as ``_any_row`` does and add its right answer; return None for a question outside the subset."""
     if "q_uid" in row:
         answers = place.tables[_ANSWERS]

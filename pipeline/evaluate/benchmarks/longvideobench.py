@@ -8,7 +8,7 @@ puts them between the frames, and is not here. A video is at ``video_path``, whi
 
 from __future__ import annotations
 
-from pipeline.evaluate.benchmarks.annotations import Place
+from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import Prompt, lmms_eval
 from pipeline.inputs.tables import UserRow
@@ -16,7 +16,7 @@ from pipeline.inputs.tables import UserRow
 _NONE = "N/A"  # an option that is not there; they come last
 
 
-def _with_candidates(row: UserRow, place: Place) -> UserRow:
+def _with_candidates(row: UserRow, place: AnnotationRow) -> UserRow:
     """Convert a row of the Parquet file, which has a column per option, to one of the JSON file."""
     if "option0" not in row:
         return row

@@ -14,7 +14,7 @@ The rule for replies in lmms-eval 0.7.3 knows the letters A to D alone, for test
 
 from __future__ import annotations
 
-from pipeline.evaluate.benchmarks.annotations import Place, answer_index
+from pipeline.evaluate.benchmarks.annotations import AnnotationRow, answer_index
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import Prompt, lmms_eval
 from pipeline.generate.questions import letters
@@ -36,7 +36,7 @@ _TEST = {
 }
 
 
-def _row(row: UserRow, place: Place) -> UserRow:
+def _row(row: UserRow, place: AnnotationRow) -> UserRow:
     """Convert a row of either layout to one of lmms-eval's, and add the folder of its task."""
     if "question_type" in row:
         row = _lettered(row)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-from pipeline.evaluate.benchmarks.annotations import Place
+from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import Prompt, lmms_eval
 from pipeline.inputs.tables import UserRow
@@ -50,7 +50,7 @@ _ROOTS = ("video/", "", "video/data0613/", "data0613/")
 _BOUNDS = re.compile(r"_\d+(?:\.\d+)?_\d+(?:\.\d+)?(?=\.mp4$)")
 
 
-def _with_folders(row: UserRow, place: Place) -> UserRow:
+def _with_folders(row: UserRow, place: AnnotationRow) -> UserRow:
     """Add to a row its task, the folders that may hold its video, and the id of the video that its clip is from."""
     _, whole, cut = _TASKS.get(place.part, ("", "?", ""))
     clipped = cut.endswith("_segment")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
-from pipeline.evaluate.benchmarks.annotations import NOT_PUBLISHED, NotAskable, Videos, answer_index, data_folder
+from pipeline.evaluate.benchmarks.annotations import NOT_PUBLISHED, NotAskable, VideoFolder, answer_index, data_folder
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.protocols import LETTER
@@ -60,7 +60,7 @@ class OwnQuestions(Benchmark):
         folder, no question left.
         """
         file = self.files[0]
-        videos = None if data is None else Videos(data_folder(data, "name the one that the videos are in"), roots)
+        videos = None if data is None else VideoFolder(data_folder(data, "name the one that the videos are in"), roots)
         rows = [without_nulls(row, QuestionRecord) for row in read_questions(file, _MODE).to_pylist()]
         collected = QuestionCollector()
         for item in clusters_of([_own_item(file, row) for row in rows]):

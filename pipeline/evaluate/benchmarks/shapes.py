@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gstep.families import FAMILIES
-from pipeline.evaluate.benchmarks.annotations import Place, without_letter
+from pipeline.evaluate.benchmarks.annotations import AnnotationRow, without_letter
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import LETTER, FrameRule, ModelRules
 from pipeline.inputs.tables import UserRow
@@ -18,7 +18,7 @@ from pipeline.inputs.tables import UserRow
 _EVERY_FRAME = ModelRules(frames=FrameRule(32, "round", even=True))
 
 
-def _bare(row: UserRow, place: Place) -> UserRow:
+def _bare(row: UserRow, place: AnnotationRow) -> UserRow:
     """Remove the letters from the options, because the protocol puts its own before them."""
     options = row.get("options")
     if not isinstance(options, list):

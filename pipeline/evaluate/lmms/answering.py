@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gstep.backbones import choose_runtime
 from pipeline.cache.reader import TokenCache, read_header
-from pipeline.errors import RunFailed, UnknownVideo, UsageError
+from pipeline.errors import RunFailed, UnknownVideo, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
 from pipeline.evaluate.lmms.questions import CachedIds, LmmsQuestion
 from pipeline.generate.answerer import Answerer, group_by_videos, pack_blocks, unpack_answers
@@ -18,7 +18,6 @@ from pipeline.generate.answers import AnswersTable
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.generate.run import AnswerRun
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
-from pipeline.runner.request import refusing, store_refusing
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
@@ -30,13 +29,13 @@ class AnswersHere(AnswerRun):
 
     def choose_device(self) -> tuple[str, str]:
         """Return the device and dtype that this process computes on."""
-        with refusing():
+        with usage_errors():
             runtime = choose_runtime(self.options.device, self.options.dtype, self.options.attn)
         return runtime.device, runtime.dtype_name
 
     def answer(self, questions: list[QuestionRecord]) -> None:
         """Answer the questions batch by batch in this process, and commit each batch."""
-        with refusing():
+        with usage_errors():
             answerer = Answerer(self.worker_setup())
         said = time.monotonic()
         for block in pack_blocks(group_by_videos(questions, self.setup.batch_size)):
@@ -58,7 +57,7 @@ class CachedReplies:
         self._arguments, self._console = arguments, console
         self._objects = Objects.from_environment()
         self._cache = store_at(arguments.cache, self._objects)
-        with store_refusing():
+        with store_usage_errors():
             held = read_header(self._cache)["identity"]
         found = arguments.check_fingerprint(held)
         if arguments.fingerprint is None:
@@ -103,7 +102,7 @@ class CachedReplies:
     def _videos(self, asked: Sequence[LmmsQuestion]) -> list[str]:
         """Return the video of each question. Raise UnknownVideo if one is missing, unless ``missing=empty``."""
         if self._ids is None:
-            with store_refusing():
+            with store_usage_errors():
                 cache = TokenCache(self._arguments.cache, store=self._cache)
                 self._ids = CachedIds(cache.video_ids, cache.failed)
         found, absent = [], []

@@ -90,7 +90,7 @@ _COLUMNS = pa.schema(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class CorpusRecipe:
     """The videos of a benchmark, which take the durations and the kinds of hardness in turn.
 
     Keyframes are ``keyframe_seconds`` apart; None leaves them to the encoder, which sets one at each change of scene.
@@ -168,7 +168,7 @@ class Film:
 Row = dict[str, str | int | list[str]]
 
 
-def write_benchmark(folder: Path, recipe: Recipe, progress: Callable[[int], None] = lambda done: None) -> int:
+def write_benchmark(folder: Path, recipe: CorpusRecipe, progress: Callable[[int], None] = lambda done: None) -> int:
     """Render the videos and write all files of a benchmark; return the number of questions.
 
     A folder of the same recipe is written anew, so that one that was left half-way becomes whole. Raises UsageError

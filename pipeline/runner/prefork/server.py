@@ -51,7 +51,7 @@ _WITH_RAY = (
     "pipeline.generate.answerer",
     "pipeline.prune.decode_stage",
     "pipeline.prune.encode_stage",
-    "pipeline.prune.write_stage",
+    "pipeline.prune.graph",
 )
 # Libraries choose their threads when they load. Ray's own choice for its workers comes later, and is one.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -66,7 +66,7 @@ _HARMLESS_THREADS = {"jemalloc_bg_thd"}  # that of Arrow's allocator knows of fo
 _REQUEST_BYTES = 2**20
 
 
-class Request(TypedDict):
+class WorkerRequest(TypedDict):
     """The program, environment and folder that a worker would have been started with.
 
     Its output goes to descriptors that come along.
@@ -152,7 +152,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
             _, descriptors, *_ = socket.recv_fds(asked, 1, 2)
             with asked.makefile() as lines:
                 line = lines.readline()
-            request: Request = json.loads(line)
+            request: WorkerRequest = json.loads(line)
             environment = request["environment"]
             numbers = tuple(environment.get(name, "") for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"))
             fits = request["python"] == sys.executable and _read_by_imports(environment) == own_variables
@@ -189,7 +189,7 @@ def _fork_workers(requests: socket.socket, environment: dict[str, str], path: li
             os.close(descriptor)
 
 
-def _become_worker(asked: int, output: list[int], request: Request) -> None:
+def _become_worker(asked: int, output: list[int], request: WorkerRequest) -> None:
     """Run the program of a worker as if this process had been started for it, after an answer to who asked."""
     atexit.register(os._exit, 0)  # last, before Python takes apart all modules: that copies what is shared of them
     os.setpgid(0, 0)  # as Ray's own workers: a raylet kills the group of a worker that has ended

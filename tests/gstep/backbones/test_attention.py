@@ -8,7 +8,7 @@ import torch
 from transformers.vision_utils import get_vision_window_index
 
 from gstep.backbones import ModelSource, family_of
-from gstep.backbones.attention import attention_received, merged_attention, observing, rotated
+from gstep.backbones.runtime import attention_received, merged_attention, observing, rotated
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, MERGED, QWEN, STOCK, asked_of, frames_for
 
 

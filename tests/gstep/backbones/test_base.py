@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gstep.backbones import ModelSource, SampledVideo, family_of
-from gstep.errors import ModelError
 from gstep.evidence import label
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, STOCK, asked_of, frames_for, stock_features
 from tests.gstep.reading import count_reading
@@ -185,28 +184,6 @@ def test_a_video_takes_the_share_of_a_pass_that_its_frames_do():
     assert [llava.pass_share(n, 384, 384) for n in (1, 8, 40)] == [Fraction(1, 32), Fraction(1, 4), Fraction(5, 4)]
     assert [qwen.pass_share(n, 96, 160) for n in (3, 4)] == [Fraction(1, 8)] * 2  # an odd last frame is repeated
     assert qwen.pass_share(2, 16 * 512, 16 * 256) == 1  # as many patches as go at once
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", STOCK)
-def test_a_compiled_tower_gives_the_same_tokens_but_for_rounding_and_its_evidence(model):
-    source = ModelSource.resolve(model)
-    frames = frames_for(source, 4)
-    backbone = family_of(source).load(FLOAT32)
-    expected = backbone.encode(frames, asked_of(model))
-    backbone.compile()
-    assert sum(layer._compiled_call_impl is not None for layer in backbone.layers) == len(backbone.layers) - 1
-    for a, b in zip(parts(expected), parts(backbone.encode(frames, asked_of(model))), strict=True):
-        assert (a - b).abs().max() <= 1e-4 * a.abs().max()
-
-
-def test_a_machine_that_cannot_compile_says_why(monkeypatch):
-    def missing(function):
-        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nmore")
-
-    monkeypatch.setattr(torch, "compile", missing)
-    with pytest.raises(ModelError, match=r"No working C\+\+ compiler found\): install a C\+\+ compiler"):
-        family_of(ModelSource.resolve("tiny")).load(FLOAT32).compile()
 
 
 def test_times_of_a_clip_count_from_its_start():

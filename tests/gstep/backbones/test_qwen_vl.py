@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gstep.backbones import ModelSource, Runtime, family_of
-from gstep.backbones.weights import empty_model
+from gstep.backbones.runtime import empty_model
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
 from tests.gstep.backbones.encoders import (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gstep.backbones import ModelSource, family_of
-from gstep.backbones.weights import check_loaded, rebuild_position_ids
+from gstep.backbones.runtime import check_loaded, rebuild_position_ids
 from gstep.errors import ModelError
 from tests.gstep.backbones.encoders import FLOAT32, QWEN, STOCK
 from tests.gstep.reading import changed_json, changed_tensors

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints import tiny
-from gstep.checkpoints.identity import tower_hash
+from gstep.checkpoints.tensors import tower_hash
 from gstep.errors import ModelError
 from tests.gstep.llms import FAMILIES
 from tests.gstep.reading import changed_json, changed_tensors

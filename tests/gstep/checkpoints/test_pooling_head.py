@@ -10,7 +10,7 @@ from transformers import SiglipVisionConfig
 
 from gstep.backbones import family_of
 from gstep.checkpoints import tiny
-from gstep.checkpoints.pooling_head import DEFAULTS
+from gstep.checkpoints.source import DEFAULTS
 from gstep.errors import ModelError
 from tests.gstep.backbones.encoders import FLOAT32
 from tests.gstep.reading import changed_tensors, count_reading

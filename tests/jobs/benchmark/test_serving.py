@@ -6,7 +6,7 @@ import pytest
 
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.serving import measure
-from jobs.benchmark.serving_ways import Job
+from jobs.benchmark.serving_ways import ServingWork
 from pipeline.errors import RunFailed
 from tests.pipeline.asking import tiny_cache
 
@@ -27,6 +27,6 @@ def test_transformers_answers_from_a_cache_cold_and_again(tmp_path, capsys):
 
 
 def test_a_way_that_fails_says_why(tmp_path):
-    job = Job("tiny", str(tmp_path), 2, (0.25,), (1,), 2, 1)
+    job = ServingWork("tiny", str(tmp_path), 2, (0.25,), (1,), 2, 1)
     with pytest.raises(RunFailed, match=r"cached-transformers: NotACache: .*not a pruned-token cache"):
         measure("cached-transformers", job)

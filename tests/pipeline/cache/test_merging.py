@@ -28,7 +28,7 @@ from pipeline.cache.table import small_name, table_files
 from pipeline.errors import VideoFault
 from pipeline.inspect.report import failed_videos
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.verify import Request, verify
+from pipeline.verify.verify import Verification, verify
 from tests.pipeline.caches import (
     encoded,
     encoded_failure,
@@ -352,7 +352,7 @@ def test_a_cache_without_the_columns_that_came_later_is_whole(wrong, tmp_path):
     store.delete(file.name)
     data = write_parquet(table.replace_schema_metadata({MADE_WITH: made_with(store)}))
     store.put(small_name(VIDEOS, "r", 0, data), data)
-    problems = verify(store, Request(), Console(file=io.StringIO())).problems
+    problems = verify(store, Verification(), Console(file=io.StringIO())).problems
     assert any(LATER[0] in problem.what for problem in problems) == bool(problems) == wrong
     if wrong:
         return
@@ -361,4 +361,4 @@ def test_a_cache_without_the_columns_that_came_later_is_whole(wrong, tmp_path):
     merge(store, made_with(store), everything=True, keep=NOW)
     cache = TokenCache(tmp_path)
     assert [cache.metadata(name)["color_transfer"] for name in ("v", "w")] == [None, "smpte2084"]
-    assert not verify(store, Request(), Console(file=io.StringIO())).problems
+    assert not verify(store, Verification(), Console(file=io.StringIO())).problems

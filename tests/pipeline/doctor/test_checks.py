@@ -12,7 +12,7 @@ from pipeline.doctor.speed import check_balance, check_decoding, first_videos
 from pipeline.doctor.store import check_store, reachable
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.one_video import request_of
+from pipeline.prune.recipe import resolve
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.rays import ray_here
@@ -107,7 +107,7 @@ def test_a_store_that_cannot_be_written_to_is_wrong_with_its_reason(tmp_path):
 
 
 def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
-    setup = request_of(PruneConfig(num_frames=4)).decode_setup()
+    setup = resolve(PruneConfig(num_frames=4)).decode_setup()
     rows = [
         {"video_id": name, "uri": str(path), "policy": None, "start_s": None, "end_s": None}
         | {"manifest": None, "size": None, "attempts": 1, "fault": None, "source_offset": None}

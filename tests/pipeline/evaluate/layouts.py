@@ -20,7 +20,7 @@ from pipeline.evaluate.request import EvaluateRequest, write_results_header
 from pipeline.evaluate.results import Presentation, main_table
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import score_table
-from pipeline.evaluate.statistics import ORIGINAL, Arm
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
@@ -65,7 +65,7 @@ def replied(
     loaded: LoadedQuestions,
     replies: Mapping[str, str],
     protocol: str | None = None,
-    arms: Mapping[str, Arm] | None = None,
+    arms: Mapping[str, MethodAtRatio] | None = None,
 ) -> ScoredQuestions:
     """Score the questions by a protocol's rule; one without a reply failed. Every arm says the same."""
     arms = arms or {"none@1": ORIGINAL}

@@ -23,8 +23,7 @@ from pipeline.evaluate.request import (
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
 from pipeline.generate.late_pruning import describe_prunings, resolve_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.prune.request import resolve
+from pipeline.prune.recipe import resolve
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evaluate.videomme import write_videomme
@@ -135,8 +134,8 @@ def test_a_cache_without_what_a_method_looks_at_is_refused_by_the_methods_name(t
 def begun(folder: Path, **options) -> None:
     """A cache as the evaluation with these options would have begun it."""
     request = videomme(folder, **options)
-    job = resolve(request.videos, MANIFEST_SCHEMA.empty_table(), request.store, request.objects)
-    tiny_cache(folder / "c", ("x",), ratio=1.0, method="none", identity=job.identity("float32"))
+    recipe = resolve(request.videos, request.objects)
+    tiny_cache(folder / "c", ("x",), ratio=1.0, method="none", identity=recipe.identity("float32"))
 
 
 def test_a_cache_goes_on_with_the_evidence_it_was_begun_with(tmp_path):

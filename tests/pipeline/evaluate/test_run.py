@@ -18,8 +18,7 @@ from pipeline.evaluate.request import EvaluateRequest, prepare, read_results_hea
 from pipeline.evaluate.run import answer_and_score, answers_config, drop_tokens, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.prune.request import resolve
+from pipeline.prune.recipe import resolve
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -126,8 +125,8 @@ def test_a_request_that_is_refused_binds_nothing(tmp_path):
         return prepare(EvaluateConfig(benchmark="videomme", num_frames=num_frames, **places), QUIET)
 
     right = request(4)
-    job = resolve(right.videos, MANIFEST_SCHEMA.empty_table(), LocalStore(tmp_path / "c"), right.objects)
-    tiny_cache(tmp_path / "c", ("x",), ratio=1.0, method="none", identity=job.identity("float32"))
+    recipe = resolve(right.videos, right.objects)
+    tiny_cache(tmp_path / "c", ("x",), ratio=1.0, method="none", identity=recipe.identity("float32"))
     with pytest.raises(IdentityMismatch, match=r"sampling\.num_frames: the cache has 4, this run 7"):
         answer_and_score(request(7), QUIET)
     assert request(4).identity == right.identity

@@ -24,13 +24,13 @@ from pipeline.evaluate.scores import (
     read_reply,
     score_table,
 )
-from pipeline.evaluate.statistics import ORIGINAL, Arm
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_questions
 from pipeline.rows import AnswerRecord, without_nulls
 from tests.pipeline.asking import write_questions
 
-ARMS = {"none@1": ORIGINAL, "fastv,K=3@0.25": Arm("fastv,K=3", 0.25)}
+ARMS = {"none@1": ORIGINAL, "fastv,K=3@0.25": MethodAtRatio("fastv,K=3", 0.25)}
 
 
 def item(question_id="q", options=("a dog", "a cat", "a kite"), answer=1, **more) -> Item:

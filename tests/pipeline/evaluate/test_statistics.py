@@ -10,8 +10,8 @@ from pipeline.evaluate.statistics import (
     FEWEST_VIDEOS,
     ORIGINAL,
     OUTSIDE,
-    Arm,
     Estimate,
+    MethodAtRatio,
     arms_of,
     estimates,
     holm,
@@ -24,7 +24,7 @@ from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
 SCORES = np.array([bits("110 101 011 110"), bits("100 101 111 000")])
 VIDEO = np.repeat(np.arange(4), 3)
 ALL = np.zeros(12, np.int64)
-GSTEP, FASTV = Arm("gstep", 0.25), Arm("fastv,K=3", 0.25)
+GSTEP, FASTV = MethodAtRatio("gstep", 0.25), MethodAtRatio("fastv,K=3", 0.25)
 SPLITS = [{"duration": "short", "task": "b"}, {"duration": "long", "task": "a"}, {"task": "b"}]
 
 

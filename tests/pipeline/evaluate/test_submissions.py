@@ -14,14 +14,14 @@ from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
 from pipeline.evaluate.request import prepare
-from pipeline.evaluate.statistics import ORIGINAL, Arm
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.evaluate.submissions import submissions
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
 from tests.pipeline.evaluate.layouts import commit_replies, replied
 
 QUIET = Console(quiet=True)
 FULL = BENCHMARKS["egoschema"]
-ARMS = {"none@1": ORIGINAL, "gstep@0.25": Arm("gstep", 0.25)}
+ARMS = {"none@1": ORIGINAL, "gstep@0.25": MethodAtRatio("gstep", 0.25)}
 
 
 @pytest.fixture(scope="module")

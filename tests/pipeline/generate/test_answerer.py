@@ -30,7 +30,7 @@ from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.generate.run import plan_answers
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import QuestionRecord, without_nulls
-from pipeline.runner import gpu_fault
+from pipeline.runner import heartbeat
 from pipeline.storage.stores import LocalStore
 from tests.gstep.llms import llm
 from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
@@ -293,7 +293,7 @@ def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, tmp_p
     def exit_at_once(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(gpu_fault.os, "_exit", exit_at_once)
+    monkeypatch.setattr(heartbeat.os, "_exit", exit_at_once)
     actor, sizes = failing(poisoned)
     with pytest.raises(SystemExit, match="70"):
         list(actor.answer(open_questions(tmp_path, 4)))

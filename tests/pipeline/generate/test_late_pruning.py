@@ -175,11 +175,11 @@ def test_what_a_method_needs_is_found_by_what_it_declares(request_for, tmp_path)
         request_for(path(Deep), "layer=2")
     with pytest.raises(UsageError, match=r"layer must be an integer; got 'deep'"):
         request_for(path(Deep), "layer=deep")
-    with pytest.raises(UsageError, match=r"Attended needs token_attention on llava.*--evidence-for .*Attended$"):
+    with pytest.raises(UsageError, match=r"Attended needs token_attention on llava.*--evidence .*Attended$"):
         request_for(path(Attended))
     with pytest.raises(UsageError, match=r"Unsourced needs token_attention .*does not say where in an encoder"):
         request_for(path(Unsourced))
-    with pytest.raises(UsageError, match=r"Matching needs image_embedding .*--evidence-for .*Matching --siglip MODEL"):
+    with pytest.raises(UsageError, match=r"Matching needs image_embedding .*--evidence .*Matching --siglip MODEL"):
         request_for(path(Matching))
     with pytest.raises(UsageError, match=r"--siglip: no method that is asked takes anything from a SigLIP checkpoint"):
         request_for(path(Deep), siglip="tiny")

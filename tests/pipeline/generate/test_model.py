@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints import tiny
-from gstep.checkpoints.identity import tower_hash
+from gstep.checkpoints.tensors import tower_hash
 from gstep.errors import ModelError
 from pipeline import TokenCache
 from pipeline.errors import IdentityMismatch

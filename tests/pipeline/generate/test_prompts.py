@@ -21,7 +21,7 @@ from pipeline.generate.questions import AnswerMode
 from pipeline.options import EngineOptions
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.request import evidence_sources
+from pipeline.prune.recipe import evidence_sources
 from pipeline.runner.heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
@@ -57,7 +57,7 @@ class Made:
         if pruner.family_parameter is not None:
             pruner = gstep.make_pruner(method, **{pruner.family_parameter: variant})
         whole = method == "none"
-        evidence = evidence_sources([], [",".join(OF_A_VIDEO)], self.source.model_type, pruner) if whole else {}
+        evidence = evidence_sources([",".join(OF_A_VIDEO)], self.source.model_type, pruner) if whole else {}
         setup = EncodeSetup(self.source, method, ratio, seed, pruner.params(), evidence, device="cpu", dtype="float32")
         identity = {
             "model": {"type": self.source.model_type, "weights": self.source.identity},

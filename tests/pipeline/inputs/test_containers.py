@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs import container
-from pipeline.inputs.container import Asked, Member
+from pipeline.inputs.container import ContainerOptions, Member
 from pipeline.inputs.forms import FORMS, Containers, fetch_of, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
@@ -35,7 +35,7 @@ def server():
 
 
 def rows(place, column=None, objects=NOWHERE, **more):
-    return read_manifest(place, (), objects, Indexing(Asked(column), **more)).to_pylist()
+    return read_manifest(place, (), objects, Indexing(ContainerOptions(column), **more)).to_pylist()
 
 
 def spot(row):
@@ -230,7 +230,7 @@ def test_containers_on_s3_give_the_same_for_few_requests(server, tmp_path):
 def indexed(uri, server):
     """The rows of a tar on the server, what each request was, and the bytes that came."""
     server.requests.clear()
-    indexing = Indexing(Asked())
+    indexing = Indexing(ContainerOptions())
     found = read_manifest(uri, (), server.objects(), indexing).to_pylist()
     return found, server.counts(), indexing.fetched
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import ManifestError, RunFailed
 from pipeline.inputs.archives import Tar
-from pipeline.inputs.container import Asked
+from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.indexes import Indexing
@@ -32,7 +32,7 @@ def tars(tmp_path):
 
 
 def listed(place, tmp_path, column=None, **more):
-    indexing = Indexing(Asked(column), LocalStore(tmp_path / "cache"), keeps=True, later=True, **more)
+    indexing = Indexing(ContainerOptions(column), LocalStore(tmp_path / "cache"), keeps=True, later=True, **more)
     names = place if isinstance(place, list) else [str(place)]
     return read_manifest(names, (), NOWHERE, indexing), indexing
 

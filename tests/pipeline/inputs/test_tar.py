@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.errors import FAULTS, ManifestError
 from pipeline.inputs.archives import Tar
-from pipeline.inputs.container import Asked, open_container
+from pipeline.inputs.container import ContainerOptions, open_container
 from pipeline.inputs.forms import Containers, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
@@ -19,7 +19,7 @@ from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import BLOCK, ended, member, pax, renumbered, write_tar
 
 NOWHERE = Objects()
-CLIPS = Indexing(Asked(clips_from=("start", "end")))
+CLIPS = Indexing(ContainerOptions(clips_from=("start", "end")))
 
 
 def rows(path, indexing=None):
@@ -191,7 +191,7 @@ def test_random_bytes_never_raise_anything_else(tmp_path):
     for number in range(100):
         path = tmp_path / f"{number}.tar"
         path.write_bytes(draw.randbytes(draw.randrange(5000)))
-        members = list(Tar(open_container(str(path), NOWHERE)).members(Asked()))
+        members = list(Tar(open_container(str(path), NOWHERE)).members(ContainerOptions()))
         assert all(one.fault for one in members)
 
 

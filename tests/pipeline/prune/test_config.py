@@ -7,7 +7,7 @@ import pytest
 from jobs.frame.flags import add_flags, from_flags
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import sampling_of
+from pipeline.prune.recipe import sampling_of
 from pipeline.video.sampling import Sampling
 
 

@@ -10,7 +10,7 @@ from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import unpack
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder, check_decoder_device
-from pipeline.prune.one_video import request_of
+from pipeline.prune.recipe import resolve
 from pipeline.rows import todo_row
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
@@ -121,8 +121,8 @@ EVEN = list(range(0, 30_000, 40))
 def test_positions_that_do_not_tell_the_times_of_frames_are_counted(model, times, options, expected, tmp_path):
     path = write_clip(tmp_path / "a.mp4", count=len(times), gop=70, pts=times, codec_options={"sc_threshold": "0"})
     config = PruneConfig(videos=[str(path)], model=model, out=str(tmp_path / "c"), retention_ratio=1.0, **options)
-    request = request_of(config)
-    decoder, encoder = VideoDecoder(request.decode_setup()), request.encode_setup("cpu", "float32").encoder()
+    recipe = resolve(config)
+    decoder, encoder = VideoDecoder(recipe.decode_setup()), recipe.encode_setup("cpu", "float32").encoder()
     row = todo_row("a", str(path))
     with decoder.open(row) as source:
         record, frames = decoder.decode_one(row, source)

@@ -17,7 +17,7 @@ from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import UsageError, VideoFault
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.request import evidence_sources
+from pipeline.prune.recipe import evidence_sources
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.checks import check_token_shard
@@ -172,9 +172,14 @@ GSTEP, FASTVID, NONE = (gstep.make_pruner(name) for name in ("gstep", "fastvid",
             ["magic"],
             "llava_onevision",
             GSTEP,
-            "'magic' is no evidence; known: frame_feature, token_attention, token_ke",
+            "'magic' is no evidence and no method; known: frame_feature, token_attention, token_ke",
         ),
-        (["vidcom2"], "llava_onevision", GSTEP, r"no evidence; known: .*methods go with --evidence-for vidcom2"),
+        (
+            ["vidcom"],
+            "llava_onevision",
+            GSTEP,
+            r"no method \(did you mean vidcom2\?\); known: frame",
+        ),
         (["llm_attention"], "llava_onevision", GSTEP, "'llm_attention' comes from no vision encoder"),
         (
             ["frame_feature"],
@@ -182,7 +187,7 @@ GSTEP, FASTVID, NONE = (gstep.make_pruner(name) for name in ("gstep", "fastvid",
             GSTEP,
             "is of frames and stored with all tokens alone, since --pruner gs",
         ),
-        (["image_embedding,"], "llava_onevision", GSTEP, "'' is no evidence"),
+        (["image_embedding,"], "llava_onevision", GSTEP, "'' is no evidence and no method"),
         (["token_attention"], "llava_onevision", GSTEP, r"last_layer \(.*\) or pooling_head \(.*\): name one"),
         (["token_attention=x"], "llava_onevision", GSTEP, "gives it from last_layer or pooling_head"),
         (["image_embedding"], "llava_onevision", FASTVID, "--pruner fastvid merges tokens"),
@@ -192,25 +197,25 @@ GSTEP, FASTVID, NONE = (gstep.make_pruner(name) for name in ("gstep", "fastvid",
 )
 def test_what_cannot_be_stored_is_refused(asked, model, pruner, why):
     with pytest.raises(UsageError, match=why):
-        evidence_sources(asked, [], model, pruner)
+        evidence_sources(asked, model, pruner)
 
 
 def test_what_can_be_stored_is_found_where_it_lies():
     asked = ["image_embedding", "token_attention=last_layer, token_key", "token_attention=pooling_head"]
-    assert evidence_sources(asked, [], "llava_onevision", GSTEP) == {
+    assert evidence_sources(asked, "llava_onevision", GSTEP) == {
         "image_embedding_single_patches": SINGLE_PATCHES,
         "token_attention_last_layer": LAST_LAYER,
         "token_attention_pooling_head": POOLING_HEAD,
         "token_key_last_layer": LAST_LAYER,
     }
-    assert evidence_sources(["token_attention"], [], "qwen3_vl", GSTEP) == {
+    assert evidence_sources(["token_attention"], "qwen3_vl", GSTEP) == {
         "token_attention_merged_queries": MERGED_QUERIES
     }
-    assert evidence_sources([], [], "qwen3_vl", FASTVID) == {}
+    assert evidence_sources([], "qwen3_vl", FASTVID) == {}
 
 
 def test_methods_name_what_they_look_at():
-    llava = evidence_sources([], ["gstep,fastvid", "visionzip", "cdpruner,fastv"], "llava_onevision", NONE)
+    llava = evidence_sources(["gstep,fastvid", "visionzip", "cdpruner,fastv"], "llava_onevision", NONE)
     assert llava == {
         "frame_feature_pooling_head": POOLING_HEAD,
         "image_embedding_single_patches": SINGLE_PATCHES,
@@ -218,17 +223,15 @@ def test_methods_name_what_they_look_at():
         "token_attention_pooling_head": POOLING_HEAD,
         "token_key_last_layer": LAST_LAYER,
     }
-    qwen = evidence_sources([], ["gstep,fastvid,cdpruner,fastv,visionzip"], "qwen2_5_vl", NONE)
+    qwen = evidence_sources(["gstep,fastvid,cdpruner,fastv,visionzip"], "qwen2_5_vl", NONE)
     assert qwen == {"token_attention_merged_queries": MERGED_QUERIES}
-    with pytest.raises(ValueError, match="unknown method 'magic'"):
-        evidence_sources([], ["magic"], "qwen2_5_vl", NONE)
     with pytest.raises(UsageError, match="frame_feature is of frames"):
-        evidence_sources([], ["fastvid"], "llava_onevision", GSTEP)
+        evidence_sources(["fastvid"], "llava_onevision", GSTEP)
 
 
 def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(source, tmp_path):
     """Every method's evidence of LLaVA-OneVision beside all tokens; a name that has two sources must be told apart."""
-    asked = evidence_sources([], ["fastvid,visionzip"], "llava_onevision", NONE)
+    asked = evidence_sources(["fastvid,visionzip"], "llava_onevision", NONE)
     setup = EncodeSetup(source, "none", 1.0, device="cpu", evidence=asked)
     plain = EncodeSetup(source, "none", 1.0, device="cpu")
     more = setup.bytes_per_video(2, 384, 384) - plain.bytes_per_video(2, 384, 384)

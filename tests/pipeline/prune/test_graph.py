@@ -44,17 +44,6 @@ def test_decoders_on_gpus_share_each_with_its_encoder(cpus, gpus, asked):
     assert plan_resources(cpus, 0, 1000, decode_on_gpus=True) == plan_resources(cpus, 0, 1000)
 
 
-@pytest.mark.parametrize("on_gpus", [False, True])
-@pytest.mark.parametrize("per_gpu", [1, 3, 7])
-def test_encoders_that_share_a_gpu_take_equal_parts_of_it(per_gpu, on_gpus):
-    plan = plan_resources(64, 4, 1000, encoders_per_gpu=per_gpu, decode_on_gpus=on_gpus)
-    whole = 0.8 if on_gpus else 1
-    assert plan.encode.workers == 4 * per_gpu and plan.gpus <= 4
-    assert whole - 0.001 <= per_gpu * plan.encode.num_gpus <= whole
-    assert plan_resources(64, 0, 1000, encoders_per_gpu=per_gpu) == plan_resources(64, 0, 1000)
-    assert plan_resources(64, 4, 1000, encoders_per_gpu=per_gpu, encode_workers=3).encode.workers == 3
-
-
 def test_memory_bounds_how_many_decode():
     assert plan_resources(96, 8, 1000, memory=16 * 2**30).decode.workers == 16
     assert plan_resources(96, 8, 1000, memory=2**20).decode.workers == 1

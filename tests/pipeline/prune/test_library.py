@@ -11,7 +11,7 @@ from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import HEADER
 from pipeline.errors import ManifestError, TooManyFailed, UsageError, VideoFault
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import prepare
+from pipeline.prune.run import PruneRun
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
 from tests.pipeline.videos import write_clip
 
@@ -29,11 +29,12 @@ def no_ray(monkeypatch, tmp_path):
 def clips(tmp_path):
     """Two clips whose rows the cache ``c`` holds: one is ok, one failed."""
     paths = [write_clip(tmp_path / name, count=2) for name in ("a.mp4", "b.mp4")]
-    request = prepare(PruneConfig(out="c", num_frames=4), Console(quiet=True), paths)
-    request.store.make()
-    request.store.put(HEADER, header_bytes(request.header("float32", family_of(request.source).static())))
+    run = PruneRun(PruneConfig(out="c", num_frames=4), Console(quiet=True), paths)
+    run.prepare()
+    run.store.make()
+    run.store.put(HEADER, header_bytes(run.recipe.header("float32", family_of(run.recipe.source).static())))
     good = encoded("a.mp4", random_tokens(0, (4, 196, 64)), 0.25, "gstep", uri=str(paths[0]))
-    write_shard(request.store, "run", good, encoded_failure("b.mp4", VideoFault("corrupt", "cut"), uri=str(paths[1])))
+    write_shard(run.store, "run", good, encoded_failure("b.mp4", VideoFault("corrupt", "cut"), uri=str(paths[1])))
     return paths
 
 

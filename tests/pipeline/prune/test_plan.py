@@ -104,7 +104,7 @@ def test_one_size_only_is_said(folder):
 def test_a_corpus_and_cluster_that_are_not_here(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = ["--plan", "--json", "--gpus", "64", "--gpu-type", "A100", "--decode-cores", "768", *ELSEWHERE]
-    assert prune.main([*argv, "--gpu-hour", "1.8", "--model", "tiny"]) == 0
+    assert prune.main([*argv, "--price", "gpu-hour=1.8", "--model", "tiny"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["videos"], plan["cluster"]["cores"], plan["exit_code"]) == (2_000_000, 768, 0)
     assert plan["wall_s"]["low"] < plan["wall_s"]["expected"] < plan["wall_s"]["high"]
@@ -138,7 +138,7 @@ def test_short_videos_are_planned_with_the_least_frames_of_the_family(model, pat
     [
         ({"gpus": 8}, "--gpus goes with --plan"),
         ({"gpus": 0}, "--gpus goes with --plan"),
-        ({"gpu_hour": 1.0}, "--gpu-hour goes with --plan"),
+        ({"price": ["gpu-hour=1.0"]}, "--price goes with --plan"),
         ({"corpus_videos": 2, "seconds": 1}, "--videos goes with --plan"),
         ({"plan": True, "dry_run": True}, "give one of them"),
         ({"plan": True, "corpus_videos": 0, "seconds": 1}, "whole number, at least 1"),
@@ -149,7 +149,9 @@ def test_short_videos_are_planned_with_the_least_frames_of_the_family(model, pat
         ({"plan": True, "corpus_videos": 10, "seconds": 10, "size": "big"}, "WIDTHxHEIGHT"),
         ({"plan": True, "gpu_type": "A200"}, "--gpu-type must be one of A100"),
         ({"plan": True, "gpu_type": "A100", "gpus": 0}, "do not go together"),
-        ({"plan": True, "gpu_hour": -1.0}, "--gpu-hour must be a positive number"),
+        ({"plan": True, "price": ["gpu-hour=-1"]}, "--price must be a positive number"),
+        ({"plan": True, "price": ["gpu-hour=much"]}, "--price gpu-hour=much: that is no number"),
+        ({"plan": True, "price": ["day=1"]}, "--price must be of a gpu-hour, a core-hour or a gb-month, got 'day'"),
         ({"plan": True, "probe": 0}, "--probe must be a positive number"),
         ({"max_hours": 0.0}, "--max-hours must be a positive number"),
     ],
@@ -170,7 +172,7 @@ def test_the_table_of_the_page_is_what_plans_of_the_published_models_print(tmp_p
     (tmp_path / "preprocessor_config.json").write_text(pixels)
     if model != "Qwen2.5-VL-7B":  # which has the first alone on the hub
         (tmp_path / "video_preprocessor_config.json").write_text(pixels)
-    options |= {"corpus_videos": 1e6, "seconds": 60, "gpus": 8, "gpu_type": "A100", "gpu_hour": 1.8}
+    options |= {"corpus_videos": 1e6, "seconds": 60, "gpus": 8, "gpu_type": "A100", "price": ["gpu-hour=1.8"]}
     plan = plan_run(
         PruneConfig(plan=True, model=str(tmp_path), out=str(tmp_path / "c"), **options), Console(quiet=True)
     )

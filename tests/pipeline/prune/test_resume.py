@@ -11,7 +11,7 @@ from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import Tally, remaining, retry_candidates, unfinished
+from pipeline.prune.resume import ManifestCounts, remaining, retry_candidates, unfinished
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
@@ -212,4 +212,4 @@ def test_parts_of_a_manifest_add_up(folder, live, in_the_first_part):
     todo, tally = remaining(manifest.combine_chunks(), live, PruneConfig(retry_failed=True))
     rows = todo.select(["video_id", "attempts"]).to_pylist()
     assert rows[len(others) :] == [{"video_id": "b.mp4", "attempts": 2}, {"video_id": "c.mp4", "attempts": 1}]
-    assert tally == Tally(new=len(others) + 1, retried=1, done=1)
+    assert tally == ManifestCounts(new=len(others) + 1, retried=1, done=1)

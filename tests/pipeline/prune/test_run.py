@@ -14,14 +14,14 @@ from pipeline.cache.table import table_files
 from pipeline.cache.writer import token_shard_id, write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.inputs.discovery import Discovery
-from pipeline.inputs.indexes import Indexing, Place
+from pipeline.inputs.indexes import Indexing, NamedContainer
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import written_batch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import Facts
-from pipeline.prune.map_batches import PruneStages
+from pipeline.prune.recipe import PruneStages
 from pipeline.prune.resources import FILES_LOOKED_AT, files_bytes, planned_workers, shortfalls
 from pipeline.prune.run import PruneRun
 from pipeline.runner.monitor import Monitor
@@ -142,7 +142,7 @@ def test_videos_that_can_no_longer_be_found_end_the_run(run, tmp_path):
     def refuse(videos):
         raise ValueError("they have changed")
 
-    place = Place(str(write_tar(tmp_path / "a.tar", {"a.mp4": b"a"})), "a.tar")
+    place = NamedContainer(str(write_tar(tmp_path / "a.tar", {"a.mp4": b"a"})), "a.tar")
     with Discovery(Indexing(left=[place]), Objects(), refuse, TODO_SCHEMA.empty_table()) as discovery:
         list(discovery.parts())
         with pytest.raises(RunFailed, match="they have changed"):

@@ -153,7 +153,7 @@ def with_number(video, number):
         (reprune, {"codec": "int8"}, [], "holds tokens as int8 already"),
         (reprune, {"method": "gstep", "ratio": 0.25}, [], "not all tokens"),
         (reprune, {}, ["--pruner", "cdpruner"], "anew for every question"),
-        (reprune, {}, ["--pruner", "visionzip"], "--evidence-for visionzip"),
+        (reprune, {}, ["--pruner", "visionzip"], "--evidence visionzip"),
         (reprune, {}, ["--pruner", "none-such"], "unknown method"),
         (reprune, {}, ["--pruner-param", "alpha=7"], "alpha"),
         (recode, {}, ["--token-codec", "bfloat16"], "invalid choice"),

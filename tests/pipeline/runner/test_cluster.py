@@ -75,9 +75,9 @@ def test_gpus_that_join_late_are_waited_for_and_at_most_so_many_are_counted():
         choose_device(PruneConfig(device="cpu"), "auto", said.append)
         assert len(said) == 2
         with pytest.raises(UsageError, match="--min-gpus 2: the cluster has 0 GPUs after 1 s"):
-            choose_device(PruneConfig(min_gpus=2, wait=1), "auto", said.append)
+            choose_device(PruneConfig(min_gpus=2, stall_timeout=1, decode_timeout=0.5), "auto", said.append)
         with ThreadPoolExecutor(1) as pool:  # nodes are added by the main thread alone
-            settling = pool.submit(choose_device, PruneConfig(min_gpus=2, wait=60), "auto", said.append)
+            settling = pool.submit(choose_device, PruneConfig(min_gpus=2), "auto", said.append)
             wait_until(lambda: said[-1].endswith("waiting 60 s for 2"), "that it waits")
             add_node(num_cpus=1, num_gpus=2)
             assert settling.result() == ("cuda", "bfloat16")

@@ -20,9 +20,8 @@ from pipeline.runner import driver, watchdog
 from pipeline.runner.claim import Claim, holder
 from pipeline.runner.driver import Driver
 from pipeline.runner.heartbeats import Heartbeats, WorkerReport
-from pipeline.runner.outcome import Outcome
-from pipeline.runner.run_record import RunFile
-from pipeline.runner.shards import Batch, RunGraph
+from pipeline.runner.run_record import Outcome, RunFile
+from pipeline.runner.shards import GraphOutput, RunGraph
 from pipeline.runner.stages import Plan, Stage, StageWords, Wording
 from pipeline.runner.watchdog import ClusterChanged
 from pipeline.storage.stores import LocalStore
@@ -41,11 +40,11 @@ class WordPlan(Plan):
 class Words(RunGraph):
     """A graph of words, two a shard: each is its own batch. A word "?" makes the graph fail, as Ray would."""
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[GraphOutput]:
         for word in self.dataset:
             if word == "?":
                 raise ray.exceptions.RaySystemError("the node is gone")
-            yield Batch([pa.table({"word": [word], "status": ["failed" if word == "bad" else "ok"]})], 1)
+            yield GraphOutput([pa.table({"word": [word], "status": ["failed" if word == "bad" else "ok"]})], 1)
 
 
 class WordRun(Driver[RunOptions, list[str], Outcome]):
@@ -205,7 +204,7 @@ def test_a_place_that_another_run_holds_is_not_touched(tmp_path):
 
 def test_a_shard_is_on_disk_before_the_graph_has_ended(tmp_path):
     class Watched(Words):
-        def batches(self) -> Iterator[Batch]:
+        def batches(self) -> Iterator[GraphOutput]:
             for number, batch in enumerate(super().batches()):
                 # One batch waits to be fetched and one to be taken, so that five behind a shard it must be written.
                 assert number < 7 or (tmp_path / "words" / "w0").exists()
@@ -282,7 +281,7 @@ class Waiting(WordRun):
 class Endless(Words):
     """Words, and then a wait without end that an exception can end, as Ray's own."""
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[GraphOutput]:
         yield from super().batches()
         while True:
             time.sleep(0.01)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from gstep.errors import is_out_of_memory
-from pipeline.runner import gpu_fault
-from pipeline.runner.gpu_fault import exit_after_gpu_fault
+from pipeline.runner import heartbeat
+from pipeline.runner.heartbeat import exit_after_gpu_fault
 from tests.gstep.synthetic import needs_cuda
 from tests.paths import ROOT
 
 CODE = """
 import atexit
-from pipeline.runner.gpu_fault import exit_after_gpu_fault
+from pipeline.runner.heartbeat import exit_after_gpu_fault
 atexit.register(print, "said goodbye")
 exit_after_gpu_fault("a.mp4", RuntimeError("CUDA error: an illegal memory access was encountered"))
 print("went on")
@@ -22,7 +22,7 @@ print("went on")
 
 ON_A_GPU = """
 import torch
-from pipeline.runner.gpu_fault import exit_after_gpu_fault
+from pipeline.runner.heartbeat import exit_after_gpu_fault
 numbers = torch.zeros(8, device="cuda")
 exit_after_gpu_fault("fine.mp4", RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED"))
 print("went on", flush=True)
@@ -74,7 +74,7 @@ def gpu(monkeypatch):
     made = Gpu()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
-    monkeypatch.setattr(gpu_fault.os, "_exit", exit_at_once)
+    monkeypatch.setattr(heartbeat.os, "_exit", exit_at_once)
     return made
 
 

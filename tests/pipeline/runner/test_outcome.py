@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.errors import FAULTS
-from pipeline.runner.outcome import Outcome, count_failures
+from pipeline.runner.run_record import Outcome, count_failures
 
 
 def outcome(n_ok: int = 10, n_missing: int = 0, **more) -> Outcome:

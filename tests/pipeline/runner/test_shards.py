@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline.runner.shards import Batch, RunGraph, Shards
+from pipeline.runner.shards import GraphOutput, RunGraph, Shards
 from pipeline.runner.stages import Stage, start_actors
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
@@ -23,8 +23,8 @@ class Clock:
         return self.now
 
 
-def batch(*ids: str) -> Batch:
-    return Batch([pa.table({"id": list(ids)})], len(ids))
+def batch(*ids: str) -> GraphOutput:
+    return GraphOutput([pa.table({"id": list(ids)})], len(ids))
 
 
 def of_three(clock: Clock) -> Shards:
@@ -110,7 +110,7 @@ def test_no_more_is_taken_than_writers_have_to_do_and_one_that_is_killed_loses_n
         with Shards(flow, age_s=3600) as shards:
             for number in range(6):  # a shard that is written, one that is next, and one that waits for its place
                 assert shards.has_room()
-                shards.take(Batch([ray.put(batch(f"v{number}").tables[0])], 1))
+                shards.take(GraphOutput([ray.put(batch(f"v{number}").tables[0])], 1))
             assert not shards.has_room() and list(shards.written(wait_s=0)) == []
             (writer,) = shards._writers
             ray.kill(writer, no_restart=False)
@@ -128,7 +128,7 @@ def test_shards_that_are_written_meanwhile_are_committed_together_and_again_afte
         flow = RunGraph(None, 1, lambda *have: [*map(gated, gates)])
         with Shards(flow, age_s=3600) as shards:
             for number in range(4):
-                shards.take(Batch([ray.put(batch(f"v{number}").tables[0])], 1))
+                shards.take(GraphOutput([ray.put(batch(f"v{number}").tables[0])], 1))
             for gate in gates:
                 gate.touch()
             ray.wait(list(shards._writing), num_returns=4, timeout=60)

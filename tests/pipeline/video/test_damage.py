@@ -220,17 +220,6 @@ def test_what_is_missing_in_front_of_the_first_frame_is_no_damage(clips, tmp_pat
     assert fault.fault_class == "corrupt" and "0.30 s of the clip [0 s, 0.3 s) do not decode" in fault.message
 
 
-def test_a_limit_of_warnings_makes_a_video_corrupt(clips, tmp_path):
-    path = zeroed(clips("hevc.mp4"), tmp_path / "a.mp4", 50, 52)
-    warnings = decoded(path, num_frames=COUNT).decode_warnings
-    assert warnings > 1
-    assert decoded(path, num_frames=COUNT, max_warnings=warnings).decode_warnings == warnings
-    fault = fault_of(path, num_frames=COUNT, max_warnings=warnings - 1)
-    assert fault.fault_class == "corrupt" and f"{warnings} warnings" in fault.message
-    assert f"--max-decode-warnings {warnings - 1}" in fault.message
-    assert decoded(clips("hevc.mp4"), max_warnings=0).decode_warnings == 0
-
-
 def index_with(holes, *, duration_s=10.0, codec="h264", lost=()) -> VideoIndex:
     """An index of 10 s at 25 frames/s without those from ``lost``, [start, end)."""
     times = np.arange(int(duration_s * RATE)) / RATE

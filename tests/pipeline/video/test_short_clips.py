@@ -10,7 +10,7 @@ from gstep.backbones import ModelSource, family_of
 from gstep.errors import ModelError
 from pipeline.errors import FAULTS, VideoFault
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import sampling_of
+from pipeline.prune.recipe import sampling_of
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling, choose_frames
 from tests.gstep.stock import stock_frames

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
-from pipeline.evaluate.benchmarks.annotations import Place
+from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.inputs.manifest import read_manifest
 from tests.pipeline.evaluate.layouts import by_id, faults_of, faulty, printed, replied
 from tests.pipeline.evaluate.longvideobench import ASKED, FIVE, PATHS, ROWS, write_longvideobench
@@ -46,7 +46,7 @@ def test_options_that_are_not_there_are_none(loaded):
         zip(ASKED, (5, 4, 3, 4, 5, 5), strict=True)
     )
     between = LVB.adapt(
-        {f"option{i}": text for i, text in enumerate(["a", "N/A", "c", "N/A", "N/A"])}, Place("", "", 0, {})
+        {f"option{i}": text for i, text in enumerate(["a", "N/A", "c", "N/A", "N/A"])}, AnnotationRow("", "", 0, {})
     )
     assert between["candidates"] == ["a", "N/A", "c"]  # else the answer would be another one
 

@@ -16,7 +16,14 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.request import frame_rule
 from pipeline.evaluate.scores import question_table
-from pipeline.evaluate.shapes.layout import ANNOTATIONS, Recipe, read_mp4, write_benchmark, write_mp4, write_picture
+from pipeline.evaluate.shapes.layout import (
+    ANNOTATIONS,
+    CorpusRecipe,
+    read_mp4,
+    write_benchmark,
+    write_mp4,
+    write_picture,
+)
 from pipeline.evaluate.shapes.questions import ask
 from pipeline.evaluate.shapes.render import render
 from pipeline.evaluate.shapes.world import DEVELOPMENT
@@ -28,7 +35,7 @@ from tests.pipeline.evaluate.videomme import SCHEMA
 from tests.pipeline.videos import KeepSize
 
 SHAPES, VIDEOMME = BENCHMARKS["shapes"], BENCHMARKS["videomme"]
-SMALL = Recipe(n_videos=6)
+SMALL = CorpusRecipe(n_videos=6)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +103,7 @@ def test_making_it_again_writes_the_same_bytes_and_mends_what_is_missing(tmp_pat
 
 
 def test_keyframes_are_as_far_apart_as_asked(tmp_path):
-    recipe = Recipe(n_videos=1, durations=("long",), keyframe_seconds=10)
+    recipe = CorpusRecipe(n_videos=1, durations=("long",), keyframe_seconds=10)
     write_benchmark(tmp_path / "k", recipe)
     (path,) = (tmp_path / "k/data").iterdir()
     index = probe(str(path), "mov")
@@ -111,7 +118,7 @@ def test_a_folder_that_was_left_halfway_is_no_benchmark(tmp_path):
 
     for progress in (kill, lambda done: None, kill):  # a new one, a whole one, one that was whole
         try:
-            write_benchmark(tmp_path / "d", Recipe(n_videos=2), progress)
+            write_benchmark(tmp_path / "d", CorpusRecipe(n_videos=2), progress)
         except KeyboardInterrupt:
             with pytest.raises(UsageError, match="no annotations of Shapes in it"):
                 SHAPES.load(tmp_path / "d")
@@ -146,7 +153,7 @@ def test_another_recipe_or_another_content_is_not_written_over(tmp_path, folder)
 )
 def test_recipes_that_make_no_sense_are_refused(options, said):
     with pytest.raises(UsageError, match=said):
-        Recipe(**options)
+        CorpusRecipe(**options)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2])

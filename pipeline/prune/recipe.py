@@ -1,15 +1,13 @@
-"""A prune request, checked against the disk, the model's files and the cache before anything is started."""
+"""The recipe of a cache's rows: model, frames and method, checked before anything is started."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import numpy as np
-import pyarrow as pa
 import torch
 from rich.console import Console
 
@@ -26,19 +24,14 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
-from pipeline.errors import IdentityMismatch, NotACache, UsageError
-from pipeline.inputs.container import Asked
-from pipeline.inputs.indexes import Indexing
-from pipeline.inputs.manifest import given_manifest, read_manifest
-from pipeline.keys import column_keys
+from pipeline.errors import IdentityMismatch, UsageError, usage_errors
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device
 from pipeline.prune.encode_stage import EncodeSetup
-from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
+from pipeline.prune.facts import COLUMN_BYTES
 from pipeline.runner.cluster import gpus_can_be_had
-from pipeline.runner.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import Store, store_at
+from pipeline.storage.stores import Store
 from pipeline.video.decoders import DECODERS, load_decoder
 from pipeline.video.sampling import ROUNDED, TIME_RULE, TRUNCATE, Sampling
 
@@ -52,21 +45,31 @@ _NOT_NEEDED = {
 
 
 @dataclass(frozen=True)
-class PruneRequest:
-    """A checked request with everything that a prune run needs."""
+class PruneStages:
+    """The settings that travel to the workers that decode and encode, a user's own (``prune_stages``) too."""
+
+    decode: DecodeSetup
+    encode: EncodeSetup
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The checked settings that make the rows of a cache from videos: the model, its frames and the method.
+
+    Attributes:
+        dtype: the number format of the encoder; "auto" only where no cache is there yet and the cluster decides.
+        evidence: the evidence to store besides the tokens: label -> where in the encoder it is from.
+        objects: how S3 is reached.
+    """
 
     config: PruneConfig
-    run_id: str
     source: ModelSource
     pruner: Pruner
     retention_ratio: float
-    dtype: str  # "auto" only where the cache does not exist yet and the cluster decides
+    dtype: str
     sampling: Sampling
-    evidence: dict[str, str]  # stored besides the tokens, label -> where in the encoder it is from
-    manifest: pa.Table
-    store: Store
-    objects: Objects  # how S3 is reached
-    indexing: Indexing = field(default_factory=Indexing)  # which containers were read for the manifest
+    evidence: dict[str, str]
+    objects: Objects
 
     @property
     def method(self) -> str:
@@ -83,7 +86,6 @@ class PruneRequest:
             memory_mb=self.config.decode_memory,
             objects=self.objects,
             fetch_mb=self.config.fetch_memory,
-            max_warnings=self.config.max_decode_warnings,
         )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
@@ -100,10 +102,13 @@ class PruneRequest:
             attn=self.config.attn,
             codec=self.config.token_codec,
             batch_frames=self.config.encode_batch_frames,
-            compiled=self.config.compile,
             shape=self.decode_setup().largest_frames(),
             even=self.sampling.fps is not None and self.sampling.snap_to_keyframes_s is None,
         )
+
+    def stages(self, device: str, dtype: str) -> PruneStages:
+        """Return the settings of the workers, which encode on the chosen device and dtype."""
+        return PruneStages(self.decode_setup(), self.encode_setup(device, dtype))
 
     def identity(self, dtype: str) -> CacheIdentity:
         """Return the identity that all rows of the cache share; rows of another identity are refused."""
@@ -139,57 +144,50 @@ class PruneRequest:
             "deepstack_levels": static.deepstack_levels,
         }
 
+    def matched(self, store: Store, console: Console) -> Recipe:
+        """Return the recipe completed from the cache in ``store``: its dtype, and its ratio if a nested method allows.
 
-def prepare(config: PruneConfig, console: Console, given: object = None) -> PruneRequest:
-    """Check the whole request against the disk and the cache. Raises UsageError; starts nothing.
+        A cache without a row, from a run that ended before its first commit, restricts nothing. Raises IdentityMismatch
+        where the cache has another identity.
+        """
+        if not store.exists(HEADER):
+            return self
+        cached = read_header(store)["identity"]
+        if not store.names(VIDEOS, ".parquet"):
+            return self
+        recipe, stored = self, cached["retention_ratio"]
+        if self.dtype == "auto":
+            recipe = replace(recipe, dtype=cached["dtype"]["compute"])
+        if self.pruner.nested and self.retention_ratio < stored:
+            console.print(
+                f"note: this cache stores retention ratio {stored}, which serves {self.retention_ratio} too; "
+                f"new videos are stored at {stored}",
+                highlight=False,
+            )
+            recipe = replace(recipe, retention_ratio=stored)
+        if wrong := differences(cached, recipe.identity(recipe.dtype)):
+            raise IdentityMismatch(
+                f"{store} was made with other settings, and one cache holds one kind of rows:\n  "
+                + "\n  ".join(wrong)
+                + "\nUse the cache's settings, or another --out."
+            )
+        return recipe
 
-    ``given`` holds videos that a caller has at hand, as ``given_manifest`` takes them; None if the options name them.
-    """
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    store = store_at(config.out, objects)
-    check_out(store)
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    list_only = config.dry_run and not config.index
-    keeps = not (config.dry_run or config.plan)
-    indexing = Indexing(Asked(config.column, config.clip_names()), store, keeps=keeps, only_known=list_only, say=say)
-    # A plan needs the indexes of all containers; a limit asks for few.
-    indexing.limited = config.limit is not None
-    few = indexing.limited and not config.dry_run
-    indexing.later = few or keeps
-    with store_refusing():
-        if not store.exists(HEADER) and store.taken():
-            raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
-        if given is None:
-            manifest = read_manifest(config.videos, config.video_root, objects, indexing)
-            for named in config.videos if len(config.videos) == 1 else ():
-                refuse_other_files(manifest, named, objects)
-        else:
-            manifest = given_manifest(given, config.video_root)
-        listed, manifest = manifest, of_shard(manifest, config.part())
-        if len(listed) and not len(manifest) and not indexing.left:
-            raise UsageError(f"--shard {config.shard}: none of the {len(listed)} videos are in it")
-        if config.on_forbidden == "refuse":
-            refuse_forbidden(manifest, config.named)
-    request = replace(resolve(config, manifest, store, objects), indexing=indexing)
-    with store_refusing():
-        return match_cache(request, console)
-
-
-def of_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
-    """Select the videos of ``--shard I/N``, if that is given, by the hash of their ids."""
-    if part is None or not len(manifest):
-        return manifest
-    return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(part[1]) == part[0]))
+    def token_bytes(self) -> float:
+        """Return the stored bytes of a kept token with its columns, whatever the shape of its video."""
+        shape = self.decode_setup().largest_frames()
+        stored = self.encode_setup(self.config.device, self.dtype).stored_bytes_per_video(*shape)
+        return COLUMN_BYTES + stored / self.retention_ratio / math.prod(family_of(self.source).token_counts(*shape))
 
 
-def resolve(
-    config: PruneConfig, manifest: pa.Table, store: Store, objects: Objects, source: ModelSource | None = None
-) -> PruneRequest:
+def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSource | None = None) -> Recipe:
     """Resolve the model, its frames and the method. Raise UsageError. No cache and no video is looked at.
 
-    ``source`` is the model if it was resolved already.
+    Args:
+        objects: how S3 is reached, if not as the options and the environment say.
+        source: the model, if it was resolved already.
     """
-    with refusing():
+    with usage_errors():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
         source = _with_limits(source or ModelSource.resolve(config.model, config.revision), config)
         family = family_of(source)
@@ -197,23 +195,20 @@ def resolve(
         # Raises for a number of frames that the model accepts of no video.
         family.preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
         pruner = _pruner_for(config, source)
-        evidence = evidence_sources(config.evidence, config.evidence_for, source.model_type, pruner)
+        evidence = evidence_sources(config.evidence, source.model_type, pruner)
         source = _with_evidence(source, pruner, evidence, config)
     _check_decoder(config.decoder)
     if config.decoder == "nvdec" and not config.plan and (config.device == "cpu" or not gpus_can_be_had()):
         check_decoder_device(config.decoder, "cpu")
-    return PruneRequest(
+    return Recipe(
         config=config,
-        objects=objects,
-        run_id=new_run_id(),
+        objects=objects or Objects.from_environment(config.s3_endpoint, config.s3_region),
         source=source,
         pruner=pruner,
         retention_ratio=pruner.nominal_ratio(config.retention_ratio),
         dtype=config.dtype,
         sampling=sampling,
         evidence=evidence,
-        manifest=manifest,
-        store=store,
     )
 
 
@@ -315,52 +310,23 @@ def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]
     return {"fps": sampling.fps, **limits, **moved, "time_rule": TIME_RULE}
 
 
-def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
-    """Return the request completed from an existing cache: its dtype, and its ratio if a nested method allows.
-
-    Raises IdentityMismatch where another identity is asked for.
-
-    A cache without a row, from a run that ended before its first commit, restricts nothing.
-    """
-    if not request.store.exists(HEADER):
-        return request
-    held = read_header(request.store)["identity"]
-    if not request.store.names(VIDEOS, ".parquet"):
-        return request
-    if request.dtype == "auto":
-        request = replace(request, dtype=held["dtype"]["compute"])
-    stored = held["retention_ratio"]
-    if request.pruner.nested and request.retention_ratio < stored:
-        console.print(
-            f"note: this cache stores retention ratio {stored}, which serves {request.retention_ratio} too; "
-            f"new videos are stored at {stored}",
-            highlight=False,
-        )
-        request = replace(request, retention_ratio=stored)
-    wrong = differences(held, request.identity(request.dtype))
-    if wrong:
-        raise IdentityMismatch(
-            f"{request.store} was made with other settings, and one cache holds one kind of rows:\n  "
-            + "\n  ".join(wrong)
-            + "\nUse the cache's settings, or another --out."
-        )
-    return request
-
-
-def evidence_sources(asked: Sequence[str], methods: Sequence[str], model_type: str, pruner: Pruner) -> dict[str, str]:
+def evidence_sources(asked: Sequence[str], model_type: str, pruner: Pruner) -> dict[str, str]:
     """Return the evidence to store, as label -> source in the encoder (gstep.evidence).
 
     Args:
-        asked: NAME or NAME=SOURCE each, or several of them with commas between.
-        methods: names of methods, whose evidence is stored; several with commas between, too.
+        asked: each NAME or NAME=SOURCE of evidence, or a method, whose evidence is stored, or several of these with
+            commas between.
         pruner: the method of the cache itself.
 
     Raises UsageError if the model's encoder does not give an evidence, or the method drops the tokens that it
     describes.
     """
-    pairs = {_evidence_and_source(item, model_type) for item in _split(asked)}
-    for method in _split(methods):
-        pairs |= needed_by(method, model_type)
+    pairs = set[tuple[str, str]]()
+    for item in (item.strip() for items in asked for item in items.split(",")):
+        if item in METHODS or ":" in item:
+            pairs |= needed_by(item, model_type)
+        else:
+            pairs.add(_evidence_and_source(item, model_type))
     _check_kept({name for name, _ in pairs}, pruner)
     return {label(name, source): source for name, source in sorted(pairs)}
 
@@ -378,13 +344,8 @@ def needed_by(method: str, model_type: str, params: Mapping[str, str] = MappingP
         pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in family.gives}
     if missing := sorted(pairs - family.gives):
         names = " and ".join(f"{name} from {SOURCES.get(source, source)}" for name, source in missing)
-        raise UsageError(f"--evidence-for {method}: the encoder of {model_type} does not give {names}")
+        raise UsageError(f"--evidence {method}: the encoder of {model_type} does not give {names}")
     return pairs
-
-
-def _split(listed: Sequence[str]) -> Iterator[str]:
-    """Yield the items of lists whose entries may hold several, separated by commas."""
-    return (item.strip() for items in listed for item in items.split(","))
 
 
 def _check_kept(names: set[str], pruner: Pruner) -> None:
@@ -406,10 +367,11 @@ def _evidence_and_source(item: str, model_type: str) -> tuple[str, str]:
     name, _, chosen = item.partition("=")
     if name not in STORED:
         why = (
-            "comes from no vision encoder" if name in EVIDENCE_SHAPES else f"is no evidence{did_you_mean(name, STORED)}"
+            "comes from no vision encoder"
+            if name in EVIDENCE_SHAPES
+            else f"is no evidence and no method{did_you_mean(name, (*STORED, *METHODS))}"
         )
-        also = f" (methods go with --evidence-for {name})" if name in METHODS else ""
-        raise UsageError(f"--evidence: {name!r} {why}; known: {', '.join(STORED)}{also}")
+        raise UsageError(f"--evidence: {name!r} {why}; known: {', '.join(STORED)}, {', '.join(METHODS)}")
     given = sorted(source for evidence, source in BACKBONES[model_type].gives if evidence == name)
     if not given:
         able = [kind for kind in BACKBONES if any(name == evidence for evidence, _ in BACKBONES[kind].gives)]

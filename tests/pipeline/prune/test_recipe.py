@@ -18,7 +18,8 @@ from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import IdentityMismatch
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import prepare, sampling_of
+from pipeline.prune.recipe import sampling_of
+from pipeline.prune.run import PruneRun
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -27,13 +28,15 @@ from tests.pipeline.videos import sample
 
 @pytest.fixture
 def request_for(tmp_path):
-    """A request to prune one clip into ``tmp_path / "c"``, checked: a PruneRequest."""
+    """A request to prune one clip into ``tmp_path / "c"``, checked: its Recipe."""
     (tmp_path / "videos").mkdir()
     shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
 
     def make(**options):
         options = {"pruner": "none", "dtype": "float32", **options}
-        return prepare(PruneConfig(videos=[str(tmp_path / "videos")], out=str(tmp_path / "c"), **options), Console())
+        run = PruneRun(PruneConfig(videos=[str(tmp_path / "videos")], out=str(tmp_path / "c"), **options), Console())
+        run.prepare()
+        return run.recipe
 
     return make
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.inputs.units import RANGE_BYTES, units
+from pipeline.prune.resources import RANGE_BYTES, units
 
 
 def members(sizes, shard="a.tar"):
