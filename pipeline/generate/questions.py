@@ -124,20 +124,20 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
     """
     with _open_file(place, objects) as file:
         try:
-            return _table(read_rows(place, file, _NEEDED, "question_id"), place, mode, limit)
+            return _check_rows(read_rows(place, file, _NEEDED, "question_id"), place, mode, limit)
         except UNREADABLE as error:
             raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
 
 
 def read_given_questions(given: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
     """Read questions from dicts, or a table that Arrow takes, as ``read_questions`` does. Raises QuestionsError."""
-    return _table(given_rows("questions", given, _NEEDED), "questions", mode, limit)
+    return _check_rows(given_rows("questions", given, _NEEDED), "questions", mode, limit)
 
 
-def _table(numbered: Iterator[tuple[str, UserRow]], place: str, mode: AnswerMode, limit: int | None) -> pa.Table:
+def _check_rows(numbered: Iterator[tuple[str, UserRow]], place: str, mode: AnswerMode, limit: int | None) -> pa.Table:
     """Check rows of questions and return them as QUESTION_SCHEMA. Raises QuestionsError."""
     try:
-        rows = [_question(row, f"{place}, {where}", mode) for where, row in islice(numbered, limit)]
+        rows = [_parse_question(row, f"{place}, {where}", mode) for where, row in islice(numbered, limit)]
     except BadRow as error:
         raise QuestionsError(str(error)) from error
     if not rows:
@@ -163,7 +163,7 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
         raise QuestionsError(f"{place}: cannot be read: {error.strerror}{near}") from error
 
 
-def _question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | list[str] | None]:
+def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | list[str] | None]:
     """Check one row of a question file and return it as a row of QUESTION_SCHEMA. Raises QuestionsError."""
     question_id = row.get("question_id")
     if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
@@ -171,15 +171,15 @@ def _question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | lis
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDED}")
-    choices, video_ids = _choices(row, where, mode), _video_ids(row, where)
+    choices, video_ids = _parse_choices(row, where, mode), _parse_video_ids(row, where)
     carried = {name: value for name, value in row.items() if name not in _KNOWN_COLUMNS and value is not None}
     question = {
         "question_id": str(question_id),
         "video_ids": video_ids,
         "prompt": prompt,
         "choices": choices,
-        "target": _target(row, where),
-        "decoding": _mode_of_row(row, where, mode, choices is not None).describe(),
+        "target": _parse_target(row, where),
+        "decoding": _parse_mode(row, where, mode, choices is not None).describe(),
         "question_extra": carried_json(carried) if carried else None,
     }
     texts = (str(question_id), prompt, str(question["decoding"]), str(question["target"]), *video_ids)
@@ -189,13 +189,13 @@ def _question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | lis
     return question
 
 
-def _video_ids(row: UserRow, where: str) -> list[str]:
+def _parse_video_ids(row: UserRow, where: str) -> list[str]:
     """Return the ids of the videos that a row asks about, one or several. Raises QuestionsError."""
     if "video_id" not in row:
         raise QuestionsError(f"{where}: the column video_id is missing; every row needs {_NEEDED}")
     value = row["video_id"]
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
-        listed = _json_list(value)
+        listed = _parse_json_list(value)
         value = listed if listed and all(isinstance(name, str) for name in listed) else value
     ids: list[Any] = value if isinstance(value, list) else [value]
     if not ids or not all(isinstance(name, str) and name.strip() for name in ids):
@@ -203,12 +203,12 @@ def _video_ids(row: UserRow, where: str) -> list[str]:
     return ids
 
 
-def _choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
+def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
     """Return a row's choices as a list of texts, or None. Raises QuestionsError."""
     value = row.get("choices")
     if value is None:
         return None
-    choices = _json_list(value) if isinstance(value, str) else value
+    choices = _parse_json_list(value) if isinstance(value, str) else value
     if not isinstance(choices, list) or not all(isinstance(text, str) and text.strip() for text in choices):
         raise QuestionsError(f"{where}: choices must be a list of texts (in .csv as JSON), got {value!r}")
     if len(choices) < 2:
@@ -220,7 +220,7 @@ def _choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
     return choices
 
 
-def _target(row: UserRow, where: str) -> str | None:
+def _parse_target(row: UserRow, where: str) -> str | None:
     """Return the right answer (the column ``answer``) as text; None where there is none.
 
     A whole number comes without a point, which pandas adds to a column with gaps. Raises QuestionsError.
@@ -235,7 +235,7 @@ def _target(row: UserRow, where: str) -> str | None:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def _json_list(text: str) -> list[Any] | None:
+def _parse_json_list(text: str) -> list[Any] | None:
     """Parse a .csv cell as a JSON list; return None where it is not one."""
     try:
         value = json.loads(text)
@@ -244,10 +244,10 @@ def _json_list(text: str) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _mode_of_row(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
+def _parse_mode(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
     """Return the mode in which a row's question is answered: the row's own settings, else the run's."""
     own = {
-        name: _number(row[name], kind, name, where)
+        name: _parse_number(row[name], kind, name, where)
         for name, kind in _DECODING_OPTIONS.items()
         if row.get(name) is not None
     }
@@ -263,7 +263,7 @@ def _mode_of_row(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) 
     return AnswerMode(decoding, mode.method if has_choices else "generate", system)
 
 
-def _number(value: Any, kind: type, name: str, where: str) -> Any:
+def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
     """Convert an option to its type from text, or from floats, which pandas makes of columns with gaps."""
     number = value
     if isinstance(value, str):
