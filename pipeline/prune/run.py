@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import cast
 
 import pyarrow as pa
 from ray.actor import ActorHandle
@@ -132,7 +133,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         config = self.options
         list_only = config.dry_run and not config.index
         keeps = not (config.dry_run or config.plan)
-        asked = ContainerOptions(config.column, config.clip_names())
+        asked = ContainerOptions(config.column, config.clip_names(), config.zip_encoding)
         self.indexing = Indexing(asked, self.store, keeps=keeps, only_known=list_only, say=self.say)
         # A plan needs the indexes of all containers; a limit asks for few.
         self.indexing.limited = config.limit is not None
@@ -144,6 +145,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 refuse_other_files(listed, named, self._objects)
         else:
             listed = given_manifest(self._given, config.video_root)
+        for kind, remedy in self.indexing.left_out.remedies.items():
+            self.say(f"note: {self.indexing.left_out.counts()[kind]} {kind} are left out: {remedy}")
         self.manifest = of_shard(listed, config.part())
         if len(listed) and not len(self.manifest) and not self.indexing.left:
             raise UsageError(f"--shard {config.shard}: none of the {len(listed)} videos are in it")
@@ -196,7 +199,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 try:
                     self.stream(todo)
                     todo.check()
-                    self.run_file.note(videos=len(todo))
+                    self.run_file.note(videos=len(todo), left_out=cast(JsonObject, self.indexing.left_out.as_record()))
                     again = retry_candidates(todo.found().todo, self.retryable, self.options.max_attempts)
                     self._try_elsewhere(Discovery.of(again))
                 except LimitReached as reached:
@@ -364,6 +367,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         header = read_header(self.store)
         if todo.n_left:
             self.say(f"note: videos of {todo.n_left} containers are not known yet, and not counted")
+        if self.indexing.n_cut:
+            what = "what would be carried with a video and lies behind the last one was not looked for"
+            self.say(f"note: {self.indexing.n_cut} containers were read in part (--limit): {what}")
         held = summarise(
             self.ledger.refresh(),
             pa.concat_tables([self.manifest, todo.found().videos]),
@@ -374,7 +380,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             committed=self._committed,
         )
         held = replace(held, n_new=len(todo), n_new_failed=len(self.failed), wall_s=wall_s, out=str(self.store))
-        held = replace(held, fetched_bytes=self.fetched + self.indexing.fetched)
+        held = replace(
+            held, fetched_bytes=self.fetched + self.indexing.fetched, left_out=self.indexing.left_out.counts()
+        )
         if self.facts is None:
             return held
         if self.facts.reached:  # what is left was not begun, and waits as with --limit

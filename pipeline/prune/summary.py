@@ -16,6 +16,7 @@ from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.ledger import HDR, SHARED, STRETCHED, TIMED, UNEVEN, Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.errors import FAULTS
+from pipeline.inputs.left_out import say_counts
 from pipeline.keys import parts_of
 from pipeline.rows import JsonObject
 from pipeline.runner.run_record import Outcome, as_text
@@ -42,6 +43,7 @@ class Summary(Outcome):
         fetched_bytes: of videos and indexes that this run read from stores.
         n_lost: videos that a run committed, and of which no file of the table has a row now.
         lost: some of them.
+        left_out: kind of a file -> files of this run's VIDEOS that are no videos, or are not taken.
         facts: what this run took (``pipeline.prune.facts``); empty for a summary of a cache.
     """
 
@@ -57,6 +59,7 @@ class Summary(Outcome):
     fetched_bytes: int = 0
     n_lost: int = 0
     lost: list[str] = field(default_factory=list)
+    left_out: Mapping[str, int] = field(default_factory=dict)
     facts: Mapping[str, float] = field(default_factory=dict)
 
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
@@ -233,6 +236,8 @@ def render(summary: Summary) -> RenderableType:
     table.add_row("seconds", ", ".join(f"{stage} {value:.2f}" for stage, value in summary.seconds.items()))
     if summary.fetched_bytes:
         table.add_row("from stores", f"{summary.fetched_bytes:,} bytes of videos and indexes")
+    if summary.left_out:
+        table.add_row("left out", Text(say_counts(summary.left_out)))
     if summary.n_removed:
         table.add_row("removed", f"{summary.n_removed} videos, for good")
     if summary.n_lost:
