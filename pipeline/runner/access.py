@@ -60,7 +60,7 @@ def address_to_join() -> str | None:
 
 
 def _check_listens(address: str, left_in: Path | None) -> None:
-    """Raise RunFailed if nothing listens at an address: of RAY_ADDRESS, or one that ray start has ``left_in`` a file."""
+    """Raise RunFailed if nothing listens at an address: RAY_ADDRESS, or one that ray start has ``left_in`` a file."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not (colon and port.isdigit()):
         return  # a word like "auto" is no address
