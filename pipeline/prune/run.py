@@ -131,14 +131,17 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def _list_videos(self) -> None:
         """Read the manifest, or what the caller gave. Raises UsageError."""
         config = self.options
-        list_only = config.dry_run and not config.index
-        keeps = not (config.dry_run or config.plan)
-        asked = ContainerOptions(config.column, config.clip_names(), config.zip_encoding)
-        self.indexing = Indexing(asked, self.store, keeps=keeps, only_known=list_only, say=self.say)
-        # A plan needs the indexes of all containers; a limit asks for few.
-        self.indexing.limited = config.limit is not None
-        few = self.indexing.limited and not config.dry_run
-        self.indexing.later = few or keeps
+        writes = not (config.dry_run or config.plan)
+        limited = config.limit is not None
+        self.indexing = Indexing(
+            ContainerOptions(config.column, config.clip_names(), config.zip_encoding),
+            self.store,
+            keeps=writes,
+            only_known=config.dry_run and not config.index,
+            later=writes or (limited and not config.dry_run),  # a plan without a limit needs all indexes at once
+            limited=limited,
+            say=self.say,
+        )
         if self._given is None:
             listed = read_manifest(config.videos, config.video_root, self._objects, self.indexing)
             for named in config.videos if len(config.videos) == 1 else ():
