@@ -19,9 +19,8 @@ from rich.text import Text
 
 from gstep.backbones import ModelSource, family_of
 from gstep.types import budget_for
-from pipeline.cache.header import CacheIdentity
-from pipeline.cache.ledger import Ledger
-from pipeline.cache.reader import made_with
+from pipeline.cache.header import CacheIdentity, made_with
+from pipeline.cache.live import Ledger
 from pipeline.errors import CacheLocked, UsageError, VideoFault
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.plan.estimate import (

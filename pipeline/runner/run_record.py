@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import TypedDict
 
-from pipeline.cache.live_rows import TOKENS
-from pipeline.cache.writer import run_of, token_shard_id
+from pipeline.cache.schema import TOKENS
+from pipeline.cache.token_shard import run_of, token_shard_id
 from pipeline.errors import printable
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
