@@ -115,12 +115,9 @@ def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
     return cast(CacheHeader, {**header, "schema_version": version, "identity": identity})
 
 
-def made_with(store: Store, *, required: bool = False) -> str | None:
-    """Return the fingerprint of the cache's identity; None where there is no cache, unless that is ``required``.
-
-    Raises NotACache.
-    """
-    return fingerprint(read_header(store)["identity"]) if required or store.exists(HEADER) else None
+def made_with(store: Store) -> str | None:
+    """Return the fingerprint of the cache's identity; None where there is no cache. Raises NotACache."""
+    return fingerprint(read_header(store)["identity"]) if store.exists(HEADER) else None
 
 
 def fingerprint(content: CacheIdentity | JsonObject) -> str:

@@ -51,7 +51,7 @@ GROUP_ROWS = 4096  # rows of a row group of a sorted file: what finding one of t
 FILE_ROWS = 2**18  # the most rows of a sorted file
 _GROUPS_AT_ONCE = 64  # row groups of a sorted file that one step reads
 _KEPT_GROUPS = 2  # row groups of sorted files that are kept in memory, some MB each
-_FILES_AT_ONCE = 256  # small files whose content is in memory at once
+_FILES_AT_ONCE = 64  # small files whose content is in memory at once
 _THREADS = 8  # that parse small files
 _PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))
 _SORTED = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d+)-([0-9a-f]{32})\.parquet")
@@ -139,10 +139,9 @@ def complete_columns(table: pa.Table, columns: Sequence[str] | None) -> pa.Table
     """Return ``columns`` of rows, null where the table lacks a later one; all that it has for None."""
     if columns is None:
         return table
-    for name in columns:
-        if name not in table.schema.names:
-            field = VIDEO_SCHEMA.field(name)
-            table = table.append_column(field, pa.nulls(len(table), field.type))
+    for name in set(columns).difference(table.schema.names):
+        field = VIDEO_SCHEMA.field(name)
+        table = table.append_column(field, pa.nulls(len(table), field.type))
     return table.select(list(columns)).replace_schema_metadata(None)
 
 

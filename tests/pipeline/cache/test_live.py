@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import TokenCache
-from pipeline.cache.live import Ledger
+from pipeline.cache.live import Ledger, _number_texts
 from pipeline.cache.table import VideosTable, read_file, table_files
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
@@ -188,3 +188,10 @@ def test_attempts_on_another_file_are_told_apart(store):
 def test_a_ledger_of_an_empty_cache(store):
     ledger = Ledger(store).refresh()
     assert len(ledger) == 0 and ledger.find(pa.array(["a"])).tolist() == [-1]
+
+
+def test_texts_past_the_limit_share_the_last_number():
+    known = ["a"]
+    numbers = _number_texts(pa.chunked_array([["b", "c"], ["d", "a"]]), known, 3)
+    assert (numbers.tolist(), known) == ([1, 2, 2, 0], ["a", "b", "c"])
+    assert _number_texts(pa.chunked_array([["d", "c"]]), known, 3).tolist() == [2, 2]
