@@ -231,7 +231,7 @@ def level_of(rows: int) -> int:
 def _disjoint(files: Sequence[SortedFile]) -> bool:
     """Return whether no two of the files may hold rows of one video."""
     bounds = sorted((file.file.first, file.file.last) for file in files)
-    return all(one[1] < other[0] for one, other in pairwise(bounds))
+    return all(before[1] < after[0] for before, after in pairwise(bounds))
 
 
 def _cuts(small: pa.Table, chosen: Sequence[SortedFile]) -> list[int]:

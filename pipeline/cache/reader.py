@@ -443,11 +443,11 @@ def _position(rows: TokenRows) -> tuple[str, int]:
     return rows.row["token_shard"], rows.row["first_row_group"]
 
 
-def _touch(one: TokenRows, other: TokenRows) -> bool:
-    """Return whether one video's bytes end where the other's begin, so that one request can fetch them together."""
-    shard, first = _position(one)
-    whole = one.keep == one.row["n_tokens"]
-    return whole and (shard, first + len(one.row["row_counts"])) == _position(other)
+def _touch(before: TokenRows, after: TokenRows) -> bool:
+    """Return whether the bytes of a video end where those of another begin: one request fetches both."""
+    shard, first = _position(before)
+    whole = before.keep == before.row["n_tokens"]
+    return whole and (shard, first + len(before.row["row_counts"])) == _position(after)
 
 
 def map_in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Iterator[R]:
