@@ -14,7 +14,7 @@ from gstep.types import Visual, hash_of
 
 
 @dataclass(frozen=True)
-class VideoItem:
+class VideoSpan:
     """One video of a prompt as an engine with a prefix cache needs it: rows, place, positions and name.
 
     Attributes:
@@ -82,7 +82,7 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
     )
 
 
-def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
+def video_items(prompt: Prompt, video_token_id: int) -> list[VideoSpan]:
     """Return the videos of a prompt, in their order."""
     return [
         _item(prompt, visual, first, end, video_token_id)
@@ -90,7 +90,7 @@ def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
     ]
 
 
-def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoItem:
+def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoSpan:
     """Make the item of the video whose span is tokens [first, end) of the prompt."""
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(visual.placeholder_rows)
@@ -98,14 +98,14 @@ def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: 
     start = int(prompt.positions[0, first - 1]) + 1 if first else 0
     positions = (prompt.positions[:, first : end + 1] - start).to(torch.int32)
     name = hash_of(f"{visual.placeholder_hash} ", positions)
-    return VideoItem(first, takes_row, visual.placeholder_rows, positions, name)
+    return VideoSpan(first, takes_row, visual.placeholder_rows, positions, name)
 
 
 def prompt_positions(videos: Iterable[tuple[int, Tensor]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
     """Compute a prompt's M-RoPE positions [A,n_tokens] from those of its videos, and their delta.
 
     Args:
-        videos: (first token, positions [A,S+1] as of VideoItem) of each, in any order.
+        videos: (first token, positions [A,S+1] as of VideoSpan) of each, in any order.
 
     ``delta`` is what a later token's index lacks to its position.
     """

@@ -2,7 +2,7 @@
 
 ``answers.json`` says what all rows share, ``answers/<shard>.parquet`` or ``.jsonl`` hold a row a question (failed ones
 too), ``runs/<run_id>.json`` is provenance. A question's live row is chosen as a video's is
-(``pipeline.cache.live_rows``); where several prunings are asked, it has one under each.
+(``pipeline.cache.live``); where several prunings are asked, it has one under each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.header import CacheIdentity, ModelIdentity, PrunerIdentity, header_bytes, read_header_file
-from pipeline.cache.live_rows import best_first, states_of
+from pipeline.cache.live import best_first, states_of
 from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.cache.table import check_content, small_name

@@ -14,8 +14,7 @@ from gstep.backbones import ModelSource, TextTower
 from gstep.errors import is_out_of_memory
 from gstep.language import Prompt, Visual, prompt_builder
 from gstep.pruners.base import Pruner
-from pipeline.cache.reader import TokenCache
-from pipeline.cache.reading import TokenOrder
+from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
 from pipeline.generate.choices import lettered_prompt, letters
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, Engine, EngineSetup

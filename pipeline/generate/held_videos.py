@@ -14,8 +14,7 @@ from torch import Tensor
 from gstep import PrunedTokens
 from gstep.language import Visual
 from gstep.pruners.base import Pruner
-from pipeline.cache.reader import TokenCache
-from pipeline.cache.reading import TokenOrder
+from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.runner.heartbeat import Heartbeat
 

@@ -13,12 +13,9 @@ from rich.console import Console
 from gstep.backbones import ModelSource
 from gstep.evidence import HEAD_SOURCES
 from gstep.language import Decoding, PromptBuilder, prompt_builder
-from pipeline.cache.header import CacheHeader, CacheIdentity, differences, fingerprint
-from pipeline.cache.live_rows import INDEX_COLUMNS
-from pipeline.cache.live_videos import LiveVideos, widths_of
-from pipeline.cache.method import declared_method
-from pipeline.cache.reader import read_header
-from pipeline.cache.reading import TokenOrder, rows_wanted
+from pipeline.cache.header import CacheHeader, CacheIdentity, declared_method, differences, fingerprint, read_header
+from pipeline.cache.live import INDEX_COLUMNS, LiveVideos, widths_of
+from pipeline.cache.reader import TokenOrder, count_tokens
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError, store_usage_errors, usage_errors
 from pipeline.generate.answers import (
     HEADER,
@@ -133,7 +130,7 @@ class GenerateRequest:
         if late is not None:
             kept = sum(late.at_most(row["n_frames"], row["tokens_per_frame"], hidden) for row in videos)
         else:
-            kept = sum(rows_wanted(row, self.read_ratio) for row in videos)
+            kept = sum(count_tokens(row, self.read_ratio) for row in videos)
         return kept + (len(videos) if self.builder.needs_newline else 0)
 
 
@@ -328,7 +325,7 @@ def _check_ratio(request: GenerateRequest) -> None:
         raise UsageError(f"--retention-ratio {ratio}: the cache stores {stored}; prune into another --out for more")
     with usage_errors():
         for row in filter(answerable, request.videos.values()):
-            rows_wanted(row, ratio)
+            count_tokens(row, ratio)
 
 
 def _check_context(request: GenerateRequest, console: Console) -> None:

@@ -21,13 +21,12 @@ from rich.console import Console
 
 from gstep.backbones import family_of
 from gstep.checkpoints.tensors import tower_hash
-from pipeline.cache.codecs import codec_of
-from pipeline.cache.header import deepstack_levels, fingerprint, header_bytes
-from pipeline.cache.ledger import TIMED, Ledger
-from pipeline.cache.live_rows import VIDEOS
+from pipeline.cache.header import HEADER, codec_of, deepstack_levels, fingerprint, header_bytes, made_with, read_header
+from pipeline.cache.live import TIMED, Ledger
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
-from pipeline.cache.reader import HEADER, made_with, read_header
-from pipeline.cache.writer import commit, token_shard_id
+from pipeline.cache.schema import VIDEOS
+from pipeline.cache.token_shard import token_shard_id
+from pipeline.cache.writer import commit
 from pipeline.errors import (
     FAULTS,
     FaultClass,

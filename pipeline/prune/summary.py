@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
-from pipeline.cache.ledger import HDR, SHARED, STRETCHED, TIMED, UNEVEN, Ledger
-from pipeline.cache.live_rows import VIDEOS
+from pipeline.cache.live import HDR, OUTSIDE, SHARED, STRETCHED, TIMED, UNEVEN, WARNED, Ledger
+from pipeline.cache.schema import VIDEOS
 from pipeline.errors import FAULTS
 from pipeline.inputs.left_out import say_counts
 from pipeline.keys import parts_of
@@ -141,7 +141,7 @@ def lost_line(n_lost: int, examples: Sequence[str]) -> str:
 def _failed_of(ledger: Ledger, ids: pa.Array, rows: NDArray[np.int64]) -> dict[str, str]:
     """Return the error class of each failed video among ``ids``; ``rows`` are their ledger rows, -1 for none."""
     (there,) = np.nonzero(rows >= 0)
-    faults = ledger.faults(rows[there])
+    faults = ledger.columns["fault"][rows[there]]
     failed = zip(ids.take(pa.array(there[faults > 0])).to_pylist(), faults[faults > 0].tolist(), strict=True)
     return {video_id: ledger.classes[fault] for video_id, fault in failed}
 
@@ -163,7 +163,8 @@ class _Counts:
         removed = self._ledger.removed(rows)
         self.n_removed += int(removed.sum())
         rows = rows[~removed]
-        faults, columns = self._ledger.faults(rows), self._ledger.columns
+        columns = self._ledger.columns
+        faults = columns["fault"][rows]
         good = rows[faults == 0]
         self._by_class += np.bincount(faults, minlength=len(self._by_class))
         for fault in set(np.unique(faults).tolist()) - {0, *self._first}:
@@ -171,11 +172,11 @@ class _Counts:
         self.n_rows += len(rows)
         self.tokens_in += int(columns["n_total"][good].sum(dtype=np.int64))
         self.tokens_kept += int(columns["n_tokens"][good].sum(dtype=np.int64))
-        self.n_warned += int(self._ledger.warned(good).sum())
+        self.n_warned += int(self._ledger.remarked(good, WARNED).sum())
         for name, remark in _REMARKS.items():
             self.remarks[name] += int(self._ledger.remarked(good, remark).sum())
         self._by_note += np.bincount(columns["note"][good], minlength=len(self._by_note))
-        self.n_outside += int(self._ledger.outside(rows).sum())
+        self.n_outside += int(self._ledger.remarked(rows, OUTSIDE).sum())
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
 
     @property

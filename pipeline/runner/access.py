@@ -26,9 +26,8 @@ from ray.job_config import JobConfig
 from torch import Tensor
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.live_videos import LiveShards
-from pipeline.cache.reader import TokenCache
-from pipeline.cache.reading import TokenOrder, rows_wanted
+from pipeline.cache.live import LiveShards
+from pipeline.cache.reader import TokenCache, TokenOrder, count_tokens
 from pipeline.errors import RunFailed, printable
 
 _REACH_S = 10.0
@@ -280,7 +279,7 @@ def _bytes_of_a_video(cache: TokenCache, shards: LiveShards, options: ReadOption
     numbers = range(0, len(shards), max(1, len(shards) // _SAMPLED_SHARDS))
     sample = [row for number in numbers[:_SAMPLED_SHARDS] for row in cache.rows_of(shards, number)]
     sizes = [
-        rows_wanted(row, options.retention_ratio) * (2 * row["hidden_size"] * (1 + cache.deepstack_levels) + 12)
+        count_tokens(row, options.retention_ratio) * (2 * row["hidden_size"] * (1 + cache.deepstack_levels) + 12)
         for row in sample
         if row["status"] == "ok"
     ]
