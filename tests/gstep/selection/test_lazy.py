@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gstep.selection.lazy import Counts, ConvertedTokens, lazy_density_guided_fps, survey
+from gstep.selection.lazy import ConvertedTokens, Counts, lazy_density_guided_fps, survey
 from gstep.selection.reference import STARTS, density_guided_fps
 from tests.gstep.oracle import exact_tokens, oracle
 from tests.gstep.selection.videos import KINDS, density, video

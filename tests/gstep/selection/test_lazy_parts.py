@@ -10,9 +10,9 @@ from torch.nn.functional import normalize
 from gstep.selection import lazy
 from gstep.selection.lazy import (
     MARGIN,
+    ConvertedTokens,
     Picks,
     Subspace,
-    ConvertedTokens,
     lazy_density_guided_fps,
     pair_products,
     survey,
