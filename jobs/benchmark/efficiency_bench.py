@@ -28,8 +28,8 @@ from gstep.backbones import Backbone, ModelSource, Runtime, StaticParts, choose_
 from gstep.checkpoints.random_weights import without_weights
 from gstep.evidence import HEAD_SOURCES, is_per_frame
 from gstep.language import Decoding, LanguageModel, PromptBuilder, Visual, load_language_model, prompt_builder
-from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
-from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.cache.header import HEADER, CacheHeader, fingerprint, header_bytes
+from pipeline.cache.reader import TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import VideoItem, commit, write_token_shard
 from pipeline.errors import RunFailed, UsageError, usage_errors
@@ -420,7 +420,7 @@ class Bench:
         for result in results:
             arm, cache = result.arm, self._caches[result.arm]
             stored = cache.metadata(video_id)
-            rows = cache.wanted(stored, cache.reading(None, "index", arm.cached_evidence, False))
+            rows = cache.rows_to_read(stored, cache.check_options(None, "index", arm.cached_evidence, False))
             spans = TokenShard(cache.store, stored["token_shard"], stored["footer_hash"]).spans(rows)
             about: dict[str, Any] = {"mode": "cached", "video_id": video_id, "repeat": repeat}
             about["bytes_read"] = sum(end - start for start, end in spans)

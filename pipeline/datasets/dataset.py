@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.reader import TokenCache, check_list
-from pipeline.cache.reading import TokenOrder
+from pipeline.cache.reader import TokenCache, TokenOrder, check_list
 from pipeline.cache.schema import digest
 
 T = TypeVar("T")

@@ -14,8 +14,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cache.live_rows import TOKENS
-from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.cache.header import HEADER
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.schema import TOKENS
 from pipeline.errors import RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions

@@ -19,8 +19,8 @@ from gstep.evidence import HEAD_SOURCES, pairs
 from gstep.language import prompt_builder
 from gstep.pruners import read_pruner
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.header import CacheIdentity, differences, header_bytes, read_header_file
-from pipeline.cache.reader import HEADER, TokenCache, read_header
+from pipeline.cache.header import HEADER, CacheIdentity, differences, header_bytes, read_header, read_header_file
+from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import digest
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.benchmarks import find_benchmark

@@ -18,10 +18,10 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
-from pipeline.cache.codecs import BFLOAT16, codec_of
-from pipeline.cache.header import SamplingIdentity, differences
-from pipeline.cache.live_rows import TOKENS, VIDEOS
-from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.cache.codecs import BFLOAT16
+from pipeline.cache.header import HEADER, SamplingIdentity, codec_of, differences
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import NotAnswers, RunFailed, UsageError
 from pipeline.evaluate.benchmarks.annotations import NotAskable
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector

@@ -16,10 +16,9 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource
 from gstep.language import PromptBuilder, PromptPolicy
-from pipeline.cache.header import CacheIdentity
-from pipeline.cache.live_rows import INDEX_COLUMNS
-from pipeline.cache.method import declared_method
-from pipeline.cache.reading import TokenOrder, rows_wanted
+from pipeline.cache.header import CacheIdentity, declared_method
+from pipeline.cache.live import INDEX_COLUMNS
+from pipeline.cache.reader import TokenOrder, count_tokens
 from pipeline.errors import QuestionFault, UsageError, usage_errors
 from pipeline.generate.answers import PRUNINGS, AnswersIdentity
 from pipeline.generate.config import GenerateConfig
@@ -100,7 +99,7 @@ class PromptForecast:
         if late is not None:
             kept = sum(late.at_most(row["n_frames"], row["tokens_per_frame"], builder.hidden_size) for row in videos)
         else:
-            kept = sum(rows_wanted(row, self._setup.read_ratio) for row in videos)
+            kept = sum(count_tokens(row, self._setup.read_ratio) for row in videos)
         return kept + (len(videos) if builder.needs_newline else 0)
 
     def largest_video(self) -> int:
@@ -117,7 +116,7 @@ class PromptForecast:
             raise UsageError(f"--retention-ratio {ratio}: the cache stores {stored}; prune into another --out for more")
         with usage_errors():
             for row in self.cached.values():
-                rows_wanted(row, ratio)
+                count_tokens(row, ratio)
 
     def check_context(self, questions: pa.Table, console: Console) -> None:
         """Print a note about prompts whose visual tokens alone exceed the context; raise UsageError if all do."""

@@ -1,7 +1,7 @@
 """Answers on disk: the columns, the settings that all rows share, the rows that count, and the questions left to ask.
 
 ``answers.json`` holds the settings, ``answers/<shard>.parquet`` or ``.jsonl`` a row a question (failed questions too),
-``runs/<run_id>.json`` the provenance. A question's live row is chosen as a video's is (``pipeline.cache.live_rows``);
+``runs/<run_id>.json`` the provenance. A question's live row is chosen as a video's is (``pipeline.cache.live``);
 where questions are asked under several prunings, a question has a live row under each.
 """
 
@@ -27,7 +27,7 @@ from pipeline.cache.header import (
     header_bytes,
     read_header_file,
 )
-from pipeline.cache.live_rows import best_first, states_of
+from pipeline.cache.live import best_first, states_of
 from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.cache.table import check_content, small_name

@@ -20,8 +20,7 @@ from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
-from pipeline.cache.header import CacheIdentity
-from pipeline.cache.method import declared_method, describe_method
+from pipeline.cache.header import CacheIdentity, declared_method, describe_method
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.answers import LateIdentity
 from pipeline.options import named_values

@@ -10,7 +10,7 @@ from gstep.checkpoints.tensors import tower_hash
 from gstep.checkpoints.tiny import TINY
 from gstep.language import PromptBuilder, prompt_builder
 from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, fingerprint
-from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.config import PromptOptions

@@ -20,8 +20,7 @@ from gstep.backbones import TextTower
 from gstep.errors import is_out_of_memory
 from gstep.language import Prompt, Visual
 from gstep.pruners.base import Pruner
-from pipeline.cache.reader import TokenCache
-from pipeline.cache.reading import TokenOrder
+from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
 from pipeline.generate.answer_setup import AnswerSetup, too_long
 from pipeline.generate.engines import Engine

@@ -19,10 +19,10 @@ import ray
 from ray.actor import ActorHandle
 from rich.console import Console
 
-from pipeline.cache.header import fingerprint
-from pipeline.cache.live_videos import LiveVideos, widths_of
+from pipeline.cache.header import fingerprint, read_header
+from pipeline.cache.live import LiveVideos, widths_of
 from pipeline.cache.merging import WAITING, WAITING_AT_END
-from pipeline.cache.reader import TokenCache, read_header
+from pipeline.cache.reader import TokenCache
 from pipeline.errors import RunFailed, UsageError, store_usage_errors, usage_errors
 from pipeline.generate.answer_setup import (
     LIVE_COLUMNS,

@@ -14,7 +14,7 @@ from typing import Any
 from gstep.backbones import choose_runtime
 from gstep.language.weights import generation_config
 from gstep.serving.options import ENVIRONMENT, OWN, check_served, engine_options, prepare_process
-from pipeline.cache.reader import read_header
+from pipeline.cache.header import read_header
 from pipeline.errors import UsageError, store_usage_errors, usage_errors
 from pipeline.generate.engines.vllm import check_installed, refuse_own
 from pipeline.generate.model import choose_model

@@ -9,10 +9,8 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from gstep.language import Visual
-from pipeline.cache.live_rows import VIDEOS
-from pipeline.cache.method import declared_method
-from pipeline.cache.reader import TokenCache, read_header
-from pipeline.cache.reading import TokenOrder
+from pipeline.cache.header import declared_method, read_header
+from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.table import table_files
 from pipeline.errors import CorruptShard, NotACache, RemovedVideo, UnknownVideo
 from pipeline.generate.prompts import LruCache, n_bytes
@@ -210,7 +208,7 @@ def _n_bytes(video: ServedVideo) -> int:
 
 def _file_names(cache: TokenCache) -> frozenset[str]:
     """Return the names of the table's files."""
-    return frozenset(file.name for file in table_files(cache.store, VIDEOS))
+    return frozenset(file.name for file in table_files(cache.store))
 
 
 def _content_name(row: VideoRow) -> str:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints.tensors import tower_hash
-from pipeline.cache.reader import HEADER
+from pipeline.cache.header import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
 from pipeline.generate.answer_setup import AnswerSetup

@@ -9,7 +9,8 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import choose_runtime
-from pipeline.cache.reader import TokenCache, read_header
+from pipeline.cache.header import read_header
+from pipeline.cache.reader import TokenCache
 from pipeline.errors import RunFailed, UnknownVideo, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
 from pipeline.evaluate.lmms.questions import CachedIds, LmmsQuestion

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource
 from gstep.language import prompt_builder
-from pipeline.cache.header import header_bytes
-from pipeline.cache.reader import read_header
+from pipeline.cache.header import header_bytes, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.config import EvaluateConfig

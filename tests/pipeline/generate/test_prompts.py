@@ -13,7 +13,7 @@ from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, prompt_builder
 from gstep.methods import OF_A_VIDEO
 from pipeline import TokenCache
-from pipeline.cache.method import describe_method
+from pipeline.cache.header import describe_method
 from pipeline.generate.engines import load_engine
 from pipeline.generate.late_pruning import LatePruning, PruningSpec, resolve_pruning
 from pipeline.generate.prompts import LruCache, PromptMaker, VideoMemory, n_bytes
