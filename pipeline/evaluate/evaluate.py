@@ -130,7 +130,7 @@ def _to_ask_again(done: ScoredQuestions) -> int:
 
 def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     """Score the answers that jobs.generate gave, and write tables and page."""
-    store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_region))
+    store = store_at(config.out, Objects.from_environment(config.s3_endpoint))
     identity = {"scored": config.score}
     match_results(store, identity)
     done = score_answers(config)

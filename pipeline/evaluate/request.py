@@ -126,7 +126,7 @@ def _held(cached: Store, *, named: bool) -> CacheIdentity | None:
 def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     """Check the whole request. Raises UsageError; starts nothing, reads no weights and no video."""
     assert config.benchmark is not None  # the config refuses a request without it
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    objects = Objects.from_environment(config.s3_endpoint)
     store, cache = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER)
     check_out(store)
     benchmark = find_benchmark(config.benchmark)
@@ -294,7 +294,7 @@ def data_folder(request: EvaluateRequest) -> Path:
 _PASSED_ON = (
     *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "join"),
     *("retry_failed", "max_attempts"),
-    *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_region"),
+    *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint"),
 )
 
 

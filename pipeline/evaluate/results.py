@@ -197,7 +197,7 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     ``method`` and ``retention_ratio`` choose rows and their order. Raises UsageError (nothing was written) for a place
     without results or with damaged ones, for two of one benchmark, and for unlike models, frames or protocols.
     """
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    objects = Objects.from_environment(config.s3_endpoint)
     store = store_at(config.out, objects)
     if store.taken() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
         raise NotResults(f"{store} exists and holds something else than {TABLES_JSON}: name another place with --out")

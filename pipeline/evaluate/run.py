@@ -218,7 +218,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
 
     Raises UsageError for a place without answers, and where not all hold the same questions.
     """
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    objects = Objects.from_environment(config.s3_endpoint)
     first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, MethodAtRatio]()
     settings: JsonObject = {}
     for place in config.score:

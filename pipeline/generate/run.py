@@ -163,7 +163,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
     def prepare(self) -> None:
         """Check the options against questions, cache, model and answers. Raises UsageError, or CorruptShard."""
         config = self.options
-        objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+        objects = Objects.from_environment(config.s3_endpoint)
         if self._given is not None:
             self.questions = self._given
         else:

@@ -114,7 +114,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def prepare(self) -> None:
         config = self.options
-        self._objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+        self._objects = Objects.from_environment(config.s3_endpoint)
         self.store, self.run_id = store_at(config.out, self._objects), new_run_id()
         check_out(self.store)
         with store_usage_errors():

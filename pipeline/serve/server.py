@@ -103,8 +103,7 @@ def command_line(arguments: Sequence[str], variables: Mapping[str, str]) -> str:
 
 def _store_variables(config: ServeConfig) -> dict[str, str]:
     """Return the variables that lead vLLM's processes to the store that the flags name."""
-    told = {"AWS_ENDPOINT_URL": config.s3_endpoint, "AWS_REGION": config.s3_region}
-    return {name: value for name, value in told.items() if value is not None}
+    return {} if config.s3_endpoint is None else {"AWS_ENDPOINT_URL": config.s3_endpoint}
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
