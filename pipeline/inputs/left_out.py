@@ -64,7 +64,13 @@ class LeftOut:
 
 def say_counts(counts: Mapping[str, int]) -> str:
     """Say the counts by kind in a line for the user: "3 json without a video, 8 other files"."""
-    return ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+    return ", ".join(f"{count:,} {_singular(kind) if count == 1 else kind}" for kind, count in counts.items())
+
+
+def _singular(kind: str) -> str:
+    """Return the name of a kind for one file: "archive beside videos"."""
+    first, space, rest = kind.partition(" ")
+    return f"{first.removesuffix('s')}{space}{rest.removesuffix('files')}{'file' if rest.endswith('files') else ''}"
 
 
 def is_apple_double(name: str) -> bool:

@@ -293,7 +293,7 @@ def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
     if uris:
         patterns = sorted({f"{root.rstrip('/')}/**/*{suffix_of(uri)}" for uri in uris})
         named = " and ".join(map(repr, patterns))
-        left_out.remedies[ARCHIVES] = f"the same videos may lie in both. To take them too, name {named} as well"
+        left_out.remedies[ARCHIVES] = f"The same videos may lie in both. To take them too, name {named} as well"
 
 
 def _listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:

@@ -40,6 +40,7 @@ from pipeline.errors import (
 from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.left_out import say_counts
 from pipeline.inputs.manifest import given_manifest, read_manifest
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
@@ -148,7 +149,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         else:
             listed = given_manifest(self._given, config.video_root)
         for kind, remedy in self.indexing.left_out.remedies.items():
-            self.say(f"note: {self.indexing.left_out.counts()[kind]} {kind} are left out: {remedy}")
+            count = self.indexing.left_out.counts()[kind]
+            self.say(f"note: left out: {say_counts({kind: count})}. {remedy}")
         self.manifest = of_shard(listed, config.part())
         if len(listed) and not len(self.manifest) and not self.indexing.left:
             raise UsageError(f"--shard {config.shard}: none of the {len(listed)} videos are in it")

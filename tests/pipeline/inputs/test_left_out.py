@@ -118,7 +118,7 @@ def test_archives_beside_videos_and_other_files_are_counted_and_a_pattern_takes_
         (folder / name).unlink()
     rows, indexing = listed(folder)
     assert len(rows) == 3 and indexing.left_out.counts() == {"other files": 2}
-    with pytest.raises(ManifestError, match=r"no video in this folder .*left out: 1 other files"):
+    with pytest.raises(ManifestError, match=r"no video in this folder .*left out: 1 other file"):
         (tmp_path / "e").mkdir()
         (tmp_path / "e" / "notes.txt").write_text("x")
         listed(tmp_path / "e")
@@ -144,6 +144,9 @@ def test_names_beyond_a_thousand_are_counted_alone():
         left_out.add("other files", str(number))
     assert len(left_out.as_record()["other files"]["names"]) == MAX_NAMES
     assert say_counts(left_out.counts()) == "1,005 other files"
+    kinds = ("AppleDouble files", "archives beside videos", "json without a video", "other files")
+    one = "1 AppleDouble file, 1 archive beside videos, 1 json without a video, 1 other file"
+    assert say_counts(dict.fromkeys(kinds, 1)) == one
 
 
 class Raw(zipfile.ZipInfo):
