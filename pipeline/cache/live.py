@@ -483,8 +483,11 @@ class LiveVideos:
             tables.append(add_places(rows, name).take(live))
         return pa.concat_tables(tables)
 
-    def of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
-        """Read ``columns`` of the live rows of these videos, with ``shard`` and ``row``; for few, no others."""
+    def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
+        """Return ``columns`` of the live rows of these videos, with ``shard`` and ``row``, in any order.
+
+        Ids without a row are left out. Rows of few videos are searched for; for many all live rows are read.
+        """
         ids = sorted(set(video_ids))
         if len(ids) > _FEW or not self.sorted:
             table = self.live(("video_id", *(name for name in columns if name != "video_id")))

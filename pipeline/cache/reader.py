@@ -193,7 +193,7 @@ class TokenCache:
         columns = ("token_shard", "first_row_group")
         if video_ids is None:
             return LiveShards.of(ok_rows(self._read_live(("status", *columns))))
-        rows = self._with_refresh(lambda live: live.of(video_ids, ("video_id", *columns)))
+        rows = self._with_refresh(lambda live: live.rows_of(video_ids, ("video_id", *columns)))
         known = set(rows["video_id"].to_pylist())
         for video_id in video_ids:
             if video_id not in known:

@@ -168,9 +168,14 @@ def put_token_shard(
     tables: Sequence[pa.Table],
     checksums: Sequence[Future[str]] = (),
 ) -> None:
-    """Write the token rows of videos as one shard, and note in their records where each is.
+    """Write the token rows of videos as one shard, whose name is made of its content, and complete their records.
 
-    The records have their row_counts, and their checksum unless ``checksums`` are still computed. Raises OSError.
+    Each record gets the shard, its first row group and the hash of the footer, and its checksum where ``checksums`` are
+    still computed. Raises OSError.
+
+    Args:
+        records: have the rows of each of their row groups, ``row_counts``.
+        tables: the rows of each video, in the order of ``records``.
     """
     groups: list[int] = []
     for record in records:

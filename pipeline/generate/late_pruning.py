@@ -254,7 +254,11 @@ def _text_tower(
     cache_identity: CacheIdentity,
     source: ModelSource,
 ) -> TextTowerSource | None:
-    """Return the text tower of the cached patch embeddings, for a method that compares the question with them."""
+    """Return the text tower of the SigLIP checkpoint ``siglip`` for a method that compares patches with the question.
+
+    None for any other method. ``evidence`` are pairs of a name and its column. Raises UsageError where ``siglip`` is
+    missing, IdentityMismatch where the cached patch embeddings are of another checkpoint.
+    """
     if not ("text_embedding" in pruner.needs and "image_embedding" in dict(evidence)):
         return None
     if siglip is None:

@@ -176,7 +176,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         with store_usage_errors():
             header = read_header(cache)
             video_ids = pc.unique(pc.list_flatten(self.questions["video_ids"])).to_pylist()
-            live = LiveVideos.open(cache, fingerprint(header["identity"])).of(video_ids, LIVE_COLUMNS)
+            live = LiveVideos.open(cache, fingerprint(header["identity"])).rows_of(video_ids, LIVE_COLUMNS)
             check_place(self.store)
         cache_identity = header["identity"]
         # vLLM takes other weights too, if they come with the vision encoder that made the cache.

@@ -80,15 +80,18 @@ class Containers(AbstractContextManager["Containers"]):
         done = 0
         if (size := spot.member.size or 0) > limit:
             raise OSError(errno.EFBIG, f"the member has {size} bytes, more than the {limit} that are allowed")
-        for piece in self._container(spot.shard).read(spot.member):
+        for piece in self._open_container(spot.shard).read(spot.member):
             done += len(piece)
             if done > limit:
                 raise OSError(errno.EFBIG, f"the member has more than the {limit} bytes that are allowed")
             write(piece)
         return done
 
-    def _container(self, shard: str) -> Container:
-        """Return an opened container. Raises VideoFault, or OSError."""
+    def _open_container(self, shard: str) -> Container:
+        """Open a container in place of the one in hand, with requests planned for its spots, unless it is that one.
+
+        Raises VideoFault where its name ends like no form, or OSError.
+        """
         if self._open is None or self._open[0] != shard:
             self.close()
             form = FORMS.get(suffix_of(shard))

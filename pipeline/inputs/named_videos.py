@@ -105,11 +105,11 @@ class NamedVideos:
 
     def table(self, rows: TableRows) -> pa.RecordBatch:
         """Convert rows to MANIFEST_SCHEMA. Raises ManifestError that names the first bad one."""
-        plain = self._plain(rows)
+        plain = self._convert_at_once(rows)
         return self._one_by_one(rows) if plain is None else plain
 
-    def _plain(self, rows: TableRows) -> pa.RecordBatch | None:
-        """Convert all rows at once, or return None where one of them needs a closer look."""
+    def _convert_at_once(self, rows: TableRows) -> pa.RecordBatch | None:
+        """Convert all rows to MANIFEST_SCHEMA at once; None where a cell needs a look of its own (``_check_row``)."""
         ids, uris = rows.texts("video_id"), rows.texts("uri")
         times = [rows.numbers(name) for name in ("start_s", "end_s")]
         sizes = _all_sizes(rows.numbers("size_bytes"))
@@ -151,11 +151,14 @@ class NamedVideos:
 
     def _one_by_one(self, rows: TableRows) -> pa.RecordBatch:
         """Convert rows one by one, so that an error names its row. Raises ManifestError."""
-        checked = [self._row(row, f"{self._name}, {where}") for where, row in rows]
+        checked = [self._check_row(row, f"{self._name}, {where}") for where, row in rows]
         return pa.RecordBatch.from_pylist(checked, schema=MANIFEST_SCHEMA)
 
-    def _row(self, row: UserRow, where: str) -> ManifestRow:
-        """Check and locate the video of one row; ``where`` says in errors which row it is. Raises ManifestError."""
+    def _check_row(self, row: UserRow, where: str) -> ManifestRow:
+        """Check one row and resolve its uri; no video is looked for. ``where`` names the row in a ManifestError.
+
+        A place that must not be read gets a ``policy``. Other columns are carried as JSON.
+        """
         for name in ("video_id", "uri"):
             if row.get(name) is None or not text_in(row, name, where).strip():
                 raise ManifestError(f"{where}: no {name}; every row needs a video_id and a uri")

@@ -69,7 +69,11 @@ class Facts:
             raise LimitReached(self.reached)
 
     def as_record(self, wall_s: float | None = None) -> dict[str, float]:
-        """Return the facts as a JSON-able mapping; ``wall_s`` are the seconds of the run, by default until now."""
+        """Return the figures of a run's record: its seconds, those of decoding and encoding, bytes and hours of video.
+
+        ``output_bytes`` is an estimate, ``encoder_busy`` the share of their time in which encoders worked. ``wall_s``
+        are the seconds of the run, by default until now.
+        """
         wall = self.clock() - self._started if wall_s is None else wall_s
         encoder_s = self._encoder_s + max(0.0, wall - (self._since - self._started)) * self._encoders
         return {

@@ -80,8 +80,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     """The prune run of some options.
 
     Args:
-        given: videos that a caller has at hand; None where the options name them.
-        list_failed: whether the summary lists the videos that failed.
+        given_videos: paths, or rows with video_id and uri (``given_manifest``); None where the options name the videos.
+        list_failed: whether ``Summary.failed`` names each failed video.
 
     Attributes:
         recipe: the settings that make the rows of the cache.
@@ -97,10 +97,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     """
 
     def __init__(
-        self, options: PruneConfig, console: Console, given: object = None, *, list_failed: bool = False
+        self, options: PruneConfig, console: Console, given_videos: object = None, *, list_failed: bool = False
     ) -> None:
         super().__init__(options, console)
-        self._given, self._list_failed = given, list_failed
+        self._given, self._list_failed = given_videos, list_failed
         self.facts: Facts | None = None
         self.failed: dict[str, int] = {}
         self.retryable: dict[str, int] = {}

@@ -168,7 +168,10 @@ class Claim:
 
 
 def holder(store: Store) -> Holder | None:
-    """Return the note of a run that is writing to ``store``, as far as notes tell, or None. Raises OSError."""
+    """Return the note of the first run that seems to write to ``store``, one of this process too; None without any.
+
+    The run's process is alive on this machine, or its note is younger than MISSED heartbeats. Raises OSError.
+    """
     for name, other in _notes(store):
         if not _ended_here(other):
             with suppress(FileNotFoundError):

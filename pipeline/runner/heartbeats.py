@@ -224,12 +224,15 @@ class Heartbeats:
         holding = {name for name in self._held[stage] if self._node_lives(self._processes[stage][name].node)}
         return holding | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
 
-    def _node_lives(self, node: str, within_s: float = _AT_WORK_S) -> bool:
-        """Return whether a node is alive by a list of at most ``within_s`` ago; True if the list cannot be had."""
+    def _node_lives(self, node: str, max_age_s: float = _AT_WORK_S) -> bool:
+        """Return whether a node is alive, by a list of nodes that is at most ``max_age_s`` old.
+
+        Where Ray does not answer, the last list stands; without any list every node counts as alive.
+        """
         if self._living is None:
             return True
         now = self._clock()
-        if self._nodes is None or now - self._nodes[0] >= within_s:
+        if self._nodes is None or now - self._nodes[0] >= max_age_s:
             with suppress(Exception):  # without an answer the last one stands
                 self._nodes = now, self._living()
                 self._nodes_seen.update(self._nodes[1])
@@ -257,7 +260,9 @@ class Heartbeats:
         items = tuple(self._held[stage].pop(worker.name, ()))
         if last not in self._lost:
             self._dead.append(Death(stage, last, items))
-        if last.node == worker.node or self._node_lives(last.node, within_s=0.0):  # no item is to blame for a lost node
+        if last.node == worker.node or self._node_lives(
+            last.node, max_age_s=0.0
+        ):  # no item is to blame
             for item in items:
                 self._deaths[stage, item].append(last.host)
         if len(died) <= DEATHS or now - died[0] > DEATHS_S:
