@@ -39,7 +39,7 @@ def test_rows_that_are_checked_together_are_what_each_is_alone(base, rows):
         pq.write_table(pa.Table.from_pylist(rows), sink)
         parts.append(read_parts("m.parquet", pa.BufferReader(sink.getvalue()), ""))
     for part in (one for read in parts for one in read):
-        plain = named._plain(part)
+        plain = named._convert_at_once(part)
         if plain is not None:
             plain.validate(full=True)
             assert plain.to_pylist() == named._one_by_one(part).to_pylist()
