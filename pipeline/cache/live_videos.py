@@ -35,6 +35,7 @@ from pipeline.storage.stores import Store
 LIVE_COLUMNS = (*RULE_COLUMNS, "video_id", "error_class", "n_tokens", "hidden_size")
 _OPENED = 16  # sorted files whose ends are kept in memory, some 2 MB each
 _TRIES = 5  # attempts to open a table whose files another run merges
+_PLACED = ("id_high", "id_low", "token_shard", "first_row_group")  # what LiveShards are made of
 _FEW = 256  # up to so many videos are searched for one by one
 
 
@@ -206,21 +207,28 @@ class LiveVideos:
 
     def shards(self) -> LiveShards:
         """Return the token shards of the videos that have tokens. Reads short columns of the whole table."""
-        return LiveShards.of(ok_rows(self.live(("status", "token_shard", "first_row_group"))))
+        return LiveShards.of(ok_rows(self.live(("status", *_PLACED))))
 
     def shards_of(self, video_ids: Sequence[str]) -> LiveShards:
         """Return the token shards of these videos. Raises KeyError with the first that has no row."""
-        rows = self.of(video_ids, ("video_id", "token_shard", "first_row_group"))
+        rows = self.of(video_ids, ("video_id", *_PLACED))
         if missing := set(video_ids) - set(rows["video_id"].to_pylist()):
             raise KeyError(next(video_id for video_id in video_ids if video_id in missing))
         return LiveShards.of(rows)
+
+    def places_of(self, shards: LiveShards) -> pa.Table:
+        """Find the places of the videos of ``shards`` anew, in their order. Reads short columns of the whole table."""
+        keys = ["id_high", "id_low"]
+        order = shards.places.select(keys).append_column("order", pa.array(range(len(shards.places))))
+        places = order.join(self.live(keys), keys, join_type="inner").sort_by("order").drop_columns(["order"])
+        return _with_few_names(places)
 
     def __len__(self) -> int:
         """Count the videos with a row; one that is in several files is counted in each, as telling takes a search."""
         return len(self.small) + sum(file.rows for file in self.sorted)
 
 
-@dataclass(frozen=True)
+@dataclass
 class LiveShards:
     """The token shards of some videos, and where the rows of these videos are.
 
@@ -229,7 +237,8 @@ class LiveShards:
     Attributes:
         names: [n], sorted: in the order in which runs wrote them.
         counts: [n] videos of each.
-        places: ``shard`` and ``row`` of each video, in the order of the token shards and within these.
+        places: ``shard``, ``row`` and the hash of the id of each video, in the order of the token shards and within
+            these. TokenCache.rows_of finds them anew where files were merged.
     """
 
     names: pa.Array
@@ -242,7 +251,7 @@ class LiveShards:
         named = pc.fill_null(rows["token_shard"], "")
         rows = in_shard_order(rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", named))
         shards = rows.group_by("token_shard", use_threads=False).aggregate([([], "count_all")])
-        places = pa.table({"shard": rows["shard"].dictionary_encode(), "row": rows["row"]})  # names of files are few
+        places = _with_few_names(rows.select(["id_high", "id_low", "shard", "row"]))
         return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), places)
 
     def __len__(self) -> int:
@@ -256,6 +265,12 @@ class LiveShards:
         """List the place (file, row) of each video of a token shard, in its order."""
         part = self.places.slice(int(self.counts[:number].sum()), int(self.counts[number]))
         return list(zip(part["shard"].to_pylist(), part["row"].to_pylist(), strict=True))
+
+
+def _with_few_names(places: pa.Table) -> pa.Table:
+    """Return places with each name of a file in memory once."""
+    at = places.schema.get_field_index("shard")
+    return places.set_column(at, "shard", places["shard"].dictionary_encode())
 
 
 def widths_of(live: pa.Table) -> set[int]:

@@ -187,7 +187,7 @@ class TokenCache:
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
         """Return the token shards of these videos, or of all videos that have tokens; for ``rows_of``.
 
-        All of them take some 30 bytes a video. Raises UnknownVideo, CorruptShard, OSError.
+        All of them take some 46 bytes a video. Raises UnknownVideo, CorruptShard, OSError.
         """
         if video_ids is None:
             return self._with_refresh(LiveVideos.shards)
@@ -199,17 +199,18 @@ class TokenCache:
     def rows_of(self, shards: LiveShards, number: int) -> list[VideoRow]:
         """Return the rows of the videos of one of ``shards``, as ``metadata`` gives them.
 
-        Raises CorruptShard, also where its videos were done again since and its files merged; OSError.
+        Where files were merged or tokens moved since, these are the videos that the token shard had, as they are now:
+        some may be removed. Raises CorruptShard, OSError.
         """
         try:
             return [read_json(self._live.rows(*place)) for place in shards.rows(number)]
         except FileNotFoundError:  # another run has merged the file since the cache was opened
             self.refresh()
-        name, new = shards.name(number), self._with_refresh(LiveVideos.shards)
-        now = new.names.index(name).as_py()
-        if now < 0 or new.counts[now] != shards.counts[number]:
-            raise CorruptShard(f"{self.store}/{name}: its videos were done again since; open the cache anew", "missing")
-        return self._with_refresh(lambda live: [read_json(live.rows(*place)) for place in new.rows(now)])
+        places = self._with_refresh(lambda live: live.places_of(shards))
+        if len(places) < len(shards.places):
+            raise CorruptShard(f"{self.store}: videos have no row any more; open the cache anew", "missing")
+        shards.places = places
+        return self._with_refresh(lambda live: [read_json(live.rows(*place)) for place in shards.rows(number)])
 
     @property
     def evidence(self) -> dict[str, str]:
