@@ -31,8 +31,10 @@ from pipeline.rows import VideoRow
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
+_STATEFUL_LOADER = "torchdata's StatefulDataLoader as the loader, and its state_dict() and load_state_dict()"
 _READ_AHEAD = 8  # videos that are read together: neighbours of a shard, where nothing is shuffled
-# Numbers in memory that a dataset shares with its workers.
+# Numbers that a dataset shares with its workers: the epoch, whether workers read it, and the epochs that a worker
+# loaded the end of, and the middle of.
 _EPOCH, _BY_WORKERS, _ENDED, _LEFT = range(4)
 
 
@@ -112,7 +114,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     ) -> None:
         """Take ``rank`` of ``world_size``, by default torch.distributed's, else all videos; each of ``ids`` once.
 
-        Raises ValueError where ``even`` would leave no rank a video.
+        Raises ValueError where ``even`` would leave no rank a video; by default when it is read.
         """
         super().__init__()
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
@@ -147,7 +149,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
 
         Raises ValueError where a loader of Accelerate begins with its own count of epochs after a state was loaded.
         """
-        if self._start is not None and loader_ahead("__iter__") is not None:
+        if self._start is not None and not int(self._shared[_BY_WORKERS]) and loader_ahead("__iter__") is not None:
             next_epoch = self._start["epoch"] + int(self._start["finished"])
             if epoch != next_epoch:
                 raise ValueError(
@@ -166,55 +168,47 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     def __iter__(self) -> Iterator[CachedVideo]:
         state, self._start = self._start, None
         worker, ranks = worker_of_loader(), self._ranks()
-        epoch, done, n_removed, ended = int(self._shared[_EPOCH]), 0, 0, False
-        if state is not None:
-            self._check(state, ranks)
-            if not state["finished"]:
-                epoch, done, n_removed = state["epoch"], state["done"], state["removed"]
-                self._shared[_LEFT] = epoch
-            elif worker is not None and self._start_of_worker:
-                # Other workers may go on with this epoch. Where none does, StatefulDataLoader iterates once more.
-                epoch, ended = state["epoch"], True
-                self._shared[_ENDED] = epoch
-            else:
-                epoch = state["epoch"] + 1
+        epoch, done, n_removed = int(self._shared[_EPOCH]), 0, 0
+        if state is not None and state["finished"] and not self._start_of_worker:
+            self._check(state, ranks, goes_on=False)
+            epoch = state["epoch"] + 1
+        elif state is not None:
+            self._check(state, ranks, goes_on=state["done"] > 0)
+            epoch, done, n_removed = state["epoch"], state["done"], state["removed"]
+            self._shared[_ENDED if state["finished"] else _LEFT] = epoch
         elif epoch == int(self._shared[_ENDED]) != int(self._shared[_LEFT]):
-            epoch += 1  # all workers loaded the end of the epoch
+            epoch += 1  # each worker loaded the end of the epoch, so StatefulDataLoader now iterates once more
         self._shared[_EPOCH], self._shared[_BY_WORKERS] = epoch, worker is not None
         number, n_workers = worker or (0, 1)
         shares = self._shares(ranks, epoch)[number::n_workers]
         n_videos = sum(share.n_videos for share in shares)
-        self._pass = _Pass(ranks, epoch, shares, n_videos, n_videos if ended else done, n_removed)
-        if worker is None:
-            self._pass.loader = loader_ahead()
+        loader = loader_ahead() if worker is None else None
+        self._pass = _Pass(ranks, epoch, shares, n_videos, done, n_removed, loader)
         return self._read(self._pass)
 
     def state_dict(self) -> DatasetState:
         """Return this process's position in the epoch.
 
-        Raises ValueError where the position is not known: where workers read, and where a loader of Accelerate
-        divides batches among processes or left out videos.
+        Raises ValueError where it is not known: where workers read, and in mid-epoch where a loader of Accelerate
+        divides batches among processes.
         """
-        if self._start is not None:
-            return self._start
         if worker_of_loader() is None and int(self._shared[_BY_WORKERS]):
             raise ValueError(
-                "worker processes read this dataset, so its position is not known here: take torchdata's "
-                "StatefulDataLoader as the loader, and its state_dict() and load_state_dict()"
+                f"worker processes read this dataset, so its position is not known here: take {_STATEFUL_LOADER}"
             )
         now = self._pass
+        if self._start is not None:
+            return self._start
         if now is None:
             return self._state(self._ranks(), int(self._shared[_EPOCH]), 0, False, 0)
-        if now.ranks.divided:
+        # StatefulDataLoader asks before a loader of Accelerate reads ahead, and all others behind that.
+        done = now.done if find_caller("StatefulDataLoader") else now.given_by_loader()
+        if now.ranks.divided and done < now.n_videos:
             raise ValueError(
-                "the loader that divides this dataset's batches among processes reads ahead, so how many videos it "
-                "gave is not known: make the dataset with rank=accelerator.process_index and "
-                "world_size=accelerator.num_processes, do not prepare its loader, and take torchdata's "
-                "StatefulDataLoader as the loader, and its state_dict() and load_state_dict()"
+                "a loader that divides batches among processes reads ahead, so how many videos it gave is not known: "
+                "make the dataset with rank=accelerator.process_index and world_size=accelerator.num_processes, do not "
+                f"prepare its loader, and take {_STATEFUL_LOADER}"
             )
-        done = now.done
-        if now.loader is not None and find_caller("StatefulDataLoader") is None:
-            done = now.given_by_loader()
         return self._state(now.ranks, now.epoch, done, done >= now.n_videos, now.n_removed)
 
     def load_state_dict(self, state: DatasetState) -> None:
@@ -327,7 +321,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                 f"rank {rank} of {world_size} was given, but the loader divides batches among processes too, and "
                 "videos would be left out: leave out rank and world_size, or do not prepare the loader by Accelerate"
             )
-        return Ranks(rank, world_size, False)
+        return Ranks(rank, world_size, ranks.divided)
 
     def _state(self, ranks: Ranks, epoch: int, done: int, finished: bool, n_removed: int) -> DatasetState:
         """Return a position with the settings that it depends on."""
@@ -342,19 +336,17 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             "removed": n_removed,
         }
 
-    def _check(self, state: DatasetState, ranks: Ranks) -> None:
-        """Raise ValueError if a state was saved for other ids or seed, or in mid-epoch for other ranks or workers."""
-        in_mid_epoch = state["done"] > 0 and not state["finished"]
-        if in_mid_epoch and worker_of_loader() is not None and not self._start_of_worker:
+    def _check(self, state: DatasetState, ranks: Ranks, goes_on: bool) -> None:
+        """Raise ValueError if a state is of other ids or seed, or ``goes_on`` in an epoch of other ranks or workers."""
+        if goes_on and worker_of_loader() is not None and not self._start_of_worker:
             raise ValueError(
                 "the state is of a dataset that no worker process read: resume without workers, or save and load the "
-                "state of torchdata's StatefulDataLoader"
+                f"state by {_STATEFUL_LOADER}"
             )
-        names = ("ids", "order", "rank", "worker") if in_mid_epoch else ("ids", "order")
-        here = self._state(ranks, 0, 0, False, 0)
-        if other := [name for name in names if state.get(name) != here.get(name)]:
-            differences = "; ".join(f"{name} {state.get(name)}, not {here.get(name)}" for name in other)
-            raise ValueError(f"the state is of other data: {differences}")
+        here: dict[str, object] = {**self._state(ranks, 0, 0, False, 0)}
+        names = ("ids", "order", "rank", "worker") if goes_on else ("ids", "order")
+        if other := [f"{name} {state.get(name)}, not {here[name]}" for name in names if state.get(name) != here[name]]:
+            raise ValueError(f"the state is of other data: {'; '.join(other)}")
 
 
 class DatasetState(TypedDict):
@@ -410,18 +402,19 @@ class _Pass:
         self._start = self.done
 
     def given_by_loader(self) -> int:
-        """Return how many videos were given by the loader ahead, which has one more batch but at its end.
+        """Return how many videos the loader gave, of which a loader of Accelerate has read one batch more.
 
         Raises ValueError where the size of this batch is not known.
         """
         n_read = self.done - self._start
-        if n_read == 0 or self.loader.end_of_dataloader:
+        if self.loader is not None and self.loader.end_of_dataloader:
+            return self.n_videos
+        if self.loader is None or n_read == 0:
             return self.done
         if self.n_removed:
             raise ValueError(
-                "the loader of Accelerate reads a batch ahead, and videos were removed meanwhile, so how many it gave "
-                "is not known: take torchdata's StatefulDataLoader as the loader, do not prepare it, and take its "
-                "state_dict() and load_state_dict()"
+                "a loader of Accelerate reads a batch ahead, and videos were removed meanwhile, so how many it gave is "
+                f"not known: do not prepare the loader, and take {_STATEFUL_LOADER}"
             )
         size = self.loader.batch_size or 1
         return self._start + (n_read - 1) // size * size

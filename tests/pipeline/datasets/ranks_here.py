@@ -46,8 +46,9 @@ def train_by_ddp(folder: str) -> list[int]:
 
 
 def main(folder: str, out: str) -> None:
-    from accelerate import Accelerator, DataLoaderConfiguration  # not in the workers that are spawned
-    from torchdata.stateful_dataloader import StatefulDataLoader
+    # Workers that are spawned import this file, and need none of these.
+    from accelerate import Accelerator, DataLoaderConfiguration  # noqa: PLC0415
+    from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415
 
     early = IterableTokenDataset(folder)  # before there are ranks
     dist.init_process_group("gloo")
@@ -62,9 +63,15 @@ def main(folder: str, out: str) -> None:
     sharding = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
     data = IterableTokenDataset(folder, shuffle=True)
     prepared = accelerator.prepare(loader_of(data))
-    told["dispatched"] = read(prepared)
     told["batches"] = len(prepared)
-    told["state"] = refused(data.state_dict)
+    told["dispatched"] = []
+    for batch in prepared:
+        told["dispatched"] += batch.tolist()
+        if not prepared.end_of_dataloader:
+            told["state"] = refused(data.state_dict)
+    told["end"] = data.state_dict()["finished"]
+    stateful = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    told["stateful"] = refused(lambda: stateful.prepare(loader_of(data)))
     told["dispatched, spawned"] = read(accelerator.prepare(loader_of(data, 1, context="spawn")))
     told["sharded"] = read(sharding.prepare(loader_of(data)))
     told["sharded, forked"] = read(sharding.prepare(loader_of(data, 2)))

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from pipeline import IterableTokenDataset, TokenCache, TokenDataset, UnknownVideo, pack
 from tests.pipeline.datasets.caches import IDS, SIZES, make_shards
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_shards(tmp_path_factory.mktemp("cache")).root

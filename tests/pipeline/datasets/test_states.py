@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from datetime import timedelta
-from importlib.util import find_spec
 
 import pytest
 import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pipeline import IterableTokenDataset, TokenCache
 from pipeline.errors import RemovedVideo
@@ -16,8 +18,6 @@ from pipeline.verify.moves import join_tokens, remove_videos
 from tests.pipeline.datasets.caches import IDS, make_shards
 
 NOW = timedelta(0)
-needs_torchdata = pytest.mark.skipif(find_spec("torchdata") is None, reason="torchdata is missing")
-needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is missing")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_the_state_of_what_workers_read_is_not_known(folder):
     data = dataset(folder)
     loader = DataLoader(data, batch_size=None, num_workers=2)
     list(loader)
-    with pytest.raises(ValueError, match="worker processes read .* StatefulDataLoader"):
+    with pytest.raises(ValueError, match=r"worker processes read .* StatefulDataLoader"):
         data.state_dict()
     data.set_epoch(4)
     assert (data.state_dict()["epoch"], data.state_dict()["done"]) == (4, 0)
@@ -110,13 +110,12 @@ def test_a_state_of_the_middle_is_not_for_workers_and_one_of_the_end_is(folder):
         other.load_state_dict(data.state_dict())
         following = ids_of(DataLoader(other, batch_size=None, num_workers=workers))
         assert sorted(following) == IDS and (workers > 1 or following == epoch_of(folder, 1))
+        with pytest.raises(ValueError, match="worker processes read"):
+            other.state_dict()
 
 
-@needs_torchdata
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True), (3, False)])
 def test_stateful_loaders_go_on_where_they_were_left(folder, workers, persistent):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     def loader_of(data) -> StatefulDataLoader:
         return StatefulDataLoader(data, num_workers=workers, persistent_workers=persistent, collate_fn=first_of)
 
@@ -149,12 +148,7 @@ def test_stateful_loaders_go_on_where_they_were_left(folder, workers, persistent
         assert list(resumed) == following
 
 
-@needs_accelerate
-@needs_torchdata
 def test_a_loader_of_accelerate_is_a_batch_ahead(folder):
-    from accelerate import Accelerator, DataLoaderConfiguration
-    from accelerate.state import AcceleratorState
-
     def prepare(data, batch: int = 1, **how) -> DataLoader:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**how))
         return accelerator.prepare(DataLoader(data, batch, collate_fn=lambda videos: torch.ones(len(videos))))
