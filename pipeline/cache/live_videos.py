@@ -216,7 +216,7 @@ class LiveVideos:
             raise KeyError(next(video_id for video_id in video_ids if video_id in missing))
         return LiveShards.of(rows)
 
-    def places_of(self, shards: LiveShards) -> pa.Table:
+    def find_places(self, shards: LiveShards) -> pa.Table:
         """Find the places of the videos of ``shards`` anew, in their order. Reads short columns of the whole table."""
         keys = ["id_high", "id_low"]
         order = shards.places.select(keys).append_column("order", pa.array(range(len(shards.places))))

@@ -206,11 +206,15 @@ class TokenCache:
             return [read_json(self._live.rows(*place)) for place in shards.rows(number)]
         except FileNotFoundError:  # another run has merged the file since the cache was opened
             self.refresh()
-        places = self._with_refresh(lambda live: live.places_of(shards))
-        if len(places) < len(shards.places):
-            raise CorruptShard(f"{self.store}: videos have no row any more; open the cache anew", "missing")
-        shards.places = places
-        return self._with_refresh(lambda live: [read_json(live.rows(*place)) for place in shards.rows(number)])
+
+        def find_rows(live: LiveVideos) -> list[VideoRow]:
+            places = live.find_places(shards)
+            if len(places) < len(shards.places):
+                raise CorruptShard(f"{self.store}: videos have no row any more; open the cache anew", "missing")
+            shards.places = places
+            return [read_json(live.rows(*place)) for place in shards.rows(number)]
+
+        return self._with_refresh(find_rows)
 
     @property
     def evidence(self) -> dict[str, str]:

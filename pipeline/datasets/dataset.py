@@ -46,7 +46,7 @@ class TokenDataset(Dataset[CachedVideo]):
     An item is a CachedVideo. ``DataLoader(..., collate_fn=pipeline.pack)`` makes batches of them; a batch's videos are
     read together, shard by shard. It pickles, and workers may be forked or spawned.
 
-    Raises as ``TokenCache.get``.
+    Raises as ``TokenCache.get``, also for a video that was removed meanwhile.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     ) -> None:
         """Take ``rank`` of ``world_size``, by default torch.distributed's, else all videos; each of ``ids`` once.
 
-        Raises ValueError where ``even`` would leave no rank a video; by default when it is read.
+        Raises ValueError where ``even`` would leave no rank a video; for torch.distributed's when the dataset is read.
         """
         super().__init__()
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
@@ -196,13 +196,14 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             raise ValueError(
                 f"worker processes read this dataset, so its position is not known here: take {_STATEFUL_LOADER}"
             )
-        now = self._pass
         if self._start is not None:
             return self._start
+        now = self._pass
         if now is None:
             return self._state(self._ranks(), int(self._shared[_EPOCH]), 0, False, 0)
         # StatefulDataLoader asks before a loader of Accelerate reads ahead, and all others behind that.
-        done = now.done if find_caller("StatefulDataLoader") else now.given_by_loader()
+        asks_early = find_caller("StatefulDataLoader") is not None
+        done = now.done if asks_early else now.given_by_loader()
         if now.ranks.divided and done < now.n_videos:
             raise ValueError(
                 "a loader that divides batches among processes reads ahead, so how many videos it gave is not known: "
@@ -346,7 +347,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         here: dict[str, object] = {**self._state(ranks, 0, 0, False, 0)}
         names = ("ids", "order", "rank", "worker") if goes_on else ("ids", "order")
         if other := [f"{name} {state.get(name)}, not {here[name]}" for name in names if state.get(name) != here[name]]:
-            raise ValueError(f"the state is of other data: {'; '.join(other)}")
+            raise ValueError(
+                f"the state is of other data: {'; '.join(other)}. Make the dataset from the same cache and options, or "
+                "begin an epoch by set_epoch()"
+            )
 
 
 class DatasetState(TypedDict):
