@@ -6,9 +6,8 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,12 +25,12 @@ from pipeline.datasets.processes import (
     ranks_of_process,
     worker_of_loader,
 )
+from pipeline.datasets.state import STATEFUL_LOADER, DatasetState, EpochPass, ShardShare
 from pipeline.errors import RemovedVideo
 from pipeline.rows import VideoRow
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
-_STATEFUL_LOADER = "torchdata's StatefulDataLoader as the loader, and its state_dict() and load_state_dict()"
 _READ_AHEAD = 8  # videos that are read together: neighbours of a shard, where nothing is shuffled
 # Numbers that a dataset shares with its workers: the epoch, whether workers read it, and the epochs that a worker
 # loaded the end of, and the middle of.
@@ -128,7 +127,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         named = "".join(f"{video_id}\0" for video_id in ids or ())
         shards = (f"{name}\0".encode() for name in self._shards.names.to_pylist())
         self._ids = digest(named.encode(), self._shards.counts, *shards)
-        self._pass: _Pass | None = None
+        self._pass: EpochPass | None = None
         self._start: DatasetState | None = None
         self._start_of_worker = False
         if self._given_ranks is not None:
@@ -183,7 +182,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         shares = self._shares(ranks, epoch)[number::n_workers]
         n_videos = sum(share.n_videos for share in shares)
         loader = loader_ahead() if worker is None else None
-        self._pass = _Pass(ranks, epoch, shares, n_videos, done, n_removed, loader)
+        self._pass = EpochPass(ranks, epoch, shares, n_videos, done, n_removed, loader)
         return self._read(self._pass)
 
     def state_dict(self) -> DatasetState:
@@ -194,7 +193,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         """
         if worker_of_loader() is None and int(self._shared[_BY_WORKERS]):
             raise ValueError(
-                f"worker processes read this dataset, so its position is not known here: take {_STATEFUL_LOADER}"
+                f"worker processes read this dataset, so its position is not known here: take {STATEFUL_LOADER}"
             )
         if self._start is not None:
             return self._start
@@ -208,7 +207,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             raise ValueError(
                 "a loader that divides batches among processes reads ahead, so how many videos it gave is not known: "
                 "make the dataset with rank=accelerator.process_index and world_size=accelerator.num_processes, do not "
-                f"prepare its loader, and take {_STATEFUL_LOADER}"
+                f"prepare its loader, and take {STATEFUL_LOADER}"
             )
         return self._state(now.ranks, now.epoch, done, done >= now.n_videos, now.n_removed)
 
@@ -227,7 +226,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self.__dict__.update(state)
         self._shared.share_memory_()  # with workers of this process
 
-    def _read(self, now: _Pass) -> Iterator[CachedVideo]:
+    def _read(self, now: EpochPass) -> Iterator[CachedVideo]:
         """Yield the videos of a pass in order, without those that are done."""
         worker, _ = worker_of_loader() or (0, 1)
         to_skip, last = now.done, None
@@ -263,7 +262,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             if self._even and last is not None:
                 yield from [last] * now.n_removed
 
-    def _rows(self, share: _Share) -> list[VideoRow]:
+    def _rows(self, share: ShardShare) -> list[VideoRow]:
         """Return the rows of the videos of a shard that are read; raise where they never had tokens."""
         rows = self.cache.rows_of(self._shards, share.number)[: share.n_videos]
         if not self._shards.name(share.number):
@@ -284,7 +283,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                 videos.append(None)
         return videos
 
-    def _shares(self, ranks: Ranks, epoch: int) -> list[_Share]:
+    def _shares(self, ranks: Ranks, epoch: int) -> list[ShardShare]:
         """Return the shards of a rank in an epoch in order, each with the number of its videos that are read."""
         counts, world_size = self._shards.counts, ranks.world_size
         if self._even and 0 < len(counts) < world_size:
@@ -294,13 +293,13 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             )
         numbers = self._shuffled(range(len(counts)), epoch, 0, 0)
         numbers_of = [numbers[rank::world_size] for rank in range(world_size)]
-        shares = [_Share(number, int(counts[number])) for number in numbers_of[ranks.rank]]
+        shares = [ShardShare(number, int(counts[number])) for number in numbers_of[ranks.rank]]
         if not self._even:
             return shares
         left = min(int(counts[list(of_rank)].sum()) for of_rank in numbers_of)
         taken = []
         for share in shares:
-            taken.append(_Share(share.number, min(share.n_videos, left)))
+            taken.append(ShardShare(share.number, min(share.n_videos, left)))
             left -= taken[-1].n_videos
         return [share for share in taken if share.n_videos]
 
@@ -342,7 +341,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         if goes_on and worker_of_loader() is not None and not self._start_of_worker:
             raise ValueError(
                 "the state is of a dataset that no worker process read: resume without workers, or save and load the "
-                f"state by {_STATEFUL_LOADER}"
+                f"state by {STATEFUL_LOADER}"
             )
         here: dict[str, object] = {**self._state(ranks, 0, 0, False, 0)}
         names = ("ids", "order", "rank", "worker") if goes_on else ("ids", "order")
@@ -351,77 +350,6 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                 f"the state is of other data: {'; '.join(other)}. Make the dataset from the same cache and options, or "
                 "begin an epoch by set_epoch()"
             )
-
-
-class DatasetState(TypedDict):
-    """A process's position in an epoch, and the settings that it depends on.
-
-    Attributes:
-        ids: hash of the videos' ids and of the cache's token shards.
-        order: seed, shuffle, mix and even.
-        rank: the rank, and how many there are.
-        worker: the DataLoader's worker, and how many there are.
-        done: how many of the epoch's videos were read or left out.
-        finished: whether these are all of the epoch.
-        removed: how many were left out, as they were removed since the dataset was made.
-    """
-
-    ids: str
-    order: list[int]
-    rank: list[int]
-    worker: list[int]
-    epoch: int
-    done: int
-    finished: bool
-    removed: int
-
-
-class _Share(NamedTuple):
-    """A shard's number, and how many of its first videos a rank reads."""
-
-    number: int
-    n_videos: int
-
-
-@dataclass
-class _Pass:
-    """One iteration of a process over its share of an epoch.
-
-    Attributes:
-        n_videos: of the shares.
-        done: how many were read or left out.
-        n_removed: how many were left out.
-        loader: of Accelerate, which reads a batch ahead; None for others.
-    """
-
-    ranks: Ranks
-    epoch: int
-    shares: list[_Share]
-    n_videos: int
-    done: int
-    n_removed: int
-    loader: Any = None
-
-    def __post_init__(self) -> None:
-        self._start = self.done
-
-    def given_by_loader(self) -> int:
-        """Return how many videos the loader gave, of which a loader of Accelerate has read one batch more.
-
-        Raises ValueError where the size of this batch is not known.
-        """
-        n_read = self.done - self._start
-        if self.loader is not None and self.loader.end_of_dataloader:
-            return self.n_videos
-        if self.loader is None or n_read == 0:
-            return self.done
-        if self.n_removed:
-            raise ValueError(
-                "a loader of Accelerate reads a batch ahead, and videos were removed meanwhile, so how many it gave is "
-                f"not known: do not prepare the loader, and take {_STATEFUL_LOADER}"
-            )
-        size = self.loader.batch_size or 1
-        return self._start + (n_read - 1) // size * size
 
 
 def _check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
