@@ -45,16 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
     """Merge the videos table, print what was done, and return the record."""
-    from pipeline.cache.ledger import Ledger  # noqa: PLC0415
+    from pipeline.cache.header import fingerprint, read_header  # noqa: PLC0415
+    from pipeline.cache.live import Ledger  # noqa: PLC0415
     from pipeline.cache.merging import merge  # noqa: PLC0415 - Arrow loads after the flags are checked
-    from pipeline.cache.reader import made_with  # noqa: PLC0415
     from pipeline.prune.summary import lost_line  # noqa: PLC0415
     from pipeline.runner.run_record import committed_shards  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
     from pipeline.verify.moves import Joined, join_tokens  # noqa: PLC0415
 
     store, say = store_at(arguments.cache, objects), saying(console)
-    identity = made_with(store, required=True)
+    identity = fingerprint(read_header(store)["identity"])
     committed = committed_shards(store)
     keep = timedelta(minutes=arguments.keep_minutes)
     done = merge(store, identity, everything=True, keep=keep)

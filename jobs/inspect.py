@@ -80,7 +80,7 @@ def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> Done:
     """Open the place as a cache or a folder of answers, and show it. Raises an error where it is neither."""
-    from pipeline.cache.reader import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
+    from pipeline.cache.header import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 

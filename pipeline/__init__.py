@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         VideoFault,
     )
     from pipeline.generate.answers import read_answers
-    from pipeline.generate.library import answer_questions
     from pipeline.generate.model import model_source
+    from pipeline.generate.run import answer_questions
     from pipeline.generate.summary import AnswerSummary
     from pipeline.prune.library import prune_videos
     from pipeline.prune.map_batches import DecodeVideos, EncodeVideos, prune_stages
@@ -89,7 +89,7 @@ _HOMES = {
     "pipeline.runner.progress": ("Progress",),
     "pipeline.runner.access": ("ray_dataset",),
     "pipeline.generate.answers": ("read_answers",),
-    "pipeline.generate.library": ("answer_questions",),
+    "pipeline.generate.run": ("answer_questions",),
     "pipeline.generate.model": ("model_source",),
     "pipeline.generate.summary": ("AnswerSummary",),
     "pipeline.prune.library": ("prune_videos",),

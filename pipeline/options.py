@@ -82,7 +82,6 @@ class S3Options:
         secret=True,
         group="S3",
     )
-    s3_region: str | None = option(None, "region of the buckets (default: AWS_REGION)", metavar="REGION")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,10 @@ def _hub_commit(repo: str, revision: str | None) -> str:
     """
     config = _fetch(repo, revision, "config.json")
     if config is None and not constants.HF_HUB_OFFLINE:
-        raise ModelError(f"{repo!r} on the Hugging Face Hub has no config.json: it is no model of transformers")
+        raise ModelError(
+            f"{repo!r} on the Hugging Face Hub has no config.json: it is no model of transformers, or an "
+            "adapter, which has to be merged into its base model first"
+        )
     if config is None:
         raise ModelError(_unreachable(repo, "config.json"))
     return Path(config).parent.name

@@ -21,6 +21,7 @@ from gstep.checkpoints.tensors import (
     find_weight_files,
     folder_identity,
     read_tensors,
+    refuse_adapter_files,
     refuse_quantized,
 )
 from gstep.errors import ModelError
@@ -70,6 +71,7 @@ class ModelSource(TensorSource):
         """
         name = str(model)
         files = CheckpointFiles.locate(name, revision)
+        refuse_adapter_files(name, files)
         model_type, config = _known_config(name, files, SERVED if quantized else ())
         weight_files = find_weight_files(name, files)
         identity = _identity(files, weight_files, config)
@@ -208,6 +210,7 @@ class PoolingHeadSource(TensorSource):
         """
         name = str(siglip)
         files = CheckpointFiles("tiny", "tiny-siglip") if name == TINY else CheckpointFiles.locate(name)
+        refuse_adapter_files(name, files)
         config = files.read_json("config.json") or {}
         if config.get("model_type") not in ("siglip", "siglip_vision_model"):
             raise ModelError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -24,6 +26,12 @@ _USE = (
 )
 #: Methods by which vLLM reads a language model's weights; the vision tower is stored as it was.
 SERVED = ("awq", "compressed-tensors", "fp8", "gptq")
+_MERGE = (
+    "which is not applied here: merge it into the weights (merge_and_unload of peft, then save_pretrained), and name "
+    "that folder"
+)
+# Parts of tensors' names by peft: factors and vectors of adapters, and what lies under them.
+_ADAPTER = re.compile(r"(^|\.)(lora_\w+|ia3_l|vera_\w+|oft_\w+|hada_\w+|base_layer|modules_to_save)(\.|$)")
 _PLAIN = frozenset({"BF16", "F16", "F32", "F64"})
 
 
@@ -80,6 +88,7 @@ def each_tensor(source: TensorSource, wanted: Callable[[str], str | None]) -> It
         try:
             with safe_open(path, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
+                    _refuse_adapter_tensor(source.name, key)
                     if (name := wanted(key)) is not None:
                         refuse_stored(source.name, key, opened.get_slice(key).get_dtype())
                         yield name, opened.get_tensor(key)
@@ -98,12 +107,15 @@ def files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> lis
 def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
     """Find the weight files in the order of precedence of from_pretrained: one file, an index, or a folder's shards.
 
-    Raises ModelError where there are no safetensors files.
+    Raises ModelError where there are no safetensors files, or an adapter beside or among them.
     """
+    index = None
     if files.has(SINGLE):
-        return (SINGLE,)
-    index = files.read_json(INDEX)
-    names = files.names(".safetensors") if index is None else sorted(set(index.get("weight_map", {}).values()))
+        names = [SINGLE]
+    elif (index := files.read_json(INDEX)) is not None:
+        names = sorted(set(index.get("weight_map", {}).values()))
+    else:
+        names = files.names(".safetensors")
     if not names:
         pickles = ", ".join(files.names(".bin", ".pt", ".pth")) or "pytorch_model.bin, *.pt, *.pth"
         raise ModelError(
@@ -112,7 +124,53 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
         )
     if any(Path(filename).name != filename for filename in names):
         raise ModelError(f"{name!r}: {INDEX} names files outside its folder: download the checkpoint again")
+    _refuse_adapter_tensors(name, files, names, (index or {}).get("weight_map", {}))
     return tuple(names)
+
+
+def refuse_adapter_files(name: str, files: CheckpointFiles) -> None:
+    """Raise ModelError where a file of an adapter lies in the checkpoint: transformers would apply it, this would not.
+
+    A hub that cannot be asked now, of a model in the local cache, is taken to have none.
+    """
+    for filename in ("adapter_config.json", "non_lora_trainables.bin"):
+        try:
+            there = files.has(filename)
+        except ModelError:
+            return
+        if there:
+            raise ModelError(f"{name!r} has an adapter ({filename}), {_MERGE}")
+
+
+def _refuse_adapter_tensors(
+    name: str, files: CheckpointFiles, weight_files: Sequence[str], known: Iterable[str]
+) -> None:
+    """Raise ModelError for tensors of an adapter, and in a folder for those of the vision side in no weight file.
+
+    ``known`` are the names that an index has. The tensors of a single file on the hub are looked at as they are read.
+    """
+    keys, others = {*known}, dict[str, str]()
+    for filename in files.names(".safetensors"):
+        with suppress(ModelError):  # a damaged weight file is refused where it is read
+            entries = _header(files.folder() / filename)[1]
+            if filename in weight_files:
+                keys |= entries.keys()
+            else:
+                others |= dict.fromkeys(entries, filename)
+    for key in keys:
+        _refuse_adapter_tensor(name, key)
+    for key, filename in others.items():
+        if key not in keys and (_used(key) or _ADAPTER.search(key)):
+            raise ModelError(
+                f"{name!r}: {filename} holds {key}, which no weight file has: merge it into the weights, or remove the "
+                "file"
+            )
+
+
+def _refuse_adapter_tensor(name: str, key: str) -> None:
+    """Raise ModelError where a tensor is a part of an adapter, or lies under one."""
+    if _ADAPTER.search(key):
+        raise ModelError(f"{name!r} holds an adapter ({key}), {_MERGE}")
 
 
 def refuse_quantized(name: str, config: Mapping[str, Any], served: Collection[str] = ()) -> None:

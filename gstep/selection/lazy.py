@@ -8,7 +8,7 @@ Three facts make it exact and fast.
    holds most of the tokens, and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'| (``Subspace``). Where the
    bound says that a selected token is not nearer than the nearest known one, their D products are spared.
 3. The selected tokens' rows lie side by side, and tokens are converted in pieces that a core's cache holds, so that no
-   whole copy of the video's tokens is made (``TokenRows``, ``Picks``).
+   whole copy of the video's tokens is made (``ConvertedTokens``, ``Picks``).
 
 ``survey`` looks at all tokens once: their lengths, their coordinates in the subspace, and whether some are copies.
 ``_Search`` then goes in rounds. A round takes the K tokens of the highest known scores, compares each with the tokens
@@ -100,7 +100,7 @@ def lazy_density_guided_fps(
     if alpha == 0 and start == "density":
         return largest(density_M, budget)
     first_1 = starting_token(start, level_copy(tokens_MD) if start == "isolated" else tokens_MD, density_M)
-    known = survey(TokenRows.of(tokens_MD), dims)
+    known = survey(ConvertedTokens.of(tokens_MD), dims)
     search = _Search(known, density_M, budget, alpha, beta, candidates, counts or Counts())
     search.begin(first_1.numpy())
     while search.picks.count < budget:
@@ -130,7 +130,7 @@ class _Rival(NamedTuple):
 class _RoundRows:
     """The rows of a round's candidates, in their work dtype: all tokens where that needs no copy."""
 
-    def __init__(self, rows: TokenRows, places: Places) -> None:
+    def __init__(self, rows: ConvertedTokens, places: Places) -> None:
         self._places = None if rows.ready else places
         self.tokens = rows.tokens if rows.ready else rows.take(places)
 
@@ -366,7 +366,7 @@ class _Search:
 
 
 @dataclass(frozen=True)
-class TokenRows:
+class ConvertedTokens:
     """Tokens of any float dtype; converted to their work dtype and scaled a few at a time, so no whole copy exists.
 
     Attributes:
@@ -377,7 +377,7 @@ class TokenRows:
     factor: Tensor | None
 
     @classmethod
-    def of(cls, tokens: Tensor) -> TokenRows:
+    def of(cls, tokens: Tensor) -> ConvertedTokens:
         """Describe the rows of ``tokens``.
 
         Of 16-bit and float32 rows that are all small or mixed, only ``survey`` finds those that need a factor.
@@ -419,13 +419,13 @@ class Survey(NamedTuple):
             although some are.
     """
 
-    rows: TokenRows
+    rows: ConvertedTokens
     inverse: Floats
     coordinates: Tensor | None
     has_copies: bool
 
 
-def survey(rows: TokenRows, dims: int | None = None) -> Survey:
+def survey(rows: ConvertedTokens, dims: int | None = None) -> Survey:
     """Look at all tokens once. ``dims`` is k of the bound's subspace: 0 for no bound, None to choose by M and D."""
     n_tokens, hidden = rows.tokens.shape
     if dims is None:
@@ -455,7 +455,7 @@ def survey(rows: TokenRows, dims: int | None = None) -> Survey:
     )
 
 
-def _subspace(rows: TokenRows, dims: int) -> Subspace:
+def _subspace(rows: ConvertedTokens, dims: int) -> Subspace:
     """Find a subspace of ``dims`` dimensions from a seeded sample of the tokens."""
     seeded = torch.Generator("cpu").manual_seed(0)
     size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])

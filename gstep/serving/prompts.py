@@ -14,8 +14,8 @@ from gstep.types import Visual, hash_of
 
 
 @dataclass(frozen=True)
-class VideoItem:
-    """One video of a prompt as an engine with a prefix cache needs it: rows, place, positions and name.
+class VideoSpan:
+    """One video of a prompt as an engine with a prefix cache needs it: its rows, their place and positions, and a name.
 
     Attributes:
         first: the first token of its span in the prompt (``Prompt.spans``), which has S tokens. It holds the markers of
@@ -48,16 +48,16 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
         PlaceholderRange,
     )
 
-    items, one_axis = video_items(prompt, video_token_id), len(prompt.positions) == 1
+    spans, one_axis = video_spans(prompt, video_token_id), len(prompt.positions) == 1
     if one_axis and not torch.equal(prompt.positions[0], torch.arange(len(prompt), device="cpu")):
         raise ValueError("vLLM counts the positions of this model itself: --positions original needs transformers")
     # LLaVA-OneVision has no positions to say: vLLM itself puts rows of this kind where their placeholders are.
     modality = "prompt_embeds" if one_axis else "video"
     kwargs, places = [], []
-    for item in items:
+    for span in spans:
         # vLLM drops rows once its prefix cache holds a video, and asks for positions again: those stay on the CPU.
         # They are one tensor, for two take each process of vLLM that a question passes twice the time.
-        fields = {"embedding": item.rows} if one_axis else {"embeds": item.rows, "positions": item.positions}
+        fields = {"embedding": span.rows} if one_axis else {"embeds": span.rows, "positions": span.positions}
         kwargs.append(
             MultiModalKwargsItem(
                 {
@@ -68,44 +68,44 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
                 }
             )
         )
-        all_rows = bool(item.takes_row.all())
+        all_rows = bool(span.takes_row.all())
         places.append(
             PlaceholderRange(
-                offset=item.first, length=len(item.takes_row), is_embed=None if all_rows else item.takes_row
+                offset=span.first, length=len(span.takes_row), is_embed=None if all_rows else span.takes_row
             )
         )
     return mm_input(
         prompt.input_ids.tolist(),
-        MultiModalKwargsItems({modality: kwargs} if items else {}),
-        {modality: [item.name for item in items]} if items else {},
-        {modality: places} if items else {},
+        MultiModalKwargsItems({modality: kwargs} if spans else {}),
+        {modality: [span.name for span in spans]} if spans else {},
+        {modality: places} if spans else {},
     )
 
 
-def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
+def video_spans(prompt: Prompt, video_token_id: int) -> list[VideoSpan]:
     """Return the videos of a prompt, in their order."""
     return [
-        _item(prompt, visual, first, end, video_token_id)
+        _span(prompt, visual, first, end, video_token_id)
         for visual, (first, end) in zip(prompt.visuals, prompt.spans, strict=True)
     ]
 
 
-def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoItem:
-    """Make the item of the video whose span is tokens [first, end) of the prompt."""
+def _span(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoSpan:
+    """Make the span of the video that is tokens [first, end) of the prompt."""
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(visual.placeholder_rows)
     # Text goes on by one: the start follows the token before.
     start = int(prompt.positions[0, first - 1]) + 1 if first else 0
     positions = (prompt.positions[:, first : end + 1] - start).to(torch.int32)
     name = hash_of(f"{visual.placeholder_hash} ", positions)
-    return VideoItem(first, takes_row, visual.placeholder_rows, positions, name)
+    return VideoSpan(first, takes_row, visual.placeholder_rows, positions, name)
 
 
 def prompt_positions(videos: Iterable[tuple[int, Tensor]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
     """Compute a prompt's M-RoPE positions [A,n_tokens] from those of its videos, and their delta.
 
     Args:
-        videos: (first token, positions [A,S+1] as of VideoItem) of each, in any order.
+        videos: (first token, positions [A,S+1] as of VideoSpan) of each, in any order.
 
     ``delta`` is what a later token's index lacks to its position.
     """

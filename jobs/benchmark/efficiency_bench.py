@@ -28,13 +28,13 @@ from gstep.backbones import Backbone, ModelSource, Runtime, StaticParts, choose_
 from gstep.checkpoints.random_weights import without_weights
 from gstep.evidence import HEAD_SOURCES, is_per_frame
 from gstep.language import Decoding, LanguageModel, PromptBuilder, Visual, load_language_model, prompt_builder
-from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
-from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.cache.header import HEADER, CacheHeader, fingerprint, header_bytes
+from pipeline.cache.reader import TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import VideoItem, commit, write_token_shard
 from pipeline.errors import RunFailed, UsageError, usage_errors
-from pipeline.generate.asking import Embedders
-from pipeline.generate.late_pruning import LatePruning, asked_grid, late_pruning
+from pipeline.generate.late_pruning import LatePruning, parse_pruning_grid, resolve_pruning
+from pipeline.generate.prompts import TextEmbeddings
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
@@ -106,7 +106,7 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Measurement:
         if random:
             (folder / "model").mkdir()
         source = ModelSource.random(model, folder / "model") if random else ModelSource.resolve(model)
-        grid = asked_grid(arguments.method, arguments.retention_ratio, siglip)
+        grid = parse_pruning_grid(arguments.method, arguments.retention_ratio, siglip)
         pruned = [point for point in grid if point.method != FULL]
         evidence = {pair for point in pruned for pair in needed_by(point.method, source.model_type, point.params)}
         if siglip is not None and not {where for _, where in evidence} & HEAD_SOURCES:
@@ -127,7 +127,7 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Measurement:
         builder, identity = prompt_builder(recipe.source), recipe.identity(runtime.dtype_name)
         arms = [Arm(FULL, 1.0)]
         for point in pruned:
-            late = late_pruning(point, identity, recipe.source, builder)
+            late = resolve_pruning(point, identity, recipe.source, builder)
             arms.append(Arm(point.method_label, point.retention_ratio, late))
     sizes = (arguments.questions, arguments.max_new_tokens, arguments.repeats)
     return Measurement(recipe, manifest, runtime, builder, tuple(arms), *sizes, random)
@@ -251,7 +251,7 @@ class Bench:
         self.llm: LanguageModel = load_language_model(job.recipe.source, job.runtime)
         # Every answer has its full length: random weights, or another method, would end some sooner.
         self.llm.model.generation_config.eos_token_id = None
-        self._embedders = Embedders(self.llm, self._device, [arm.late for arm in job.arms if arm.late is not None])
+        self._embedders = TextEmbeddings(self.llm, self._device, [arm.late for arm in job.arms if arm.late is not None])
         self._decoding = Decoding(max_new_tokens=job.max_new_tokens)
         self._stores = {arm: LocalStore(folder / f"cache-{number}") for number, arm in enumerate(job.arms)}
         self._fingerprints: dict[Arm, str] = {}
@@ -357,7 +357,7 @@ class Bench:
             if late is None or late.inside is not None or not prunes:
                 return replace(visual, evidence={})
             pruned = late.select(visual, self._device, self._embedders.embedding(late, text))
-            return late.kept(visual, pruned, own_order=False)
+            return late.reduce(visual, pruned, own_order=False)
 
         kept, prune_s, prune_peak = timed(prune, self._device)
         prompt, prompt_s, _ = timed(lambda: self._job.builder.build(text, [kept]), "cpu")
@@ -372,7 +372,7 @@ class Bench:
         n_visual, layer = len(kept.index), 0
         dropped = 0  # visual tokens that the model drops before the layer
         if late is not None and inside is not None:
-            layer, dropped = late.pruner.layer or 0, n_visual - late.kept_inside(n_visual)
+            layer, dropped = late.pruner.layer or 0, n_visual - late.n_kept_inside(n_visual)
         text_config, number_bytes = self._job.builder.config.get_text_config(), self._job.runtime.dtype.itemsize
         return Sample(
             question=number,
@@ -420,7 +420,7 @@ class Bench:
         for result in results:
             arm, cache = result.arm, self._caches[result.arm]
             stored = cache.metadata(video_id)
-            rows = cache.wanted(stored, cache.reading(None, "index", arm.cached_evidence, False))
+            rows = cache.rows_to_read(stored, cache.check_options(None, "index", arm.cached_evidence, False))
             spans = TokenShard(cache.store, stored["token_shard"], stored["footer_hash"]).spans(rows)
             about: dict[str, Any] = {"mode": "cached", "video_id": video_id, "repeat": repeat}
             about["bytes_read"] = sum(end - start for start, end in spans)

@@ -30,10 +30,9 @@ from jobs.benchmark.shared import figure_table, folder, machine, machine_line, s
 from jobs.command import count
 from jobs.frame.json_document import Done
 from pipeline import TokenCache, TokenDataset, pack
-from pipeline.cache.header import CacheHeader, CacheIdentity, fingerprint, header_bytes
-from pipeline.cache.reader import HEADER
+from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, header_bytes
 from pipeline.cache.schema import SCHEMA_VERSION
-from pipeline.cache.token_shard import Rows, TokenShard
+from pipeline.cache.token_shard import TokenRows, TokenShard
 from pipeline.cache.writer import KeptTokens, VideoItem, commit, write_token_shard
 from pipeline.errors import RunFailed, UsageError
 from pipeline.rows import VideoRecord
@@ -194,7 +193,7 @@ def _by_pyarrow(store: LocalStore) -> Iterator[TimedReader]:
     cache = TokenCache(store.root)
     whole, tier = (_rows_to_read(cache, ratio) for ratio in (None, TIER))
 
-    def reading(rows_of_videos: Sequence[Rows], **options: bool) -> Callable[[], object]:
+    def reading(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
         names = {rows.row["token_shard"] for rows in rows_of_videos}
         files = {name: pq.ParquetFile(store.root / name, **options) for name in names}
         groups = [(files[rows.row["token_shard"]], _groups(rows)) for rows in rows_of_videos]
@@ -264,18 +263,18 @@ def _each(items: Iterable[T], read: Callable[[T], object]) -> None:
         read(item)
 
 
-def _rows_to_read(cache: TokenCache, ratio: float | None) -> list[Rows]:
+def _rows_to_read(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
     """Return the token rows that a read at this ratio takes, for each video of the cache."""
-    reading = cache.reading(ratio, "index", (), False)
-    return [cache.wanted(cache.metadata(video_id), reading) for video_id in cache.video_ids]
+    reading = cache.check_options(ratio, "index", (), False)
+    return [cache.rows_to_read(cache.metadata(video_id), reading) for video_id in cache.video_ids]
 
 
-def _token_bytes(rows_of_videos: Sequence[Rows]) -> int:
+def _token_bytes(rows_of_videos: Sequence[TokenRows]) -> int:
     """Return the bytes of the bfloat16 tokens in these rows."""
     return sum(2 * rows.keep * int(rows.row["hidden_size"]) for rows in rows_of_videos)
 
 
-def _groups(rows: Rows) -> list[int]:
+def _groups(rows: TokenRows) -> list[int]:
     """Return the row group numbers that hold the rows."""
     ends, first = np.cumsum(rows.row["row_counts"]), rows.row["first_row_group"]
     return list(range(first, first + int(np.searchsorted(ends, rows.keep)) + 1))

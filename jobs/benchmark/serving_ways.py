@@ -22,8 +22,9 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, Prompt, Visual, prompt_builder
 from gstep.language.prompt import tokenizer_of
 from pipeline import TokenCache
-from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, EngineSetup, load_engine
+from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, load_engine
 from pipeline.generate.engines.vllm import VllmEngine
+from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject
 
 #: Ways that answer from a cache -> their engine.
@@ -92,8 +93,8 @@ class CachedWay:
 
     def __init__(self, mode: str, job: ServingWork) -> None:
         source, self._cache = ModelSource.resolve(job.model), TokenCache(job.cache)
-        setup = EngineSetup(CACHED[mode], largest_video=self._cache.most_tokens + 1)
-        self._engine = load_engine(setup, source, choose_runtime())
+        options = EngineOptions(engine=CACHED[mode])
+        self._engine = load_engine(options, source, choose_runtime(), self._cache.most_tokens + 1)
         self._sent = SentBytes(self._engine.client) if isinstance(self._engine, VllmEngine) else None
         self._builder = prompt_builder(source)
         tokenizer = tokenizer_of(source)

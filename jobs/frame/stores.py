@@ -70,7 +70,7 @@ def objects_of(config: S3Options) -> Objects:
     """Return the objects that a command's S3 options lead to."""
     from pipeline.storage.s3 import Objects  # noqa: PLC0415 - --help and a mistyped flag answer at once
 
-    return Objects.from_environment(config.s3_endpoint, config.s3_region)
+    return Objects.from_environment(config.s3_endpoint)
 
 
 def saying(console: Console) -> Say:

@@ -15,8 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gstep.evidence import EVIDENCE_SHAPES, is_per_frame
-from pipeline.cache.codecs import codec_of
-from pipeline.cache.header import CacheHeader, deepstack_levels
+from pipeline.cache.header import CacheHeader, codec_of, deepstack_levels
+from pipeline.cache.token_shard import vector_bytes
 from pipeline.rows import VideoRow
 
 if TYPE_CHECKING:  # a cache is opened, listed and asked for metadata without torch
@@ -90,13 +90,13 @@ def newline_of(header: CacheHeader) -> Tensor | None:
     return None if encoded is None else bfloat16(bytearray(base64.b64decode(encoded)))
 
 
-def to_video(
+def build_video(
     row: VideoRow,
     table: pa.Table,
     header: CacheHeader,
     evidence: Mapping[str, str],
     order: NDArray[np.int64] | None = None,
-    placed: Mapping[str, NDArray[np.int16]] = MappingProxyType({}),
+    vectors_in_order: Mapping[str, NDArray[np.int16]] = MappingProxyType({}),
 ) -> CachedVideo:
     """Build a CachedVideo from a video's token rows; ``row`` is its row of the videos table.
 
@@ -106,9 +106,8 @@ def to_video(
         evidence: name in the result -> column.
         order: [K] the rows of ``table`` in the order that they get; None for that of ``table``. Evidence of frames
             keeps its own.
-        placed: [K,width] columns of vectors that are in that order already, and need not be in ``table``.
+        vectors_in_order: [K,width] columns that are in that order already, and need not be in ``table``.
     """
-
     import torch  # noqa: PLC0415 - two seconds, for whoever wants tokens
 
     def numbers(name: str, dtype: Any) -> Tensor | None:
@@ -118,13 +117,16 @@ def to_video(
         return torch.from_numpy((values if order is None else values[order]).astype(dtype))
 
     def vectors(name: str, *, frames: bool = False) -> Tensor:
-        if name in placed:
-            return torch.from_numpy(placed[name]).view(torch.bfloat16)
-        if frames:
-            return _vectors(table[name].drop_null())
-        stored = _vectors(table[name])
+        if name in vectors_in_order:
+            return torch.from_numpy(vectors_in_order[name]).view(torch.bfloat16)
+        column = table[name].drop_null() if frames else table[name]
+        stored = bfloat16(vector_bytes(column)).view(len(column), column.type.byte_width // 2)
         # index_select takes a fifth of the time of stored[order].
-        return stored if order is None else stored.index_select(0, torch.from_numpy(order))
+        return stored if frames or order is None else stored.index_select(0, torch.from_numpy(order))
+
+    def evidence_of(column: str) -> Tensor:
+        values = vectors(column, frames=is_per_frame(column))
+        return values.squeeze(1) if column.startswith(ONE_NUMBER) else values  # one number a token is [K]
 
     tokens = partial(codec_of(header["identity"]).decode, hidden_size=row["hidden_size"], stored=vectors)
     index, frame = numbers("index", np.int64), numbers("frame", np.int64)
@@ -140,35 +142,8 @@ def to_video(
         metadata=row,
         deepstack=tuple(tokens(f"deepstack_{i}") for i in range(deepstack_levels(header))),
         header=header,
-        evidence={
-            name: _evidence(column, vectors(column, frames=is_per_frame(column))) for name, column in evidence.items()
-        },
+        evidence={name: evidence_of(column) for name, column in evidence.items()},
     )
-
-
-def index_order(table: pa.Table) -> NDArray[np.int64]:
-    """Return the order [K] that sorts token rows by flat index; those of equal index stay as stored."""
-    index = table["index"].to_numpy()
-    if len(index) and index.min() >= 0 and index.max() < 2**16:
-        index = index.astype(np.uint16)  # numpy sorts these by their digits, in a third of the time
-    return np.argsort(index, kind="stable")
-
-
-def _evidence(labelled: str, values: Tensor) -> Tensor:
-    """Return evidence of one number a token as [K] instead of [K,1]; other evidence as it is."""
-    return values.squeeze(1) if labelled.startswith(ONE_NUMBER) else values
-
-
-def _vectors(column: pa.ChunkedArray) -> Tensor:
-    """View a column of vectors as [K,width] bfloat16 over Arrow's own memory."""
-    return bfloat16(vector_bytes(column)).view(len(column), column.type.byte_width // 2)
-
-
-def vector_bytes(column: pa.ChunkedArray) -> pa.Buffer:
-    """Return the values of a column of vectors in one buffer, without a copy where the column is one chunk."""
-    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    width = array.type.byte_width
-    return array.buffers()[1].slice(array.offset * width, len(array) * width)
 
 
 def bfloat16(data: Any) -> Tensor:

@@ -1,16 +1,26 @@
-"""The header of a place on disk: what all its rows were made with, under a schema version."""
+"""The header of a place on disk: the settings that all its rows were made with, under a schema version.
+
+Whoever reads a cache imports no code that it names: of a pruning method from outside gstep the header itself says what
+the method declares.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import NotRequired, TypedDict, cast
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
-from pipeline.cache.schema import digest
-from pipeline.errors import UsageError
+from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
+from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS, digest
+from pipeline.errors import NotACache, UsageError
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
 
+if TYPE_CHECKING:  # a header is read without torch
+    from gstep.pruners.base import Pruner
+
+HEADER = "cache.json"
 CHECKSUM = "checksum"
 
 
@@ -25,7 +35,7 @@ class ModelIdentity(TypedDict):
 class PrunerIdentity(TypedDict):
     """The identity of a pruning: the method, its own hyper-parameters, and the seed of one that draws.
 
-    Of a method from outside gstep also what it declares (``pipeline.cache.method``).
+    Of a method from outside gstep also what it declares (``DeclaredMethod``).
     """
 
     method: str
@@ -76,6 +86,38 @@ class CacheHeader(TypedDict):
 def deepstack_levels(header: CacheHeader) -> int:
     """Return how many vectors of the token's width are stored with every token, for the first layers of Qwen3-VL."""
     return int(header.get("deepstack_levels", 0))  # headers written before there were levels lack the key
+
+
+def codec_of(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
+    """Return the codec of the tokens of a cache with this identity. Raises NotACache for one that is not known here."""
+    name = identity.get("dtype", {}).get("stored", BFLOAT16.name)
+    if name not in CODECS:
+        known = ", ".join(CODECS)
+        raise NotACache(
+            f"{place}: its tokens are stored by the codec {name!r}; this program knows {known}: read it with the "
+            "version that wrote it"
+        )
+    return CODECS[name]
+
+
+def read_header(store: Store) -> CacheHeader:
+    """Read the cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
+    absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
+    header = cast(CacheHeader, read_header_file(store, HEADER, VERSIONS, NotACache, absent))
+    codec_of(header["identity"], store)
+    return header
+
+
+def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
+    """Return the header of a cache that holds the same tokens in another codec."""
+    identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
+    version = CODED_VERSIONS.get(codec, SCHEMA_VERSION)
+    return cast(CacheHeader, {**header, "schema_version": version, "identity": identity})
+
+
+def made_with(store: Store) -> str | None:
+    """Return the fingerprint of the cache's identity; None where there is no cache. Raises NotACache."""
+    return fingerprint(read_header(store)["identity"]) if store.exists(HEADER) else None
 
 
 def fingerprint(content: CacheIdentity | JsonObject) -> str:
@@ -145,3 +187,53 @@ def differences(
 def _without_checksum(header: CacheHeader | JsonObject) -> JsonObject:
     """Return a header without its own checksum."""
     return {key: cast(Json, value) for key, value in header.items() if key != CHECKSUM}
+
+
+@dataclass(frozen=True)
+class DeclaredMethod:
+    """The properties that a method's class declares of the tokens it keeps; see :class:`gstep.pruners.base.Pruner`."""
+
+    nested: bool
+    merges: bool
+    exact: bool
+    reorders: bool
+
+    @classmethod
+    def by(cls, kind: type[Pruner]) -> DeclaredMethod:
+        """Return what a method's class declares."""
+        return cls(kind.nested, kind.merges, kind.exact, kind.reorders)
+
+
+def describe_method(pruner: Pruner) -> PrunerIdentity:
+    """Describe a method and its parameters, JSON-able, for the identity of a cache or of answers.
+
+    Of a method from outside gstep it says what the method declares, too.
+
+    Raises ValueError where a parameter has no form in JSON.
+    """
+    from gstep.pruners import PRUNERS, method_name  # noqa: PLC0415 - torch loads only where methods are looked at
+
+    method, params = method_name(type(pruner)), pruner.params()
+    try:
+        same = json.loads(json.dumps(params, allow_nan=False)) == params
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(f"method {method!r}: parameters are recorded as JSON, which cannot hold {params}")
+    identity: PrunerIdentity = {"method": method, "params": params}
+    if method not in PRUNERS:
+        identity["declares"] = asdict(DeclaredMethod.by(type(pruner)))
+    return identity
+
+
+def declared_method(identity: CacheIdentity) -> DeclaredMethod | None:
+    """Return what the method that pruned a cache of this identity declares, or None where that is unknown here."""
+    from gstep.pruners import PRUNERS  # noqa: PLC0415 - as above
+
+    described = identity.get("pruner", {})
+    if described.get("method") in PRUNERS:
+        return DeclaredMethod.by(PRUNERS[described["method"]])
+    declares = described.get("declares")
+    if not (isinstance(declares, Mapping) and declares.keys() == DeclaredMethod.__dataclass_fields__.keys()):
+        return None
+    return DeclaredMethod(**declares)

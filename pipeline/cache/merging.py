@@ -3,7 +3,7 @@
 What is merged are the small files that wait and every level of sorted files that is no larger than the result, so that
 there are few levels and a row is written again a few times in all. The files that were read stay until the merged ones
 are ``keep`` old, so that readers go on; a later merge deletes them. A kill at any point leaves files whose rows are
-there twice, which the rule of ``pipeline.cache.live_rows`` makes harmless; so do two merges at once.
+there twice, which the rule of ``pipeline.cache.live`` makes harmless; so do two merges at once.
 """
 
 from __future__ import annotations
@@ -20,24 +20,11 @@ from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from pipeline.cache.live_rows import (
-    VIDEOS,
-    belongs,
-    completed,
-    live_and_earlier,
-    rule_columns,
-    small_rows,
-)
+from pipeline.cache.live import find_live, rule_columns
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.table import (
-    FILE_ROWS,
-    GROUP_ROWS,
-    SortedFile,
-    sorted_file,
-    table_files,
-    with_high,
-)
+from pipeline.cache.table import FILE_ROWS, GROUP_ROWS, SortedFile, VideosTable, sorted_file, table_files
 from pipeline.errors import CorruptShard
 from pipeline.storage.stores import Store
 
@@ -123,7 +110,7 @@ def merge_at_once(store: Store, made_with: str | None) -> None:
 def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
     """Merge where more than ``at_least`` small files wait. What fails here costs no row: ``say`` tells the user."""
     try:
-        if sum(not file.level for file in table_files(store, VIDEOS)) > at_least:
+        if sum(not file.level for file in table_files(store)) > at_least:
             merge(store, made_with, most_rows=_WHILE_RUNNING)
     except (CorruptShard, OSError) as error:
         say(f"warning: the files of the videos table were not merged ({error}); python -m jobs.compact tries again")
@@ -143,10 +130,10 @@ class _Step:
     ) -> None:
         self._store, self._made_with, self._done = store, made_with, done
         self._everything, self._keep, self._most_rows = everything, keep, most_rows
-        files = table_files(store, VIDEOS)
-        opened = [SortedFile(store, file) for file in files if file.level]
-        self._sorted = [file for file in opened if belongs(file.made_with, made_with)]
-        self._foreign = [file.file.name for file in opened if not belongs(file.made_with, made_with)]
+        self._table = VideosTable(store, made_with)
+        files = table_files(store)
+        opened = [self._table.open_sorted(file.name) for file in files if file.level]
+        self._sorted = [file for file in opened if file is not None]
         self._covered = self._delete_old({file.name for file in files})
         gone = self._covered.union(done.deleted)
         self._small = [file for file in files if not file.level and file.name not in gone]
@@ -154,7 +141,7 @@ class _Step:
     def carry_out(self) -> bool:
         """Merge once, and return whether more is left to do."""
         tables, names, left = self._read_small()
-        self._done.foreign = self._foreign
+        self._done.foreign = self._table.foreign
         self._done.waiting = len(self._covered)
         n_small = sum(map(len, tables))
         chosen = self._levels(n_small, whole=self._everything and not left)
@@ -174,14 +161,10 @@ class _Step:
         names: list[str] = []
         n_rows = 0
         all_names = [file.name for file in self._small]
-        for name, data in zip(all_names, self._store.read_all(all_names), strict=True):
-            table = small_rows(self._store, name, data, VIDEO_SCHEMA.names, self._made_with)
-            if table is None:
-                self._foreign.append(name)
-                continue
-            tables.append(table)
+        for name, rows in self._table.read_small(all_names, VIDEO_SCHEMA.names):
+            tables.append(rows)
             names.append(name)
-            n_rows += len(table)
+            n_rows += len(rows)
             if n_rows >= _AT_ONCE or len(names) >= _FILES_AT_ONCE:
                 return tables, names, name != all_names[-1]
         return tables, names, False
@@ -198,11 +181,11 @@ class _Step:
             by_level[file.file.level].append(file)
         chosen: list[SortedFile] = []
         for level in sorted(by_level):
-            held = sum(file.file.rows for file in by_level[level])
-            if level > level_of(n_rows) or held > self._most_rows:
+            of_level = sum(file.file.rows for file in by_level[level])
+            if level > level_of(n_rows) or of_level > self._most_rows:
                 break
             chosen += by_level[level]
-            n_rows += held
+            n_rows += of_level
         return chosen
 
     def _write(self, small: pa.Table, chosen: Sequence[SortedFile], names: list[str], total: int) -> None:
@@ -211,15 +194,15 @@ class _Step:
         merge = json.dumps({"of": names, "parts": len(cuts)})
         for first, end in zip(cuts, [*cuts[1:], 2**64], strict=True):
             last = end - 1
-            rows = pa.concat_tables([with_high(small, first, last), *_within(chosen, first, last)])
+            rows = pa.concat_tables([_within(small, first, last), *_read_within(chosen, first, last)])
             live = surviving(rows)
             self._done.rows += len(live)
             self._done.superseded += len(rows) - len(live)
-            name, data = sorted_file(VIDEOS, level_of(total), live, {_MERGE: merge}, self._made_with, GROUP_ROWS)
+            name, data = sorted_file(level_of(total), live, {_MERGE: merge}, self._made_with, GROUP_ROWS)
             self._store.put(name, data)
             self._done.written.append(name)
 
-    def _delete_old(self, there: set[str]) -> set[str]:
+    def _delete_old(self, present: set[str]) -> set[str]:
         """Delete what merged files of age ``keep`` hold; returns what younger ones hold, which is not merged again."""
         merges: dict[bytes, list[SortedFile]] = defaultdict(list)
         for file in self._sorted:
@@ -227,15 +210,15 @@ class _Step:
         covered: set[str] = set()
         for text, files in merges.items():
             merged = json.loads(text)
-            held = there.intersection(merged.get("of", ()))
-            if not held or len(files) != merged["parts"]:  # the merge was interrupted, so its rows are merged again
+            sources = present.intersection(merged.get("of", ()))
+            if not sources or len(files) != merged["parts"]:  # the merge was interrupted, so its rows are merged again
                 continue
             with suppress(FileNotFoundError):
                 if all(self._store.age(file.file.name) >= self._keep for file in files):
-                    for name in sorted(held):
+                    for name in sorted(sources):
                         self._store.delete(name)
                         self._done.deleted.append(name)
-                covered |= held
+                covered |= sources
         self._sorted = [file for file in self._sorted if file.file.name not in self._done.deleted]
         return covered - {*self._done.deleted}
 
@@ -248,7 +231,7 @@ def level_of(rows: int) -> int:
 def _disjoint(files: Sequence[SortedFile]) -> bool:
     """Return whether no two of the files may hold rows of one video."""
     bounds = sorted((file.file.first, file.file.last) for file in files)
-    return all(one[1] < other[0] for one, other in pairwise(bounds))
+    return all(before[1] < after[0] for before, after in pairwise(bounds))
 
 
 def _cuts(small: pa.Table, chosen: Sequence[SortedFile]) -> list[int]:
@@ -257,14 +240,17 @@ def _cuts(small: pa.Table, chosen: Sequence[SortedFile]) -> list[int]:
     return [int(cut) for cut in np.unique(np.sort(np.concatenate(starts))[::_PART_GROUPS])]
 
 
-def _within(files: Sequence[SortedFile], first: int, last: int) -> list[pa.Table]:
-    """Return the rows of each file whose ``id_high`` is from ``first`` to ``last``."""
-    tables = []
-    for file in files:
-        if file.file.first <= last and file.file.last >= first:
-            groups = file.groups_of(first, last)
-            tables.append(with_high(completed(file.read(groups), VIDEO_SCHEMA.names), first, last))
-    return tables
+def _read_within(files: Sequence[SortedFile], first: int, last: int) -> list[pa.Table]:
+    """Read the rows of each file whose ``id_high`` is from ``first`` to ``last``."""
+    overlapping = [file for file in files if file.file.first <= last and file.file.last >= first]
+    return [_within(file.read(file.groups_of(first, last), VIDEO_SCHEMA.names), first, last) for file in overlapping]
+
+
+def _within(rows: pa.Table, first: int, last: int) -> pa.Table:
+    """Select the rows whose ``id_high`` is from ``first`` to ``last``."""
+    high = rows["id_high"]
+    at_least = pc.greater_equal(high, pa.scalar(first, pa.uint64()))
+    return rows.filter(pc.and_(at_least, pc.less_equal(high, pa.scalar(last, pa.uint64()))))
 
 
 def surviving(rows: pa.Table) -> pa.Table:
@@ -272,7 +258,7 @@ def surviving(rows: pa.Table) -> pa.Table:
 
     Where rows of three files meet in several merges that is the least it can have been.
     """
-    order, earlier = live_and_earlier(rule_columns(rows))
+    order, earlier = find_live(rule_columns(rows))
     live = rows.take(pa.array(order))
     if len(live) == len(rows):
         return live

@@ -1,65 +1,66 @@
-"""TokenCache: read pruned visual tokens back, without the video or the vision encoder."""
+"""TokenCache: read pruned visual tokens back, without the video or the vision encoder.
+
+Several videos are read run by run: neighbours in a token shard are one run, which one request fetches; from a store
+that is far away the next runs are fetched ahead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from gstep.evidence import name_of
-from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
-from pipeline.cache.codecs import TokenCodec, codec_of
-from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, fingerprint, read_header_file
-from pipeline.cache.live_videos import LiveShards, LiveVideos, Place
-from pipeline.cache.loaded_once import LoadedOnce
-from pipeline.cache.reading import Reading, TokenOrder, read_json, read_runs, rows_wanted, token_columns
-from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS
-from pipeline.cache.token_shard import Rows, TokenShard
-from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RemovedVideo, UnknownVideo
-from pipeline.rows import VideoRow
-from pipeline.storage.random_access import Fetched
+from gstep.types import budget_for
+from pipeline.cache.cached_video import CachedVideo, build_video, newline_of
+from pipeline.cache.codecs import TokenCodec
+from pipeline.cache.header import CacheIdentity, codec_of, deepstack_levels, fingerprint, read_header
+from pipeline.cache.live import ID_COLUMNS, LiveShards, LiveVideos, ok_rows
+from pipeline.cache.schema import token_schema
+from pipeline.cache.table import VideosTable
+from pipeline.cache.token_shard import TokenRows, TokenShard, index_order
+from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, RatioNotCached, RemovedVideo, UnknownVideo
+from pipeline.rows import JSON_COLUMNS, VideoRow
+from pipeline.storage.random_access import Fetched, LoadedOnce
 from pipeline.storage.stores import Store, store_at
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEADER = "cache.json"
 _SHARDS = 16  # token shards that are kept open
 _AHEAD = 4  # requests of get_many that are under way at once
-V = TypeVar("V")
+_RUN_BYTES = 2**26  # of tokens that one request fetches, unless one video has more
+R = TypeVar("R")
+T = TypeVar("T")
+TokenOrder = Literal["index", "selection"]
 
 
-def read_header(store: Store) -> CacheHeader:
-    """Read the cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
-    absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
-    header = cast(CacheHeader, read_header_file(store, HEADER, VERSIONS, NotACache, absent))
-    codec_of(header["identity"], store)
-    return header
+class Reading(NamedTuple):
+    """The options by which the tokens of videos are read.
 
-
-def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
-    """Return the header of a cache that holds the same tokens in another codec."""
-    identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
-    version = CODED_VERSIONS.get(codec, SCHEMA_VERSION)
-    return cast(CacheHeader, {**header, "schema_version": version, "identity": identity})
-
-
-def made_with(store: Store, *, required: bool = False) -> str | None:
-    """Return the fingerprint of the cache's identity; None where there is no cache, unless that is ``required``.
-
-    Raises NotACache.
+    Attributes:
+        retention_ratio: of the nested selection; None for all that is stored.
+        order: of the rows.
+        evidence: name in the result -> column.
+        columns: the columns of rows that are read.
+        near: columns that may be fetched with those.
+        verify: whether a video's checksum is compared.
     """
-    return fingerprint(read_header(store)["identity"]) if required or store.exists(HEADER) else None
 
-
-def check_list(names: Sequence[str], what: str) -> None:
-    """Raise ValueError where a text stands in the place of a list of names: its letters would be taken for them."""
-    if isinstance(names, str):
-        raise ValueError(f"{what} must be a list of names, got {names!r}: write [{names!r}]")
+    retention_ratio: float | None
+    order: TokenOrder
+    evidence: Mapping[str, str]
+    columns: tuple[str, ...]
+    near: tuple[str, ...]
+    verify: bool
 
 
 class TokenCache:
@@ -82,11 +83,12 @@ class TokenCache:
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         self.store = store or store_at(path)
         self.header = read_header(self.store)
-        made_with = fingerprint(self.identity)
-        self._live = (
-            LiveVideos.open(self.store, made_with) if live is None else LiveVideos(self.store, made_with, live, ())
-        )
-        self._shard = LoadedOnce(partial(TokenShard, self.store), _SHARDS)
+        if live is None:
+            self.refresh()
+        else:
+            self._live = LiveVideos(VideosTable(self.store, fingerprint(self.identity)), live)
+        self._open_shard = LoadedOnce(partial(TokenShard, self.store), _SHARDS)
+        self._columns = tuple(token_schema(1, self.deepstack_levels, codec=self.codec).names)
 
     def refresh(self) -> None:
         """Take in what was committed and merged since. Raises CorruptShard, OSError."""
@@ -95,7 +97,7 @@ class TokenCache:
     @property
     def foreign_files(self) -> list[str]:
         """Files of the videos table that were made with another identity; their rows are left out."""
-        return list(self._live.foreign)
+        return list(self._live.table.foreign)
 
     @property
     def identity(self) -> CacheIdentity:
@@ -125,17 +127,20 @@ class TokenCache:
     @property
     def video_ids(self) -> list[str]:
         """The videos that have tokens, sorted. This reads the ids of the whole table."""
-        return self._with_refresh(LiveVideos.ok)
+        return list(ok_rows(self._read_live(("video_id", "status")))["video_id"].to_pylist())
 
     @property
     def failed(self) -> dict[str, str]:
         """The videos that were tried and failed, with the class of the error. This reads the whole table."""
-        return self._with_refresh(LiveVideos.failed)
+        rows = self._read_live(("video_id", "status", "error_class"))
+        failed = rows.filter(pc.equal(rows["status"], "failed"))
+        classes = pc.fill_null(failed["error_class"], "internal").to_pylist()
+        return dict(zip(failed["video_id"].to_pylist(), classes, strict=True))
 
     @property
     def most_tokens(self) -> int:
         """The largest number of stored tokens of a video."""
-        return self._with_refresh(LiveVideos.most_tokens)
+        return int(pc.max(self._read_live(("n_tokens",))["n_tokens"]).as_py() or 0)
 
     @property
     def hidden_sizes(self) -> set[int]:
@@ -149,27 +154,23 @@ class TokenCache:
         if not isinstance(video_id, str):
             return False
         place = self._with_refresh(lambda live: live.find(video_id))
-        return place is not None and place.fault is None
+        return place is not None and place.ok
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.video_ids)
 
     def metadata(self, video_id: str) -> VideoRow:
         """Return the video's live row, failed or not. Raises UnknownVideo, CorruptShard, OSError."""
-        return read_json(self._of_video(LiveVideos.row, video_id))
-
-    def place_of(self, video_id: str) -> Place:
-        """Return where the video's live row is. Raises UnknownVideo, CorruptShard, OSError."""
-        return self._of_video(LiveVideos.find, video_id)
-
-    def _of_video(self, look: Callable[[LiveVideos, str], V | None], video_id: str) -> V:
-        """Return what ``look`` finds of a video's live row. Raises UnknownVideo."""
-        found = self._with_refresh(lambda live: look(live, video_id)) if isinstance(video_id, str) else None
-        if found is None:
+        row = self._with_refresh(lambda live: live.row(video_id)) if isinstance(video_id, str) else None
+        if row is None:
             raise self._unknown(video_id)
-        return found
+        return parse_json_columns(row)
 
-    def _with_refresh(self, look: Callable[[LiveVideos], V]) -> V:
+    def _read_live(self, columns: Sequence[str]) -> pa.Table:
+        """Read columns of every live row, by video_id. Raises CorruptShard, OSError."""
+        return self._with_refresh(lambda live: live.live(columns))
+
+    def _with_refresh(self, look: Callable[[LiveVideos], R]) -> R:
         """Return ``look`` of the live rows, after a refresh where files were merged since the cache was opened."""
         try:
             return look(self._live)
@@ -189,12 +190,15 @@ class TokenCache:
 
         All of them take some 46 bytes a video. Raises UnknownVideo, CorruptShard, OSError.
         """
+        columns = (*ID_COLUMNS, "token_shard", "first_row_group")
         if video_ids is None:
-            return self._with_refresh(LiveVideos.shards)
-        try:
-            return self._with_refresh(lambda live: live.shards_of(video_ids))
-        except KeyError as error:
-            raise self._unknown(error.args[0]) from None
+            return LiveShards.of(ok_rows(self._read_live(("status", *columns))))
+        rows = self._with_refresh(lambda live: live.of(video_ids, ("video_id", *columns)))
+        known = set(rows["video_id"].to_pylist())
+        for video_id in video_ids:
+            if video_id not in known:
+                raise self._unknown(video_id)
+        return LiveShards.of(rows)
 
     def rows_of(self, shards: LiveShards, number: int) -> list[VideoRow]:
         """Return the rows of the videos of one of ``shards``, as ``metadata`` gives them.
@@ -203,16 +207,14 @@ class TokenCache:
         some may be removed. Raises CorruptShard, OSError.
         """
         try:
-            return [read_json(self._live.rows(*place)) for place in shards.rows(number)]
+            return _read_rows(self._live, shards, number)
         except FileNotFoundError:  # another run has merged the file since the cache was opened
             self.refresh()
 
         def find_rows(live: LiveVideos) -> list[VideoRow]:
-            places = live.find_places(shards)
-            if len(places) < len(shards.places):
+            if not shards.find_places(live.live(ID_COLUMNS)):
                 raise CorruptShard(f"{self.store}: videos have no row any more; open the cache anew", "missing")
-            shards.places = places
-            return [read_json(live.rows(*place)) for place in shards.rows(number)]
+            return _read_rows(live, shards, number)
 
         return self._with_refresh(find_rows)
 
@@ -221,20 +223,23 @@ class TokenCache:
         """The evidence that is stored besides the tokens: label -> where in the encoder it is from (gstep.evidence)."""
         return dict(self.identity.get("evidence", {}))
 
-    def _sources(self, asked: Sequence[str]) -> dict[str, str]:
-        """Map each name of evidence that was asked for to its column: a label, or a name that has one source here."""
-        held = self.evidence
+    def _find_evidence(self, names: Sequence[str]) -> dict[str, str]:
+        """Map each name of evidence to its column: a label, or a name that has one source here.
+
+        Raises EvidenceNotCached.
+        """
+        stored = self.evidence
         columns: dict[str, str] = {}
-        for key in asked:
-            found = [column for column, source in held.items() if key in (column, name_of(column, source))]
-            if not found:
+        for name in names:
+            matches = [column for column, source in stored.items() if name in (column, name_of(column, source))]
+            if not matches:
                 raise EvidenceNotCached(
-                    f"{self.store} holds no {key} of its tokens (of evidence it has {', '.join(held) or 'none'}): "
-                    f"prune into another --out with --evidence {key}"
+                    f"{self.store} holds no {name} of its tokens (of evidence it has {', '.join(stored) or 'none'}): "
+                    f"prune into another --out with --evidence {name}"
                 )
-            if len(found) > 1 and key not in found:
-                raise EvidenceNotCached(f"{self.store} holds {key} as {' and as '.join(found)}: name one of them")
-            columns[key] = key if key in found else found[0]
+            if len(matches) > 1 and name not in matches:
+                raise EvidenceNotCached(f"{self.store} holds {name} as {' and as '.join(matches)}: name one of them")
+            columns[name] = name if name in matches else matches[0]
         return columns
 
     def get(
@@ -298,33 +303,18 @@ class TokenCache:
 
         Where a token shard is gone, the rows are looked up again: their videos may have moved to another one.
         """
-        reading = self.reading(retention_ratio, order, evidence, verify)
-        wanted = [self.wanted(row, reading) for row in rows]
+        reading = self.check_options(retention_ratio, order, evidence, verify)
+        videos = [self.rows_to_read(row, reading) for row in rows]
         try:
-            return self._read_videos(wanted, reading)
+            return self._read_videos(videos, reading)
         except CorruptShard as error:
             if error.kind != "missing":
                 raise
         self.refresh()
-        return self._read_videos([self.wanted(self.metadata(one.row["video_id"]), reading) for one in wanted], reading)
+        videos = [self.rows_to_read(self.metadata(video.row["video_id"]), reading) for video in videos]
+        return self._read_videos(videos, reading)
 
-    def _read_videos(self, videos: Sequence[Rows], reading: Reading) -> list[CachedVideo]:
-        """Read the wanted rows of videos."""
-        verify, in_place = reading.verify, self.store.folder is not None
-
-        def fetch(run: Sequence[Rows]) -> tuple[TokenShard, Fetched | None]:
-            with self._video_in_errors(run[0].row["video_id"]):
-                shard = self._open(run[0])
-                # A verified video is read whole, by its own request.
-                return shard, None if verify or in_place else shard.fetch_all(run)
-
-        def read(wanted: Rows, source: tuple[TokenShard, Fetched | None]) -> CachedVideo:
-            with self._video_in_errors(wanted.row["video_id"]):
-                return self._read(wanted, reading, *source)
-
-        return read_runs(videos, fetch, read, ahead=0 if in_place else _AHEAD)
-
-    def reading(
+    def check_options(
         self, retention_ratio: float | None, order: TokenOrder, evidence: Sequence[str], verify: bool
     ) -> Reading:
         """Check the options of ``get``, and bundle them.
@@ -334,12 +324,11 @@ class TokenCache:
         check_list(evidence, "evidence")
         if order not in ("index", "selection"):
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
-        sources = self._sources(evidence)
-        plain = token_columns(self.deepstack_levels, self.codec)
-        columns = (*(name for name in plain if name != "video_id"), *dict.fromkeys(sources.values()))
-        return Reading(retention_ratio, order, sources, columns, plain, verify)
+        sources = self._find_evidence(evidence)
+        columns = (*(name for name in self._columns if name != "video_id"), *dict.fromkeys(sources.values()))
+        return Reading(retention_ratio, order, sources, columns, self._columns, verify)
 
-    def wanted(self, row: VideoRow, reading: Reading) -> Rows:
+    def rows_to_read(self, row: VideoRow, reading: Reading) -> TokenRows:
         """Return which token rows of a video are to be read.
 
         Raises RemovedVideo, FailedVideo, RatioNotCached and ValueError.
@@ -350,23 +339,41 @@ class TokenCache:
             raise FailedVideo(
                 f"{row['video_id']!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"] or ""
             )
-        return Rows(row, rows_wanted(row, reading.retention_ratio), reading.columns, reading.near)
+        return TokenRows(row, count_tokens(row, reading.retention_ratio), reading.columns, reading.near)
 
-    def _open(self, wanted: Rows) -> TokenShard:
-        """Open the token shard of a video, or return the one that is open already."""
-        return self._shard(wanted.row["token_shard"], wanted.row["footer_hash"])
+    def _read_videos(self, videos: Sequence[TokenRows], reading: Reading) -> list[CachedVideo]:
+        """Read videos run by run, and return them in their order."""
+        runs = runs_of(videos)
+        neighbours = [[videos[place] for place in run] for run in runs]
+        fetch = partial(self._fetch, reading)
+        ahead = self.store.folder is None and len(runs) > 1
+        fetched = map_in_order(fetch, neighbours, _AHEAD, _AHEAD) if ahead else map(fetch, neighbours)
+        result: dict[int, CachedVideo] = {}
+        for run, (shard, data) in zip(runs, fetched, strict=True):
+            for place in run:
+                with self._video_in_errors(videos[place].row["video_id"]):
+                    result[place] = self._read_video(videos[place], reading, shard, data)
+        return [result[place] for place in range(len(videos))]
 
-    def _read(self, wanted: Rows, reading: Reading, shard: TokenShard, fetched: Fetched | None) -> CachedVideo:
+    def _fetch(self, reading: Reading, run: Sequence[TokenRows]) -> tuple[TokenShard, Fetched | None]:
+        """Open the token shard of a run, and fetch the run's bytes where the store is no folder."""
+        first = run[0].row
+        with self._video_in_errors(first["video_id"]):
+            shard = self._open_shard(first["token_shard"], first["footer_hash"])
+            # A verified video is read whole, by its own request.
+            return shard, None if reading.verify or self.store.folder is not None else shard.fetch_all(run)
+
+    def _read_video(self, rows: TokenRows, reading: Reading, shard: TokenShard, fetched: Fetched | None) -> CachedVideo:
         """Read the video's first token rows, from no more row groups than hold them unless all is verified."""
-        as_stored, row = reading.order == "selection", wanted.row
+        as_stored, row = reading.order == "selection", rows.row
         if reading.verify:
-            shard.require(wanted.columns)
-            table = shard.read_checked(row).select(list(wanted.columns)).slice(0, wanted.keep)
-            return to_video(row, table, self.header, reading.evidence, None if as_stored else index_order(table))
+            shard.require(rows.columns)
+            table = shard.read_checked(row).select(list(rows.columns)).slice(0, rows.keep)
+            return build_video(row, table, self.header, reading.evidence, None if as_stored else index_order(table))
         if as_stored:
-            return to_video(row, shard.read(wanted, fetched), self.header, reading.evidence)
-        found = shard.read_by_index(wanted, fetched)
-        return to_video(row, found.table, self.header, reading.evidence, found.order, found.vectors)
+            return build_video(row, shard.read(rows, fetched), self.header, reading.evidence)
+        by_index = shard.read_by_index(rows, fetched)
+        return build_video(row, by_index.table, self.header, reading.evidence, by_index.order, by_index.vectors)
 
     @contextmanager
     def _video_in_errors(self, video_id: str) -> Iterator[None]:
@@ -374,11 +381,88 @@ class TokenCache:
         try:
             yield
         except CorruptShard as error:
-            raise CorruptShard(f"{error} (reading {video_id!r}); {self._remedy(video_id)}", error.kind) from error
+            remedy = (
+                f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file add --repair to "
+                "it, which marks them for another attempt"
+            )
+            raise CorruptShard(f"{error} (reading {video_id!r}); {remedy}", error.kind) from error
 
-    def _remedy(self, video_id: str) -> str:
-        """Say which command finds videos whose tokens are not what their rows say."""
-        return (
-            f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file add --repair to it, "
-            "which marks them for another attempt"
+
+def check_list(names: Sequence[str], what: str) -> None:
+    """Raise ValueError where a text stands in the place of a list of names: its letters would be taken for them."""
+    if isinstance(names, str):
+        raise ValueError(f"{what} must be a list of names, got {names!r}: write [{names!r}]")
+
+
+def count_tokens(row: VideoRow, retention_ratio: float | None) -> int:
+    """Return how many of a video's stored tokens make up ``retention_ratio``. ``row`` is its row of the videos table.
+
+    Raises RatioNotCached, and ValueError for no ratio at all.
+    """
+    stored = row["retention_ratio"]
+    if retention_ratio is None:
+        return int(row["n_tokens"])
+    budget = budget_for(retention_ratio, row["n_total"])
+    if retention_ratio > stored + 1e-9:
+        raise RatioNotCached(f"{row['video_id']!r} is stored at retention ratio {stored}; {retention_ratio} is larger")
+    if abs(retention_ratio - stored) <= 1e-9:
+        return int(row["n_tokens"])
+    if not row["nested"]:
+        raise RatioNotCached(
+            f"{row['video_id']!r} was pruned by a method without an order of selection, so only its own retention "
+            f"ratio {stored} can be served, not {retention_ratio}"
         )
+    return min(budget, int(row["n_tokens"]))
+
+
+def parse_json_columns(row: VideoRow) -> VideoRow:
+    """Return ``row`` with the columns that hold JSON parsed."""
+    parsed = {name: None if row[name] is None else json.loads(row[name]) for name in JSON_COLUMNS}
+    return cast(VideoRow, {**row, **parsed})
+
+
+def _read_rows(live: LiveVideos, shards: LiveShards, number: int) -> list[VideoRow]:
+    """Read the rows of the videos of one of ``shards``."""
+    return [parse_json_columns(row) for row in live.table.read_rows(shards.places_of(number))]
+
+
+def runs_of(videos: Sequence[TokenRows], limit: int = _RUN_BYTES) -> list[list[int]]:
+    """Group the places in ``videos`` by shard, in the order of row groups; neighbours without a gap are one run."""
+    runs: list[list[int]] = []
+    size = 0
+    for place in sorted(range(len(videos)), key=lambda place: _position(videos[place])):
+        n_bytes = 2 * videos[place].keep * int(videos[place].row["hidden_size"])
+        if runs and size + n_bytes <= limit and _touch(videos[runs[-1][-1]], videos[place]):
+            runs[-1].append(place)
+            size += n_bytes
+        else:
+            runs.append([place])
+            size = n_bytes
+    return runs
+
+
+def _position(rows: TokenRows) -> tuple[str, int]:
+    """Return where a video's rows are: token shard, first row group."""
+    return rows.row["token_shard"], rows.row["first_row_group"]
+
+
+def _touch(before: TokenRows, after: TokenRows) -> bool:
+    """Return whether the bytes of a video end where those of another begin: one request fetches both."""
+    shard, first = _position(before)
+    whole = before.keep == before.row["n_tokens"]
+    return whole and (shard, first + len(before.row["row_counts"])) == _position(after)
+
+
+def map_in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Iterator[R]:
+    """Yield ``work`` of each item in order, done by threads; behind what is yielded at most ``ahead`` are begun."""
+    pool = ThreadPoolExecutor(threads)
+    waiting: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -19,6 +19,7 @@ from gstep.evidence import is_per_frame
 from gstep.types import budget_for
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 
+TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
 SCHEMA_VERSION = 3
 # A cache whose tokens are coded says so in its version, so that a program that does not know the codec names it.
 CODED_VERSIONS = {codec.name: f"{SCHEMA_VERSION}+{codec.name}" for codec in CODECS.values() if codec is not BFLOAT16}

@@ -1,9 +1,9 @@
-"""The files of a table: a set that only grows, in which the order, repetition and lateness of files change nothing.
+"""The videos table: a set of files that only grows, whose order, repetition and lateness change nothing.
 
 A *small* file is one commit of a run, named by the run, a number and the hash of its content. A *sorted* file is
 merged from others (``pipeline.cache.merging``): its rows are in the order of ``id_high`` and ``id_low``, and its name
 has the level, the first and the last ``id_high``, the rows, and the length and hash of its tail. No file is ever
-changed, and which row of a video counts is a rule about rows (``pipeline.cache.live_rows``), so nothing is locked.
+changed, and which row of a video counts is a rule about rows (``pipeline.cache.live``), so nothing is locked.
 
 The tail of a sorted file is the Parquet footer behind a block that no Parquet reader looks at: the first ``id_high`` of
 each row group, and the CRC-32 of each column's bytes in it. So one listing opens a table, a video is found with two
@@ -12,12 +12,16 @@ reads of a sorted file, and what is read is what was written, or CorruptShard.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +33,8 @@ from pipeline.cache.schema import (
     FOOTER_TAIL,
     MADE_WITH,
     READ_THREADS,
+    VIDEO_SCHEMA,
+    VIDEOS,
     footer_length,
     hex_digest,
     open_parquet,
@@ -36,11 +42,18 @@ from pipeline.cache.schema import (
     write_parquet,
 )
 from pipeline.errors import CorruptShard, ShardFault
-from pipeline.storage.random_access import Fetched, Stretch
+from pipeline.keys import clip_keys, keys_of, tie_keys
+from pipeline.rows import VideoRecord, VideoRow
+from pipeline.storage.random_access import Fetched, LoadedOnce, Stretch
 from pipeline.storage.stores import Store
 
 GROUP_ROWS = 4096  # rows of a row group of a sorted file: what finding one of them reads
 FILE_ROWS = 2**18  # the most rows of a sorted file
+_GROUPS_AT_ONCE = 64  # row groups of a sorted file that one step reads
+_KEPT_GROUPS = 2  # row groups of sorted files that are kept in memory, some MB each
+_FILES_AT_ONCE = 64  # small files whose content is in memory at once
+_THREADS = 8  # that parse small files
+_PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))
 _SORTED = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d+)-([0-9a-f]{32})\.parquet")
 
 
@@ -69,9 +82,9 @@ class TableFile(NamedTuple):
         return self.first <= high <= self.last
 
 
-def table_files(store: Store, folder: str) -> list[TableFile]:
-    """Return the Parquet files of a table, sorted by name. One listing. Raises OSError."""
-    return [file_named(name) for name in store.names(folder, ".parquet")]
+def table_files(store: Store) -> list[TableFile]:
+    """List the files of the videos table, sorted by name: one listing. Raises OSError."""
+    return [file_named(name) for name in store.names(VIDEOS, ".parquet")]
 
 
 def file_named(name: str) -> TableFile:
@@ -81,12 +94,6 @@ def file_named(name: str) -> TableFile:
         return TableFile(name)
     level, first, last, rows, n_tail, tail_hash = found.groups()
     return TableFile(name, int(level), int(first, 16), int(last, 16), int(rows), int(n_tail), tail_hash)
-
-
-def made_with_of(metadata: Mapping[bytes, bytes] | None) -> str | None:
-    """Return the fingerprint of the identity of its rows that a file carries in its metadata; None for one without."""
-    held = (metadata or {}).get(MADE_WITH.encode())
-    return None if held is None else held.decode()
 
 
 def small_name(folder: str, run_id: str, number: int, data: bytes | pa.Buffer, suffix: str = ".parquet") -> str:
@@ -101,28 +108,45 @@ def check_content(store: Store, name: str, data: bytes, kind: ShardFault = "comm
         raise CorruptShard(message, kind)
 
 
-def read_small(store: Store, name: str, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """Parse a small file; of ``columns`` those that it has. Raises CorruptShard."""
-    check_content(store, name, data)
-    file = open_parquet(pa.BufferReader(data))
-    held = file.schema_arrow.names  # built anew by each access
-    wanted = None if columns is None else [name for name in columns if name in held]
-    return file.read(columns=wanted, use_threads=READ_THREADS)
-
-
-def small_file(folder: str, run_id: str, number: int, rows: pa.Table, made_with: str | None) -> tuple[str, pa.Buffer]:
+def small_file(run_id: str, number: int, rows: pa.Table, made_with: str | None) -> tuple[str, pa.Buffer]:
     """Serialise rows as a commit: (its name, its content). ``made_with`` is the fingerprint of their identity."""
     data = write_parquet(rows if made_with is None else rows.replace_schema_metadata({MADE_WITH: made_with}))
-    return small_name(folder, run_id, number, data), data
+    return small_name(VIDEOS, run_id, number, data), data
+
+
+def parse_small(
+    store: Store, name: str, data: bytes, columns: Sequence[str] | None = None
+) -> tuple[pa.Table, str | None]:
+    """Parse a small file: (its rows, the fingerprint of their identity or None). Raises CorruptShard.
+
+    ``columns`` are as of ``SortedFile.read``.
+    """
+    check_content(store, name, data)
+    file = open_parquet(pa.BufferReader(data))
+    schema = file.schema_arrow  # built anew by each access
+    names = None if columns is None else [name for name in columns if name in schema.names]
+    table = file.read(columns=names, use_threads=READ_THREADS)
+    return complete_columns(table, columns), _read_made_with(schema.metadata)
+
+
+def _read_made_with(metadata: Mapping[bytes, bytes] | None) -> str | None:
+    """Return the fingerprint of the identity of its rows that a file carries in its metadata; None for one without."""
+    made_with = (metadata or {}).get(MADE_WITH.encode())
+    return None if made_with is None else made_with.decode()
+
+
+def complete_columns(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
+    """Return ``columns`` of rows, null where the table lacks a later one; all that it has for None."""
+    if columns is None:
+        return table
+    for name in set(columns).difference(table.schema.names):
+        field = VIDEO_SCHEMA.field(name)
+        table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table.select(list(columns)).replace_schema_metadata(None)
 
 
 def sorted_file(
-    folder: str,
-    level: int,
-    rows: pa.Table,
-    metadata: Mapping[bytes, str],
-    made_with: str | None,
-    group_rows: int = GROUP_ROWS,
+    level: int, rows: pa.Table, metadata: Mapping[bytes, str], made_with: str | None, group_rows: int = GROUP_ROWS
 ) -> tuple[str, bytes]:
     """Serialise rows of videos that are sorted by ``id_high`` as a sorted file: (its name, its content)."""
     rows = rows.replace_schema_metadata({**metadata, **({} if made_with is None else {MADE_WITH.encode(): made_with})})
@@ -136,7 +160,7 @@ def sorted_file(
     tail = high[::group_rows].astype("<u8").tobytes() + np.array(crcs, "<u4").tobytes() + bytes(footer)
     ends = f"{int(high[0]):016x}-{int(high[-1]):016x}"
     name = f"sorted-{level}-{ends}-{len(rows)}-{len(tail)}-{hex_digest(tail)}.parquet"
-    return f"{folder}/{name}", bytes(body) + tail
+    return f"{VIDEOS}/{name}", bytes(body) + tail
 
 
 class SortedFile:
@@ -172,7 +196,7 @@ class SortedFile:
         self._crcs = numbers.reshape(n_groups, self._metadata.num_columns)
         self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
         self.metadata: dict[bytes, bytes] = self._metadata.metadata or {}
-        self.made_with = made_with_of(self.metadata)
+        self.made_with = _read_made_with(self.metadata)
 
     def corrupt(self, what: str) -> CorruptShard:
         """Return the error that this file is damaged; ``what`` says how."""
@@ -183,29 +207,32 @@ class SortedFile:
         return range(max(0, bisect_left(self.firsts, first) - 1), bisect_right(self.firsts, last))
 
     def read(self, groups: Sequence[int], columns: Sequence[str] | None = None) -> pa.Table:
-        """Read row groups, each a stretch of the file; of ``columns`` those that the file has. Raises CorruptShard."""
-        held: list[str] = self.schema.names
-        names = held if columns is None else [name for name in columns if name in held]
+        """Read row groups, each a stretch of the file. Raises CorruptShard.
+
+        All columns that the file has, or ``columns``: those that came later than the file are null.
+        """
+        names = [name for name in self.schema.names if columns is None or name in columns]
         stretches = [stretch for group in groups for stretch in self._fetched(group, frozenset(names))]
         source = pa.PythonFile(Fetched(stretches, self.n_bytes, _unfetched), mode="r")
         try:
             file = open_parquet(source, self._metadata)
-            return file.read_row_groups(list(groups), columns=names, use_threads=READ_THREADS)
+            table = file.read_row_groups(list(groups), columns=names, use_threads=READ_THREADS)
         except (pa.ArrowException, ValueError) as error:
             raise self.corrupt(f"it cannot be read: {error}") from error
+        return complete_columns(table, columns)
 
-    def parts(self, columns: Sequence[str] | None = None, groups: int = 64) -> Iterator[pa.Table]:
-        """Yield all rows in order, ``groups`` row groups at a time."""
-        for start in range(0, len(self.firsts), groups):
-            yield self.read(range(start, min(start + groups, len(self.firsts))), columns)
+    def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """Yield all rows in order, some row groups at a time; ``columns`` as of ``read``."""
+        for start in range(0, len(self.firsts), _GROUPS_AT_ONCE):
+            yield self.read(range(start, min(start + _GROUPS_AT_ONCE, len(self.firsts))), columns)
 
     def _fetched(self, group: int, names: frozenset[str]) -> Iterator[Stretch]:
         """Yield the checked bytes of columns of a row group, neighbours in one read."""
         meta = self._metadata.row_group(group)
-        wanted = [i for i in range(meta.num_columns) if meta.column(i).path_in_schema.split(".")[0] in names]
+        numbers = [i for i in range(meta.num_columns) if meta.column(i).path_in_schema.split(".")[0] in names]
         spans = _spans(self._metadata, group)
         run: list[int] = []
-        for number in [*wanted, None]:
+        for number in [*numbers, None]:
             if run and (number is None or spans[number][0] != spans[run[-1]][1]):
                 data = self._store.read_slice(self.file.name, spans[run[0]][0], spans[run[-1]][1]).data
                 stretch = Stretch(spans[run[0]][0], data)
@@ -234,16 +261,124 @@ def _spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:
     return spans
 
 
+class VideosTable:
+    """The videos table of a cache: its small files at once, its sorted ones, and single rows. Threads may share it.
+
+    Files of another identity than ``made_with`` are left out; None takes all.
+
+    Attributes:
+        store: of the cache.
+        foreign: the files that were left out.
+        group: name, number -> a row group of a sorted file as VIDEO_SCHEMA.
+    """
+
+    def __init__(self, store: Store, made_with: str | None = None, keep: int = 8) -> None:
+        """Keep ``keep`` small files, and ``keep`` ends of sorted ones, in memory for single rows."""
+        self.foreign: list[str] = []
+        self.store, self._made_with = store, made_with
+        self._rows_of_small = LoadedOnce(partial(_load_rows, store), keep)
+        self._sorted = LoadedOnce(partial(_load_sorted, store), keep)
+        self.group = LoadedOnce(partial(_load_group, self._sorted), _KEPT_GROUPS)
+
+    def read_small(self, names: Sequence[str], columns: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
+        """Yield the name of each small file and ``columns`` of its rows. Raises CorruptShard, OSError."""
+        contents = zip(names, self.store.read_all(names), strict=True)
+        # Checking and parsing a small file is work for one core, and leaves Python's lock free for most of it.
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            while some := list(islice(contents, _FILES_AT_ONCE)):
+                parsed = pool.map(lambda file: parse_small(self.store, file[0], file[1], columns), some)
+                for (name, _), (rows, made_with) in zip(some, parsed, strict=True):
+                    if self._is_own(name, made_with):
+                        yield name, rows
+
+    def open_sorted(self, name: str) -> SortedFile | None:
+        """Open a sorted file, or return None where its rows are of another identity. Raises as SortedFile."""
+        file = self._sorted(name)
+        return file if self._is_own(name, file.made_with) else None
+
+    def read_row(self, name: str, row: int) -> VideoRow:
+        """Read one row of a file. Raises CorruptShard, FileNotFoundError, OSError."""
+        if file_named(name).level:
+            number, place = divmod(row, self._sorted(name).group_rows)
+            return cast(VideoRow, self.group(name, number).slice(place, 1).to_pylist()[0])
+        values = self._rows_of_small(name)[row].items()
+        # A copy of the row and its lists, so that a caller may change them.
+        return cast(VideoRow, {key: list(value) if isinstance(value, list) else value for key, value in values})
+
+    def read_rows(self, places: pa.Table) -> Iterator[VideoRow]:
+        """Read the row at each of ``places``, a table with ``shard`` and ``row``. Raises as for one row."""
+        return map(self.read_row, places["shard"].to_pylist(), places["row"].to_pylist())
+
+    def _is_own(self, name: str, made_with: str | None) -> bool:
+        """Return whether a file with this fingerprint is of the cache; note it where it is not."""
+        if is_same_identity(made_with, self._made_with):
+            return True
+        if name not in self.foreign:
+            self.foreign.append(name)
+        return False
+
+
+def is_same_identity(made_with: str | None, other: str | None) -> bool:
+    """Return whether two fingerprints are of one identity; None is any."""
+    return made_with is None or other is None or made_with == other
+
+
+def _load_rows(store: Store, name: str) -> list[VideoRow]:
+    """Read all rows of a small file: one of twenty takes Arrow half as long as all of them."""
+    rows: list[VideoRow] = read_file(store, file_named(name)).to_pylist()
+    return rows
+
+
+def _load_sorted(store: Store, name: str) -> SortedFile:
+    """Open a sorted file. Raises as SortedFile."""
+    return SortedFile(store, file_named(name))
+
+
+def _load_group(opened: LoadedOnce[SortedFile], name: str, number: int) -> pa.Table:
+    """Read a row group of a sorted file as VIDEO_SCHEMA. Raises CorruptShard where it is empty."""
+    file = opened(name)
+    table = file.read([number], VIDEO_SCHEMA.names)
+    if file.file.rows and len(table) == 0:
+        raise CorruptShard(f"{name}: row group {number} is empty", "commit")
+    return table
+
+
+def read_file(store: Store, file: TableFile, columns: Sequence[str] = tuple(VIDEO_SCHEMA.names)) -> pa.Table:
+    """Read all rows of one file into memory, of whatever identity. Raises CorruptShard, OSError."""
+    if file.level:
+        return pa.concat_tables(SortedFile(store, file).parts(columns))
+    return parse_small(store, file.name, store.read(file.name), columns)[0]
+
+
+def build_table(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
+    """Build a table of VIDEO_SCHEMA from rows, with their KEY_COLUMNS; counts of rewrites and earlier attempts stay."""
+    table = pa.Table.from_pylist(list(rows), schema=VIDEO_SCHEMA)
+    keys = keys_of(table["video_id"])
+    computed = {
+        "id_high": pa.array(keys[:, 0]),
+        "id_low": pa.array(keys[:, 1]),
+        "clip_key": pa.array(clip_keys(table)),
+        "rewritten": pc.fill_null(table["rewritten"], 0),
+        "earlier_attempts": pc.fill_null(table["earlier_attempts"], 0),
+        "tie_break": pa.array(tie_keys(table)),
+    }
+    for name, values in computed.items():
+        table = table.set_column(table.schema.get_field_index(name), VIDEO_SCHEMA.field(name), values)
+    return table
+
+
+def add_places(table: pa.Table, name: str) -> pa.Table:
+    """Return all rows of the file ``name`` with two more columns: the file's name and the number of the row in it."""
+    table = table.append_column(_PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
+    return table.append_column(_PLACE[1], pa.array(np.arange(len(table)), pa.int32()))
+
+
+def empty_rows(columns: Sequence[str]) -> pa.Table:
+    """Return a table of these columns with ``shard`` and ``row``, without rows, to which others are joined."""
+    return pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *_PLACE]).empty_table()
+
+
 def in_key_order(rows: pa.Table) -> pa.Table:
     """Return rows sorted by ``id_high`` and ``id_low``."""
     order = np.lexsort((rows["id_low"].to_numpy(), rows["id_high"].to_numpy()))
     return rows.take(pa.array(order))
-
-
-def with_high(rows: pa.Table, first: int, last: int) -> pa.Table:
-    """Return the rows whose ``id_high`` is from ``first`` to ``last``."""
-    high = rows["id_high"]
-    within = pc.and_(
-        pc.greater_equal(high, pa.scalar(first, pa.uint64())), pc.less_equal(high, pa.scalar(last, pa.uint64()))
-    )
-    return rows.filter(within)

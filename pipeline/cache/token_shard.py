@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from threading import local
 from typing import NamedTuple
 
@@ -12,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipeline.cache.cached_video import index_order, vector_bytes
 from pipeline.cache.pages import plain_columns, plain_pages, put_rows
 from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
 from pipeline.errors import CorruptShard
@@ -23,7 +23,7 @@ from pipeline.storage.stores import Store
 Spans = list[tuple[int, int]]
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """The first ``keep`` token rows of a video, as a request to read them.
 
     Attributes:
@@ -85,47 +85,43 @@ class TokenShard:
         self._plain = plain_columns(self.metadata)
         self._own = local()  # one Parquet reader per thread
 
-    def spans(self, wanted: Rows) -> Spans:
-        """Return the bytes [start, end) of what is wanted: one span, unless other columns lie between.
+    def spans(self, rows: TokenRows) -> Spans:
+        """Return the bytes [start, end) of the rows: one span, unless other columns lie between.
 
         Raises CorruptShard.
         """
-        groups = [self.metadata.row_group(number) for number in self._groups(wanted)]
-        return joined(_span(group, {*wanted.columns, *wanted.near}) for group in groups)
+        groups = [self.metadata.row_group(number) for number in self._groups(rows)]
+        return join_spans(_span(group, {*rows.columns, *rows.near}) for group in groups)
 
-    def fetch_all(self, wanted: Sequence[Rows]) -> Fetched | None:
+    def fetch_all(self, videos: Sequence[TokenRows]) -> Fetched | None:
         """Fetch the bytes of several videos, in the order of their row groups, for ``read``; one request a span.
 
         None for a local file, which is read in place.
         """
-        spans = joined(span for rows in wanted for span in self.spans(rows))
+        spans = join_spans(span for rows in videos for span in self.spans(rows))
         with self._faults():
             return self._source.fetch(spans)
 
-    def read(self, wanted: Rows, fetched: Fetched | None = None) -> pa.Table:
+    def read(self, rows: TokenRows, fetched: Fetched | None = None) -> pa.Table:
         """Read the rows in order of selection; ``fetched`` holds their bytes already, and is one thread's."""
-        return self._arrow(wanted, wanted.columns, fetched or self.fetch_all([wanted]))
+        return self._read_columns(rows, rows.columns, fetched or self.fetch_all([rows]))
 
-    def read_by_index(self, wanted: Rows, fetched: Fetched | None = None) -> ByIndex:
+    def read_by_index(self, rows: TokenRows, fetched: Fetched | None = None) -> ByIndex:
         """Read the rows, the vectors among them in order of ``index``, which is among the columns."""
-        fetched = fetched or self.fetch_all([wanted])
-        table = self._arrow(wanted, [name for name in wanted.columns if name not in self._plain], fetched)
+        fetched = fetched or self.fetch_all([rows])
+        table = self._read_columns(rows, [name for name in rows.columns if name not in self._plain], fetched)
         order = index_order(table)
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        vectors = {}
-        for name in wanted.columns:
-            if name in self._plain:
-                placed = self._placed(wanted, name, places, fetched)
-                vectors[name] = self._taken(wanted, name, order, fetched) if placed is None else placed
-        return ByIndex(table, order, vectors)
+        large = [name for name in rows.columns if name in self._plain]
+        return ByIndex(table, order, {name: self._read_vectors(rows, name, order, places, fetched) for name in large})
 
     def read_checked(self, row: VideoRow) -> pa.Table:
         """Read all of a video's token rows with all columns, and compare the checksum of its row.
 
         Raises CorruptShard.
         """
-        table = self.read(Rows(row, row["n_tokens"], self.schema.names))
+        table = self.read(TokenRows(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
             raise CorruptShard(f"{self._label}: the rows are those of {', '.join(map(str, ids[:3]))}", "rows")
         if checksum_of(table) != row["checksum"]:
@@ -138,65 +134,68 @@ class TokenShard:
         if lacking := sorted(set(columns) - self._names):
             raise CorruptShard(f"{self._label}: it has no column {', '.join(lacking)}", "schema")
 
-    def _arrow(self, wanted: Rows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
+    def _read_columns(self, rows: TokenRows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
         """Read the rows with Arrow, every page held against its checksum."""
-        groups = self._groups(wanted)
+        groups = self._groups(rows)
         with self._faults():
             table = self._parquet(fetched).read_row_groups(groups, columns=list(columns), use_threads=READ_THREADS)
-        n_rows = sum(wanted.row["row_counts"][: len(groups)])
+        n_rows = sum(rows.row["row_counts"][: len(groups)])
         if len(table) != n_rows:
             raise CorruptShard(f"{self._label}: {len(table)} rows where {n_rows} belong", "rows")
-        return table.slice(0, wanted.keep)
+        return table.slice(0, rows.keep)
 
     def _parquet(self, fetched: Fetched | None) -> pq.ParquetFile:
         """Return a reader for this thread, since Arrow does not say that threads may share one."""
         if fetched is not None:
             return open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
-        found: pq.ParquetFile | None = getattr(self._own, "parquet", None)
-        if found is None:
-            found = self._own.parquet = open_parquet(self._source.mapped, self.metadata)
-        return found
+        reader: pq.ParquetFile | None = getattr(self._own, "parquet", None)
+        if reader is None:
+            reader = self._own.parquet = open_parquet(self._source.mapped, self.metadata)
+        return reader
 
-    def _taken(self, wanted: Rows, name: str, order: NDArray[np.int64], fetched: Fetched | None) -> NDArray[np.int16]:
-        """Read a column of vectors with Arrow, in ``order``: [K,width]."""
-        column = self._arrow(wanted, [name], fetched)[name]
-        bits: NDArray[np.int16] = np.frombuffer(vector_bytes(column), np.int16).reshape(len(column), -1)
-        return bits.take(order, axis=0)
+    def _read_vectors(
+        self,
+        rows: TokenRows,
+        name: str,
+        order: NDArray[np.int64],
+        places: NDArray[np.int64],
+        fetched: Fetched | None,
+    ) -> NDArray[np.int16]:
+        """Read a column of vectors in ``order``, [K,width]: each straight to its place, or by Arrow where it must be.
 
-    def _placed(
-        self, wanted: Rows, name: str, places: NDArray[np.int64], fetched: Fetched | None
-    ) -> NDArray[np.int16] | None:
-        """Read a column of vectors, each straight to its place, [K,width].
-
-        None where only Arrow can read the column.
+        ``places`` is the place of each row in that order.
         """
         number, n_bytes = self._plain[name]
         out = np.empty((len(places), n_bytes // 2), np.int16)
         view, done = (fetched or self._source).view, 0
-        for group in self._groups(wanted):
+        for group in self._groups(rows):
             pages = plain_pages(self.metadata.row_group(group), number)
             if pages is None:
-                return None
+                break
             part = places[done : done + pages.n_rows]
             with self._faults():
                 data = view(pages.start, pages.end)
             if not put_rows(data, pages.n_rows, part, out):
-                return None
+                break
             done += len(part)
-        return out
+        else:
+            return out
+        column = self._read_columns(rows, [name], fetched)[name]
+        bits: NDArray[np.int16] = np.frombuffer(vector_bytes(column), np.int16).reshape(len(column), -1)
+        return bits.take(order, axis=0)
 
-    def _groups(self, wanted: Rows) -> range:
+    def _groups(self, rows: TokenRows) -> range:
         """Return the row groups that hold the rows. Raises CorruptShard where they or the columns are missing."""
-        row, n_groups, n_rows = wanted.row, 0, 0
-        self.require(wanted.columns)
-        while n_rows < wanted.keep and n_groups < len(row["row_counts"]):
+        row, n_groups, n_rows = rows.row, 0, 0
+        self.require(rows.columns)
+        while n_rows < rows.keep and n_groups < len(row["row_counts"]):
             n_rows += row["row_counts"][n_groups]
             n_groups += 1
         groups = range(row["first_row_group"], row["first_row_group"] + n_groups)
-        if n_rows < wanted.keep or groups.start < 0 or groups.stop > self.metadata.num_row_groups:
+        if n_rows < rows.keep or groups.start < 0 or groups.stop > self.metadata.num_row_groups:
             raise CorruptShard(
                 f"{self._label}: {self.metadata.num_row_groups} row groups, not {groups.start} to {groups.stop - 1} "
-                f"of {wanted.keep} rows, which the videos row asks for",
+                f"of {rows.keep} rows, which the videos row asks for",
                 "rows",
             )
         return groups
@@ -221,6 +220,21 @@ def _footer(source: LocalFile | RangedObject) -> bytes:
     return bytes(source.view(max(0, size - n_footer), size))
 
 
+def index_order(table: pa.Table) -> NDArray[np.int64]:
+    """Return the order [K] that sorts token rows by flat index; those of equal index stay as stored."""
+    index = table["index"].to_numpy()
+    if len(index) and index.min() >= 0 and index.max() < 2**16:
+        index = index.astype(np.uint16)  # numpy sorts these by their digits, in a third of the time
+    return np.argsort(index, kind="stable")
+
+
+def vector_bytes(column: pa.ChunkedArray) -> pa.Buffer:
+    """Return the values of a column of vectors in one buffer, without a copy where the column is one chunk."""
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    width = array.type.byte_width
+    return array.buffers()[1].slice(array.offset * width, len(array) * width)
+
+
 def checksum_of(table: pa.Table) -> str:
     """Hash a video's token rows, all vector columns of them, as its row of the videos table has it."""
     vectors = [field.name for field in table.schema if pa.types.is_fixed_size_binary(field.type)]
@@ -228,14 +242,14 @@ def checksum_of(table: pa.Table) -> str:
     return digest(*(vector_bytes(table[name].drop_null()) for name in vectors))
 
 
-def joined(spans: Iterable[tuple[int, int]]) -> Spans:
+def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
     """Join the spans that touch; they come in ascending order."""
-    found: Spans = []
+    runs: Spans = []
     for start, end in spans:
-        if found and found[-1][1] == start:
-            start = found.pop()[0]  # noqa: PLW2901
-        found.append((start, end))
-    return found
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]  # noqa: PLW2901
+        runs.append((start, end))
+    return runs
 
 
 def _span(group: pq.RowGroupMetaData, names: Collection[str]) -> tuple[int, int]:
@@ -273,3 +287,13 @@ def ids_in_footer(store: Store, token_shard: str) -> list[str]:
     place = footer.schema.to_arrow_schema().get_field_index("video_id")
     groups = (footer.row_group(number).column(place).statistics for number in range(footer.num_row_groups))
     return sorted({group.min for group in groups if group is not None and group.has_min_max})
+
+
+def run_of(token_shard: str) -> str:
+    """Return the id of the run that wrote a token shard, by the shard's name."""
+    return PurePosixPath(token_shard).stem.rsplit("-", 2)[0]
+
+
+def token_shard_id(name: str) -> str:
+    """Return the part of a token shard's name that differs between the shards of one run."""
+    return name.rsplit("-", 2)[-2]

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import TypeVar
 
 import numpy as np
@@ -23,8 +22,8 @@ from numpy.typing import NDArray
 
 from gstep.evidence import is_per_frame
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
-from pipeline.cache.live_rows import TOKENS, VIDEOS, keyed
 from pipeline.cache.schema import (
+    TOKENS,
     digest,
     footer_of,
     hex_digest,
@@ -32,7 +31,7 @@ from pipeline.cache.schema import (
     token_schema,
     write_parquet,
 )
-from pipeline.cache.table import small_file
+from pipeline.cache.table import build_table, small_file
 from pipeline.errors import RunFailed
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store
@@ -115,31 +114,30 @@ def commit(store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], 
     RunFailed where they were removed while this process was stopped.
     """
     needs = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
-    if missing := _missing(store, needs):
+    if missing := _find_missing(store, needs):
         raise FileNotFoundError(
             errno.ENOENT,
             f"not in this --out {store}, which must be shared by all nodes: one wrote it elsewhere, or it was "
             "removed meanwhile",
             missing[0],
         )
-    ours: list[VideoRecord] = [{**row, "run_id": run_id} for row in rows]
-    table = keyed(ours)
-    name, data = small_file(VIDEOS, run_id, number, table, made_with)
+    table = build_table([{**row, "run_id": run_id} for row in rows])
+    name, data = small_file(run_id, number, table, made_with)
     store.put(name, data)
     # A process that was stopped in between finds out here that somebody cleaned up meanwhile.
-    if missing := _missing(store, needs):
+    if missing := _find_missing(store, needs):
         store.delete(name)
         what = f"{store}: {missing[0]} was removed before its videos were committed"
         raise RunFailed(f"{what}; run the same command again")
     return table
 
 
-def _missing(store: Store, names: Sequence[str]) -> list[str]:
+def _find_missing(store: Store, names: Sequence[str]) -> list[str]:
     """Return which of these files the store lacks; a driver with many writers asks for many, which a store delays."""
     if len(names) <= 1:
         return [name for name in names if not store.exists(name)]
     with ThreadPoolExecutor(min(_AT_ONCE, len(names))) as pool:
-        return [name for name, there in zip(names, pool.map(store.exists, names), strict=True) if not there]
+        return [name for name, exists in zip(names, pool.map(store.exists, names), strict=True) if not exists]
 
 
 def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_id: str, codec: TokenCodec) -> None:
@@ -149,12 +147,12 @@ def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_i
     schema = token_schema(first["hidden_size"], len(kept.deepstack), widths, codec)
     tables: list[pa.Table] = []
     checksums: list[Future[str]] = []
-    with ThreadPoolExecutor(_HASHERS) as beside:  # hashlib lets other threads run
+    with ThreadPoolExecutor(_HASHERS) as hashers:  # hashlib lets other threads run
         for record, kept in videos:
-            vectors = _vectors(kept, codec)
+            vectors = _encode_vectors(kept, codec)
             # What the checksum means in the schema names no evidence: caches without any keep their bytes.
-            checksums.append(beside.submit(digest, *map(np.ascontiguousarray, vectors.values())))
-            tables.append(_token_rows(record, kept, vectors, schema))
+            checksums.append(hashers.submit(digest, *map(np.ascontiguousarray, vectors.values())))
+            tables.append(_build_rows(record, kept, vectors, schema))
             if codec is not BFLOAT16:
                 record["token_codec"], record["token_block"] = codec.name, codec.group
             record["row_counts"] = tier_row_counts(
@@ -190,7 +188,7 @@ def put_token_shard(
         record["token_shard"], record["footer_hash"] = name, footer
 
 
-def bundled(
+def make_bundles(
     items: Iterable[T], n_bytes: Callable[[T], float], limit: float = SHARD_BYTES, most: float = math.inf
 ) -> Iterator[list[T]]:
     """Yield items in order, as many at a time as make a shard of about ``limit`` bytes, and at most ``most``."""
@@ -206,24 +204,14 @@ def bundled(
         yield bundle
 
 
-def run_of(token_shard: str) -> str:
-    """Return the id of the run that wrote a token shard, by the shard's name."""
-    return PurePosixPath(token_shard).stem.rsplit("-", 2)[0]
-
-
-def token_shard_id(name: str) -> str:
-    """Return the part of a token shard's name that differs between the shards of one run."""
-    return name.rsplit("-", 2)[-2]
-
-
-def _vectors(kept: KeptTokens, codec: TokenCodec) -> dict[str, Bits]:
+def _encode_vectors(kept: KeptTokens, codec: TokenCodec) -> dict[str, Bits]:
     """Return the columns of vectors by name, as the codec stores them, in the order that the checksum takes them in."""
     levels = {f"deepstack_{level}": values for level, values in enumerate(kept.deepstack)}
     coded = [codec.encode(name, values) for name, values in {"token": kept.tokens, **levels}.items()]
     return {**{name: values for columns in coded for name, values in columns.items()}, **kept.evidence}
 
 
-def _token_rows(record: VideoRecord, kept: KeptTokens, vectors: Mapping[str, Bits], schema: pa.Schema) -> pa.Table:
+def _build_rows(record: VideoRecord, kept: KeptTokens, vectors: Mapping[str, Bits], schema: pa.Schema) -> pa.Table:
     """Build the token rows of one video; the vectors are wrapped, not copied."""
     n = len(kept.index)
     columns: dict[str, pa.Array] = {

@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.reader import TokenCache, check_list
-from pipeline.cache.reading import TokenOrder
+from pipeline.cache.reader import TokenCache, TokenOrder, check_list
 from pipeline.cache.schema import digest
 from pipeline.datasets.processes import (
     ParentRanks,

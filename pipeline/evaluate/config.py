@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
-from pipeline.generate.late_pruning import LateAsked, asked_grid
+from pipeline.generate.late_pruning import PruningSpec, parse_pruning_grid
 from pipeline.options import DTYPES, EngineOptions, check, option, positive
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
@@ -154,13 +154,13 @@ class EvaluateConfig(EngineOptions):
         """Return the folder or URI of this name in ``--out``."""
         return f"{self.out.rstrip('/')}/{name}"
 
-    def grid(self) -> dict[str, LateAsked | None]:
+    def grid(self) -> dict[str, PruningSpec | None]:
         """Return the arms that every question is answered under, by label: None (full retention), then each method.
 
         Each method comes at each ratio, from the largest, and at each of the positions that were named. Raises
         UsageError for a method that is no METHOD[,NAME=VALUE...].
         """
-        asked = asked_grid(
+        asked = parse_pruning_grid(
             self.method or DEFAULT_METHODS, self.retention_ratio or DEFAULT_RATIOS, self.siglip, self.seed
         )
         named = [one for one in asked if one.method != FULL]

@@ -14,8 +14,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cache.live_rows import TOKENS
-from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.cache.header import HEADER
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.schema import TOKENS
 from pipeline.errors import RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
@@ -129,7 +130,7 @@ def _to_ask_again(done: ScoredQuestions) -> int:
 
 def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     """Score the answers that jobs.generate gave, and write tables and page."""
-    store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_region))
+    store = store_at(config.out, Objects.from_environment(config.s3_endpoint))
     identity = {"scored": config.score}
     match_results(store, identity)
     done = score_answers(config)

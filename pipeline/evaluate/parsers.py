@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from pipeline.generate.choices import letters, parse_letter
+from pipeline.generate.questions import letters, parse_letter
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _last_places(text: str, names: Iterable[Iterable[str]]) -> list[tuple[int, i
 
 
 def _letter(reply: str, options: Sequence[str]) -> Parsed:
-    """Apply the rule of ``jobs.generate`` (:func:`pipeline.generate.choices.parse_letter`), which never guesses."""
+    """Apply the rule of ``jobs.generate`` (:func:`pipeline.generate.questions.parse_letter`), which never guesses."""
     return Parsed(parse_letter(reply, _without_letters(options)))
 
 

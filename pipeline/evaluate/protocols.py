@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.generate.choices import INSTRUCTION, letters
+from pipeline.generate.questions import INSTRUCTION, letters
 from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:

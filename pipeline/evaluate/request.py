@@ -19,8 +19,8 @@ from gstep.evidence import HEAD_SOURCES, pairs
 from gstep.language import prompt_builder
 from gstep.pruners import read_pruner
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.header import CacheIdentity, differences, header_bytes, read_header_file
-from pipeline.cache.reader import HEADER, TokenCache, read_header
+from pipeline.cache.header import HEADER, CacheIdentity, differences, header_bytes, read_header, read_header_file
+from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import digest
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.benchmarks import find_benchmark
@@ -30,11 +30,18 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, Protocol
 from pipeline.evaluate.scores import question_table
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
-from pipeline.generate.answers import PRUNINGS, AnswersIdentity, AnswersTable, LateIdentity, read_answers_header
-from pipeline.generate.engines import ENGINES, EngineSetup
-from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
-from pipeline.generate.model import check_model, model_of
-from pipeline.generate.request import describe_prunings, engine_of, refuse_others
+from pipeline.generate.answers import (
+    PRUNINGS,
+    AnswersIdentity,
+    AnswersTable,
+    LateIdentity,
+    check_identity,
+    read_answers_header,
+)
+from pipeline.generate.engines import ENGINES, describe_engine
+from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_whole, resolve_pruning
+from pipeline.generate.model import check_model, choose_model
+from pipeline.options import EngineOptions
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import needed_by, resolve, sampling_settings
 from pipeline.rows import Json, JsonObject
@@ -44,7 +51,7 @@ from pipeline.storage.stores import Store, store_at
 from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
 
 #: The prunings under which every question is asked, by label; None is full retention.
-Grid = Mapping[str, LateAsked | None]
+Grid = Mapping[str, PruningSpec | None]
 _RESULTS_VERSION = 1
 RESULTS_HEADER = "evaluation.json"
 ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # in the layouts of jobs.generate and jobs.prune
@@ -119,7 +126,7 @@ def _held(cached: Store, *, named: bool) -> CacheIdentity | None:
 def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     """Check the whole request. Raises UsageError; starts nothing, reads no weights and no video."""
     assert config.benchmark is not None  # the config refuses a request without it
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    objects = Objects.from_environment(config.s3_endpoint)
     store, cache = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER)
     check_out(store)
     benchmark = find_benchmark(config.benchmark)
@@ -138,9 +145,9 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         check_frames(config, protocol, source, cache, held)
     with usage_errors():
         made = held if videos is None else identity_of(videos, cached, objects, console)
-        described = _check_methods(grid, made, source, cache, engine_of(config))
+        described = _check_methods(grid, made, source, cache, config)
     with store_usage_errors():
-        _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), described, engine_of(config))
+        _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), described, config)
     request = EvaluateRequest(
         config=config,
         benchmark=benchmark,
@@ -216,7 +223,7 @@ def _arms(config: EvaluateConfig, source: ModelSource) -> Grid:
     """
     with usage_errors():
         usual, variant = prompt_builder(source).policy.positions, family_of(source).variant
-        arms: dict[str, LateAsked | None] = {}
+        arms: dict[str, PruningSpec | None] = {}
         for label, one in config.grid().items():
             if one is None:
                 arms[label] = None
@@ -232,7 +239,7 @@ def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:
     with usage_errors():
         if held is None:
             return ModelSource.resolve(config.model or "tiny", config.revision)
-        return ModelSource.resolve(*model_of(config.model, config.revision, held["model"]["weights"]))
+        return ModelSource.resolve(*choose_model(config.model, config.revision, held["model"]["weights"]))
 
 
 def _check_methods(
@@ -240,7 +247,7 @@ def _check_methods(
     held: CacheIdentity | None,
     source: ModelSource,
     cache: str,
-    engine: EngineSetup,
+    options: EngineOptions,
 ) -> dict[str, LateIdentity | None]:
     """Raise UsageError for a method that cannot prune what the cache holds, or not with this engine.
 
@@ -257,12 +264,14 @@ def _check_methods(
             "compared with full retention: make one with python -m jobs.prune --pruner none"
         )
     builder = prompt_builder(source)
-    prunings = {label: None if one is None else late_pruning(one, held, source, builder) for label, one in grid.items()}
-    ENGINES[engine.name].check(engine, source, builder, prunings)
+    prunings = {
+        label: None if spec is None else resolve_pruning(spec, held, source, builder) for label, spec in grid.items()
+    }
+    ENGINES[options.engine].check(options, source, builder, prunings)
     return describe_prunings(prunings, held)
 
 
-def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None], engine: EngineSetup) -> None:
+def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None], options: EngineOptions) -> None:
     """Raise UsageError if the answers know a method by the same label with another seed or other weights.
 
     Answers of another engine are refused, too: nothing may be left to ask that would tell.
@@ -274,7 +283,7 @@ def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None],
         there: AnswersIdentity = {PRUNINGS: held.get(PRUNINGS, {})}
         if "engine" in held:
             there["engine"] = held["engine"]
-        refuse_others(answers, there, {PRUNINGS: json.loads(json.dumps(described)), **engine.describe()})
+        check_identity(answers, there, {PRUNINGS: json.loads(json.dumps(described)), **describe_engine(options)})
 
 
 def data_folder(request: EvaluateRequest) -> Path:
@@ -285,7 +294,7 @@ def data_folder(request: EvaluateRequest) -> Path:
 _PASSED_ON = (
     *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "join"),
     *("retry_failed", "max_attempts"),
-    *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_region"),
+    *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint"),
 )
 
 

@@ -26,7 +26,7 @@ from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, score_matrix
 from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
 from pipeline.evaluate.table import ResultsTable, ScoredBenchmark, latex, markdown, results_table
-from pipeline.generate.late_pruning import asked_grid
+from pipeline.generate.late_pruning import parse_pruning_grid
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
@@ -197,13 +197,13 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     ``method`` and ``retention_ratio`` choose rows and their order. Raises UsageError (nothing was written) for a place
     without results or with damaged ones, for two of one benchmark, and for unlike models, frames or protocols.
     """
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    objects = Objects.from_environment(config.s3_endpoint)
     store = store_at(config.out, objects)
     if store.taken() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
         raise NotResults(f"{store} exists and holds something else than {TABLES_JSON}: name another place with --out")
     found = [_read(place, objects) for place in config.results]
     _check_alike(found)
-    methods = [asked_grid([method], [1.0])[0].method_label for method in config.method]
+    methods = [parse_pruning_grid([method], [1.0])[0].method_label for method in config.method]
     there = dict.fromkeys(arm for one in found for arm in arms_of(one.scores))
     ratios = config.retention_ratio or sorted({arm.ratio for arm in there if arm != ORIGINAL}, reverse=True)
     asked = [MethodAtRatio(method, ratio) for method in methods for ratio in ratios]

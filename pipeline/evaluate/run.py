@@ -18,10 +18,10 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
-from pipeline.cache.codecs import BFLOAT16, codec_of
-from pipeline.cache.header import SamplingIdentity, differences
-from pipeline.cache.live_rows import TOKENS, VIDEOS
-from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.cache.codecs import BFLOAT16
+from pipeline.cache.header import HEADER, SamplingIdentity, codec_of, differences
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import NotAnswers, RunFailed, UsageError
 from pipeline.evaluate.benchmarks.annotations import NotAskable
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
@@ -37,13 +37,20 @@ from pipeline.evaluate.request import (
     passed_on,
     write_results_header,
 )
-from pipeline.evaluate.scores import answered_item, score_table, way_of
+from pipeline.evaluate.scores import answered_item, mode_of, score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
+from pipeline.generate.answers import (
+    COMPARED,
+    AnswersIdentity,
+    AnswersTable,
+    answer_rows,
+    describe_change,
+    read_answers,
+    read_answers_header,
+    refuse_changed,
+)
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
-from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers, read_answers_header
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.request import checked
-from pipeline.generate.resume import COMPARED, answer_rows, asked_rows, difference, refuse_changed
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.prune.config import PruneConfig
@@ -117,7 +124,7 @@ def _answers_store(request: EvaluateRequest) -> Store:
 
 def _live(request: EvaluateRequest) -> pa.Table:
     """Return the live answers to the questions of a request under its grid."""
-    return asked_rows(AnswersTable(_answers_store(request)).live(), request.questions, request.grid)
+    return AnswersTable(_answers_store(request)).live_of(request.questions, request.grid)
 
 
 def _unanswered(request: EvaluateRequest) -> list[Item]:
@@ -131,7 +138,7 @@ def _unanswered(request: EvaluateRequest) -> list[Item]:
     counts, changed = Counter[str](), list[str]()
     for row in answer_rows(_live(request).select(["question_id", "status", *COMPARED])):
         good = row["status"] == "ok"
-        if good and (text := difference(asked[row["question_id"]], row)):
+        if good and (text := describe_change(asked[row["question_id"]], row)):
             changed.append(text)
         counts[row["question_id"]] += good or not request.config.retry_failed
     refuse_changed(changed, request.store)
@@ -158,25 +165,24 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
     """Answer every question under the whole grid, in one run."""
     config = answers_config(request)
-    about: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
-    make = partial(checked, config, request.questions, request.grid, console, about)
+    evaluation: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
     n_asked = len(request.questions) * len(request.grid)
     console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_asked} answers")
-    return AnswerRun(config, console, make).run()
+    return AnswerRun(config, console, request.questions, request.grid, evaluation).run()
 
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
     """Return the options of jobs.generate that follow from the protocol."""
-    way, options = way_of(request.protocol, request.source.model_type), request.config
+    mode, options = mode_of(request.protocol, request.source.model_type), request.config
     return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
         out=options.in_out(ANSWERS_FOLDER),
         model=request.source.name,
-        choices=way.method,
-        system=way.system,
-        max_new_tokens=way.decoding.max_new_tokens,
-        temperature=way.decoding.temperature,
+        choices=mode.method,
+        system=mode.system,
+        max_new_tokens=mode.decoding.max_new_tokens,
+        temperature=mode.decoding.temperature,
         frame_times=request.protocol.rules(request.source.model_type).frame_times,
         **passed_on(options, *_OF_ANSWERING),
     )
@@ -212,7 +218,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
 
     Raises UsageError for a place without answers, and where not all hold the same questions.
     """
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    objects = Objects.from_environment(config.s3_endpoint)
     first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, MethodAtRatio]()
     settings: JsonObject = {}
     for place in config.score:

@@ -16,7 +16,7 @@ from pipeline.evaluate.benchmarks.own import is_unpublished, item_of, same_text
 from pipeline.evaluate.parsers import Parsed, parse, without_reasoning
 from pipeline.evaluate.protocols import Protocol
 from pipeline.evaluate.statistics import MethodAtRatio
-from pipeline.generate.questions import QUESTION_SCHEMA, Way
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 
 SCORES = "scores.parquet"
@@ -116,10 +116,10 @@ def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Pro
     return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **counts}
 
 
-def way_of(protocol: Protocol, model_type: str) -> Way:
-    """Return the protocol's way of answering: choices method, system message and decoding, for all questions."""
+def mode_of(protocol: Protocol, model_type: str) -> AnswerMode:
+    """Return the protocol's mode of answering: choices method, system message and decoding, for all questions."""
     decoding = Decoding(max_new_tokens=protocol.max_new_tokens, temperature=protocol.temperature)
-    return Way(decoding, protocol.choices, protocol.rules(model_type).system)
+    return AnswerMode(decoding, protocol.choices, protocol.rules(model_type).system)
 
 
 def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
@@ -127,19 +127,19 @@ def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -
 
     Where a reply is generated the prompt is the protocol's whole text, which goes through untouched.
     """
-    way = way_of(protocol, model_type)
-    rows = [_question(item, protocol, model_type, way) for item in items]
+    mode = mode_of(protocol, model_type)
+    rows = [_question(item, protocol, model_type, mode) for item in items]
     return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
 
 
-def _question(item: Item, protocol: Protocol, model_type: str, way: Way) -> QuestionRecord:
+def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode) -> QuestionRecord:
     """Return an item as a row of QUESTION_SCHEMA."""
     scored = bool(item.options) and protocol.choices != "generate"
     question: QuestionRecord = {
         "question_id": item.question_id,
         "video_ids": list(item.video_ids),
         "prompt": item.question if scored else protocol.text(item, model_type),
-        "decoding": (way if scored else replace(way, method="generate")).describe(),
+        "decoding": (mode if scored else replace(mode, method="generate")).describe(),
     }
     if scored:
         question["choices"] = list(item.options)

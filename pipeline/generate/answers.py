@@ -1,15 +1,15 @@
-"""Answers on disk: every column and its meaning, shards that appear whole, and the reader of those that count.
+"""Answers on disk: the columns, the settings that all rows share, the rows that count, and the questions left to ask.
 
-``answers.json`` says what all rows share, ``answers/<shard>.parquet`` or ``.jsonl`` hold a row a question (failed ones
-too), ``runs/<run_id>.json`` is provenance. A question's live row is chosen as a video's is
-(``pipeline.cache.live_rows``); where several prunings are asked, it has one under each.
+``answers.json`` holds the settings, ``answers/<shard>.parquet`` or ``.jsonl`` a row a question (failed questions too),
+``runs/<run_id>.json`` the provenance. A question's live row is chosen as a video's is (``pipeline.cache.live``);
+where questions are asked under several prunings, a question has a live row under each.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Final, NotRequired, TypedDict, cast, get_args
@@ -19,13 +19,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.cache.header import CacheIdentity, ModelIdentity, PrunerIdentity, header_bytes, read_header_file
-from pipeline.cache.live_rows import best_first, states_of
+from pipeline.cache.header import (
+    CacheIdentity,
+    ModelIdentity,
+    PrunerIdentity,
+    differences,
+    header_bytes,
+    read_header_file,
+)
+from pipeline.cache.live import best_first, states_of
 from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.cache.table import check_content, small_name
-from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass
-from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord
+from pipeline.errors import CorruptShard, IdentityMismatch, NotAnswers, QuestionFaultClass, QuestionsChanged
+from pipeline.generate.config import GenerateConfig
+from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
@@ -35,6 +43,9 @@ HEADER = "answers.json"
 ANSWERS = "answers"
 PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
+COMPARED = ("video_ids", "prompt", "choices", "decoding")  # columns of a question that its answer depends on
+_DECIDING = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")  # whether it is asked again
+_MAX_ROWS_AS_OBJECTS = 4096
 
 ANSWER_SCHEMA = pa.schema(
     [
@@ -147,6 +158,37 @@ def write_answers_header(store: Store, identity: AnswersIdentity) -> None:
     store.put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": cast(JsonObject, identity)}))
 
 
+def check_place(store: Store) -> None:
+    """Raise NotAnswers if the place for answers holds something else."""
+    if not store.exists(HEADER) and store.taken():
+        raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
+
+
+def match_answers(store: Store, identity: AnswersIdentity) -> None:
+    """Raise IdentityMismatch if the place holds answers of other settings; a place without an answer is free."""
+    if store.exists(HEADER):
+        stored = read_answers_header(store)["identity"]
+        if AnswersTable(store).names():
+            check_identity(store, stored, identity)
+
+
+def check_identity(store: Store, stored: AnswersIdentity, wanted: AnswersIdentity) -> None:
+    """Raise IdentityMismatch if answers with the settings ``stored`` cannot be mixed with ``wanted`` ones.
+
+    Every difference counts, except prunings that only one of the two has.
+    """
+    if PRUNINGS in stored and PRUNINGS in wanted:
+        both = stored[PRUNINGS].keys() & wanted[PRUNINGS].keys()
+        stored = {**stored, PRUNINGS: {name: stored[PRUNINGS][name] for name in both}}
+        wanted = {**wanted, PRUNINGS: {name: wanted[PRUNINGS][name] for name in both}}
+    if wrong := differences(stored, wanted, has="the answers have"):
+        raise IdentityMismatch(
+            f"{store} holds answers made with other settings, and one place holds one kind:\n  "
+            + "\n  ".join(wrong)
+            + "\nUse the settings of the answers, or another --out."
+        )
+
+
 class AnswersTable:
     """The committed rows of a table of answers, kept in memory; shards never change, so each is read once."""
 
@@ -176,10 +218,17 @@ class AnswersTable:
 
     def live(self) -> pa.Table:
         """Return the live row of every question under every pruning, by question_id."""
-        return live_answers(self.rows())
+        return select_live(self.rows())
+
+    def live_of(self, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
+        """Return the live rows of these questions under these prunings; the name "" is no pruning."""
+        live = self.live()
+        known = pc.is_in(live["question_id"], value_set=questions["question_id"].combine_chunks())
+        under = pa.array([name or None for name in prunings], pa.string())
+        return live.filter(pc.and_(known, pc.is_in(live["pruning"], value_set=under)))
 
 
-def live_answers(rows: pa.Table) -> pa.Table:
+def select_live(rows: pa.Table) -> pa.Table:
     """Select the live row of each question and pruning from rows of ANSWER_SCHEMA, sorted by question_id.
 
     The rule is that of videos: ok before failed, most attempts; then the earliest run, and the first answer.
@@ -188,8 +237,8 @@ def live_answers(rows: pa.Table) -> pa.Table:
         return rows
     *ids, run, answer = (_ranks(rows[name]) for name in (*KEYS, "run_id", "answer"))
     order = best_first(ids, states_of(rows["status"]), rows["attempts"].to_numpy(), [run, answer])
-    others = [column[order][1:] != column[order][:-1] for column in ids]
-    return rows.take(pa.array(order[np.append(True, np.logical_or.reduce(others))]))
+    changes = [column[order][1:] != column[order][:-1] for column in ids]
+    return rows.take(pa.array(order[np.append(True, np.logical_or.reduce(changes))]))
 
 
 def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
@@ -198,17 +247,17 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     What was merged is deleted by a later merge, once the merged file is ``keep`` old. Raises CorruptShard, OSError.
     """
     names = store.names(ANSWERS, SUFFIXES["parquet"])
-    held = {name: _parse(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
+    tables = {name: _parse(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
     covered: set[str] = set()
-    for name, table in held.items():
-        merged = held.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED, b"[]")))
+    for name, table in tables.items():
+        merged = tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED, b"[]")))
         covered |= merged
         if merged and store.age(name) >= keep:
             for old in sorted(merged):
                 store.delete(old)
     waiting = [name for name in names if name not in covered]
     if len(waiting) > at_least:
-        live = live_answers(pa.concat_tables(held[name] for name in waiting))
+        live = select_live(pa.concat_tables(tables[name] for name in waiting))
         data = write_parquet(live.replace_schema_metadata({_MERGED: json.dumps(waiting)}))
         store.put(small_name(ANSWERS, "merged", 0, data), data)
 
@@ -252,8 +301,112 @@ def _parse(store: Store, name: str, data: bytes) -> pa.Table:
     """Read one shard in either format as ANSWER_SCHEMA. Raises CorruptShard."""
     check_content(store, name, data)
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
-        held = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        kept = {name: text for name, text in (held.schema.metadata or {}).items() if name == _MERGED}
-        return held.cast(ANSWER_SCHEMA).replace_schema_metadata(kept)
+        table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
+        metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == _MERGED}
+        return table.cast(ANSWER_SCHEMA).replace_schema_metadata(metadata)
     lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
     return pa.Table.from_pylist([json.loads(line) for line in lines if line], schema=ANSWER_SCHEMA)
+
+
+def answer_rows(table: pa.Table) -> Iterator[AnswerRecord]:
+    """Yield the rows of answers; only a few at a time are in memory as Python objects."""
+    for batch in table.to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):
+        for row in batch.to_pylist():
+            yield without_nulls(row, AnswerRecord)
+
+
+def remaining_questions(
+    store: Store,
+    live: pa.Table,
+    questions: pa.Table,
+    prunings: Collection[str],
+    config: GenerateConfig,
+    cached: Collection[str],
+) -> list[QuestionRecord]:
+    """Return the questions that a run must ask, under each pruning, with the number of the attempt.
+
+    A failed row counts as an answer unless ``--retry-failed``. Then the question is asked again if it is another one
+    now, has attempts left, or failed for want of videos that are cached by now.
+
+    Args:
+        live: of the answers in ``store``, the live rows of these questions under these prunings.
+        cached: ids of videos with tokens.
+
+    Raises QuestionsChanged where a question that has an answer is another one now.
+    """
+    by_id = {row["question_id"]: without_nulls(row, QuestionRecord) for row in questions.to_pylist()}
+    done: dict[tuple[str, str | None], tuple[AnswerRecord, str | None]] = {}
+    for row in answer_rows(live.select(list(dict.fromkeys([*_DECIDING, *COMPARED])))):
+        # No more than what decides is kept of an answer: there may be a hundred for each question.
+        kept = cast(AnswerRecord, {name: value for name, value in row.items() if name in _DECIDING})
+        done[answer_key(row)] = kept, describe_change(by_id[row["question_id"]], row)
+    remaining: list[QuestionRecord] = []
+    changed: list[str] = []
+    for question in _pair_with_prunings(by_id.values(), prunings):
+        answer, change = done.get(answer_key(question), (None, None))
+        if answer is None:
+            remaining.append({**question, "attempts": 1})
+        elif answer["status"] == "ok":
+            changed += [change] if change else []
+        elif config.retry_failed:
+            lacked_videos = answer["error_class"] in {"unknown-video", "failed-video"}
+            videos_came = lacked_videos and all(video_id in cached for video_id in answer["video_ids"])
+            if change or answer["attempts"] < config.max_attempts or videos_came:
+                remaining.append({**question, "attempts": answer["attempts"] + 1})
+    refuse_changed(changed, store)
+    return remaining
+
+
+def _pair_with_prunings(questions: Iterable[QuestionRecord], prunings: Collection[str]) -> Iterator[QuestionRecord]:
+    """Yield every question under every pruning; the prunings of one question follow each other."""
+    for question in questions:
+        for pruning in prunings:
+            yield {**question, "pruning": pruning} if pruning else question
+
+
+def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
+    """Describe how a question differs from the one that was answered; None where it does not."""
+    for name in COMPARED:
+        before, now = answer.get(name), question.get(name)
+        if before != now:
+            return f"{question['question_id']}: {name} was {_shorten(before)}, is {_shorten(now)}"
+    return None
+
+
+def _shorten(value: object) -> str:
+    """Return the repr of a value, shortened to 100 characters."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def refuse_changed(changed: Sequence[str], store: Store) -> None:
+    """Raise QuestionsChanged if any question was ``changed``; each entry describes one."""
+    if changed:
+        raise QuestionsChanged(
+            f"{len(changed)} questions with an answer in {store} are others now:\n  "
+            + "\n  ".join(changed[:5])
+            + "\nGive new questions new ids, or name another --out."
+        )
+
+
+def describe_answered(
+    live: pa.Table, n_questions: int, remaining: Sequence[QuestionRecord], config: GenerateConfig
+) -> list[str]:
+    """Return lines for the user about the questions that are not asked because they have ``live`` rows.
+
+    Args:
+        n_questions: that the run is about, each as often as there are prunings.
+    """
+    n_answered = n_questions - len(remaining)
+    if not n_answered:
+        return []
+    failed = live.filter(pc.not_equal(live["status"], "ok"))
+    keys = set(zip(*(failed[name].to_pylist() for name in KEYS), strict=True))
+    n_failed = len(keys - {answer_key(question) for question in remaining})
+    text = f"{n_answered} of {n_questions} questions have their answers already"
+    if not n_failed:
+        return [text]
+    lines = [f"{text}, {n_failed} of them as errors"]
+    if config.retry_failed:
+        lines.append(f"note: they have had their {config.max_attempts} attempts; raise --max-attempts for more")
+    return lines

@@ -20,8 +20,7 @@ from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
-from pipeline.cache.header import CacheIdentity
-from pipeline.cache.method import declared_method, describe_method
+from pipeline.cache.header import CacheIdentity, declared_method, describe_method
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.answers import LateIdentity
 from pipeline.options import named_values
@@ -29,7 +28,7 @@ from pipeline.rows import JsonObject
 
 
 @dataclass(frozen=True)
-class LateAsked:
+class PruningSpec:
     """A pruning of cached tokens as a user names it: a method, its parameters and a ratio.
 
     Attributes:
@@ -59,20 +58,20 @@ class LateAsked:
         return ",".join([self.method, *(f"{name}={value}" for name, value in sorted(self.params.items())), *positions])
 
 
-def asked_grid(
+def parse_pruning_grid(
     methods: Iterable[str], ratios: Iterable[float], siglip: str | None = None, seed: int = 0
-) -> list[LateAsked]:
+) -> list[PruningSpec]:
     """Parse each METHOD[,NAME=VALUE...] and pair it with each ratio from the largest.
 
     Raises UsageError for a malformed one.
     """
-    asked = []
+    specs = []
     largest_first = sorted(set(ratios), reverse=True)
-    for spec in methods:
-        method, *given = (part.strip() for part in spec.split(","))
-        params = named_values(given, f"--method {spec}: a parameter")
-        asked += [LateAsked(method, ratio, params, siglip, seed) for ratio in largest_first]
-    return asked
+    for text in methods:
+        method, *given = (part.strip() for part in text.split(","))
+        params = named_values(given, f"--method {text}: a parameter")
+        specs += [PruningSpec(method, ratio, params, siglip, seed) for ratio in largest_first]
+    return specs
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class LatePruning:
         """Serialise by the method's name, not its class: a worker that cannot import the method then says so."""
         method, params = method_name(type(self.pruner)), self.pruner.params()
         rest = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions)
-        return _unpickled, (method, params, *rest)
+        return _unpickle, (method, params, *rest)
 
     @property
     def inside(self) -> tuple[Pruner, float] | None:
@@ -126,8 +125,8 @@ class LatePruning:
             return n_frames * per_frame
         return self.pruner.at_most(n_frames, per_frame, hidden, self.retention_ratio)
 
-    def kept_inside(self, n_total: int) -> int:
-        """Return how many of a prompt's ``n_total`` visual tokens stay when the model prunes inside itself."""
+    def n_kept_inside(self, n_total: int) -> int:
+        """Return the number of a prompt's ``n_total`` visual tokens that stay where the model prunes."""
         return self.pruner.at_most(1, n_total, n_total, self.retention_ratio)
 
     def select(self, visual: Visual, device: str, text_embedding: Tensor | None = None) -> PrunedTokens:
@@ -138,23 +137,23 @@ class LatePruning:
                 cached ``image_embedding``; without one, in that of the visual tokens.
         """
 
-        def whole(values: Tensor) -> Tensor:
+        def by_frame(values: Tensor) -> Tensor:  # [T*N,...] -> [T,N,...]
             return values.to(device).reshape(visual.n_frames, visual.tokens_per_frame, *values.shape[1:])
 
-        tokens = whole(visual.tokens)
+        tokens = by_frame(visual.tokens)
         evidence = {
-            name: visual.evidence[column].to(device) if name in PER_FRAME else whole(visual.evidence[column])
+            name: visual.evidence[column].to(device) if name in PER_FRAME else by_frame(visual.evidence[column])
             for name, column in self.evidence
         }
         if text_embedding is not None:
             evidence = {"text_embedding": text_embedding, "image_embedding": tokens, **evidence}
         return self.pruner.prune(VisualTokens(tokens, evidence), self.retention_ratio, seed=self.seed)
 
-    def kept(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
+    def reduce(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
         """Return a whole video reduced to its selected tokens.
 
         Args:
-            own_order: a method that has an order of its own in a prompt keeps it; else by position.
+            own_order: whether the order in a prompt that a method has of its own is kept; else tokens go by position.
         """
         own = own_order and self.pruner.reorders
         index = (pruned.index[pruned.selection_order()] if own else pruned.index).cpu()
@@ -165,34 +164,51 @@ class LatePruning:
         return replace(visual, tokens=tokens, index=visual.index[index], deepstack=levels, evidence={})
 
 
-def _unpickled(method: str, params: JsonObject, *rest: Any) -> LatePruning:
+def _unpickle(method: str, params: JsonObject, *rest: Any) -> LatePruning:
     """Make a LatePruning from its method's name and parameters, as ``__reduce__`` describes it."""
     return LatePruning(make_pruner(method, **params), *rest)
 
 
-def late_pruning(asked: LateAsked, held: CacheIdentity, source: ModelSource, builder: PromptBuilder) -> LatePruning:
+def resolve_pruning(
+    spec: PruningSpec, cache_identity: CacheIdentity, source: ModelSource, builder: PromptBuilder
+) -> LatePruning:
     """Check a requested pruning against the cache and the model, before the model is loaded, and return it.
 
     Args:
-        held: the identity of the cache.
+        cache_identity: of the cache that holds the tokens.
 
     Raises UsageError where the cache does not hold what the method needs, or the model cannot be pruned so; ValueError
     for an unknown method or parameter.
     """
-    method = asked.method
-    pruner = read_pruner(method, asked.params, family=family_of(source).variant)
+    method = spec.method
+    pruner = read_pruner(method, spec.params, family=family_of(source).variant)
     describe_method(pruner)  # it must go into the identity of the answers
-    if not is_whole(held):
+    if not is_whole(cache_identity):
         raise UsageError(
             f"--pruner {method} chooses among all visual tokens as the encoder made them, and this cache holds what "
-            f"{held['pruner']['method']} kept at {held['retention_ratio']:g}: make one with python -m jobs.prune "
-            "--pruner none"
+            f"{cache_identity['pruner']['method']} kept at {cache_identity['retention_ratio']:g}: make one with python "
+            "-m jobs.prune --pruner none"
         )
     check_inside(pruner, builder)
-    evidence = () if pruner.layer is not None else evidence_columns(method, pruner, held)
-    tower = _text_tower(method, pruner, evidence, asked.siglip, held, source)
-    ratio = pruner.nominal_ratio(asked.retention_ratio)
-    return LatePruning(pruner, ratio, tower, evidence, asked.seed, asked.positions)
+    evidence = () if pruner.layer is not None else evidence_columns(method, pruner, cache_identity)
+    tower = _text_tower(method, pruner, evidence, spec.siglip, cache_identity, source)
+    ratio = pruner.nominal_ratio(spec.retention_ratio)
+    return LatePruning(pruner, ratio, tower, evidence, spec.seed, spec.positions)
+
+
+def describe_prunings(
+    prunings: Mapping[str, LatePruning | None], cache_identity: CacheIdentity
+) -> dict[str, LateIdentity | None]:
+    """Describe each pruning of a cache, JSON-able, by label; with the pooling head's weights where a method uses it."""
+    described: dict[str, LateIdentity | None] = {}
+    for label, late in prunings.items():
+        identity = None
+        if late is not None:
+            identity = late.describe()
+            if HEAD_SOURCES & {late.pruner.sources[name] for name, _ in late.evidence}:
+                identity["pooling_head"] = cache_identity["model"].get("pooling_head")
+        described[label] = identity
+    return described
 
 
 def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
@@ -202,12 +218,12 @@ def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
         check_layer(pruner, layers, builder.deepstack_levels)
 
 
-def evidence_columns(method: str, pruner: Pruner, held: CacheIdentity) -> tuple[tuple[str, str], ...]:
+def evidence_columns(method: str, pruner: Pruner, cache_identity: CacheIdentity) -> tuple[tuple[str, str], ...]:
     """Return the evidence that the method takes from a cache of this identity: pairs of a name and the cache's column.
 
     Where a family has no embedding of patches that a text's can be compared with, the tokens themselves stand for it.
     """
-    family = BACKBONES[held["model"]["type"]]
+    family = BACKBONES[cache_identity["model"]["type"]]
     gives = family.gives
     needed = pruner.needs - {"text_embedding"}
     if "text_embedding" in pruner.needs and ("image_embedding", pruner.sources.get("image_embedding")) not in gives:
@@ -217,17 +233,17 @@ def evidence_columns(method: str, pruner: Pruner, held: CacheIdentity) -> tuple[
             f"--pruner {method} needs {' and '.join(unknown)} besides the tokens, and does not say where in an encoder "
             "to get it (Pruner.sources)"
         )
-    wanted = {name: pruner.sources[name] for name in sorted(needed)}
-    if lacking := [f"{name} ({where})" for name, where in wanted.items() if (name, where) not in gives]:
+    sources = {name: pruner.sources[name] for name in sorted(needed)}
+    if lacking := [f"{name} ({where})" for name, where in sources.items() if (name, where) not in gives]:
         raise UsageError(f"--pruner {method} needs {' and '.join(lacking)}: {family.model_type} does not give it")
-    columns = {(name_of(column, where), where): column for column, where in held.get("evidence", {}).items()}
-    if not wanted.items() <= columns.keys():
-        siglip = " --siglip MODEL" if HEAD_SOURCES & {*wanted.values()} else ""
+    columns = {(name_of(column, where), where): column for column, where in cache_identity.get("evidence", {}).items()}
+    if not sources.items() <= columns.keys():
+        siglip = " --siglip MODEL" if HEAD_SOURCES & {*sources.values()} else ""
         raise UsageError(
-            f"--pruner {method} needs {' and '.join(wanted)} on {family.model_type}, which this cache does not hold: "
+            f"--pruner {method} needs {' and '.join(sources)} on {family.model_type}, which this cache does not hold: "
             f"make one with python -m jobs.prune --pruner none --evidence {method}{siglip}"
         )
-    return tuple((name, columns[name, where]) for name, where in wanted.items())
+    return tuple((name, columns[name, where]) for name, where in sources.items())
 
 
 def _text_tower(
@@ -235,7 +251,7 @@ def _text_tower(
     pruner: Pruner,
     evidence: tuple[tuple[str, str], ...],
     siglip: str | None,
-    held: CacheIdentity,
+    cache_identity: CacheIdentity,
     source: ModelSource,
 ) -> TextTowerSource | None:
     """Return the text tower of the cached patch embeddings, for a method that compares the question with them."""
@@ -247,19 +263,19 @@ def _text_tower(
             "it with --siglip, for the published models google/siglip-so400m-patch14-384"
         )
     tower = family_of(source).text_tower(siglip)
-    if (ours := held["model"].get("pooling_head")) != tower.head.identity:
+    if (head := cache_identity["model"].get("pooling_head")) != tower.head.identity:
         raise IdentityMismatch(
-            f"--siglip {siglip} has the pooling head {tower.head.identity}, the cache's evidence was made with {ours}: "
+            f"--siglip {siglip} has the pooling head {tower.head.identity}, the cache's evidence was made with {head}: "
             "words and patches can be compared where both are from one checkpoint"
         )
     return tower
 
 
-def is_whole(held: CacheIdentity) -> bool:
+def is_whole(cache_identity: CacheIdentity) -> bool:
     """Return whether a cache of this identity holds every token unchanged.
 
     Some methods drop or merge tokens at a ratio of 1 too.
     """
-    declared = declared_method(held)
+    declared = declared_method(cache_identity)
     keeps_all = declared is not None and declared.exact and not declared.merges
-    return keeps_all and held["retention_ratio"] >= 1.0
+    return keeps_all and cache_identity["retention_ratio"] >= 1.0

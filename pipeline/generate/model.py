@@ -8,15 +8,16 @@ from gstep.backbones import ModelSource
 from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.tensors import tower_hash
 from gstep.checkpoints.tiny import TINY
-from gstep.language import PromptBuilder
+from gstep.language import PromptBuilder, prompt_builder
 from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, fingerprint
-from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.generate.config import PromptOptions
 from pipeline.storage.stores import Store
 
 
-def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str, str | None]:
+def choose_model(model: str | None, revision: str | None, weights: str) -> tuple[str, str | None]:
     """Return the (model, revision) to use: the given ones, else those of the ``weights`` that the cache names.
 
     Raises UsageError where neither names a model.
@@ -33,6 +34,29 @@ def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str
     raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
 
 
+def find_model(
+    cache: Store | str,
+    identity: ModelIdentity,
+    model: str | None = None,
+    revision: str | None = None,
+    read_tower: Callable[[], str | None] | None = None,
+) -> ModelSource:
+    """Return the checkpoint that a cache was made with, or the ``model`` that is named if it fits the cache.
+
+    ``read_tower`` is as of ``check_model``. Raises UsageError where the model is missing or does not fit, ModelError
+    where it is not there.
+    """
+    source = ModelSource.resolve(*choose_model(model, revision, identity["weights"]), quantized=read_tower is not None)
+    check_model(cache, identity, source, read_tower)
+    return source
+
+
+def make_prompt_builder(source: ModelSource, options: PromptOptions, positions: str | None = None) -> PromptBuilder:
+    """Return the prompt builder of a model by the options, or with other ``positions`` than theirs."""
+    default = None if options.positions == "auto" else options.positions
+    return prompt_builder(source, positions or default, options.rule, options.frame_times)
+
+
 def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:
     """Return the checkpoint that a cache was made with; no weights are read.
 
@@ -43,35 +67,33 @@ def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:
 
     Raises UsageError where the model is missing or another one, ModelError where it is not there.
     """
-    held = cache.identity["model"]
-    source = ModelSource.resolve(*model_of(model, None, held["weights"]))
-    check_model(cache.store, held, source)
-    return source
+    return find_model(cache.store, cache.identity["model"], model)
 
 
 def check_model(
-    cache: Store | str, held: ModelIdentity, source: ModelSource, stored: Callable[[], str | None] | None = None
+    cache: Store | str, identity: ModelIdentity, source: ModelSource, read_tower: Callable[[], str | None] | None = None
 ) -> None:
     """Raise IdentityMismatch if the cache was made with other weights than the model's.
 
-    ``stored`` reads the hash of the vision encoder that the cache was made with: other weights, also quantized ones,
-    are then taken if they come with the same encoder. Raises ModelError where that is quantized or not all there.
+    ``read_tower`` reads the hash of the vision encoder that the cache was made with. With it, other weights (quantized
+    weights too) are taken if they come with the same encoder. Raises ModelError where that encoder is quantized or not
+    all there.
     """
-    if (held["type"], held["weights"]) == (source.model_type, source.identity):
+    if (identity["type"], identity["weights"]) == (source.model_type, source.identity):
         return
-    same = ""
-    if stored is not None and held["type"] == source.model_type:
-        theirs, ours = stored(), tower_hash(source)
-        if theirs is not None and theirs == ours:
+    remedy = ""
+    if read_tower is not None and identity["type"] == source.model_type:
+        cache_tower, model_tower = read_tower(), tower_hash(source)
+        if cache_tower is not None and cache_tower == model_tower:
             return
-        same = (
-            f". The vision tower and projector of the cache are {theirs or 'not known: it was made before they were'}, "
-            f"of --model {ours}: use a checkpoint made from the cache's that left both as they were, or prune again "
-            "with the vision encoder of this one"
+        remedy = (
+            ". The vision tower and projector of the cache are "
+            f"{cache_tower or 'not known: it was made before they were'}, of --model {model_tower}: use a checkpoint "
+            "made from the cache's that left both as they were, or prune again with the vision encoder of this one"
         )
     raise IdentityMismatch(
-        f"{cache} was made with the weights {held['weights']} ({held['type']}), --model {source.name} has "
-        f"{source.identity} ({source.model_type}): an LLM understands the tokens of its own vision encoder only{same}"
+        f"{cache} was made with the weights {identity['weights']} ({identity['type']}), --model {source.name} has "
+        f"{source.identity} ({source.model_type}): an LLM understands the tokens of its own vision encoder only{remedy}"
     )
 
 

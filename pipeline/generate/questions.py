@@ -1,23 +1,28 @@
-"""What to ask: a file of questions becomes one Arrow table, a row a question, every row checked."""
+"""What to ask: a file of questions becomes one Arrow table, a row a question, every row checked.
+
+At the end: questions with choices, how they are put to the model, and which choice an answer means.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
 from gstep.language import Decoding
-from pipeline.errors import QuestionsError, near_file
-from pipeline.generate.choices import MAX_LETTERS
+from pipeline.errors import QuestionsError, near_file, usage_errors
+from pipeline.generate.config import GenerateConfig
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import (
     TABLE_SUFFIXES,
@@ -31,7 +36,7 @@ from pipeline.inputs.tables import (
 )
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
-# ``decoding`` is what ``Way.describe`` gives, as JSON: everything that decides how this one question is answered.
+# ``decoding`` is ``AnswerMode.describe()``, as JSON: everything that decides how this question is answered.
 QUESTION_SCHEMA = pa.schema(
     [
         pa.field("question_id", pa.string(), nullable=False),
@@ -43,20 +48,26 @@ QUESTION_SCHEMA = pa.schema(
         pa.field("question_extra", pa.string()),
     ]
 )
-_OPTIONS: Mapping[str, type] = {
+_DECODING_OPTIONS: Mapping[str, type] = {
     "max_new_tokens": int,
     "temperature": float,
     "top_p": float,
     "top_k": int,
     "seed": int,
 }
-_OWN = {"question_id", "video_id", "prompt", "choices", "answer", "system", *_OPTIONS}
-_NEEDS = "question_id, video_id and prompt"
+_KNOWN_COLUMNS = {"question_id", "video_id", "prompt", "choices", "answer", "system", *_DECODING_OPTIONS}
+_NEEDED = "question_id, video_id and prompt"
+MAX_LETTERS = len(ascii_uppercase)
+# The words that lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts with.
+INSTRUCTION = "Answer with the option's letter from the given choices directly."
+# A small letter counts where nothing follows: "the answer is a cat" names no letter.
+_SENTENCE = re.compile(r"\b(?i:answer|option|choice)\b(?:\s+(?i:is))?\s*:?\s*\(?\*{0,2}([A-Z]\b|[a-z](?=[)*.]*\s*$))")
+_ENGLISH = frozenset("AI")  # letters that are words too
 
 
 @dataclass(frozen=True)
-class Way:
-    """The way that one question is answered, or those of a run that do not set their own.
+class AnswerMode:
+    """The mode in which a question is answered: that of a run, or a question's own.
 
     Attributes:
         decoding: options of generating.
@@ -70,7 +81,14 @@ class Way:
     system: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Way:
+    def of(cls, config: GenerateConfig) -> AnswerMode:
+        """Make a run's mode from its options. Raises UsageError."""
+        with usage_errors():
+            decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
+        return cls(decoding, config.choices, config.system)
+
+    @classmethod
+    def parse(cls, text: str) -> AnswerMode:
         """Parse the JSON that ``describe`` returned."""
         options = json.loads(text)
         decoding = Decoding(**{item.name: options[item.name] for item in fields(Decoding) if item.name in options})
@@ -82,7 +100,7 @@ class Way:
         return self.method != "generate"
 
     def describe(self) -> str:
-        """Return the way as JSON; options without effect are left out, and so make no difference."""
+        """Return the mode as JSON; options without effect are left out, so they make no difference."""
         options = {} if self.scored else describe_decoding(self.decoding)
         described = {"method": self.method, "system": self.system, **options}
         return json.dumps(described, sort_keys=True, ensure_ascii=False)
@@ -95,7 +113,7 @@ def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
     return options if decoding.temperature > 0 else {name: options[name] for name in greedy}
 
 
-def read_questions(place: str, way: Way, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
+def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
     """Read the questions of a .jsonl, .parquet or .csv file (local or s3://) as QUESTION_SCHEMA, in the file's order.
 
     Args:
@@ -104,22 +122,22 @@ def read_questions(place: str, way: Way, objects: Objects | None = None, limit: 
     Raises QuestionsError (a UsageError) that names the file and the row: not readable, no row, a row without
     question_id, video_id or prompt, a question_id that repeats, choices or options that make no sense.
     """
-    with _opened(place, objects) as file:
+    with _open_file(place, objects) as file:
         try:
-            return _table(read_rows(place, file, _NEEDS, "question_id"), place, way, limit)
+            return _check_rows(read_rows(place, file, _NEEDED, "question_id"), place, mode, limit)
         except UNREADABLE as error:
             raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
 
 
-def given_questions(given: object, way: Way, limit: int | None = None) -> pa.Table:
+def read_given_questions(given: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
     """Read questions from dicts, or a table that Arrow takes, as ``read_questions`` does. Raises QuestionsError."""
-    return _table(given_rows("questions", given, _NEEDS), "questions", way, limit)
+    return _check_rows(given_rows("questions", given, _NEEDED), "questions", mode, limit)
 
 
-def _table(found: Iterator[tuple[str, UserRow]], place: str, way: Way, limit: int | None) -> pa.Table:
+def _check_rows(numbered: Iterator[tuple[str, UserRow]], place: str, mode: AnswerMode, limit: int | None) -> pa.Table:
     """Check rows of questions and return them as QUESTION_SCHEMA. Raises QuestionsError."""
     try:
-        rows = [_question(row, f"{place}, {where}", way) for where, row in islice(found, limit)]
+        rows = [_parse_question(row, f"{place}, {where}", mode) for where, row in islice(numbered, limit)]
     except BadRow as error:
         raise QuestionsError(str(error)) from error
     if not rows:
@@ -131,7 +149,7 @@ def _table(found: Iterator[tuple[str, UserRow]], place: str, way: Way, limit: in
     return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
 
 
-def _opened(place: str, objects: Objects | None) -> BinaryIO:
+def _open_file(place: str, objects: Objects | None) -> BinaryIO:
     """Open a local or s3:// file of questions for reading. Raises QuestionsError."""
     if suffix_of(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
@@ -145,23 +163,23 @@ def _opened(place: str, objects: Objects | None) -> BinaryIO:
         raise QuestionsError(f"{place}: cannot be read: {error.strerror}{near}") from error
 
 
-def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] | None]:
+def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | list[str] | None]:
     """Check one row of a question file and return it as a row of QUESTION_SCHEMA. Raises QuestionsError."""
     question_id = row.get("question_id")
     if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
         raise QuestionsError(f"{where}: question_id must be text or a whole number, got {question_id!r}")
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDS}")
-    choices, video_ids = _choices(row, where, way), video_ids_of(row, where)
-    carried = {name: value for name, value in row.items() if name not in _OWN and value is not None}
+        raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDED}")
+    choices, video_ids = _parse_choices(row, where, mode), _parse_video_ids(row, where)
+    carried = {name: value for name, value in row.items() if name not in _KNOWN_COLUMNS and value is not None}
     question = {
         "question_id": str(question_id),
         "video_ids": video_ids,
         "prompt": prompt,
         "choices": choices,
-        "target": target_of(row, where),
-        "decoding": _way_of_row(row, where, way, choices is not None).describe(),
+        "target": _parse_target(row, where),
+        "decoding": _parse_mode(row, where, mode, choices is not None).describe(),
         "question_extra": carried_json(carried) if carried else None,
     }
     texts = (str(question_id), prompt, str(question["decoding"]), str(question["target"]), *video_ids)
@@ -171,13 +189,13 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
     return question
 
 
-def video_ids_of(row: UserRow, where: str) -> list[str]:
+def _parse_video_ids(row: UserRow, where: str) -> list[str]:
     """Return the ids of the videos that a row asks about, one or several. Raises QuestionsError."""
     if "video_id" not in row:
-        raise QuestionsError(f"{where}: the column video_id is missing; every row needs {_NEEDS}")
+        raise QuestionsError(f"{where}: the column video_id is missing; every row needs {_NEEDED}")
     value = row["video_id"]
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
-        listed = json_list(value)
+        listed = _parse_json_list(value)
         value = listed if listed and all(isinstance(name, str) for name in listed) else value
     ids: list[Any] = value if isinstance(value, list) else [value]
     if not ids or not all(isinstance(name, str) and name.strip() for name in ids):
@@ -185,24 +203,24 @@ def video_ids_of(row: UserRow, where: str) -> list[str]:
     return ids
 
 
-def _choices(row: UserRow, where: str, way: Way) -> list[str] | None:
+def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
     """Return a row's choices as a list of texts, or None. Raises QuestionsError."""
     value = row.get("choices")
     if value is None:
         return None
-    choices = json_list(value) if isinstance(value, str) else value
+    choices = _parse_json_list(value) if isinstance(value, str) else value
     if not isinstance(choices, list) or not all(isinstance(text, str) and text.strip() for text in choices):
         raise QuestionsError(f"{where}: choices must be a list of texts (in .csv as JSON), got {value!r}")
     if len(choices) < 2:
         raise QuestionsError(f"{where}: choices must be at least two, got {value!r}")
-    if way.method != "loglikelihood" and len(choices) > MAX_LETTERS:
+    if mode.method != "loglikelihood" and len(choices) > MAX_LETTERS:
         raise QuestionsError(
             f"{where}: {len(choices)} choices, and there are {MAX_LETTERS} letters: use --choices loglikelihood"
         )
     return choices
 
 
-def target_of(row: UserRow, where: str) -> str | None:
+def _parse_target(row: UserRow, where: str) -> str | None:
     """Return the right answer (the column ``answer``) as text; None where there is none.
 
     A whole number comes without a point, which pandas adds to a column with gaps. Raises QuestionsError.
@@ -217,7 +235,7 @@ def target_of(row: UserRow, where: str) -> str | None:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def json_list(text: str) -> list[Any] | None:
+def _parse_json_list(text: str) -> list[Any] | None:
     """Parse a .csv cell as a JSON list; return None where it is not one."""
     try:
         value = json.loads(text)
@@ -226,22 +244,26 @@ def json_list(text: str) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _way_of_row(row: UserRow, where: str, way: Way, has_choices: bool) -> Way:
-    """Return the way that a row's question is answered: the row's own settings, else the run's."""
-    own = {name: _number(row[name], kind, name, where) for name, kind in _OPTIONS.items() if row.get(name) is not None}
+def _parse_mode(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
+    """Return the mode in which a row's question is answered: the row's own settings, else the run's."""
+    own = {
+        name: _parse_number(row[name], kind, name, where)
+        for name, kind in _DECODING_OPTIONS.items()
+        if row.get(name) is not None
+    }
     # One seed for all would draw the same numbers for every question.
-    own.setdefault("seed", seed_for(way.decoding.seed, str(row["question_id"])))
+    own.setdefault("seed", seed_for(mode.decoding.seed, str(row["question_id"])))
     try:
-        decoding = Decoding(**{**asdict(way.decoding), **own})
+        decoding = Decoding(**{**asdict(mode.decoding), **own})
     except ValueError as error:
         raise QuestionsError(f"{where}: {error}") from error
-    system = way.system if row.get("system") is None else row["system"]
+    system = mode.system if row.get("system") is None else row["system"]
     if system is not None and not isinstance(system, str):
         raise QuestionsError(f"{where}: system must be text, got {system!r}")
-    return Way(decoding, way.method if has_choices else "generate", system)
+    return AnswerMode(decoding, mode.method if has_choices else "generate", system)
 
 
-def _number(value: Any, kind: type, name: str, where: str) -> Any:
+def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
     """Convert an option to its type from text, or from floats, which pandas makes of columns with gaps."""
     number = value
     if isinstance(value, str):
@@ -262,3 +284,41 @@ def _number(value: Any, kind: type, name: str, where: str) -> Any:
 def seed_for(seed: int, question_id: str) -> int:
     """Return a question's own seed, made of the run's seed and the question's id alone."""
     return int.from_bytes(blake2b(f"{seed}\0{question_id}".encode(errors="replace"), digest_size=8).digest()) >> 1
+
+
+def add_choices(prompt: str, choices: Sequence[str]) -> str:
+    """Return the prompt with its choices as "A. ..." lines and the instruction to answer with a letter."""
+    options = "".join(f"{letter}. {text}\n" for letter, text in zip(ascii_uppercase, choices, strict=False))
+    return f"{prompt}\n{options}{INSTRUCTION}"
+
+
+def letters(count: int) -> list[str]:
+    """Return the first ``count`` capital letters, which name choices."""
+    return list(ascii_uppercase[:count])
+
+
+def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
+    """Return the index of the choice that a generated answer names; None where it names none, or several.
+
+    In this order: a letter that the answer begins with ("B", "(B)", "B. a dog"), one that it calls the answer ("the
+    answer is B"), the text of a choice, a letter that stands alone anywhere ("A" and "I" are words too and do not
+    count there).
+    """
+    text = answer.strip().strip("*").strip()
+    names = letters(len(choices))
+    first = re.match(r"\(?([A-Z])(?:\)|[.:,]|\*|\s*$|\n)", text)
+    if first and first[1] in names:
+        return names.index(first[1])
+    called_answers = {letter.upper() for letter in _SENTENCE.findall(text)} & set(names)
+    if len(called_answers) == 1:
+        return names.index(called_answers.pop())
+    same_texts = [i for i, choice in enumerate(choices) if _normalise(choice) == _normalise(text)]
+    if len(same_texts) == 1:
+        return same_texts[0]
+    standing_alone = (set(re.findall(r"\b([A-Z])\b", text)) - _ENGLISH) & set(names)
+    return names.index(standing_alone.pop()) if len(standing_alone) == 1 else None
+
+
+def _normalise(text: str) -> str:
+    """Return a text without surrounding space and final dots, in lower case."""
+    return text.strip().rstrip(".").casefold()

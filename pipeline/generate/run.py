@@ -1,15 +1,17 @@
 """One run of answering: questions -> answer (GPU actors: cached tokens -> prompt -> language model) -> commits.
 
-The run checks everything first, then streams questions through the answering stage, and commits each shard.
+``AnswerRun`` checks everything first, then streams questions through the answering stage, and commits each shard.
+``python -m jobs.generate`` runs it, and so does ``answer_questions`` from Python.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,31 +19,51 @@ import ray
 from ray.actor import ActorHandle
 from rich.console import Console
 
+from pipeline.cache.header import fingerprint, read_header
+from pipeline.cache.live import LiveVideos, widths_of
 from pipeline.cache.merging import WAITING, WAITING_AT_END
-from pipeline.errors import RunFailed, UsageError
-from pipeline.generate.answer_stage import STAGE, Answerer, answered_rows, question_blocks
+from pipeline.cache.reader import TokenCache
+from pipeline.errors import RunFailed, UsageError, store_usage_errors, usage_errors
+from pipeline.generate.answer_setup import (
+    LIVE_COLUMNS,
+    AnswerSetup,
+    PromptForecast,
+    choose_token_order,
+    identify_answers,
+    make_spec,
+    resolve_prunings,
+)
+from pipeline.generate.answerer import STAGE, Answerer, group_by_videos, pack_blocks, unpack_answers
 from pipeline.generate.answers import (
     PRUNINGS,
     AnswersIdentity,
     AnswersTable,
     answer_key,
+    check_place,
     commit_answers,
+    describe_answered,
+    match_answers,
     read_answers_header,
+    remaining_questions,
     try_merge_answers,
     write_answers_header,
 )
-from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import BATCH_SIZES
-from pipeline.generate.request import GenerateRequest, match_answers, prepare
-from pipeline.generate.resume import asked_rows, in_blocks, notes_on_answered, split_decided, unanswered
+from pipeline.generate.engines import VLLM, choose_batch_size
+from pipeline.generate.late_pruning import PruningSpec
+from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, stored_tower
+from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
 from pipeline.generate.summary import AnswerSummary, summarise_answers
+from pipeline.options import config_of
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 from pipeline.runner.cluster import at_most, choose_device, provenance
 from pipeline.runner.driver import Driver
-from pipeline.runner.run_record import RunFile
+from pipeline.runner.library import ProgressOption, checked_outcome, console_for, run_here
+from pipeline.runner.run_record import RunFile, check_out, new_run_id
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
 
 ANSWERING = Wording(
     doing="answering",
@@ -69,113 +91,166 @@ class AnswerPlan(Plan):
 
 def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateConfig) -> AnswerPlan:
     """Divide the cluster's CPUs and GPUs among language models; ``gpus`` is 0 where models run on CPUs."""
-    each = config.tensor_parallel
-    room = max(1, int(gpus) // each) if gpus >= 1 else max(1, int(cpus))
-    workers = max(1, min(config.workers or (room if gpus >= 1 else 1), room, n_questions))
-    # A block is the unit of work, of retry and of what is committed at once: small runs use small ones, but whole
-    # batches, and no more of them than the driver tracks lightly.
-    batch = min(batch_size(config), max(1, n_questions // workers))
+    gpus_per_model = config.tensor_parallel
+    max_workers = max(1, int(gpus) // gpus_per_model) if gpus >= 1 else max(1, int(cpus))
+    workers = max(1, min(config.workers or (max_workers if gpus >= 1 else 1), max_workers, n_questions))
+    # A block is the unit of work, of retry and of a commit. Small runs use small blocks, but of whole batches, and no
+    # more blocks than the driver tracks lightly.
+    batch = min(choose_batch_size(config), max(1, n_questions // workers))
     batches = min(config.questions_per_shard, n_questions // (8 * workers)) // batch
     block = batch * max(1, batches)
     return AnswerPlan(
-        answer=Stage(0, each, workers, "one model a GPU, or several of a node; a CPU for its host thread is left")
+        answer=Stage(
+            0, gpus_per_model, workers, "one model a GPU, or several of a node; a CPU for its host thread is left"
+        )
         if gpus >= 1
         else Stage(min(1.0, cpus), 0, workers, "for trying things out: a CPU answers slowly"),
         questions_per_block=max(block, n_questions // MAX_BLOCKS),
     )
 
 
-def batch_size(config: GenerateConfig) -> int:
-    """Return the number of questions that a model is given at once: the option, or the engine's default."""
-    return config.batch_size or BATCH_SIZES[config.engine]
-
-
 def build_graph(
-    ask: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: ActorHandle | None = None
+    questions: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: ActorHandle | None = None
 ) -> RunGraph:
-    """Build the Ray Data graph that answers ``ask``; nothing runs until its parts are asked for."""
-    # A block is one row: its questions share videos, which are read once and go through the model once.
-    blocks = question_blocks(in_blocks(ask, plan.questions_per_block))
+    """Build the Ray Data graph that answers the questions; nothing runs until its output is asked for."""
+    blocks = pack_blocks(group_by_videos(questions, plan.questions_per_block))
     answers = add_stage(ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats))
-    return RunGraph(answers, plan.questions_per_block, rows=answered_rows)
+    return RunGraph(answers, plan.questions_per_block, rows=unpack_answers)
 
 
 class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
-    """The run that answers questions: it brings the answers ``config.out`` up to date with ``config.questions``.
-
-    ``make`` gives the request; by default the options do.
+    """The run that answers questions: it brings the answers ``config.out`` up to date with the questions.
 
     Attributes:
-        device, dtype: of the language models, once a question needs one.
-        answered: what was committed, as ``answer_key`` has it.
+        questions: QUESTION_SCHEMA; ``prepare`` sets it and the next three.
+        setup: what the workers need.
+        identity: the settings that all answers in the place share.
+        forecast: the questions that need no model, and the sizes of prompts.
+        device, dtype: of the language models, once a question needs a model.
+        answered: keys of the committed answers.
         n_failed: questions of this run that failed.
     """
 
+    questions: pa.Table
+    setup: AnswerSetup
+    identity: AnswersIdentity
+    forecast: PromptForecast
     device = dtype = ""
 
     def __init__(
-        self, config: GenerateConfig, console: Console, make: Callable[[], GenerateRequest] | None = None
+        self,
+        config: GenerateConfig,
+        console: Console,
+        questions: pa.Table | None = None,
+        specs: Mapping[str, PruningSpec | None] | None = None,
+        evaluation: AnswersIdentity | None = None,
     ) -> None:
+        """Prepare nothing yet.
+
+        Args:
+            questions: QUESTION_SCHEMA; None reads the file that the options name.
+            specs: the prunings under which every question is asked, by name; None is the pruning that the options name.
+            evaluation: what an evaluation adds to the identity of the answers.
+        """
         super().__init__(config, console)
-        self._make = make or partial(prepare, config, console)
+        self._given = questions
+        self._specs = {"": make_spec(config)} if specs is None else specs
+        self._evaluation = evaluation
         self.answered: set[tuple[str, str | None]] = set()
         self.n_failed = 0
         self._runtimes: list[str] = []
 
     def prepare(self) -> None:
-        self.request = self._make()
-        self.store, self.run_id = self.request.store, self.request.run_id
+        """Check the options against questions, cache, model and answers. Raises UsageError, or CorruptShard."""
+        config = self.options
+        objects = Objects.from_environment(config.s3_endpoint)
+        if self._given is not None:
+            self.questions = self._given
+        else:
+            assert config.questions is not None  # the config refuses a run without questions
+            with store_usage_errors():
+                self.questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
+        cache, self.store = store_at(config.cache, objects), store_at(config.out, objects)
+        self.run_id = new_run_id()
+        check_out(self.store)
+        with store_usage_errors():
+            header = read_header(cache)
+            video_ids = pc.unique(pc.list_flatten(self.questions["video_ids"])).to_pylist()
+            live = LiveVideos.open(cache, fingerprint(header["identity"])).of(video_ids, LIVE_COLUMNS)
+            check_place(self.store)
+        cache_identity = header["identity"]
+        # vLLM takes other weights too, if they come with the vision encoder that made the cache.
+        tower = partial(stored_tower, cache, header) if config.engine == VLLM else None
+        with usage_errors(), store_usage_errors():
+            source = find_model(cache, cache_identity["model"], config.model, config.revision, tower)
+            builder = make_prompt_builder(source, config)
+        check_tokens(cache, header, widths_of(live), builder)
+        prunings = resolve_prunings(config, self._specs, cache_identity, source, builder)
+        order = choose_token_order(config, cache_identity, prunings)
+        setup = AnswerSetup(config, source, cache, live, prunings, order)
+        self.forecast = PromptForecast(setup, builder)
+        self.forecast.check_ratio(cache_identity["retention_ratio"])
+        self.forecast.check_context(self.questions, self.console)
+        self.setup = replace(setup, largest_video=self.forecast.largest_video())
+        self.identity = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
+        with store_usage_errors():
+            self.match()
 
     def match(self) -> None:
-        match_answers(self.request)
+        match_answers(self.store, self.identity)
 
     def remaining(self) -> list[QuestionRecord]:
         self.table = AnswersTable(self.store)
-        live = self.table.live()
-        questions = unanswered(self.request, live)
-        for line in notes_on_answered(self.request, live, questions):
+        prunings, cached = self.setup.prunings, self.forecast.cached
+        live = self.table.live_of(self.questions, prunings)
+        questions = remaining_questions(self.store, live, self.questions, prunings, self.options, cached)
+        for line in describe_answered(live, self.n_questions, questions, self.options):
             self.say(line)
         return questions
+
+    @property
+    def n_questions(self) -> int:
+        """The number of questions that the run is about, each as often as there are prunings."""
+        return len(self.questions) * len(self.setup.prunings)
 
     def process(self, todo: list[QuestionRecord]) -> None:
         """Commit the error rows that the cache alone decides, then answer the rest; Ray starts only if any are left."""
         config = self.options
-        ask, decided = split_decided(self.request, todo)
-        if ask:  # before any row is written: the cluster may not be able to do what the flags ask
+        for_model, failed = self.forecast.split(todo)
+        if for_model:  # before any row is written: the cluster may not be able to do what the flags ask
             self.device, self.dtype = self.choose_device()
-        write_answers_header(self.store, self._identity())
+        write_answers_header(self.store, self._identity_with_earlier())
         about: JsonObject = {"config": config.as_record(), "questions": len(todo)}
         self.run_file = RunFile(self.store, {**provenance(self.run_id, _RECORDED_VERSIONS), **about})
         with self.run_file:
-            for start in range(0, len(decided), config.questions_per_shard):
-                part = decided[start : start + config.questions_per_shard]
+            for start in range(0, len(failed), config.questions_per_shard):
+                part = failed[start : start + config.questions_per_shard]
                 commit_answers(self.store, self.run_id, self.n_shards, part, config.format)
                 self.n_shards += 1
-            self.n_failed += len(decided)
-            if ask:
+            self.n_failed += len(failed)
+            if for_model:
                 self.run_file.save(device=self.device, dtype=self.dtype)
-                self.answer(ask)
+                self.answer(for_model)
 
     def choose_device(self) -> tuple[str, str]:
         """Join or start the cluster, and choose (device, dtype). Raise UsageError where the flags cannot be met."""
         device, dtype = choose_device(self.options, self.options.dtype, self.say)
-        wanted = self.options.tensor_parallel
-        if device == "cuda" and self.available_resources()["GPU"] < wanted:
-            raise UsageError(f"--tensor-parallel {wanted}: no node of the cluster has so many GPUs")
+        n_gpus = self.options.tensor_parallel
+        if device == "cuda" and self.available_resources()["GPU"] < n_gpus:
+            raise UsageError(f"--tensor-parallel {n_gpus}: no node of the cluster has so many GPUs")
         return device, dtype
 
-    def answer(self, ask: list[QuestionRecord]) -> None:
+    def answer(self, questions: list[QuestionRecord]) -> None:
         """Answer questions on the cluster. Raises RunFailed."""
         self.monitor.start()
-        self.stream(ask)
+        self.stream(questions)
 
-    def _identity(self) -> AnswersIdentity:
+    def _identity_with_earlier(self) -> AnswersIdentity:
         """Return the answers' identity; prunings of earlier runs stay in it while they have answers."""
-        identity = self.request.identity
-        if PRUNINGS not in identity or not self.table.names():
-            return identity
-        held = read_answers_header(self.store)["identity"].get(PRUNINGS, {})
-        return {**identity, PRUNINGS: {**held, **identity[PRUNINGS]}}
+        if PRUNINGS not in self.identity or not self.table.names():
+            return self.identity
+        earlier = read_answers_header(self.store)["identity"].get(PRUNINGS, {})
+        return {**self.identity, PRUNINGS: {**earlier, **self.identity[PRUNINGS]}}
 
     def plan(self, items: list[QuestionRecord]) -> AnswerPlan:
         cluster, config = self.available_resources(), self.options
@@ -193,18 +268,23 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
     def available_resources(self) -> dict[str, float]:
         """Return the cluster's resources, counting only GPUs of nodes that have enough for a whole model."""
-        cluster, each = dict(ray.cluster_resources()), self.options.tensor_parallel
-        gpus = (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
-        whole = cluster.get("GPU", 0.0) if each == 1 else sum(each * (gpu // each) for gpu in gpus)
-        return at_most({**cluster, "GPU": whole}, self.options.max_gpus)
+        cluster, per_model = dict(ray.cluster_resources()), self.options.tensor_parallel
+        gpus = cluster.get("GPU", 0.0)
+        if per_model > 1:
+            of_nodes = (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
+            gpus = sum(per_model * (n_gpus // per_model) for n_gpus in of_nodes)
+        return at_most({**cluster, "GPU": gpus}, self.options.max_gpus)
 
     def build(self, items: list[QuestionRecord], plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         assert isinstance(plan, AnswerPlan)
-        return build_graph(items, answer_setup(self.request, self.device, self.dtype), plan, heartbeats)
+        return build_graph(items, self.worker_setup(), plan, heartbeats)
+
+    def worker_setup(self) -> AnswerSetup:
+        """Return the settings of the workers, on the chosen device and dtype."""
+        return replace(self.setup, device=self.device, dtype=self.dtype)
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit ``rows`` (ANSWERED), and record what computed them."""
-        # What computed the answers, as the nodes themselves say.
+        """Commit ``rows`` (ANSWERED), and record what computed them, as the nodes themselves say."""
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)
             self.run_file.save(runtimes=[json.loads(text) for text in self._runtimes])
@@ -221,32 +301,50 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return [question for question in items if answer_key(question) not in self.answered]
 
     def summarise(self, todo: list[QuestionRecord], wall_s: float) -> AnswerSummary:
-        request, new = self.request, {answer_key(question) for question in todo}
-        live = asked_rows(self.table.live(), request.questions, request.prunings)
-        n_questions = len(request.questions) * len(request.prunings)
-        return replace(summarise_answers(live, n_questions, new, wall_s), out=str(self.store))
+        live = self.table.live_of(self.questions, self.setup.prunings)
+        new = {answer_key(question) for question in todo}
+        return replace(summarise_answers(live, self.n_questions, new, wall_s), out=str(self.store))
 
     def tidy(self) -> None:
         try_merge_answers(self.store, WAITING_AT_END, self.say)
 
 
-def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSetup:
-    """Return the settings that answering workers need, on the chosen device and dtype."""
-    policy = request.builder.policy
-    return AnswerSetup(
-        source=request.source,
-        store=request.cache,
-        live=request.live,
-        retention_ratio=request.read_ratio,
-        prunings=request.prunings,
-        order=request.order,
-        own_order=request.own_order,
-        positions=policy.positions,
-        rule=policy.rule,
-        frame_times=policy.frame_times,
-        engine=request.engine_setup(),
-        batch_size=batch_size(request.config),
-        device=device,
-        dtype=dtype,
-        attn=request.config.attn,
-    )
+def answer_questions(
+    cache: TokenCache | str | os.PathLike[str],
+    questions: object,
+    *,
+    out: str | os.PathLike[str] = "answers",
+    progress: ProgressOption = True,
+    **options: Any,
+) -> AnswerSummary:
+    """Answer questions about cached videos with the cache's language model, on Ray.
+
+    >>> asked = [{"question_id": 1, "video_id": "bikes.mp4", "prompt": "What happens here?"}]
+    >>> summary = pipeline.answer_questions("my-cache", asked, out="answers", retention_ratio=0.10)
+    >>> pipeline.read_answers(summary.out).select(["question_id", "answer"]).to_pylist()
+
+    The same call again asks what has no answer yet. Ray, loggers and settings are left as they were, as
+    :func:`pipeline.prune_videos` says.
+
+    Args:
+        cache: a path, or a TokenCache, which is read anew.
+        questions: a file as for ``python -m jobs.generate --questions``; or rows with question_id, video_id, prompt and
+            optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas or Polars.
+        out: the answers to create or to continue.
+        progress: as of ``prune_videos``.
+        options: those of ``python -m jobs.generate --help-all`` by their names, ``--max-new-tokens 8`` as
+            ``max_new_tokens=8``.
+
+    Returns what ``out`` holds of these questions; ``failed`` has question_id -> class of the error.
+
+    Raises UsageError, RunFailed and TooManyFailed as ``prune_videos``, and CorruptShard for a damaged cache.
+    """
+    place = str(cache.store) if isinstance(cache, TokenCache) else cache
+    is_file = isinstance(questions, str | os.PathLike)
+    named = questions if is_file else "questions from Python"
+    config = config_of(GenerateConfig, "answer_questions", {"cache": place, "questions": named, "out": out, **options})
+    console = console_for(progress)
+    with run_here():
+        table = None if is_file else read_given_questions(questions, AnswerMode.of(config), config.limit)
+        summary = AnswerRun(config, console, table).run()
+    return checked_outcome(summary, config, summary.n_questions)

@@ -25,10 +25,10 @@ class AnswerSummary(Outcome):
     """The counts over the questions of a file, with mean tokens and seconds.
 
     Attributes:
-        n_questions: rows asked for.
-        visual_tokens: of a prompt that was answered, on average.
-        prompt_tokens: likewise, text and visual.
-        new_tokens: that were generated, in all.
+        n_questions: the questions of the file, each as often as there are prunings.
+        visual_tokens: in a prompt that was answered, on average.
+        prompt_tokens: text and visual tokens in such a prompt, on average.
+        new_tokens: generated tokens, in all.
         n_warned: answers about videos that were decoded with warnings.
         seconds: of this run, by the work: load, prefill, decode; each batch counts once.
     """
@@ -47,18 +47,18 @@ class AnswerSummary(Outcome):
 def summarise_answers(
     live: pa.Table, n_questions: int, new: Set[tuple[str, str | None]], wall_s: float
 ) -> AnswerSummary:
-    """Count the live rows of what was asked for.
+    """Count the live rows of a run's questions.
 
     Args:
-        live: those rows of the answers.
-        n_questions: that were asked for, each as often as there are prunings.
-        new: (question_id, pruning) of what this run asked.
+        live: the rows of the answers to these questions under the run's prunings.
+        n_questions: the number of questions, each as often as there are prunings.
+        new: (question_id, pruning) of the questions that this run asked.
     """
     rows = live.select(list(_COLUMNS)).to_pylist()
     good = [row for row in rows if row["status"] == "ok"]
     bad = [row for row in rows if row["status"] != "ok"]
     failures, examples = count_failures(bad, "question_id")
-    mine = [row for row in good if (row["question_id"], row["pruning"]) in new]
+    new_good = [row for row in good if (row["question_id"], row["pruning"]) in new]
     return AnswerSummary(
         n_questions=n_questions,
         n_ok=len(good),
@@ -74,8 +74,8 @@ def summarise_answers(
         n_warned=sum((row["decode_warnings"] or 0) > 0 for row in good),
         new_tokens=sum(row["n_new_tokens"] or 0 for row in good),
         seconds={
-            "load": sum(row["load_s"] for row in mine),
-            **{name: sum(row[f"{name}_s"] / row["batch_size"] for row in mine) for name in ("prefill", "decode")},
+            "load": sum(row["load_s"] for row in new_good),
+            **{name: sum(row[f"{name}_s"] / row["batch_size"] for row in new_good) for name in ("prefill", "decode")},
         },
     )
 

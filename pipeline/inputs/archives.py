@@ -1,9 +1,9 @@
 """Tars and zips as containers of videos.
 
-Tars are as WebDataset has them: each video is a member; .json, .txt and .cls members of its key are carried along. The
-index of a tar is made from headers alone. A member's data is a stretch of the tar; a worker reads it alone, and
-the header before it tells whether the tar is still the indexed file. A zip's member that is stored without
-compression is read likewise.
+Each video of a tar is a member; .json, .txt and .cls members of its name are carried along, wherever in the tar they
+lie (``_Sidecars``). The index of a tar is made from headers alone. A member's data is a stretch of the tar; a worker
+reads it alone, and the header before it tells whether the tar is still the indexed file. A zip's member that is stored
+without compression is read likewise.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from pipeline.errors import VideoFault
-from pipeline.inputs.container import ContainerOptions, Member, RandomFile, SeekableFile, fault
+from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault
+from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER, LeftOut, is_apple_double
 from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
 from pipeline.inputs.tables import UserValue, carried_json
 
@@ -32,7 +33,8 @@ _EXTENDED = (_LONG_NAME, b"K", *_PAX, b"g")  # kinds of headers that say more of
 _UNKNOWN = b"?"  # of what is no member
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
-_CARRIED = ("json", "txt", "cls")  # suffixes of members that are carried along
+_CARRIED = (".json", ".txt", ".cls")  # suffixes of members that are carried along
+_INFO = ".info"  # stands before .json in the names that yt-dlp gives
 
 
 class _MemberEntry(NamedTuple):
@@ -45,27 +47,36 @@ class _MemberEntry(NamedTuple):
     wrong: str | None = None
 
 
-class Tar:
-    """A tar that is open; see ``container.Container``."""
-
-    unit = 1
+class Tar(Container):
+    """A tar that is open."""
 
     def __init__(self, file: RandomFile) -> None:
-        self._file = file
+        self._file, self._left_out, self._sidecars = file, LeftOut(), _Sidecars()
 
     def members(self, asked: ContainerOptions) -> Iterator[Member]:
-        """Yield the videos in their order, those of one key once its last member was seen."""
-        key, videos, carried = "", list[Member](), dict[str, UserValue]()
+        """Yield the videos in their order; ``paired`` adds what is carried with each."""
+        self._left_out, self._sidecars = LeftOut(), _Sidecars()
         for entry in self._entries():
             name = entry.name.removeprefix("./")
-            if _key(name) != key:
-                yield from _with_carried(videos, carried)
-                key, videos, carried = _key(name), [], {}
-            if suffix_of(name) in VIDEO_SUFFIXES or entry.kind == _UNKNOWN:
-                videos.append(_video(entry, name))
-            elif (kind := name.rpartition("/")[2].partition(".")[2]) in _CARRIED and entry.kind in _FILES:
-                carried[kind] = None if entry.wrong else self._carried(entry, kind)
-        yield from _with_carried(videos, carried)
+            if is_apple_double(name):
+                self._left_out.add(APPLE_DOUBLE, name)
+            elif suffix_of(name) in VIDEO_SUFFIXES or entry.kind == _UNKNOWN:
+                yield _video(entry, name)
+            elif entry.kind not in _FILES:
+                continue
+            elif (suffix := suffix_of(name)) in _CARRIED:
+                if entry.size > _MOST_CARRIED:
+                    self._left_out.add(f"{suffix[1:]} of more than {_MOST_CARRIED >> 10} KiB", name)
+                self._sidecars.add(name, None if entry.wrong else self._carried(entry, suffix))
+            else:
+                self._left_out.add(OTHER, name)
+
+    def paired(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
+        carried = self._sidecars.pair([video.name for video in videos])
+        left_out = LeftOut(self._left_out.as_record())
+        for name in self._sidecars.unpaired():
+            left_out.add(f"{suffix_of(name)[1:]} without a video", name)
+        return [video._replace(carried=text) for video, text in zip(videos, carried, strict=True)], left_out
 
     def span(self, member: Member) -> tuple[int, int]:
         return member.offset - _BLOCK, member.offset + (member.size or 0)
@@ -83,12 +94,12 @@ class Tar:
                 raise VideoFault("io", f"{self._file.uri} ends before the member does; run the same command again")
             yield piece
 
-    def _carried(self, entry: _MemberEntry, kind: str) -> UserValue:
+    def _carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
         """Return what a .json, .txt or .cls member holds; None of one that is too large to be carried."""
         if entry.size > _MOST_CARRIED:
             return None
         text = self._file.read(entry.offset, entry.offset + entry.size).decode("utf-8", "backslashreplace")
-        if kind == "txt":
+        if suffix == ".txt":
             return text
         try:
             value: UserValue = json.loads(text)
@@ -209,39 +220,94 @@ def _video(entry: _MemberEntry, name: str) -> Member:
     return Member(name, entry.offset, entry.size, fault=wrong)
 
 
-def _with_carried(videos: list[Member], carried: dict[str, UserValue]) -> Iterator[Member]:
-    """Yield the videos of one key, each with the same carried members as JSON."""
-    text = carried_json(carried) if carried else None
-    yield from (video._replace(carried=text) for video in videos)
+class _Sidecars:
+    """The members of a tar that are carried with its videos, by their names.
+
+    A video gets the members of its own stem: a.b.json goes with a.b.mp4, and a.b.info.json where there is no a.b.json.
+    Without any it gets those of its WebDataset key, the name up to the first dot: a.json goes with a.left.mp4 and
+    a.right.mp4. But where a.mp4 is in the tar too, a.json is the sidecar of that video alone.
+    """
+
+    def __init__(self) -> None:
+        self._values = dict[tuple[str, str], tuple[str, UserValue]]()  # (stem, suffix) -> name and value
+        self._paired = set[str]()  # names
+
+    def add(self, name: str, value: UserValue) -> None:
+        """Add a member; of several with one name the last counts."""
+        suffix = suffix_of(name)
+        self._values[name[: -len(suffix)], suffix] = name, value
+
+    def pair(self, videos: Sequence[str]) -> list[str | None]:
+        """Return what is carried with each of the ``videos`` as JSON: suffix -> value; None for nothing."""
+        stems = {_stem(name) for name in videos}
+        return [self._pair(name, stems) for name in videos]
+
+    def unpaired(self) -> Iterator[str]:
+        """Yield the names of the members that no video of the last ``pair`` has got."""
+        return (name for name, _ in self._values.values() if name not in self._paired)
+
+    def _pair(self, video: str, stems: set[str]) -> str | None:
+        stem, key, carried = _stem(video), _key(video), dict[str, UserValue]()
+        for suffix in _CARRIED:
+            places = [(stem, suffix)]
+            if suffix == ".json":
+                places.append((f"{stem}{_INFO}", suffix))
+            if key not in stems:
+                places.append((key, suffix))
+            for place in places:
+                if place in self._values:
+                    name, carried[suffix[1:]] = self._values[place]
+                    self._paired.add(name)
+                    break
+        return carried_json(carried) if carried else None
+
+
+def _stem(name: str) -> str:
+    """Return a name without its suffix."""
+    return name[: -len(suffix)] if (suffix := suffix_of(name)) else name
 
 
 _HEADER: Final = struct.Struct("<4s5H3L2H")  # of a member: signature, version, flags, method, ..., two lengths
 _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
 _LEAST = 2**12  # bytes that are read at once behind the expected end of a member
+_FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length
+_UTF8_FLAG, _UNICODE_PATH = 0x800, 0x7075
+_ENCODING = "name their encoding, e.g. --zip-encoding gbk"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is understood
 
 
-class Zip:
-    """A zip that is open; see ``container.Container``. The offset of a member is that of its header."""
-
-    unit = 1
+class Zip(Container):
+    """A zip that is open. The offset of a member is that of its header."""
 
     def __init__(self, file: RandomFile) -> None:
-        self._file = file
+        self._file, self._left_out = file, LeftOut()
 
     def members(self, asked: ContainerOptions) -> Iterator[Member]:
         """Yield the videos that the directory at the end lists. Raises OSError where there is none."""
+        self._left_out = LeftOut()
         try:
             listed = zipfile.ZipFile(SeekableFile(self._file)).infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
             yield Member("@0", 0, fault=fault("corrupt", f"the directory of the zip cannot be read: {error}"))
             return
         for info in listed:
-            if suffix_of(info.filename) not in VIDEO_SUFFIXES or info.is_dir():  # which fails of an empty name
+            name, exact, wrong = _decode_name(info, asked.zip_encoding)
+            if name.endswith("/"):
                 continue
-            able = not info.flag_bits & 1 and info.compress_type in _METHODS
-            wrong = None if able else fault("unsupported", "the member is encrypted or not deflated; use zip -0")
-            yield Member(info.filename, info.header_offset, info.file_size, fault=wrong)
+            if is_apple_double(name):
+                self._left_out.add(APPLE_DOUBLE, name)
+                continue
+            if suffix_of(name) not in VIDEO_SUFFIXES:
+                self._left_out.add(OTHER, name)
+                continue
+            if info.flag_bits & 1 or info.compress_type not in _METHODS:
+                wrong = fault("unsupported", "the member is encrypted or not deflated; use zip -0")
+            if not exact and wrong is None:
+                self.note = f"names that are not UTF-8 are read as cp437, e.g. {name}; if that is garbled, {_ENCODING}"
+            yield Member(name, info.header_offset, info.file_size, fault=wrong)
+
+    def paired(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
+        return [*videos], self._left_out
 
     def span(self, member: Member) -> tuple[int, int]:
         # The name and extra fields before the data are of any length; a deflated member has fewer bytes than this.
@@ -272,3 +338,41 @@ class Zip:
             if size < 0:
                 raise VideoFault("corrupt", "the zip's member has more bytes than the zip states")
             yield piece
+
+
+def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool, str | None]:
+    """Return the name of a member, whether its encoding is known, and what is wrong with it.
+
+    A name with the flag of UTF-8, or with the field of Info-ZIP that states it in Unicode, is exact. Other names are
+    read as UTF-8 where they are valid UTF-8, else by ``encoding`` (--zip-encoding), else by the format's own cp437.
+    """
+    name = info.orig_filename
+    if info.flag_bits & _UTF8_FLAG or name.isascii():
+        return name, True, None
+    raw = name.encode("cp437")  # as zipfile has decoded it
+    if (stated := _unicode_name(info.extra, raw)) is not None:
+        return stated, True, None
+    try:
+        return raw.decode(), True, None
+    except UnicodeDecodeError:
+        if encoding is None:
+            return name, False, None
+    try:
+        return raw.decode(encoding), True, None
+    except UnicodeDecodeError:
+        return name, False, fault("unsupported", f"the member's name is not valid {encoding} (--zip-encoding)")
+
+
+def _unicode_name(extra: bytes, raw: bytes) -> str | None:
+    """Return the name in the Unicode path field 0x7075 of ``extra``; None without one for the name ``raw``."""
+    while len(extra) >= _FIELD.size:
+        kind, length = _FIELD.unpack_from(extra)
+        data, extra = extra[_FIELD.size : _FIELD.size + length], extra[_FIELD.size + length :]
+        if kind == _UNICODE_PATH and len(data) > 5 and data[0] == 1:
+            if int.from_bytes(data[1:5], "little") != zlib.crc32(raw):
+                return None  # the member was renamed by a tool that does not know the field
+            try:
+                return data[5:].decode()
+            except UnicodeDecodeError:
+                return None
+    return None

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import ManifestError, VideoFault
-from pipeline.inputs.container import ContainerOptions, Member, RandomFile, SeekableFile, fault, merged
+from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault, merged
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import UserRow, UserValue, carried_json, shown_as
 
@@ -27,8 +27,8 @@ _KEY = "video_id"  # the column that names a row's video, if there is one
 _BYTES = "bytes"  # the field of datasets' own columns of videos, {bytes, path}
 
 
-class Table:
-    """A table that is open; see ``container.Container``. The offset of a video is its row."""
+class Table(Container):
+    """A table that is open. The offset of a video is its row."""
 
     def __init__(self, file: RandomFile) -> None:
         self._file, self.unit = file, 1
@@ -192,12 +192,11 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def holds_paths(file: RandomFile, column: str) -> bool:
-    """Return whether a column of a Parquet file is text, as paths are; False also where it cannot be read."""
-    try:
-        schema = pq.read_schema(SeekableFile(file))
-        kind = schema.field(column).type
-    except (OSError, KeyError, pa.ArrowException):  # whoever reads the table says what is wrong
+    """Return whether a Parquet file has a column of text, as paths are. Raises OSError or ArrowException."""
+    schema = pq.read_schema(SeekableFile(file))
+    if column not in schema.names:
         return False
+    kind = schema.field(column).type
     return _is_text(kind.value_type if _is_dictionary(kind) else kind)
 
 

@@ -1,4 +1,4 @@
-"""The protocol of an input form: a file that holds many videos, what its index says, and how a video's bytes come.
+"""The base of an input form: a file that holds many videos, what its index says, and how a video's bytes come.
 
 A form is one file in this folder and a line in ``pipeline.inputs.forms``. The index is made once, by the driver; the
 bytes of a video are read by the worker that decodes it. Nothing is ever unpacked to disk.
@@ -10,10 +10,12 @@ import errno
 import math
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pipeline.errors import FaultClass, printable
+from pipeline.inputs.left_out import LeftOut
 from pipeline.inputs.listings import CONTROL
 from pipeline.inputs.tables import is_text
 from pipeline.storage.downloads import Download
@@ -60,30 +62,44 @@ class ContainerOptions(NamedTuple):
     Attributes:
         column: the column of a table that holds videos.
         clips_from: the names under which carried JSON has the start and the end of a clip.
+        zip_encoding: the encoding of names in zips that are not UTF-8; None for cp437.
     """
 
     column: str | None = None
     clips_from: tuple[str, str] | None = None
+    zip_encoding: str | None = None
 
 
-class Container(Protocol):
-    """An opened container: the protocol that every input form implements.
+class Container(ABC):
+    """An opened container: the base of every input form, which is made of a RandomFile.
 
     Attributes:
         unit: the most videos that share what is read: the rows of a row group.
+        note: what the user should know of the members, once they are read.
     """
 
-    unit: int
+    unit = 1
+    note: str | None = None
 
+    @abstractmethod
     def members(self, asked: ContainerOptions) -> Iterator[Member]:
         """Yield every video, broken ones too, in order, called as the container calls it.
 
         Raises OSError, or ManifestError for a request that fails.
         """
 
+    def paired(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
+        """Return the videos that ``members`` has yielded so far, with what is carried with each, and what is left out.
+
+        What is carried with a video may lie behind it.
+        """
+        return [*videos], LeftOut()
+
+    @abstractmethod
     def span(self, member: Member) -> tuple[int, int]:
         """Return the bytes (start, end) of the container that ``read`` reads for a video, to plan requests by."""
 
+    @abstractmethod
     def read(self, member: Member) -> Iterator[bytes]:
         """Yield a video's bytes, given its name, offset and size. Raises VideoFault or OSError."""
 

@@ -15,7 +15,7 @@ from pipeline.inputs.listings import suffix_of
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 
-#: To add a form, write a file like ``tar.py`` and add a line here.
+#: To add a form, write a subclass of Container as those in ``archives`` and add a line here.
 FORMS: dict[str, Callable[[RandomFile], Container]] = {".tar": Tar, ".zip": Zip, ".parquet": Table, ".arrow": Table}
 #: Those that hold videos only where --column says in which column.
 OF_COLUMNS = frozenset({".parquet", ".arrow"})

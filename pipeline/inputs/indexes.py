@@ -32,6 +32,7 @@ from pipeline.inputs.container import (
     open_container,
 )
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
+from pipeline.inputs.left_out import LeftOut
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inputs.tables import number_of
@@ -42,7 +43,8 @@ from pipeline.storage.stores import INDEXES, Store
 
 _NOTE_S = 10.0  # seconds between two lines of progress
 _FIRST_LOOK = 256  # members, after which it is first looked whether they are enough
-_VERSION: Final = 1  # of kept indexes; others are made anew
+_VERSION: Final = 2  # of kept indexes; others are made anew
+_KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
 _BEYOND: Final = 2**53  # bytes that no file has, as of a manifest; sums of fewer stay numbers of 64 bits
 _CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
 
@@ -63,11 +65,12 @@ class NamedContainer(NamedTuple):
     info: ObjectInfo | None = None
 
 
-class _Kept(NamedTuple):
-    """A kept index, and the mark of the container that it is of; "" where it is of no use."""
+class _Index(NamedTuple):
+    """The members of a container, and what is left out of it; the mark tells whether the container has changed."""
 
-    mark: str
     members: list[Member]
+    left_out: LeftOut
+    mark: str = ""
 
 
 @dataclass
@@ -90,6 +93,7 @@ class Indexing:
         unit: the most videos that share what is read of their container.
         at_once: how many containers are read at a time.
         n_cut: how many containers were read in part.
+        left_out: the files and members that were met and are not taken.
     """
 
     asked: ContainerOptions = field(default_factory=ContainerOptions)
@@ -106,6 +110,8 @@ class Indexing:
     unit: int = 1
     at_once: int = 32
     n_cut: int = 0
+    left_out: LeftOut = field(default_factory=LeftOut)
+    _notes: set[str] = field(default_factory=set)  # forms of containers of which a note was said
     _n_read: int = 0
     _stopped: bool = False
     _counting: threading.Lock = field(default_factory=threading.Lock)  # several threads index
@@ -156,68 +162,97 @@ class Indexing:
         try:
             with closing(open_container(place.uri, objects, place.info)) as file:
                 try:
-                    members = self._index(place, file, kept)
+                    index = self._index(place, file, kept)
                 finally:
                     with self._counting:
                         self.fetched += file.fetched
         except OSError as error:
             wrong = fault("io", printable(f"the container cannot be read: {error.strerror or error}"))
-            members = [Member("", 0, fault=wrong)]  # stands for all of its videos
-        return None if members is None else _table(place, members, self.asked)
+            index = _Index([Member("", 0, fault=wrong)], LeftOut())  # stands for all of its videos
+        if index is None:
+            return None
+        self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
+        return _table(place, index.members, self.asked)
 
-    def _index(self, place: NamedContainer, file: RandomFile, kept: _Kept | None) -> Sequence[Member] | None:
-        """Return the members of an open container; None where they are left out. Raises as ``_rows``, and OSError."""
-        if kept is not None and kept.mark and kept.mark == file.mark:
-            return kept.members
+    def _index(self, place: NamedContainer, file: RandomFile, kept: _Index | None) -> _Index | None:
+        """Return the index of an open container; None where it is left out. Raises as ``_rows``, and OSError."""
+        if kept is not None and kept.mark and kept.mark == self._mark(place, file):
+            return kept
         if self.only_known:
             return None
         with self._counting:
             self._n_read += 1
         container = FORMS[suffix_of(place.uri)](file)
-        members, complete = self._members(place, container)
+        index, complete = self._members(place, container)
         with self._counting:
             self.unit = max(self.unit, container.unit)
+            if container.note is not None and suffix_of(place.uri) not in self._notes:
+                self._notes.add(suffix_of(place.uri))
+                self.say(f"note: {place.uri}: {printable(container.note)}")
         if complete:
-            self._keep(place, file.mark, members)
-        return members
+            self._keep(place, index._replace(mark=self._mark(place, file)))
+        return index
 
-    def _members(self, place: NamedContainer, container: Container) -> tuple[list[Member], bool]:
+    def _mark(self, place: NamedContainer, file: RandomFile) -> str:
+        """Return a text that differs once a container, or the way in which it is read, has changed; "" for none."""
+        encoding = self.asked.zip_encoding if suffix_of(place.uri) == ".zip" else None
+        return f"{file.mark} {encoding}" if encoding and file.mark else file.mark
+
+    def _members(self, place: NamedContainer, container: Container) -> tuple[_Index, bool]:
         """Return the members of a container, and whether they are all; not so once there are ``enough``."""
-        found, look_at, seen = list[Member](), _FIRST_LOOK, set[str]()
-        rows = suffix_of(place.uri) in OF_COLUMNS  # whose names are no part of an id
+        members, look_at = list[Member](), _FIRST_LOOK
         for member in container.members(self.asked):
             if self._stopped:
-                return [], False
-            if len(found) == look_at and self.enough is not None:
+                return _Index([], LeftOut()), False
+            # Here all that lies before the next video was seen, and with it what side by side belongs to the last one.
+            if len(members) == look_at and self.enough is not None:
                 look_at *= 2
-                if self.enough(_table(place, found, self.asked)):
+                index = self._paired(place, container, members)
+                if self._clips_known(place, index) and self.enough(_table(place, index.members, self.asked)):
                     self.n_cut += 1
-                    return found, False
-            found.append(member if rows else named_safely(member, seen))
-        return found, True
+                    return index, False
+            members.append(member)
+        return self._paired(place, container, members), True
+
+    def _paired(self, place: NamedContainer, container: Container, members: list[Member]) -> _Index:
+        """Return the index of the members that were read so far, under safe names."""
+        paired, left_out = container.paired(members)
+        if suffix_of(place.uri) in OF_COLUMNS:  # whose names are no part of an id
+            return _Index(paired, left_out)
+        seen = set[str]()
+        return _Index([named_safely(member, seen) for member in paired], left_out)
+
+    def _clips_known(self, place: NamedContainer, index: _Index) -> bool:
+        """Return whether the clips of members are known; what tells the clip of a tar's video may lie far behind it."""
+        if self.asked.clips_from is None or suffix_of(place.uri) in OF_COLUMNS:
+            return True
+        return all(member.carried is not None or member.fault is not None for member in index.members)
 
     def _keeps(self, place: NamedContainer) -> bool:
         """Return whether indexes of containers of this form are kept: not those of tables, which are read fast."""
         return self.store is not None and suffix_of(place.uri) not in OF_COLUMNS
 
-    def _kept_index(self, place: NamedContainer) -> _Kept | None:
+    def _kept_index(self, place: NamedContainer) -> _Index | None:
         """Return the kept index of a container, or None where it was never indexed."""
         if self.store is None or not self._keeps(place):
             return None
         try:
             told, *members = json.loads(zlib.decompress(self.store.read(_name(place.uri))))
-            version, uri, mark = told
+            version, uri, mark, *left_out = told
+            if (version, uri) != (_VERSION, place.uri):
+                return _Index([], LeftOut())  # it is made anew
+            return _Index([Member(*member) for member in members], LeftOut(*left_out), mark)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, zlib.error):  # a damaged one is made anew
-            return _Kept("", [])
-        return _Kept(mark if (version, uri) == (_VERSION, place.uri) else "", [Member(*member) for member in members])
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, zlib.error):  # a damaged one is made anew
+            return _Index([], LeftOut())
 
-    def _keep(self, place: NamedContainer, mark: str, members: Sequence[Member]) -> None:
+    def _keep(self, place: NamedContainer, index: _Index) -> None:
         """Keep a whole index; runs that make it at once write the same. Raises RunFailed where the store fails."""
-        if self.store is None or not self.keeps or not self._keeps(place) or not mark:
+        if self.store is None or not self.keeps or not self._keeps(place) or not index.mark:
             return
-        data = json.dumps([[_VERSION, place.uri, mark], *members]).encode()
+        told = [_VERSION, place.uri, index.mark, index.left_out.as_record(_KEPT_NAMES)]
+        data = json.dumps([told, *index.members]).encode()
         self.store.make()
         try:
             self.store.put(_name(place.uri), zlib.compress(data, 1))

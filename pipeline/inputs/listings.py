@@ -15,13 +15,15 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from pipeline.errors import ManifestError
+from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER, LeftOut, is_apple_double
 from pipeline.storage.hub import Files
 from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri
 
 # Which files of a folder or glob count as videos. A file that is named outright may have any name.
 VIDEO_SUFFIXES = frozenset(
-    {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv"}
-    | {".asf", ".3gp", ".ogv", ".gif", ".h264", ".hevc"}
+    {".mp4", ".m4v", ".mov", ".qt", ".3gp", ".3g2", ".f4v", ".mkv", ".mk3d", ".webm", ".avi", ".divx", ".flv"}
+    | {".ts", ".m2t", ".m2ts", ".mts", ".mpg", ".mpeg", ".mpe", ".m1v", ".m2v", ".vob", ".wmv", ".asf", ".ogv", ".ogm"}
+    | {".gif", ".264", ".h264", ".avc", ".265", ".h265", ".hevc"}
 )
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -37,7 +39,7 @@ class Listing(NamedTuple):
     found: list[ObjectInfo]
 
 
-def list_videos(videos: str, suffixes: frozenset[str], objects: Files) -> Listing:
+def list_videos(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut | None = None) -> Listing:
     """List the videos that an address on S3 names, in the order of their keys.
 
     ``s3://bucket/folder/`` and ``s3://bucket/folder`` mean every object below it with one of ``suffixes``; a glob those
@@ -46,12 +48,13 @@ def list_videos(videos: str, suffixes: frozenset[str], objects: Files) -> Listin
 
     Requests: one LIST a thousand keys below the folder, for a glob a thousand keys that begin like it up to its first
     magic character; one HEAD for an object with one of ``suffixes``. Both are needed only where a name misleads: an
-    object without such a suffix, a folder with one. A video costs none.
+    object without such a suffix, a folder with one. A video costs none. ``left_out`` counts the objects of the listing
+    that are no videos.
 
     Raises ManifestError, with the store's reason, for no video, no such bucket, no access.
     """
     try:
-        listing = _list(videos, suffixes, objects)
+        listing = _list(videos, suffixes, objects, left_out or LeftOut())
     except OSError as error:
         raise ManifestError(f"{videos}: cannot be listed: {error.strerror}") from error
     if not listing.found:
@@ -59,11 +62,22 @@ def list_videos(videos: str, suffixes: frozenset[str], objects: Files) -> Listin
     return listing
 
 
-def _list(videos: str, suffixes: frozenset[str], objects: Files) -> Listing:
+def _list(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut) -> Listing:
     """List the objects of ``list_videos``, which checks and reports what is found. Raises OSError."""
 
-    def below(prefix: str) -> list[ObjectInfo]:
-        return [found for found in objects.list(prefix, deep=True) if suffix_of(found.uri) in suffixes]
+    def below(prefix: str, glob: Sequence[str] | None = None) -> list[ObjectInfo]:
+        taken = []
+        for info in objects.list(prefix, deep=True):
+            if not (glob is None or info.uri == videos or _segments_match(info.uri.split("/"), glob)):
+                continue
+            name = info.uri.removeprefix(SCHEME)
+            if is_apple_double(name):
+                left_out.add(APPLE_DOUBLE, name)
+            elif suffix_of(info.uri) in suffixes:
+                taken.append(info)
+            else:
+                left_out.add(OTHER, name)
+        return taken
 
     _, slash, key = videos.removeprefix(SCHEME).partition("/")
     if not key or key.endswith("/"):
@@ -71,11 +85,8 @@ def _list(videos: str, suffixes: frozenset[str], objects: Files) -> Listing:
         return Listing(folder, below(folder))
     if globbing.has_magic(key):
         literal = re.split(r"[*\[]", videos, maxsplit=1)[0]
-        listed = below(literal)
-        glob = videos.split("/")
-        matching = (one for one in listed if _segments_match(one.uri.split("/"), glob))
-        found = [one for one in listed if one.uri == videos] or [*matching]
-        return Listing(_parent(literal), found)
+        listed = below(literal, videos.split("/"))
+        return Listing(_parent(literal), [info for info in listed if info.uri == videos] or listed)
     if suffix_of(videos) in suffixes:
         return _one(videos, objects) or Listing(f"{videos}/", below(f"{videos}/"))
     found = below(f"{videos}/")

@@ -24,6 +24,7 @@ from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, NamedContainer
+from pipeline.inputs.left_out import APPLE_DOUBLE, ARCHIVES, OTHER, LeftOut, is_apple_double, say_counts
 from pipeline.inputs.listings import VIDEO_SUFFIXES, expanded, list_videos, listed_policy, root_prefix, suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
@@ -56,7 +57,7 @@ def read_manifest(
     objects = objects or Objects.from_environment()
     column = indexing.asked.column
     names = expanded([videos] if isinstance(videos, str) else videos)
-    listed = [part for name in names for part in _parts(_read(name, roots, objects, column), column, roots, objects)]
+    listed = [part for name in names for part in _parts(_read(name, roots, objects, indexing), column, roots, objects)]
     if indexing.asked.clips_from is not None and any(one.videos is not None for one in listed):
         raise ManifestError(f"{videos}: {_NO_CLIPS}")
     if len(listed) == 1 and listed[0].videos is not None:
@@ -112,59 +113,66 @@ def _ids_apart(listed: Sequence[Listed], places: Sequence[NamedContainer]) -> bo
     return alone and not any(after.startswith(name) for name, after in pairwise(names))
 
 
-def _read(videos: str, roots: Roots, objects: Objects, column: str | None) -> Listed:
-    """List the videos, or else the containers, of one name; a table is a container if a ``column`` is asked for.
+def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Listed:
+    """List the videos, or else the containers, of one name; a table is a container if a column is asked for.
 
-    Raises ManifestError.
+    ``indexing.left_out`` counts the other files. Raises ManifestError.
     """
     _refuse_packed(videos)
-    forms = frozenset(FORMS) - (OF_COLUMNS if column is None else frozenset())
+    forms = frozenset(FORMS) - (OF_COLUMNS if indexing.asked.column is None else frozenset())
+    left_out = indexing.left_out
     if videos == "sample":
-        return _from_files(_sample_folder(), videos, roots.folders, forms)
+        return _from_files(_sample_folder(), videos, roots.folders, forms, LeftOut())
     if is_remote(videos):
         if is_object(videos):
             check_uri(videos)
-        return _from_store(videos, roots, objects, forms)
+        return _from_store(videos, roots, objects, forms, left_out)
     if "://" in videos and not videos.startswith("file://"):
         shown = without_secrets(videos)
         raise ManifestError(f"{shown}: only local paths and s3:// are read, not {shown.split('://', maxsplit=1)[0]}://")
     path = Path(videos.removeprefix("file://"))
     if path.is_dir():
-        return _from_files(path, videos, roots.folders, forms)
+        return _from_files(path, videos, roots.folders, forms, left_out)
     if path.is_file():
         if (suffix := suffix_of(path.name)) in TABLE_SUFFIXES - forms:
             return Listed(_manifest_at(str(path), roots, objects))
         place = _place(path, path.parent, Judge([path.parent, *roots.folders]))
         return _listed([place], videos=suffix not in forms)
     if globbing.has_magic(str(path)):
-        return _from_glob(str(path), roots.folders, forms)
+        return _from_glob(str(path), roots.folders, forms, left_out)
     raise ManifestError(f"{videos}: no such folder, file or manifest{near_file(path)}")
 
 
 def _parts(found: Listed, column: str | None, roots: Roots, objects: Objects) -> list[Listed]:
     """Return what was found, in its order, with tables as manifests if the ``column`` of the first is of paths.
 
-    Raises ManifestError.
+    A table that cannot be read stays a container, whose index says what is wrong with it. Raises ManifestError.
     """
     tables = [one for one in found.containers if suffix_of(one.uri) == ".parquet" and one.policy is None]
-    if column is None or not tables or not _names_paths(tables[0], column, objects):
+    if column is None or not tables:
         return [found]
-    for table in tables[1:]:
-        if not _names_paths(table, column, objects):
+    kinds = ((table, _names_paths(table, column, objects)) for table in tables)
+    readable = ((table, of_paths) for table, of_paths in kinds if of_paths is not None)
+    first, of_paths = next(readable, (tables[0], False))
+    if not of_paths:
+        return [found]
+    manifests = {first.uri: Listed(_manifest_at(first.uri, roots, objects, column))}
+    for table, of_paths in readable:
+        if not of_paths:
             raise ManifestError(
-                f"{table.uri}: no column {column} of paths, which {tables[0].uri} has; name such tables alone"
+                f"{table.uri}: no column {column} of paths, which {first.uri} has; name such tables alone"
             )
-    manifests = {table.uri: Listed(_manifest_at(table.uri, roots, objects, column)) for table in tables}
+        manifests[table.uri] = Listed(_manifest_at(table.uri, roots, objects, column))
     return [manifests.get(one.uri, Listed(None, [one])) for one in found.containers]
 
 
-def _names_paths(table: NamedContainer, column: str, objects: Objects) -> bool:
-    """Return whether the ``column`` of a .parquet holds paths."""
+def _names_paths(table: NamedContainer, column: str, objects: Objects) -> bool | None:
+    """Return whether the ``column`` of a .parquet holds paths; None where the table cannot be read."""
     try:
         with closing(open_container(table.uri, objects, table.info)) as file:
             return holds_paths(file, column)
-    except OSError:
-        return False
+    except UNREADABLE:
+        return None
 
 
 def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
@@ -243,22 +251,49 @@ def _sample_folder() -> Path:
     return folder
 
 
-def _from_files(folder: Path, named: str, roots: Sequence[Path], forms: frozenset[str]) -> Listed:
+def _from_files(folder: Path, named: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
     """List the videos of a folder, or else its containers. Raises ManifestError where it has neither."""
     judge = Judge([folder, *roots])
-    if (found := _videos_or_containers(_walk(folder), folder, judge, forms)) is not None:
+    if (found := _videos_or_containers(_walk(folder), folder, judge, forms, left_out)) is not None:
         return found
     looked = " ".join(sorted(VIDEO_SUFFIXES | forms))
-    raise ManifestError(f"{named}: no video in this folder (looked for {looked})")
+    raise ManifestError(f"{named}: no video in this folder (looked for {looked}){_and_left(left_out)}")
 
 
-def _videos_or_containers(paths: Iterable[Path], root: Path, judge: Judge, forms: frozenset[str]) -> Listed | None:
+def _videos_or_containers(
+    paths: Iterable[Path], root: Path, judge: Judge, forms: frozenset[str], left_out: LeftOut
+) -> Listed | None:
     """List the videos among some files, or else the containers; None where there are neither."""
-    known = VIDEO_SUFFIXES | forms
-    found = sorted(path for path in paths if path.suffix.lower() in known)
-    videos = [path for path in found if path.suffix.lower() in VIDEO_SUFFIXES]
-    places = (_place(path, root, judge) for path in videos or found)
-    return _listed(places, videos=bool(videos)) if found else None
+    videos, containers = list[Path](), list[Path]()
+    for path in paths:
+        suffix = path.suffix.lower()
+        if is_apple_double(str(path.relative_to(root))):
+            left_out.add(APPLE_DOUBLE, str(path))
+        elif suffix in VIDEO_SUFFIXES:
+            videos.append(path)
+        elif suffix in forms:
+            containers.append(path)
+        elif not path.is_dir():
+            left_out.add(OTHER, str(path))
+    if videos:
+        _leave_archives([str(path) for path in containers], str(root), left_out)
+    places = (_place(path, root, judge) for path in sorted(videos or containers))
+    return _listed(places, videos=bool(videos)) if videos or containers else None
+
+
+def _and_left(left_out: LeftOut) -> str:
+    """Say in an error what was found instead of videos."""
+    return f"; left out: {say_counts(counts)}" if (counts := left_out.counts()) else ""
+
+
+def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
+    """Count the archives beside videos: the same videos may lie in both, and encoding them twice helps nobody."""
+    for uri in uris:
+        left_out.add(ARCHIVES, uri)
+    if uris:
+        patterns = sorted({f"{root.rstrip('/')}/**/*{suffix_of(uri)}" for uri in uris})
+        named = " and ".join(map(repr, patterns))
+        left_out.remedies[ARCHIVES] = f"The same videos may lie in both. To take them too, name {named} as well"
 
 
 def _listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
@@ -284,15 +319,15 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names)
 
 
-def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str]) -> Listed:
+def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
     """List the videos that match a local glob, or else the containers. Raises ManifestError where nothing matches."""
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
     matches = map(Path, globbing.glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob refuses absolute patterns
-    found = _videos_or_containers(matches, root, Judge([root, *roots]), forms)
+    found = _videos_or_containers(matches, root, Judge([root, *roots]), forms, left_out)
     if found is None:
-        raise ManifestError(f"{pattern}: no video matches this glob")
+        raise ManifestError(f"{pattern}: no video matches this glob{_and_left(left_out)}")
     return found
 
 
@@ -312,12 +347,14 @@ def _as_text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _from_store(videos: str, roots: Roots, objects: Objects, forms: frozenset[str]) -> Listed:
+def _from_store(videos: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> Listed:
     """List the videos, or else the containers, that an address in a store names. Raises ManifestError."""
     if suffix_of(videos) in TABLE_SUFFIXES - forms and not videos.endswith("/") and not globbing.has_magic(videos):
         return Listed(_manifest_at(videos, roots, objects))
-    folder, found = list_videos(videos, VIDEO_SUFFIXES | forms, reach(videos, objects))
+    folder, found = list_videos(videos, VIDEO_SUFFIXES | forms, reach(videos, objects), left_out)
     own = [info for info in found if suffix_of(info.uri) not in forms]
+    if own:
+        _leave_archives([info.uri for info in found if suffix_of(info.uri) in forms], folder, left_out)
     places = (
         NamedContainer(one.uri, one.uri.removeprefix(folder), listed_policy(one.uri), one) for one in own or found
     )

@@ -17,8 +17,7 @@ from rich.text import Text
 
 from gstep.evidence import describe_evidence
 from pipeline.cache.header import CacheIdentity, fingerprint
-from pipeline.cache.ledger import Ledger
-from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.live import Ledger, LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.table import file_named
 from pipeline.inspect.watch import latest_run

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache.header import fingerprint
-from pipeline.cache.ledger import Ledger
+from pipeline.cache.live import Ledger
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import CorruptShard
 from pipeline.runner.claim import Holder, holder

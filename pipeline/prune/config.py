@@ -48,6 +48,11 @@ class PruneConfig(PlanOptions, PrunerOptions):
         "--column of bytes), in seconds",
         metavar="START,END",
     )
+    zip_encoding: str | None = option(
+        None,
+        "the encoding of names in zips that are not UTF-8, e.g. gbk or shift_jis (default: cp437, the format's own)",
+        metavar="CODEC",
+    )
     index: bool = option(False, "with --dry-run: read the indexes of all tars, so that their videos are counted too")
     on_forbidden: str = option(
         "refuse",
@@ -231,6 +236,8 @@ class PruneConfig(PlanOptions, PrunerOptions):
         self.part()
         self._check_plan()
         self.clip_names()
+        if self.zip_encoding is not None:
+            check(_is_encoding(self.zip_encoding), "zip_encoding", "an encoding that Python knows", self.zip_encoding)
         check(not self.index or self.dry_run, "index", "given with --dry-run", self.index)
         # An empty name, as of a shell's variable that is not set, would be the current folder with all below it.
         given = all(name.strip() for name in self.videos) and len(self.videos) > 0
@@ -262,3 +269,12 @@ class PruneConfig(PlanOptions, PrunerOptions):
             raise UsageError("--frame-rule goes with --num-frames, not with --fps")
         if self.max_frames is not None and self.fps is None:
             raise UsageError("--max-frames goes with --fps; --num-frames is the count for uniform sampling")
+
+
+def _is_encoding(name: str) -> bool:
+    """Return whether Python knows a text encoding of this name."""
+    try:
+        "".encode(name)
+    except LookupError:
+        return False
+    return True

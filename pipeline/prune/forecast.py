@@ -21,6 +21,7 @@ from gstep.backbones import ModelSource, family_of
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.errors import CacheLocked, UsageError, VideoFault, store_usage_errors, usage_errors
+from pipeline.inputs.left_out import say_counts
 from pipeline.plan.estimate import (
     ANY_TOWER,
     GPU_TYPES,
@@ -68,6 +69,7 @@ class Forecast:
         video_bytes: the bytes of these on disk.
         one_size: whether every video has this grid.
         unlisted: containers whose videos are not known, and not counted.
+        left_out: kind of a file -> files that are no videos, or are not taken, as far as containers are indexed.
     """
 
     out: str
@@ -81,6 +83,7 @@ class Forecast:
     video_bytes: int
     one_size: bool
     unlisted: list[str]
+    left_out: dict[str, int]
 
     def as_record(self) -> JsonObject:
         """Return the forecast as a JSON-able mapping."""
@@ -115,6 +118,7 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
         video_bytes=recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*shape),
         one_size=recipe.sampling.fps is None and small == shape[1:],
         unlisted=[place.uri for place in run.indexing.left],
+        left_out=run.indexing.left_out.counts(),
     )
 
 
@@ -155,6 +159,8 @@ def _lines(plan: Forecast) -> list[tuple[str, str]]:
         ("a video", f"{T} x {N} = {T * N} tokens, about {plan.kept} kept{largest}"),
         ("bytes", f"about {plan.video_bytes:,} a video, {total:,} in all{largest}"),
     ]
+    if plan.left_out:
+        lines.append(("left out", say_counts(plan.left_out)))
     if plan.unlisted:
         lines.append(
             ("not counted", f"the videos of {len(plan.unlisted)} containers, e.g. {plan.unlisted[0]} (--index)")

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from gstep.backbones import family_of
-from pipeline.cache.reading import read_json
+from pipeline.cache.reader import parse_json_columns
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import VideoItem
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
@@ -111,7 +111,7 @@ class EncodeVideos:
 
     def _row(self, video: VideoItem) -> pa.Table:
         """Return a pruned video as one output row, its tokens in ascending position."""
-        row = read_json(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
+        row = parse_json_columns(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
         said = {name: row[name] for name in ("video_id", "status", "error_class", "error_message")}
         said["metadata"] = json.dumps(row)
         if (kept := video.kept) is None:

@@ -19,11 +19,17 @@ from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
-from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, PrunerIdentity, differences
-from pipeline.cache.live_rows import VIDEOS
-from pipeline.cache.method import describe_method
-from pipeline.cache.reader import HEADER, read_header
-from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
+from pipeline.cache.header import (
+    HEADER,
+    CacheHeader,
+    CacheIdentity,
+    ModelIdentity,
+    PrunerIdentity,
+    describe_method,
+    differences,
+    read_header,
+)
+from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VIDEOS
 from pipeline.errors import IdentityMismatch, UsageError, usage_errors
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device
@@ -202,7 +208,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         check_decoder_device(config.decoder, "cpu")
     return Recipe(
         config=config,
-        objects=objects or Objects.from_environment(config.s3_endpoint, config.s3_region),
+        objects=objects or Objects.from_environment(config.s3_endpoint),
         source=source,
         pruner=pruner,
         retention_ratio=pruner.nominal_ratio(config.retention_ratio),

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import cast
 
 import pyarrow as pa
 from ray.actor import ActorHandle
@@ -20,13 +21,12 @@ from rich.console import Console
 
 from gstep.backbones import family_of
 from gstep.checkpoints.tensors import tower_hash
-from pipeline.cache.codecs import codec_of
-from pipeline.cache.header import deepstack_levels, fingerprint, header_bytes
-from pipeline.cache.ledger import TIMED, Ledger
-from pipeline.cache.live_rows import VIDEOS
+from pipeline.cache.header import HEADER, codec_of, deepstack_levels, fingerprint, header_bytes, made_with, read_header
+from pipeline.cache.live import TIMED, Ledger
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
-from pipeline.cache.reader import HEADER, made_with, read_header
-from pipeline.cache.writer import commit, token_shard_id
+from pipeline.cache.schema import VIDEOS
+from pipeline.cache.token_shard import token_shard_id
+from pipeline.cache.writer import commit
 from pipeline.errors import (
     FAULTS,
     FaultClass,
@@ -40,6 +40,7 @@ from pipeline.errors import (
 from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.left_out import say_counts
 from pipeline.inputs.manifest import given_manifest, read_manifest
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
@@ -114,7 +115,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def prepare(self) -> None:
         config = self.options
-        self._objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+        self._objects = Objects.from_environment(config.s3_endpoint)
         self.store, self.run_id = store_at(config.out, self._objects), new_run_id()
         check_out(self.store)
         with store_usage_errors():
@@ -130,20 +131,26 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def _list_videos(self) -> None:
         """Read the manifest, or what the caller gave. Raises UsageError."""
         config = self.options
-        list_only = config.dry_run and not config.index
-        keeps = not (config.dry_run or config.plan)
-        asked = ContainerOptions(config.column, config.clip_names())
-        self.indexing = Indexing(asked, self.store, keeps=keeps, only_known=list_only, say=self.say)
-        # A plan needs the indexes of all containers; a limit asks for few.
-        self.indexing.limited = config.limit is not None
-        few = self.indexing.limited and not config.dry_run
-        self.indexing.later = few or keeps
+        writes = not (config.dry_run or config.plan)
+        limited = config.limit is not None
+        self.indexing = Indexing(
+            ContainerOptions(config.column, config.clip_names(), config.zip_encoding),
+            self.store,
+            keeps=writes,
+            only_known=config.dry_run and not config.index,
+            later=writes or (limited and not config.dry_run),  # a plan without a limit needs all indexes at once
+            limited=limited,
+            say=self.say,
+        )
         if self._given is None:
             listed = read_manifest(config.videos, config.video_root, self._objects, self.indexing)
             for named in config.videos if len(config.videos) == 1 else ():
                 refuse_other_files(listed, named, self._objects)
         else:
             listed = given_manifest(self._given, config.video_root)
+        for kind, remedy in self.indexing.left_out.remedies.items():
+            count = self.indexing.left_out.counts()[kind]
+            self.say(f"note: left out: {say_counts({kind: count})}. {remedy}")
         self.manifest = of_shard(listed, config.part())
         if len(listed) and not len(self.manifest) and not self.indexing.left:
             raise UsageError(f"--shard {config.shard}: none of the {len(listed)} videos are in it")
@@ -196,7 +203,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 try:
                     self.stream(todo)
                     todo.check()
-                    self.run_file.note(videos=len(todo))
+                    self.run_file.note(videos=len(todo), left_out=cast(JsonObject, self.indexing.left_out.as_record()))
                     again = retry_candidates(todo.found().todo, self.retryable, self.options.max_attempts)
                     self._try_elsewhere(Discovery.of(again))
                 except LimitReached as reached:
@@ -364,6 +371,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         header = read_header(self.store)
         if todo.n_left:
             self.say(f"note: videos of {todo.n_left} containers are not known yet, and not counted")
+        if self.indexing.n_cut:
+            what = "what would be carried with a video and lies behind the last one was not looked for"
+            self.say(f"note: {self.indexing.n_cut} containers were read in part (--limit): {what}")
         held = summarise(
             self.ledger.refresh(),
             pa.concat_tables([self.manifest, todo.found().videos]),
@@ -374,7 +384,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             committed=self._committed,
         )
         held = replace(held, n_new=len(todo), n_new_failed=len(self.failed), wall_s=wall_s, out=str(self.store))
-        held = replace(held, fetched_bytes=self.fetched + self.indexing.fetched)
+        held = replace(
+            held, fetched_bytes=self.fetched + self.indexing.fetched, left_out=self.indexing.left_out.counts()
+        )
         if self.facts is None:
             return held
         if self.facts.reached:  # what is left was not begun, and waits as with --limit

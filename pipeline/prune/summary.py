@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
-from pipeline.cache.ledger import HDR, SHARED, STRETCHED, TIMED, UNEVEN, Ledger
-from pipeline.cache.live_rows import VIDEOS
+from pipeline.cache.live import HDR, OUTSIDE, SHARED, STRETCHED, TIMED, UNEVEN, WARNED, Ledger
+from pipeline.cache.schema import VIDEOS
 from pipeline.errors import FAULTS
+from pipeline.inputs.left_out import say_counts
 from pipeline.keys import parts_of
 from pipeline.rows import JsonObject
 from pipeline.runner.run_record import Outcome, as_text
@@ -42,6 +43,7 @@ class Summary(Outcome):
         fetched_bytes: of videos and indexes that this run read from stores.
         n_lost: videos that a run committed, and of which no file of the table has a row now.
         lost: some of them.
+        left_out: kind of a file -> files of this run's VIDEOS that are no videos, or are not taken.
         facts: what this run took (``pipeline.prune.facts``); empty for a summary of a cache.
     """
 
@@ -57,6 +59,7 @@ class Summary(Outcome):
     fetched_bytes: int = 0
     n_lost: int = 0
     lost: list[str] = field(default_factory=list)
+    left_out: Mapping[str, int] = field(default_factory=dict)
     facts: Mapping[str, float] = field(default_factory=dict)
 
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
@@ -138,7 +141,7 @@ def lost_line(n_lost: int, examples: Sequence[str]) -> str:
 def _failed_of(ledger: Ledger, ids: pa.Array, rows: NDArray[np.int64]) -> dict[str, str]:
     """Return the error class of each failed video among ``ids``; ``rows`` are their ledger rows, -1 for none."""
     (there,) = np.nonzero(rows >= 0)
-    faults = ledger.faults(rows[there])
+    faults = ledger.columns["fault"][rows[there]]
     failed = zip(ids.take(pa.array(there[faults > 0])).to_pylist(), faults[faults > 0].tolist(), strict=True)
     return {video_id: ledger.classes[fault] for video_id, fault in failed}
 
@@ -160,7 +163,8 @@ class _Counts:
         removed = self._ledger.removed(rows)
         self.n_removed += int(removed.sum())
         rows = rows[~removed]
-        faults, columns = self._ledger.faults(rows), self._ledger.columns
+        columns = self._ledger.columns
+        faults = columns["fault"][rows]
         good = rows[faults == 0]
         self._by_class += np.bincount(faults, minlength=len(self._by_class))
         for fault in set(np.unique(faults).tolist()) - {0, *self._first}:
@@ -168,11 +172,11 @@ class _Counts:
         self.n_rows += len(rows)
         self.tokens_in += int(columns["n_total"][good].sum(dtype=np.int64))
         self.tokens_kept += int(columns["n_tokens"][good].sum(dtype=np.int64))
-        self.n_warned += int(self._ledger.warned(good).sum())
+        self.n_warned += int(self._ledger.remarked(good, WARNED).sum())
         for name, remark in _REMARKS.items():
             self.remarks[name] += int(self._ledger.remarked(good, remark).sum())
         self._by_note += np.bincount(columns["note"][good], minlength=len(self._by_note))
-        self.n_outside += int(self._ledger.outside(rows).sum())
+        self.n_outside += int(self._ledger.remarked(rows, OUTSIDE).sum())
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
 
     @property
@@ -233,6 +237,8 @@ def render(summary: Summary) -> RenderableType:
     table.add_row("seconds", ", ".join(f"{stage} {value:.2f}" for stage, value in summary.seconds.items()))
     if summary.fetched_bytes:
         table.add_row("from stores", f"{summary.fetched_bytes:,} bytes of videos and indexes")
+    if summary.left_out:
+        table.add_row("left out", Text(say_counts(summary.left_out)))
     if summary.n_removed:
         table.add_row("removed", f"{summary.n_removed} videos, for good")
     if summary.n_lost:

@@ -17,11 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.header import CacheHeader, differences, fingerprint, header_bytes
-from pipeline.cache.live_rows import RULE_COLUMNS, TOKENS, live_and_earlier, ok_rows, rule_columns
-from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.header import HEADER, CacheHeader, differences, fingerprint, header_bytes, read_header
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, ok_rows, rule_columns
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import check_content, file_named
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.rewrite.rewrite import check_place
@@ -140,8 +139,8 @@ def _read_union(held: Sequence[Store], identity: str) -> _Union:
         names = rows["token_shard"].combine_chunks().dictionary_encode().cast(pa.dictionary(pa.int32(), pa.string()))
         place = rows.schema.get_field_index("token_shard")
         tables.append(rows.select(_COLUMNS).set_column(place, "token_shard", names).append_column("cache", numbers))
-        files.append([file.name for file in opened.files if file.name not in opened.foreign])
-        foreign += [f"{store}/{name}" for name in opened.foreign]
+        files.append([file.name for file in opened.files if file.name not in opened.table.foreign])
+        foreign += [f"{store}/{name}" for name in opened.table.foreign]
     return _Union(pa.concat_tables(tables).unify_dictionaries().combine_chunks(), files, foreign)
 
 
@@ -187,7 +186,7 @@ def _take_live_tokens(
     held: Sequence[Store], rows: pa.Table, out: Store, done: MergedCaches, say: Callable[[str], object]
 ) -> None:
     """Bring the token shards that live rows of the union name into ``out``."""
-    order, _ = live_and_earlier(rule_columns(rows))
+    order, _ = find_live(rule_columns(rows))
     live = ok_rows(rows.take(pa.array(order)))
     done.videos, done.equal = len(order), len(rows) - len(order)
     for number, source in enumerate(held):

@@ -16,10 +16,8 @@ from gstep.evidence import HEAD_SOURCES, PER_FRAME
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity
-from pipeline.cache.method import describe_method
-from pipeline.cache.reader import TokenCache, coded_header
-from pipeline.cache.reading import TokenOrder
+from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity, coded_header, describe_method
+from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import UsageError, VideoFault, usage_errors
 from pipeline.generate.late_pruning import evidence_columns, is_whole

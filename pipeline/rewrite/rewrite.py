@@ -1,7 +1,7 @@
 """One cache made of another: read it video by video, change each, and commit shard by shard. ``jobs.recode`` is here.
 
 A kill leaves at most token shards that no row names. The same command goes on from the rows that are there: a video is
-done again only where the source's row counts for more than the copy's by the rule of ``pipeline.cache.live_rows``.
+done again only where the source's row counts for more than the copy's by the rule of ``pipeline.cache.live``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,24 @@ import torch
 from torch import Tensor
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.codecs import BFLOAT16, codec_of
-from pipeline.cache.header import CacheHeader, differences, fingerprint, header_bytes
-from pipeline.cache.live_rows import VIDEOS, VideoRows, filled, in_shard_order, states_of
-from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.codecs import BFLOAT16
+from pipeline.cache.header import (
+    HEADER,
+    CacheHeader,
+    codec_of,
+    coded_header,
+    differences,
+    fingerprint,
+    header_bytes,
+    read_header,
+)
+from pipeline.cache.live import LiveVideos, fill_nulls, in_shard_order, states_of
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
-from pipeline.cache.reader import HEADER, TokenCache, coded_header, read_header
-from pipeline.cache.reading import TokenOrder
-from pipeline.cache.schema import KEY_COLUMNS
-from pipeline.cache.writer import Bits, KeptTokens, VideoItem, bundled, commit, token_shard_id, write_token_shard
+from pipeline.cache.reader import TokenCache, TokenOrder
+from pipeline.cache.schema import KEY_COLUMNS, VIDEOS
+from pipeline.cache.table import VideosTable
+from pipeline.cache.token_shard import token_shard_id
+from pipeline.cache.writer import Bits, KeptTokens, VideoItem, commit, make_bundles, write_token_shard
 from pipeline.errors import IdentityMismatch, NotACache, RunFailed, UsageError, VideoFault, store_usage_errors
 from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
 from pipeline.runner.claim import Claim
@@ -162,7 +171,7 @@ def _stream(
         kept = video.kept
         return 0.0 if kept is None else codec.share * kept.tokens.nbytes * (1 + len(kept.deepstack))
 
-    for number, videos in enumerate(bundled(_changed(what, todo), n_bytes, most=_SHARD_VIDEOS)):
+    for number, videos in enumerate(make_bundles(_changed(what, todo), n_bytes, most=_SHARD_VIDEOS)):
         rows = write_token_shard(videos, store=out, run_id=done.run_id, codec=codec)
         if not out.exists(HEADER) or out.read(HEADER) != header:
             raise RunFailed(f"{out}: another cache was begun here since this command began; nothing more is written")
@@ -196,13 +205,13 @@ def _todo(source: TokenCache, out: Store, made_with: str, done: Rewritten) -> pa
 
 def _ranks(rows: pa.Table) -> list[tuple[int, int]]:
     """Return what of each row decides whether it counts: of two the smaller does."""
-    return list(zip(states_of(rows["status"]).tolist(), (-filled(rows["attempts"])).tolist(), strict=True))
+    return list(zip(states_of(rows["status"]).tolist(), (-fill_nulls(rows["attempts"])).tolist(), strict=True))
 
 
 def _changed(what: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
     """Yield the videos of ``todo`` as they are written; failed and removed ones are copied."""
     codec = codec_of(what.header["identity"])
-    for stored in VideoRows(what.source.store).each(todo):
+    for stored in VideosTable(what.source.store).read_rows(todo):
         record = _record(stored)
         if stored["status"] == "ok":
             (video,) = what.source.get_rows([stored], None, what.order, what.evidence)

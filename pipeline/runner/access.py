@@ -18,7 +18,7 @@ import pyarrow as pa
 import ray
 import ray.data
 import torch
-from ray._private.utils import read_ray_address
+from ray._private.utils import get_ray_address_file, read_ray_address
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init() asks; its stubs leave it out
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
@@ -26,9 +26,8 @@ from ray.job_config import JobConfig
 from torch import Tensor
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.live_videos import LiveShards
-from pipeline.cache.reader import TokenCache
-from pipeline.cache.reading import TokenOrder, rows_wanted
+from pipeline.cache.live import LiveShards
+from pipeline.cache.reader import TokenCache, TokenOrder, count_tokens
 from pipeline.errors import RunFailed, printable
 
 _REACH_S = 10.0
@@ -55,21 +54,38 @@ def address_to_join() -> str | None:
             f"RAY_ADDRESS is {address}, the address of a job server: put ray job submit --working-dir . -- before the "
             "command, or name the cluster itself, HOST:6379"
         )
-    _check_listens(address, "RAY_ADDRESS" if given else "which ray start left in ray_current_cluster")
+    _check_listens(address, None if given else Path(get_ray_address_file(None)))
     return address
 
 
-def _check_listens(address: str, whence: str) -> None:
-    """Raise RunFailed, naming where the address came from, if nothing listens there."""
+def _check_listens(address: str, left_in: Path | None) -> None:
+    """Raise RunFailed if nothing listens at an address: RAY_ADDRESS, or one that ray start has ``left_in`` a file."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not (colon and port.isdigit()):
         return  # a word like "auto" is no address
+    host = host.strip("[]")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
     except OSError as error:
+        whence, remedy = "RAY_ADDRESS", "start its head"
+        if left_in is not None:
+            whence = f"which ray start left in {left_in}"
+            if _is_this_machine(host):  # its head is dead: the file alone makes every later run fail
+                remedy = f"its head has ended without ray stop: delete {left_in}, or start a head"
         raise RunFailed(
-            f"no Ray cluster answers at {address} ({whence}): {error.strerror or error}; start its head, or {_ALONE}"
+            f"no Ray cluster answers at {address} ({whence}): {error.strerror or error}; {remedy}, or {_ALONE}"
         ) from error
+
+
+def _is_this_machine(host: str) -> bool:
+    """Return whether an address is one of this machine's: only then a socket can be bound to it."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.bind(place)
+    except OSError:
+        return False
+    return True
 
 
 def check_answers(address: str) -> None:
@@ -263,7 +279,7 @@ def _bytes_of_a_video(cache: TokenCache, shards: LiveShards, options: ReadOption
     numbers = range(0, len(shards), max(1, len(shards) // _SAMPLED_SHARDS))
     sample = [row for number in numbers[:_SAMPLED_SHARDS] for row in cache.rows_of(shards, number)]
     sizes = [
-        rows_wanted(row, options.retention_ratio) * (2 * row["hidden_size"] * (1 + cache.deepstack_levels) + 12)
+        count_tokens(row, options.retention_ratio) * (2 * row["hidden_size"] * (1 + cache.deepstack_levels) + 12)
         for row in sample
         if row["status"] == "ok"
     ]

@@ -107,7 +107,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     on the spot, and an exception in the middle of it may leave a core that aborts at exit. The thread never ends, since
     the kernel kills Ray's processes with the thread that started them.
     """
-    ended = Future[None]()
+    ended, imported = Future[None](), Future[None]()
     forks = starts and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
     # Workers that are started ahead belong to no job, and the server would import Ray for them alone.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
@@ -122,13 +122,23 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
             ended.set_result(None)
         threading.Event().wait()
 
+    def import_ray_data() -> None:  # an interrupt in the middle of an import may leave its lock taken for ever
+        try:
+            with importing_much():
+                import_module("ray.data")
+        except BaseException as error:  # noqa: BLE001 - it is the main thread's
+            imported.set_exception(error)
+        else:
+            imported.set_result(None)
+
     with _muted_stderr(), workers_import_this() as job:
         threading.Thread(target=initialise, name="ray-init", daemon=True).start()
+        # Importing takes a core a second, while Ray's processes start.
+        threading.Thread(target=import_ray_data, name="import-ray-data", daemon=True).start()
         try:
             with saying(say, "Ray's processes are still starting"):
-                with importing_much():
-                    import_module("ray.data")  # importing takes a core a second, while Ray's processes start
                 ended.result()
+                imported.result()
             return
         except KeyboardInterrupt:
             pass

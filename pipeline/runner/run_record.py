@@ -19,8 +19,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cache.live_rows import TOKENS
-from pipeline.cache.writer import run_of, token_shard_id
+from pipeline.cache.schema import TOKENS
+from pipeline.cache.token_shard import run_of, token_shard_id
 from pipeline.errors import Fault, UsageError, printable
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store

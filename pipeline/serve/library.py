@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from gstep.backbones import ModelSource, choose_runtime
+from gstep.backbones import choose_runtime
 from gstep.language import PromptBuilder, prompt_builder
 from gstep.serving.options import engine_options, prepare_process
 from gstep.serving.prompts import engine_input
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
-from pipeline.generate.model import check_model, model_of, stored_tower
+from pipeline.generate.model import find_model, stored_tower
 
 
 def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "auto", **more: Any) -> dict[str, Any]:
@@ -27,9 +27,8 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
     Raises UsageError where the cache was made with another model, ModelError where it is not there.
     """
     runtime = choose_runtime("auto", dtype)
-    identity = cache.identity["model"]
-    source = ModelSource.resolve(*model_of(model, None, identity["weights"]), quantized=True)
-    check_model("the cache", identity, source, partial(stored_tower, cache.store, cache.header))
+    tower = partial(stored_tower, cache.store, cache.header)
+    source = find_model("the cache", cache.identity["model"], model, read_tower=tower)
     parallel = int(more.get("tensor_parallel_size", 1))
     prepare_process(runtime.device, parallel)
     return {**engine_options(source, runtime, cache.most_tokens + 1, parallel), **more}
@@ -83,6 +82,5 @@ def _builder(
 
     Raises IdentityMismatch for another vision encoder.
     """
-    source = ModelSource.resolve(*model_of(model, None, weights), quantized=True)
-    check_model("the cache", {"type": model_type, "weights": weights}, source, lambda: tower)
+    source = find_model("the cache", {"type": model_type, "weights": weights}, model, read_tower=lambda: tower)
     return prompt_builder(source, positions, rule, frame_times)

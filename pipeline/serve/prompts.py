@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, unquote
 from gstep.backbones import ModelSource
 from gstep.language import Prompt, PromptBuilder, prompt_builder
 from gstep.language.types import ChatMessage, ChatPart
-from pipeline.cache.method import declared_method
+from pipeline.cache.header import declared_method
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.generate.model import check_model, check_tokens, stored_tower

@@ -14,10 +14,10 @@ from typing import Any
 from gstep.backbones import choose_runtime
 from gstep.language.weights import generation_config
 from gstep.serving.options import ENVIRONMENT, OWN, check_served, engine_options, prepare_process
-from pipeline.cache.reader import read_header
+from pipeline.cache.header import read_header
 from pipeline.errors import UsageError, store_usage_errors, usage_errors
 from pipeline.generate.engines.vllm import check_installed, refuse_own
-from pipeline.generate.model import model_of
+from pipeline.generate.model import choose_model
 from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import ServeConfig
 from pipeline.serve.gate import KEY, RequestGate
@@ -103,15 +103,14 @@ def command_line(arguments: Sequence[str], variables: Mapping[str, str]) -> str:
 
 def _store_variables(config: ServeConfig) -> dict[str, str]:
     """Return the variables that lead vLLM's processes to the store that the flags name."""
-    told = {"AWS_ENDPOINT_URL": config.s3_endpoint, "AWS_REGION": config.s3_region}
-    return {name: value for name, value in told.items() if value is not None}
+    return {} if config.s3_endpoint is None else {"AWS_ENDPOINT_URL": config.s3_endpoint}
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
     """Return the renderer's settings, which travel in vLLM's configuration."""
     with usage_errors(), store_usage_errors():
         weights = read_header(store_at(config.cache))["identity"]["model"]["weights"]
-        model, revision = model_of(config.model, config.revision, weights)
+        model, revision = choose_model(config.model, config.revision, weights)
     return ServedCache(
         cache=config.cache,
         model=model,

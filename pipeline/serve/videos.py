@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 from urllib.parse import quote
 
 from gstep.language import Visual
-from pipeline.cache.live_rows import VIDEOS
-from pipeline.cache.method import declared_method
-from pipeline.cache.reader import TokenCache, read_header
-from pipeline.cache.reading import TokenOrder
+from pipeline.cache.header import declared_method, read_header
+from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.table import table_files
 from pipeline.errors import CorruptShard, NotACache, RemovedVideo, UnknownVideo
-from pipeline.generate.held_videos import LruCache, SharedReads, n_bytes
+from pipeline.generate.prompts import LruCache, n_bytes
 from pipeline.rows import VideoRow
+
+_MAX_READERS = 8  # videos that are read at once
+VideoKey = tuple[str, float | None]  # video id, and the share of its tokens
 
 
 class StoreAway(Exception):  # noqa: N818
@@ -48,6 +49,30 @@ class _Snapshot(NamedTuple):
     number: int
 
 
+class SharedReads:
+    """Threads that read videos by id and ratio, each once for all that ask for it meanwhile."""
+
+    def __init__(self, read: Callable[[VideoKey], ServedVideo]) -> None:
+        self._read = read
+        self._threads = ThreadPoolExecutor(_MAX_READERS, "cache-reader")
+        self._loading: dict[VideoKey, Future[ServedVideo]] = {}
+
+    def find(self, key: VideoKey) -> Future[ServedVideo]:
+        """Return a future of the video that a thread reads.
+
+        Its caller holds the lock under which videos are stored, so that none is read twice.
+        """
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._loading[key] = self._threads.submit(self._read, key)
+            loading.add_done_callback(lambda _: self._loading.pop(key, None))
+        return loading
+
+    def close(self) -> None:
+        """Start no further read."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
 class ServedVideos:
     """The videos of one open cache that a server answers from. Threads may share it.
 
@@ -66,8 +91,8 @@ class ServedVideos:
         self._identity = cache.identity
         declared = declared_method(cache.identity)
         self._order: TokenOrder = "selection" if declared is not None and declared.reorders else "index"
-        self._held: LruCache[tuple[str, float | None], ServedVideo] = LruCache(held_bytes, _n_bytes)
-        self._reads: SharedReads[tuple[str, float | None], ServedVideo] = SharedReads("cache-reader")
+        self._held: LruCache[VideoKey, ServedVideo] = LruCache(held_bytes, _n_bytes)
+        self._reads = SharedReads(self._read)
         self._lock = threading.RLock()
         self.away = False
         self._closed = threading.Event()
@@ -88,10 +113,14 @@ class ServedVideos:
 
         It raises UnknownVideo, RatioNotCached and CorruptShard as TokenCache.get, VideoGone and StoreAway.
         """
+        key = (video_id, retention_ratio)
         with self._lock:
-            held = self._held.get((video_id, retention_ratio))
-            current = held if held is not None and held.snapshot == self._now.number else None
-            return self._reads.find((video_id, retention_ratio), current, self._read)
+            video = self._held.get(key)
+            if video is None or video.snapshot != self._now.number:
+                return self._reads.find(key)
+            in_memory: Future[ServedVideo] = Future()
+            in_memory.set_result(video)
+            return in_memory
 
     def refresh(self) -> None:
         """Open the table again if its files changed; while the store is away, videos in memory are still served."""
@@ -119,7 +148,7 @@ class ServedVideos:
         while not self._closed.wait(seconds):
             self.refresh()
 
-    def _read(self, asked: tuple[str, float | None]) -> ServedVideo:
+    def _read(self, asked: VideoKey) -> ServedVideo:
         """Read a video; runs in a reader thread."""
         try:
             try:
@@ -179,7 +208,7 @@ def _n_bytes(video: ServedVideo) -> int:
 
 def _file_names(cache: TokenCache) -> frozenset[str]:
     """Return the names of the table's files."""
-    return frozenset(file.name for file in table_files(cache.store, VIDEOS))
+    return frozenset(file.name for file in table_files(cache.store))
 
 
 def _content_name(row: VideoRow) -> str:

@@ -1,16 +1,20 @@
-"""One file read at random: a local one in place, an object by requests for stretches of it."""
+"""Files read at random: a local one in place, an object by requests for stretches of it; the last ones stay open."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import pyarrow as pa
 
 from pipeline.storage.s3 import Slice
 
+V = TypeVar("V")
 _TAIL = 2**16  # bytes fetched on opening: the footer of most shards
 
 
@@ -137,3 +141,51 @@ class Fetched(Positioned):
         data = self.view(self.place, self.size if n_bytes < 0 else self.place + n_bytes)
         self.place += len(data)
         return data
+
+
+class LoadedOnce(Generic[V]):
+    """A cache like ``functools.lru_cache``, for what takes long to load, and for threads and forks.
+
+    Threads that ask for the same value wait for one load. A process that was forked starts with none: what its parent
+    had open, and a lock that one of the parent's threads may hold, is not touched.
+    """
+
+    def __init__(self, load: Callable[..., V], keep: int) -> None:
+        """Keep the last ``keep`` values; all threads that wait get what ``load`` raises for their key."""
+        self._load = load
+        self._keep = keep
+        self._by_process: dict[int, _Values[V]] = {}
+
+    def __call__(self, *key: Hashable) -> V:
+        values = self._by_process.setdefault(os.getpid(), _Values())
+        with values.lock:
+            loading = values.by_key.get(key)
+            if loading is not None:
+                values.by_key.move_to_end(key)
+            else:
+                own = values.by_key[key] = Future()
+                while len(values.by_key) > self._keep:
+                    values.by_key.popitem(last=False)
+        if loading is not None:
+            return loading.result()
+        try:
+            value = self._load(*key)
+        except BaseException as error:
+            with values.lock:
+                if values.by_key.get(key) is own:
+                    del values.by_key[key]
+            own.set_exception(error)
+            raise
+        own.set_result(value)
+        return value
+
+    def __reduce__(self) -> tuple[type[LoadedOnce[V]], tuple[Callable[..., V], int]]:
+        return LoadedOnce, (self._load, self._keep)  # another process loads its own
+
+
+class _Values(Generic[V]):
+    """The values that one process has loaded or is loading."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.by_key: OrderedDict[tuple[Hashable, ...], Future[V]] = OrderedDict()

@@ -42,8 +42,8 @@ _REMEDIES: Mapping[str, str] = {
     "NoCredentialsError": _CREDENTIALS,
     "PartialCredentialsError": _CREDENTIALS,
     "ProfileNotFound": "AWS_PROFILE names no profile of this machine",
-    "NoRegionError": "set --s3-region or AWS_REGION",
-    "InvalidRegionError": "--s3-region or AWS_REGION is no name of a region",
+    "NoRegionError": "set AWS_REGION",
+    "InvalidRegionError": "AWS_REGION is no name of a region",
     "ParamValidationError": "the bucket or the key is not one that S3 takes",
 }
 _ENVIRONMENT = {
@@ -107,8 +107,8 @@ class Objects:
         self._made: tuple[int, Any] | None = None  # (process, client)
 
     @classmethod
-    def from_environment(cls, endpoint: str | None = None, region: str | None = None) -> Objects:
-        """Make the client from the AWS_* variables of this process; ``endpoint`` and ``region`` (flags) override them.
+    def from_environment(cls, endpoint: str | None = None) -> Objects:
+        """Make the client from the AWS_* variables of this process; ``endpoint`` (a flag) overrides its variable.
 
         The workers get these settings from here, so the variables need to be set for the driver alone. Temporary
         credentials among them may expire: from then on each process takes what it finds itself, as boto3 does.
@@ -117,8 +117,7 @@ class Objects:
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
             for name, variables in _ENVIRONMENT.items()
         }
-        flags = {"endpoint_url": endpoint, "region_name": region}
-        return cls(**(found | {name: value for name, value in flags.items() if value}))
+        return cls(**(found | ({"endpoint_url": endpoint} if endpoint else {})))
 
     def impatient(self) -> Objects:
         """Return a client that gives up after two tries of 14 seconds, for requests that are useless when late."""

@@ -14,13 +14,19 @@ import pyarrow as pa
 from gstep.evidence import is_per_frame
 from gstep.types import budget_for
 from pipeline.cache.cached_video import ONE_NUMBER
-from pipeline.cache.codecs import codec_of
-from pipeline.cache.header import CacheHeader, deepstack_levels, fingerprint
-from pipeline.cache.live_rows import INDEX_COLUMNS, belongs, completed, with_place
-from pipeline.cache.method import declared_method
+from pipeline.cache.header import CacheHeader, codec_of, declared_method, deepstack_levels, fingerprint
+from pipeline.cache.live import INDEX_COLUMNS
 from pipeline.cache.schema import LATER, VIDEO_SCHEMA, tier_row_counts, token_schema
-from pipeline.cache.table import SortedFile, TableFile, file_named, made_with_of, read_small
-from pipeline.cache.token_shard import Rows, TokenShard, checksum_of
+from pipeline.cache.table import (
+    SortedFile,
+    TableFile,
+    add_places,
+    complete_columns,
+    file_named,
+    is_same_identity,
+    parse_small,
+)
+from pipeline.cache.token_shard import TokenRows, TokenShard, checksum_of
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.rows import JSON_COLUMNS, VideoRow
 from pipeline.storage.stores import Store
@@ -73,11 +79,11 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     if wrong := sorted(_wrong_columns(table.schema)):
         what = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
         return CheckedCommit(None, [Problem(Kind.SCHEMA, what, name)], n_bytes)
-    if not belongs(made_with, fingerprint(header["identity"])):
+    if not is_same_identity(made_with, fingerprint(header["identity"])):
         what = f"{store}/{name}: its rows were made with other settings, and no reader takes them"
         return CheckedCommit(None, [Problem(Kind.FINGERPRINT, what, name)], n_bytes)
     problems = []
-    table = completed(table, VIDEO_SCHEMA.names)
+    table = complete_columns(table, VIDEO_SCHEMA.names)
     if file.level and (fault := _sorted_fault(table, file)):
         problems.append(Problem(Kind.COMMIT, f"{store}/{name}: {fault}", name))
     bad = set()
@@ -86,7 +92,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
         problems += [Problem(Kind.ROW, f"{fault} ({name})", name, row["video_id"]) for fault in faults]
         if faults:
             bad.add(place)
-    return CheckedCommit(with_place(table.select(JUDGED_COLUMNS), name), problems, n_bytes, frozenset(bad))
+    return CheckedCommit(add_places(table.select(JUDGED_COLUMNS), name), problems, n_bytes, frozenset(bad))
 
 
 def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
@@ -98,8 +104,7 @@ def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
         opened = SortedFile(store, file)
         return pa.concat_tables(opened.parts()), opened.made_with, opened.n_bytes
     data = store.read(file.name)
-    table = read_small(store, file.name, data)
-    return table, made_with_of(table.schema.metadata), len(data)
+    return *parse_small(store, file.name, data), len(data)
 
 
 def _wrong_columns(schema: pa.Schema) -> Iterator[str]:
@@ -295,7 +300,7 @@ def _file_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
 def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[Kind, str]]:
     """Yield (kind, description) of each fault in one video's tokens."""
     try:
-        table = shard.read(Rows(row, row["n_tokens"], shard.schema.names))
+        table = shard.read(TokenRows(row, row["n_tokens"], shard.schema.names))
     except CorruptShard as error:
         yield Kind(error.kind), str(error)
         return

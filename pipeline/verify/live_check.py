@@ -19,7 +19,7 @@ from rich.console import Console
 from gstep.evidence import is_per_frame
 from pipeline.cache.cached_video import CachedVideo, bfloat16
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.live_rows import ok_rows
+from pipeline.cache.live import ok_rows
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import UsageError, VideoFault, usage_errors

@@ -8,7 +8,7 @@ A join writes the videos of small token shards again, many to a shard. Its recor
 a later join deletes them.
 
 A moved row counts one rewrite more. So a kill anywhere leaves both places, of which the rule of
-``pipeline.cache.live_rows`` takes one, with the same tokens; the same command goes on from the rows that are there.
+``pipeline.cache.live`` takes one, with the same tokens; the same command goes on from the rows that are there.
 """
 
 from __future__ import annotations
@@ -23,25 +23,14 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.header import fingerprint
-from pipeline.cache.live_rows import (
-    RULE_COLUMNS,
-    TOKENS,
-    VIDEOS,
-    VideoRows,
-    in_shard_order,
-    live_rows,
-    ok_rows,
-    read_file,
-    with_place,
-)
-from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.header import fingerprint, read_header
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, in_shard_order, live_rows, ok_rows
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import read_header
-from pipeline.cache.reading import in_order
-from pipeline.cache.table import table_files
-from pipeline.cache.token_shard import ids_in_footer, read_videos
-from pipeline.cache.writer import SHARD_BYTES, bundled, commit, put_token_shard, token_shard_id
+from pipeline.cache.reader import map_in_order
+from pipeline.cache.schema import TOKENS
+from pipeline.cache.table import VideosTable, add_places, read_file, table_files
+from pipeline.cache.token_shard import ids_in_footer, read_videos, token_shard_id
+from pipeline.cache.writer import SHARD_BYTES, commit, make_bundles, put_token_shard
 from pipeline.errors import printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
 from pipeline.runner.claim import Claim
@@ -129,8 +118,8 @@ class _Removal:
 
     def _read(self) -> pa.Table:
         """Read _COLUMNS of all rows, superseded ones too, with each row's file and place."""
-        files = table_files(self._store, VIDEOS)
-        tables = [with_place(read_file(self._store, file, _COLUMNS), file.name) for file in files]
+        files = table_files(self._store)
+        tables = [add_places(read_file(self._store, file, _COLUMNS), file.name) for file in files]
         return pa.concat_tables(tables)
 
     def _of_removed(self) -> pa.Table:
@@ -171,18 +160,18 @@ class _Removal:
         names = self._store.names(TOKENS, ".parquet")
         if (pc.max(self._of_removed()["attempts"]).as_py() or 0) <= 1:  # then rows name all but those of killed runs
             names = sorted(set(names).difference(self._rows["token_shard"].to_pylist()))
-        for name, ids in zip(names, in_order(partial(ids_in_footer, self._store), names, 8, 16), strict=True):
+        for name, ids in zip(names, map_in_order(partial(ids_in_footer, self._store), names, 8, 16), strict=True):
             for video_id in self._ids.intersection(ids):
                 self._held[video_id].add(name)
 
     def move_others(self) -> None:
         """Copy the other videos of token shards that hold a removed one to new shards."""
         live = live_rows(self._rows)
-        full = VideoRows(self._store)
+        full = VideosTable(self._store)
         names = pa.array(sorted(set().union(*self._held.values())), pa.string())
         ok = ok_rows(live.filter(pc.is_in(live["token_shard"], value_set=names)))
         for number, name in enumerate(sorted(set(ok["token_shard"].to_pylist())), 1):
-            rows = full.each(ok.filter(pc.equal(ok["token_shard"], name)))
+            rows = full.read_rows(ok.filter(pc.equal(ok["token_shard"], name)))
             moved = move_videos(self._store, self._done.run_id, sorted(rows, key=lambda row: row["first_row_group"]))
             commit(self._store, self._done.run_id, number, moved, made_with=self._identity)
             self._done.moved += len(moved)
@@ -254,7 +243,7 @@ def _bundles(store: Store, live: pa.Table, shard_bytes: int) -> list[list[str]]:
     """List the names of small token shards that make a shard of about ``shard_bytes`` together, two or more."""
     named = set(live["token_shard"].to_pylist())
     small = [file for file in store.listed(TOKENS) if file.name in named and 2 * file.size < shard_bytes]
-    bundles = bundled(small, lambda file: file.size, shard_bytes)
+    bundles = make_bundles(small, lambda file: file.size, shard_bytes)
     return [[file.name for file in bundle] for bundle in bundles if len(bundle) > 1]
 
 
@@ -263,7 +252,7 @@ def _join(
 ) -> None:
     """Write the live videos of these token shards as one, and commit their rows. Raises CorruptShard, OSError."""
     mine = live.filter(pc.is_in(live["token_shard"], value_set=pa.array(names)))
-    moved = move_videos(store, run_id, list(VideoRows(store).each(in_shard_order(mine))))
+    moved = move_videos(store, run_id, list(VideosTable(store).read_rows(in_shard_order(mine))))
     commit(store, run_id, number, moved, made_with=made_with)
     done.videos += len(moved)
     done.read += names

@@ -24,12 +24,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import CacheHeader, fingerprint
-from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, keyed, ok_rows, read_file
-from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.live import LiveVideos, ok_rows
 from pipeline.cache.merging import merge_at_once
-from pipeline.cache.table import file_named, in_key_order, small_file, sorted_file
-from pipeline.cache.token_shard import videos_in
-from pipeline.cache.writer import run_of
+from pipeline.cache.schema import TOKENS, VIDEOS
+from pipeline.cache.table import VideosTable, build_table, file_named, in_key_order, read_file, small_file, sorted_file
+from pipeline.cache.token_shard import run_of, videos_in
 from pipeline.errors import RunFailed, printable
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import FileInfo, Store
@@ -68,7 +67,7 @@ class Repair:
     def __init__(self, store: Store, header: CacheHeader, report: Report) -> None:
         self._store, self._header, self._report = store, header, report
         self._made_with = fingerprint(header["identity"])
-        self._full = VideoRows(store, keep=64)
+        self._table = VideosTable(store, keep=64)
         self._done = Repaired(kept_in=KEPT_IN)
 
     def carry_out(self, live: pa.Table, bad: Collection[Place]) -> Repaired:
@@ -99,7 +98,7 @@ class Repair:
         self._check(wrong.keys() & set(places), places)
         changes = {row["video_id"]: row for of_shard in neighbours.values() for row in self._move(of_shard, wrong)}
         for place, why in wrong.items():
-            row = self._full(*place)
+            row = self._table.read_row(*place)
             changes[row["video_id"]] = _failed(row, why)
             self._done.marked.append(Marked(row["video_id"], row["uri"], row["attempts"], why))
         self._set_aside(set(live["video_id"].to_pylist()))
@@ -109,7 +108,7 @@ class Repair:
 
     def _wrong(self, name: str, places: Sequence[Place]) -> dict[Place, str] | None:
         """Check a damaged token shard again; return the fault of each bad row, or None where it is sound now."""
-        rows = {place: self._full(*place) for place in places}
+        rows = {place: self._table.read_row(*place) for place in places}
         problems = check_token_shard(self._store, name, [(p[0], row) for p, row in rows.items()], self._header).problems
         problems = [problem for problem in problems if problem.kind in _OF_TOKENS]
         if not problems:
@@ -130,7 +129,7 @@ class Repair:
 
     def _move(self, places: Sequence[Place], wrong: dict[Place, str]) -> list[VideoRow]:
         """Copy the sound videos of a damaged token shard to a new one; return their new rows."""
-        rows = [self._full(*place) for place in places if place not in wrong]
+        rows = [self._table.read_row(*place) for place in places if place not in wrong]
         rows.sort(key=lambda row: row["first_row_group"])
         self._done.moved += len(rows)
         return move_videos(self._store, rows[0]["run_id"], rows) if rows else []
@@ -148,8 +147,8 @@ class Repair:
         why = f"its row in {VIDEOS}/ was damaged or lost"
         for run, ids in sorted(by_run.items()):
             if ids:
-                table = keyed([_unknown(video_id, run, why) for video_id in sorted(ids)])
-                self._store.put(*small_file(VIDEOS, f"{run}-repair", 0, table, self._made_with))
+                table = build_table([_unknown(video_id, run, why) for video_id in sorted(ids)])
+                self._store.put(*small_file(f"{run}-repair", 0, table, self._made_with))
                 self._done.marked += [Marked(video_id, "", 1, why) for video_id in sorted(ids)]
         for name in sorted({p.shard for p in problems if p.kind in _OF_TABLE and p.shard is not None}):
             self._retire(name)
@@ -169,8 +168,8 @@ class Repair:
         found = {place.shard for video_id in changes if (place := table.find(video_id)) is not None}
         for name in sorted(found):
             held: list[VideoRow] = read_file(self._store, file_named(name)).to_pylist()
-            rows = in_key_order(keyed([changes.get(row["video_id"], row) for row in held]))
-            self._store.put(*sorted_file(VIDEOS, file_named(name).level, rows, {}, self._made_with))
+            rows = in_key_order(build_table([changes.get(row["video_id"], row) for row in held]))
+            self._store.put(*sorted_file(file_named(name).level, rows, {}, self._made_with))
             self._retire(name)
 
     def _retire(self, name: str) -> None:

@@ -18,14 +18,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
-from pipeline.cache.header import CHECKSUM, CacheHeader
-from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, live_rows, no_rows, ok_rows
+from pipeline.cache.header import CHECKSUM, HEADER, CacheHeader, declared_method, read_header
+from pipeline.cache.live import live_rows, ok_rows
 from pipeline.cache.merging import KEEP
-from pipeline.cache.method import declared_method
-from pipeline.cache.reader import HEADER, TokenCache, read_header
-from pipeline.cache.reading import in_order
-from pipeline.cache.token_shard import videos_in
-from pipeline.cache.writer import run_of, token_shard_id
+from pipeline.cache.reader import TokenCache, map_in_order
+from pipeline.cache.schema import TOKENS, VIDEOS
+from pipeline.cache.table import VideosTable, empty_rows
+from pipeline.cache.token_shard import run_of, token_shard_id, videos_in
 from pipeline.errors import NotACache
 from pipeline.runner.claim import Claim, holder, who
 from pipeline.runner.progress import reporter
@@ -191,7 +190,7 @@ class _Verification:
         """
         report = self.report
         names = self.store.names(VIDEOS, ".parquet")
-        tables, bad = [no_rows(JUDGED_COLUMNS)], set()
+        tables, bad = [empty_rows(JUDGED_COLUMNS)], set()
         check = partial(check_commit, self.store, header=header)
         for name, checked in self._checked(check, names, "videos shard"):
             report.problems += checked.problems
@@ -235,12 +234,12 @@ class _Verification:
         """Check the token shards in ``places``, which has the rows that name each, except those known to be sound."""
         # Neighbours in the order of commits share a videos shard, which is in memory then.
         names = sorted(places, key=lambda name: places[name][0])
-        full = VideoRows(self.store, keep=8 * self.request.jobs)
+        table = VideosTable(self.store, keep=8 * self.request.jobs)
 
         def check(name: str) -> CheckedShard:
             if name in self.sound:
                 return replace(self.sound[name], n_bytes=0)
-            rows = [(shard, full(shard, row)) for shard, row in places[name] if (shard, row) not in bad]
+            rows = [(shard, table.read_row(shard, row)) for shard, row in places[name] if (shard, row) not in bad]
             return check_token_shard(self.store, name, rows, header) if rows else CheckedShard([])
 
         report, n_tokens = self.report, 0
@@ -292,7 +291,7 @@ class _Verification:
         wording = Wording("verifying", item, {}, "")
         jobs = self.request.jobs
         with reporter(self.console, len(names), self.request.log_interval, wording) as progress:
-            for name, result in zip(names, in_order(work, names, jobs, 2 * jobs), strict=True):
+            for name, result in zip(names, map_in_order(work, names, jobs, 2 * jobs), strict=True):
                 progress.advance(int(not result.problems), int(bool(result.problems)))
                 yield name, result
 

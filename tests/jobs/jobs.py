@@ -22,8 +22,7 @@ import pytest
 import ray
 
 from pipeline import TokenCache
-from pipeline.cache.live_rows import read_file
-from pipeline.cache.table import table_files
+from pipeline.cache.table import read_file, table_files
 from pipeline.runner.prefork.server import SOCKET, start_server
 from pipeline.storage.stores import Store
 from tests.paths import ROOT
@@ -126,7 +125,7 @@ def wait_for_files(folder: Path, count: int, process: subprocess.Popen[str]) -> 
 def committed(store: Store) -> list[str]:
     """List the video_id of every row of the table; a row that stands in a merged file too counts once."""
     columns = ["video_id", "attempts", "run_id", "tie_break"]
-    files = [read_file(store, file, columns).to_pylist() for file in table_files(store, "videos")]
+    files = [read_file(store, file, columns).to_pylist() for file in table_files(store)]
     return [row[0] for row in sorted({tuple(row.values()) for rows in files for row in rows})]
 
 

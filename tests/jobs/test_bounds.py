@@ -14,8 +14,7 @@ import ray
 import pipeline
 from jobs import prune
 from pipeline import Summary, TokenCache
-from pipeline.cache.live_rows import read_file
-from pipeline.cache.table import file_named
+from pipeline.cache.table import file_named, read_file
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here

@@ -18,12 +18,12 @@ from gstep.pruners.cdpruner import CDPruner
 from jobs import generate, prune
 from pipeline import TokenCache
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.generate.answer_stage import Answerer
+from pipeline.generate.answerer import Answerer
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import Way, read_questions
-from pipeline.generate.request import prepare
+from pipeline.generate.questions import AnswerMode, read_questions
+from pipeline.generate.run import AnswerRun
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.runner import heartbeat
 from tests.gstep.llms import llm
@@ -112,7 +112,7 @@ def answer(tower, tmp_path):
     def run(*prompts, pruner=CDPruner):
         store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
         rows = [{"question_id": i, "video_id": ["a", "a"], "prompt": text} for i, text in enumerate(prompts)]
-        table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), Way(Decoding(max_new_tokens=2)))
+        table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), AnswerMode(Decoding(max_new_tokens=2)))
         actor = Answerer(setup_of(store, prunings={"": LatePruning(pruner(), 0.1, tower, EMBEDDED)}))
         return list(actor.answer([{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]))
 
@@ -146,7 +146,7 @@ def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
         (None, {}),
         (LatePruning(CDPruner(), 0.1, tower, EMBEDDED), {"image_embedding"}),
     ):
-        videos = Answerer(setup_of(store, prunings={"": late}))._asker._videos
+        videos = Answerer(setup_of(store, prunings={"": late}))._prompts.videos
         assert set(videos.get("a", None).visual.evidence) == set(evidence)
 
 
@@ -186,7 +186,8 @@ def test_the_tower_is_part_of_what_answers_were_made_with(tmp_path, tower):
     questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
     options = {"pruner": "cdpruner", "retention_ratio": 0.1, "siglip": "tiny"}
     config = GenerateConfig(cache=str(tmp_path / "c"), questions=str(questions), out=str(tmp_path / "o"), **options)
-    job = prepare(config, Console())
+    job = AnswerRun(config, Console())
+    job.prepare()
     assert job.identity["pruner"] == {
         "method": "cdpruner", "params": {"mode": "global"}, "text_tower": tower.identity
     }  # fmt: skip

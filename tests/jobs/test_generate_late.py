@@ -16,8 +16,9 @@ from pipeline import TokenCache
 from pipeline.cache.writer import VideoItem
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.held_videos import HeldVideos
-from pipeline.generate.request import prepare
+from pipeline.generate.model import make_prompt_builder
+from pipeline.generate.prompts import VideoMemory
+from pipeline.generate.run import AnswerRun
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from tests.gstep.llms import llm
 from tests.jobs.jobs import clips
@@ -100,21 +101,23 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
         config = GenerateConfig(
             cache=str(tmp_path / "c"), questions=str(questions), out=str(tmp_path / "o"), order=order
         )
-        return prepare(config, Console())
+        run = AnswerRun(config, Console())
+        run.prepare()
+        return run
 
     own, plain = job("auto"), job("index")
-    assert (own.order, plain.order) == ("selection", "index") and own.identity != plain.identity
+    assert (own.setup.order, plain.setup.order) == ("selection", "index") and own.identity != plain.identity
     opened = TokenCache(tmp_path / "c")
-    prompted = HeldVideos(opened, None, own.order).get("a").visual
+    prompted = VideoMemory(opened, order=own.setup.order).get("a").visual
     assert torch.equal(prompted.tokens, pruned.tokens[pruned.order])
     assert torch.equal(prompted.index, pruned.index[pruned.order]) and not torch.equal(prompted.index, pruned.index)
     merged = pruned.merged[pruned.order]
     for frame in range(4):  # dominant first in each frame
         flags = merged[prompted.index // 49 == frame].tolist()
         assert flags == sorted(flags) and any(flags)
-    prompt = own.builder.build("What?", [prompted])
+    prompt = make_prompt_builder(own.setup.source, own.options).build("What?", [prompted])
     assert torch.equal(prompt.positions, torch.arange(len(prompt))[None])
-    assert torch.equal(HeldVideos(opened, None, plain.order).get("a")[0].tokens, pruned.tokens)
+    assert torch.equal(VideoMemory(opened, order=plain.setup.order).get("a")[0].tokens, pruned.tokens)
 
 
 def test_what_cannot_be_pruned_late_is_refused(refuse, tmp_path):

@@ -13,11 +13,11 @@ from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
 from pipeline.errors import IdentityMismatch
-from pipeline.generate.answers import read_answers
+from pipeline.generate.answers import check_identity, read_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import EngineSetup
-from pipeline.generate.model import model_of
-from pipeline.generate.request import engine_of, refuse_others
+from pipeline.generate.engines import describe_engine
+from pipeline.generate.model import choose_model
+from pipeline.options import EngineOptions
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.conftest import QUESTION
@@ -182,7 +182,7 @@ def test_answers_of_other_settings_are_refused_by_name(ask, tmp_path, options, d
     ],
 )
 def test_the_revision_is_the_caches_wherever_its_branch_is_now(options, named):
-    assert model_of(options.get("model"), options.get("revision"), "hub:org/model@abc") == named
+    assert choose_model(options.get("model"), options.get("revision"), "hub:org/model@abc") == named
 
 
 def test_what_another_run_wrote_before_the_lock_was_ours_counts(ask, tmp_path, monkeypatch):
@@ -209,7 +209,7 @@ def test_a_seed_that_greedy_decoding_does_not_look_at_is_no_difference(ask, tmp_
 
 @pytest.mark.parametrize("name", [*SHIPPED, *TINY])
 def test_a_model_of_this_package_needs_no_flag(name):
-    assert model_of(None, None, f"{name}:0123") == (name, None)
+    assert choose_model(None, None, f"{name}:0123") == (name, None)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
@@ -237,9 +237,11 @@ def test_answers_of_another_engine_are_refused(tmp_path):
     """By the header alone: what the answers were made with is what they say."""
     tiny_cache(tmp_path / "c")
     config = GenerateConfig(cache=str(tmp_path / "c"), questions="q.jsonl")
-    assert engine_of(config).describe() == {}  # answers that were there before there were engines stay what they are
-    setup = EngineSetup("vllm", params={"quantization": "fp8", "gpu_memory_utilization": 0.8})
-    assert setup.describe() == {"engine": {"name": "vllm", "params": {"quantization": "fp8"}}}
-    held, wanted = {"a": 1, **setup.describe()}, {"a": 1}
+    # Answers that were there before there were engines stay what they are.
+    assert describe_engine(config) == {}
+    params = ["quantization=fp8", "gpu_memory_utilization=0.8"]
+    described = describe_engine(EngineOptions(engine="vllm", engine_param=params))
+    assert described == {"engine": {"name": "vllm", "params": {"quantization": "fp8"}}}
+    held, wanted = {"a": 1, **described}, {"a": 1}
     with pytest.raises(IdentityMismatch, match="engine"):
-        refuse_others(LocalStore(tmp_path / "o"), held, wanted)
+        check_identity(LocalStore(tmp_path / "o"), held, wanted)

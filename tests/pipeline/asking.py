@@ -17,15 +17,15 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints.tensors import tower_hash
-from pipeline.cache.reader import HEADER
+from pipeline.cache.header import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
+from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answers import AnswersIdentity
-from pipeline.generate.asking import AnswerSetup
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.late_pruning import LateAsked
-from pipeline.generate.questions import read_questions
-from pipeline.generate.request import GenerateRequest, checked, prepare, way_of
+from pipeline.generate.late_pruning import LatePruning, PruningSpec
+from pipeline.generate.questions import AnswerMode, read_questions
+from pipeline.generate.run import AnswerRun
 from pipeline.storage.stores import LocalStore, Store
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, read_live, write_shard
 
@@ -93,24 +93,32 @@ def tiny_cache(
     return store
 
 
-def setup_of(store: Store, **more: Any) -> AnswerSetup:
-    """Return what an actor on the CPU needs to answer about a tiny cache."""
-    return AnswerSetup(ModelSource.resolve("tiny"), store, read_live(store), device="cpu", **more)
+def setup_of(
+    store: Store,
+    *,
+    source: ModelSource | None = None,
+    prunings: Mapping[str, LatePruning | None] | None = None,
+    **options: Any,
+) -> AnswerSetup:
+    """Return what an actor on the CPU needs to answer about a cache of ``source`` (the tiny model)."""
+    config, source = GenerateConfig(questions="q.jsonl", **options), source or ModelSource.resolve("tiny")
+    return AnswerSetup(config, source, store, read_live(store), prunings or {"": None}, device="cpu")
 
 
 def request_about(
     cache: Path,
     rows: list[dict[str, Any]],
-    grid: Mapping[str, LateAsked | None] | None = None,
+    grid: Mapping[str, PruningSpec | None] | None = None,
     about: AnswersIdentity | None = None,
     **options: Any,
-) -> GenerateRequest:
-    """Return a checked request to ask ``rows`` of the cache; their file and the answers lie beside it.
+) -> AnswerRun:
+    """Return a run, prepared to ask ``rows`` of the cache; their file and the answers lie beside it.
 
     With a ``grid`` each is asked under every pruning of it, as in an evaluation, ``about`` something.
     """
     path = str(write_questions(cache.parent / "q.jsonl", rows))
     config = GenerateConfig(cache=str(cache), questions=path, out=str(cache.parent / "o"), **options)
-    if grid is None:
-        return prepare(config, Console(quiet=True))
-    return checked(config, read_questions(path, way_of(config)), grid, Console(quiet=True), about)
+    questions = None if grid is None else read_questions(path, AnswerMode.of(config))
+    run = AnswerRun(config, Console(quiet=True), questions, grid, about)
+    run.prepare()
+    return run

@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from gstep import VisualTokens
-from pipeline.cache.codecs import codec_of
-from pipeline.cache.header import fingerprint, header_bytes
-from pipeline.cache.live_rows import INDEX_COLUMNS
-from pipeline.cache.live_videos import LiveVideos
-from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.header import HEADER, codec_of, fingerprint, header_bytes, read_header
+from pipeline.cache.live import INDEX_COLUMNS, LiveVideos
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.cache.writer import VideoItem, commit, write_token_shard
 from pipeline.errors import VideoFault

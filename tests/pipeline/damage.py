@@ -12,10 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.cache.cached_video import vector_bytes
 from pipeline.cache.schema import digest, footer_of, write_parquet
 from pipeline.cache.table import small_name
-from pipeline.cache.writer import run_of, token_shard_id
+from pipeline.cache.token_shard import run_of, token_shard_id, vector_bytes
 from pipeline.runner.run_record import COMMITTED, now
 from pipeline.storage.stores import LocalStore
 

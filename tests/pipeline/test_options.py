@@ -19,8 +19,8 @@ def test_the_limit_of_failures_from_outside(text, total, limit):
 
 
 def test_a_record_tells_no_secret():
-    record = PruneConfig(s3_endpoint="http://store.example:9000", s3_region="eu").as_record()
-    assert (record["s3_endpoint"], record["s3_region"]) == ("(set)", "eu")
+    record = PruneConfig(s3_endpoint="http://store.example:9000").as_record()
+    assert record["s3_endpoint"] == "(set)"
     assert PruneConfig().as_record()["s3_endpoint"] is None
 
 

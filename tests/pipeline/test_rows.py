@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.errors import FaultClass, QuestionFault, QuestionFaultClass, VideoFault
-from pipeline.generate.answer_stage import TO_ASK
+from pipeline.generate.answerer import REMAINING_SCHEMA
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.rows import (
@@ -50,7 +50,7 @@ def accepted(hint: Any) -> set[pa.DataType]:
         (VideoRow, VIDEO_SCHEMA),
         (AnswerRecord, ANSWER_SCHEMA),
         (TodoRow, TODO_SCHEMA),
-        (QuestionRecord, TO_ASK),
+        (QuestionRecord, REMAINING_SCHEMA),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

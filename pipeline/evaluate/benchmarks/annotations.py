@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 from pipeline.errors import UsageError
-from pipeline.generate.choices import MAX_LETTERS, letters
+from pipeline.generate.questions import MAX_LETTERS, letters
 from pipeline.inputs.named_videos import Judge
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, is_text, read_rows
 from pipeline.rows import JsonObject

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.protocols import Prompt, lmms_eval
-from pipeline.generate.choices import letters
+from pipeline.generate.questions import letters
 from pipeline.inputs.tables import UserRow
 
 _ANSWERS, _EGO4D = "subset_answers.json", "uid_to_ego4d.json"

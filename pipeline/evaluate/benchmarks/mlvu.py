@@ -17,7 +17,7 @@ from __future__ import annotations
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow, answer_index
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import Prompt, lmms_eval
-from pipeline.generate.choices import letters
+from pipeline.generate.questions import letters
 from pipeline.inputs.tables import UserRow, UserValue
 
 # Task -> (its letters in the paper, the authors' folder). One task has two names.

@@ -14,13 +14,13 @@ from pipeline.evaluate.benchmarks.annotations import NOT_PUBLISHED, NotAskable, 
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.protocols import LETTER
-from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.inputs.tables import UserRow
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 
-_WAY = Way(Decoding(max_new_tokens=LETTER.max_new_tokens), LETTER.choices)
+_MODE = AnswerMode(Decoding(max_new_tokens=LETTER.max_new_tokens), LETTER.choices)
 #: How questions with and without choices are answered where no row says otherwise.
-_DECODING = {replace(_WAY, method=method).describe() for method in (_WAY.method, "generate")}
+_DECODING = {replace(_MODE, method=method).describe() for method in (_MODE.method, "generate")}
 
 
 def own_benchmark(file: str) -> Benchmark:
@@ -61,7 +61,7 @@ class OwnQuestions(Benchmark):
         """
         file = self.files[0]
         videos = None if data is None else VideoFolder(data_folder(data, "name the one that the videos are in"), roots)
-        rows = [without_nulls(row, QuestionRecord) for row in read_questions(file, _WAY).to_pylist()]
+        rows = [without_nulls(row, QuestionRecord) for row in read_questions(file, _MODE).to_pylist()]
         collected = QuestionCollector()
         for item in clusters_of([_own_item(file, row) for row in rows]):
             where = f"question {item.question_id}"

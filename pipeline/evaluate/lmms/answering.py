@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import choose_runtime
-from pipeline.cache.reader import TokenCache, read_header
+from pipeline.cache.header import read_header
+from pipeline.cache.reader import TokenCache
 from pipeline.errors import RunFailed, UnknownVideo, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
 from pipeline.evaluate.lmms.questions import CachedIds, LmmsQuestion
-from pipeline.generate.answer_stage import Answerer, answered_rows, question_blocks
+from pipeline.generate.answerer import Answerer, group_by_videos, pack_blocks, unpack_answers
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.questions import QUESTION_SCHEMA
-from pipeline.generate.request import GenerateRequest, asked_for, checked, way_of
-from pipeline.generate.resume import in_blocks
-from pipeline.generate.run import AnswerRun, answer_setup, batch_size
+from pipeline.generate.run import AnswerRun
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
@@ -36,17 +34,17 @@ class AnswersHere(AnswerRun):
             runtime = choose_runtime(self.options.device, self.options.dtype, self.options.attn)
         return runtime.device, runtime.dtype_name
 
-    def answer(self, ask: list[QuestionRecord]) -> None:
+    def answer(self, questions: list[QuestionRecord]) -> None:
         """Answer the questions batch by batch in this process, and commit each batch."""
         with usage_errors():
-            answerer = Answerer(answer_setup(self.request, self.device, self.dtype))
+            answerer = Answerer(self.worker_setup())
         said = time.monotonic()
-        for block in question_blocks(in_blocks(ask, batch_size(self.options))):
+        for block in pack_blocks(group_by_videos(questions, self.setup.batch_size)):
             for part in answerer(block):
-                self.commit(self.n_shards, answered_rows(part))
+                self.commit(self.n_shards, unpack_answers(part))
                 self.n_shards += 1
             if time.monotonic() - said > self.options.log_interval:
-                self.say(f"{len(self.answered)} of {len(ask)} questions answered, {self.n_failed} of them failed")
+                self.say(f"{len(self.answered)} of {len(questions)} questions answered, {self.n_failed} of them failed")
                 said = time.monotonic()
 
 
@@ -70,8 +68,7 @@ class CachedReplies:
             )
         with explain_flags():
             self._config = arguments.config(held)
-            self._way = way_of(self._config)
-            self._checked(QUESTION_SCHEMA.empty_table())
+            self._run(QUESTION_SCHEMA.empty_table()).prepare()
         self._ids: CachedIds | None = None
 
     def replies(self, asked: Sequence[LmmsQuestion]) -> list[str]:
@@ -80,19 +77,20 @@ class CachedReplies:
         Raises UsageError where nothing was asked, RunFailed where not every question has a reply; what was answered
         stays, and the same command goes on.
         """
-        rows = [one.row(video_id, self._way.system) for one, video_id in zip(asked, self._videos(asked), strict=True)]
+        system = self._config.system
+        rows = [one.row(video_id, system) for one, video_id in zip(asked, self._videos(asked), strict=True)]
         table = pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
         with explain_flags():
-            AnswersHere(self._config, self._console, partial(self._checked, table)).run()
+            self._run(table).run()
         given = self._given(table)
         failed = [(one, row) for one in asked if (row := given[one.question_id])["status"] != "ok"]
         if failed:
             self._refuse([f"{one.where}: {row['error_class']}: {row['error_message']}" for one, row in failed])
         return [one.reply(given[one.question_id].get("answer", "")) for one in asked]
 
-    def _checked(self, questions: pa.Table) -> GenerateRequest:
-        """Check the questions against the cache, model and method. Raises UsageError."""
-        return checked(self._config, questions, {"": asked_for(self._config)}, self._console)
+    def _run(self, questions: pa.Table) -> AnswersHere:
+        """Return the run that answers these questions (QUESTION_SCHEMA)."""
+        return AnswersHere(self._config, self._console, questions)
 
     def _given(self, questions: pa.Table) -> dict[str, AnswerRecord]:
         """Return the committed live answers to these questions, by id. Raise RunFailed if one is missing."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from gstep.language import Decoding
 from pipeline.errors import UsageError
-from pipeline.generate.questions import Way, seed_for
+from pipeline.generate.questions import AnswerMode, seed_for
 from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.rows import JsonObject
 
@@ -53,7 +53,7 @@ class LmmsQuestion:
             "question_id": self.question_id,
             "video_ids": [video_id],
             "prompt": self.prompt,
-            "decoding": Way(self.decoding, "generate", system).describe(),
+            "decoding": AnswerMode(self.decoding, "generate", system).describe(),
             "question_extra": json.dumps({"task": self.task, "doc_id": self.doc_id}),
         }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from gstep.language import Answer, Decoding, Prompt, Score
 from gstep.lazy import LazyTable
 from gstep.pruners.base import Pruner
 from pipeline.generate.answers import AnswersIdentity
+from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
@@ -24,13 +24,12 @@ ENGINES = LazyTable(
         VLLM: "pipeline.generate.engines.vllm:VllmEngine",
     },
 )
-#: Questions that are given to a model at once, where nobody says otherwise: one goes by whole batches, the other takes
-#: new questions as old ones end.
+#: Questions that are given to a model at once by default: transformers takes whole batches, vLLM takes new questions as
+#: old ones end.
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
-
-# Engine arguments that decide how fast answers come and how much memory they take. A run that ran out of it may go on
-# with others.
+# Engine arguments that decide how fast answers come and how much memory they take, not what the answers are. A run that
+# ran out of memory may go on with other ones.
 _NO_ANSWER = frozenset(
     (
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
@@ -40,28 +39,17 @@ _NO_ANSWER = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class EngineSetup:
-    """The description of an engine to load. Pickles.
+def describe_engine(options: EngineOptions) -> AnswersIdentity:
+    """Return the engine's part of the answers' identity, JSON-able; empty for the transformers engine."""
+    if options.engine == TRANSFORMERS:
+        return {}
+    params = {name: value for name, value in options.engine_params().items() if name not in _NO_ANSWER}
+    return {"engine": {"name": options.engine, **({"params": params} if params else {})}}
 
-    Attributes:
-        name: in ENGINES.
-        tensor_parallel: GPUs that the model is spread over.
-        params: arguments of the engine's own.
-        largest_video: the most visual tokens that a video has in a prompt.
-    """
 
-    name: str = TRANSFORMERS
-    tensor_parallel: int = 1
-    params: JsonObject = field(default_factory=dict)
-    largest_video: int = 0
-
-    def describe(self) -> AnswersIdentity:
-        """Return the engine's part of the answers' identity, JSON-able; empty for the transformers engine."""
-        if self.name == TRANSFORMERS:
-            return {}
-        params = {name: value for name, value in self.params.items() if name not in _NO_ANSWER}
-        return {"engine": {"name": self.name, **({"params": params} if params else {})}}
+def choose_batch_size(options: EngineOptions) -> int:
+    """Return the number of questions that a model is given at once: the option, or the engine's default."""
+    return options.batch_size or BATCH_SIZES[options.engine]
 
 
 class Engine(Protocol):
@@ -104,7 +92,11 @@ class EngineDied(Exception):  # noqa: N818
     """An error after which this process can compute nothing more; another process can."""
 
 
-def load_engine(setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Engine:
-    """Load an engine and its model. Raises ModelError."""
-    engine: Engine = ENGINES[setup.name].load(setup, source, runtime)
+def load_engine(options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int = 0) -> Engine:
+    """Load the engine that the options name, and its model. Raises ModelError.
+
+    Args:
+        largest_video: the most visual tokens that a video has in a prompt.
+    """
+    engine: Engine = ENGINES[options.engine].load(options, source, runtime, largest_video)
     return engine

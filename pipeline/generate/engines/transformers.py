@@ -8,8 +8,8 @@ from typing import Self
 from gstep.backbones import ModelSource, Runtime
 from gstep.language import LanguageModel, Prompt, PromptBuilder, load_language_model
 from gstep.language.batch import batches_by_cost
-from pipeline.generate.engines import EngineSetup
 from pipeline.generate.late_pruning import LatePruning
+from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject
 
 
@@ -24,13 +24,13 @@ class TransformersEngine:
         self.context_length = model.context_length
 
     @classmethod
-    def load(cls, setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Self:
+    def load(cls, options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int) -> Self:
         """Load the model, as :func:`pipeline.generate.engines.load_engine`."""
         return cls(load_language_model(source, runtime), runtime)
 
     @staticmethod
     def check(
-        setup: EngineSetup, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
+        options: EngineOptions, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
         """Refuse nothing: the engine answers whatever there is a prompt for."""
 

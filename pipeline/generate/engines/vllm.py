@@ -21,8 +21,9 @@ from gstep.pruners.base import Pruner
 from gstep.serving.options import OWN, check_served, engine_options, prepare_process, sampling_params
 from gstep.serving.prompts import engine_input
 from pipeline.errors import UsageError
-from pipeline.generate.engines import EngineDied, EngineSetup
+from pipeline.generate.engines import EngineDied
 from pipeline.generate.late_pruning import LatePruning
+from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ _IDS_AT_ONCE = 100  # log-probabilities that one request may ask for; vLLM allow
 class VllmEngine:
     """The engine that answers by vLLM's ``LLMEngine`` in this process, so that both end together."""
 
-    def __init__(self, engine: Any, source: ModelSource, runtime: Runtime, setup: EngineSetup) -> None:
+    def __init__(self, engine: Any, source: ModelSource, runtime: Runtime, tensor_parallel: int) -> None:
         config = source.stock_config()
         self._engine = engine
         self._runtime = runtime
-        self._setup = setup
+        self._tensor_parallel = tensor_parallel
         self._tokenizer = tokenizer_of(source)
         self._embeddings = InputEmbeddings(source, self._tokenizer, runtime.dtype)
         self._video_token = int(config.video_token_id)
@@ -54,22 +55,22 @@ class VllmEngine:
         self.context_length = int(engine.vllm_config.model_config.max_model_len)
 
     @classmethod
-    def load(cls, setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Self:
+    def load(cls, options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int) -> Self:
         """Load the model, as :func:`pipeline.generate.engines.load_engine`."""
-        prepare_process(runtime.device, setup.tensor_parallel)
+        prepare_process(runtime.device, options.tensor_parallel)
         from vllm import EngineArgs  # noqa: PLC0415 - tens of seconds to import
         from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
-        options = engine_options(source, runtime, setup.largest_video, setup.tensor_parallel)
-        arguments = EngineArgs(**{**options, **setup.params})
+        arguments = engine_options(source, runtime, largest_video, options.tensor_parallel)
+        arguments |= options.engine_params()
         # The limits of offline use: throughput before latency.
-        engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        return cls(engine, source, runtime, setup)
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        return cls(engine, source, runtime, options.tensor_parallel)
 
     @staticmethod
     def check(
-        setup: EngineSetup, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
+        options: EngineOptions, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
         """Raise UsageError for a request that vLLM cannot answer, before anything is loaded.
 
@@ -90,7 +91,7 @@ class VllmEngine:
             )
         check_served(source.name, generation_config(source, builder.config))
         check_installed("--engine vllm")
-        _check_params(setup.params)
+        _check_params(options.engine_params())
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
         """Return the prompts in the order given, ``most`` at a time: vLLM itself schedules by what its memory holds."""
@@ -126,13 +127,13 @@ class VllmEngine:
         """
         assert inside is None
         ids = [[text_ids(self._tokenizer, text) for text in texts] for texts in continuations]
-        asked = [(row, *part) for row, of_row in enumerate(ids) for part in _following(of_row)]
-        longer = [_continued(prompts[row], begun) for row, begun, _ in asked]
-        outputs = self._run(longer, [self._next_params(following) for _, _, following in asked])
+        parts = [(row, *part) for row, of_row in enumerate(ids) for part in _group_next_tokens(of_row)]
+        longer = [_append_tokens(prompts[row], beginning) for row, beginning, _ in parts]
+        outputs = self._run(longer, [self._next_params(following) for _, _, following in parts])
         known: dict[tuple[int, tuple[int, ...], int], float] = {}
-        for (row, begun, following), output in zip(asked, outputs, strict=True):
-            found = output.outputs[0].logprobs[0]
-            known |= {(row, begun, token): float(found[token].logprob) for token in following}
+        for (row, beginning, following), output in zip(parts, outputs, strict=True):
+            logprobs = output.outputs[0].logprobs[0]
+            known |= {(row, beginning, token): float(logprobs[token].logprob) for token in following}
         return [
             [
                 Score(sum(known[row, tuple(text[:i]), token] for i, token in enumerate(text)), len(text))
@@ -147,7 +148,7 @@ class VllmEngine:
 
     def describe(self) -> JsonObject:
         """Return the provenance of answers, as :class:`pipeline.generate.engines.Engine`."""
-        parallel = {"tensor_parallel": self._setup.tensor_parallel}
+        parallel = {"tensor_parallel": self._tensor_parallel}
         return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _version(), **parallel}
 
     def forget(self) -> None:
@@ -212,23 +213,23 @@ class VllmEngine:
     @staticmethod
     def _next_params(following: Sequence[int]) -> JsonObject:
         """Return sampling parameters that give the log-probabilities of these next tokens."""
-        asked = {"logprob_token_ids": list(following), "logprobs": None}
-        return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, **asked}
+        tokens = {"logprob_token_ids": list(following), "logprobs": None}
+        return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, **tokens}
 
 
-def _following(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+def _group_next_tokens(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
     """Group texts by common beginnings: yield (beginning, next tokens), at most _IDS_AT_ONCE next tokens at a time."""
     tokens: dict[tuple[int, ...], dict[int, None]] = {}
     for text in texts:
         for i, token in enumerate(text):
             tokens.setdefault(tuple(text[:i]), {})[token] = None
-    for begun, following in tokens.items():
+    for beginning, following in tokens.items():
         ids = list(following)
         for start in range(0, len(ids), _IDS_AT_ONCE):
-            yield begun, ids[start : start + _IDS_AT_ONCE]
+            yield beginning, ids[start : start + _IDS_AT_ONCE]
 
 
-def _continued(prompt: Prompt, ids: Sequence[int]) -> Prompt:
+def _append_tokens(prompt: Prompt, ids: Sequence[int]) -> Prompt:
     """Return the prompt followed by the text tokens ``ids``."""
     if not ids:
         return prompt
@@ -250,22 +251,22 @@ def _version() -> str | None:
     return None
 
 
-def check_installed(asked: str) -> None:
-    """Raise UsageError unless a tested vLLM is installed; ``asked`` is the flag or command that needs it."""
-    found = _version()
-    if found is None or find_spec("vllm") is None:
+def check_installed(needed_by: str) -> None:
+    """Raise UsageError unless a tested vLLM is installed; ``needed_by`` is the flag or command that needs it."""
+    installed = _version()
+    if installed is None or find_spec("vllm") is None:
         raise UsageError(
-            f"{asked}: vLLM is not installed here; it needs an environment of its own (vllm{SUPPORTED}, on every "
+            f"{needed_by}: vLLM is not installed here; it needs an environment of its own (vllm{SUPPORTED}, on every "
             "node): pip install -e '.[vllm]'"
         )
-    if found not in SpecifierSet(SUPPORTED, prereleases=True):
-        raise UsageError(f"{asked}: vLLM {found} is installed here, and {SUPPORTED} is what was tested")
+    if installed not in SpecifierSet(SUPPORTED, prereleases=True):
+        raise UsageError(f"{needed_by}: vLLM {installed} is installed here, and {SUPPORTED} is what was tested")
 
 
 def refuse_own(params: JsonObject, own: Set[str] = OWN) -> None:
     """Raise UsageError for engine arguments that this project sets."""
-    if mine := sorted(params.keys() & own):
-        raise UsageError(f"--engine-param {mine[0]}: it follows from the cache, the model and the other flags")
+    if refused := sorted(params.keys() & own):
+        raise UsageError(f"--engine-param {refused[0]}: it follows from the cache, the model and the other flags")
 
 
 def _check_params(params: JsonObject) -> None:

@@ -48,7 +48,7 @@ _WITH_RAY = (
     "ray",
     "ray.autoscaler.sdk",
     "ray.data",
-    "pipeline.generate.answer_stage",
+    "pipeline.generate.answerer",
     "pipeline.prune.decode_stage",
     "pipeline.prune.encode_stage",
     "pipeline.prune.graph",

@@ -53,6 +53,13 @@ def test_a_hub_id_resolves_offline_to_its_commit(offline_hub, folder):
             ModelSource.resolve(model, revision)
 
 
+def test_an_adapter_on_the_hub_is_refused(offline_hub, folder):
+    (folder / "adapter_config.json").write_text("{}")
+    put_in_hub_cache(offline_hub, folder)
+    with pytest.raises(ModelError, match=r"some-owner/tiny-llava' has an adapter \(adapter_config.json\)"):
+        ModelSource.resolve(REPO)
+
+
 def test_a_hub_whose_name_is_unknown_here_is_not_tried_again_and_again(hub_cache, folder, monkeypatch, caplog):
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
     for name in getproxies():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource, family_of, read_tensors
 from gstep.checkpoints import tiny
@@ -40,6 +41,49 @@ def test_tensors_are_renamed_cast_and_independent_of_the_file(folder):
     stored = read_tensors(source, lambda key: key if key == "image_newline" else None)["image_newline"]
     (folder / "model.safetensors").write_bytes(b"")
     assert torch.equal(stored.bfloat16(), read["row"])
+
+
+ADAPTER = "base_model.model.visual.blocks.0.attn.qkv.lora_A.weight"
+MERGE = "which is not applied here: merge it into the weights"
+
+
+@pytest.mark.parametrize("filename", ["adapter_config.json", "non_lora_trainables.bin"])
+def test_an_adapter_beside_the_weights_is_refused(folder, filename):
+    (folder / filename).write_text("{}")
+    with pytest.raises(ModelError, match=rf"has an adapter \({filename}\), {MERGE}"):
+        ModelSource.resolve(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=MERGE):
+        ModelSource.resolve(folder)
+
+
+def test_an_adapter_among_the_weights_is_refused_in_one_file_and_in_an_index(folder, sharded):
+    shard = sharded / "model-00002-of-00002.safetensors"
+    tensors = load_file(shard)
+    key = "language_model.model.layers.0.self_attn.q_proj"
+    for name in (f"{key}.base_layer.weight", f"{key}.lora_B.default.weight"):
+        save_file({**tensors, name: torch.ones(2)}, shard)
+        with pytest.raises(ModelError, match=rf"holds an adapter \({name}\), {MERGE}"):
+            ModelSource.resolve(sharded)
+        save_file(tensors, shard)
+        index = json.loads((sharded / INDEX).read_text())
+        named = {**index, "weight_map": {**index["weight_map"], name: shard.name}}
+        (sharded / INDEX).write_text(json.dumps(named))
+        with pytest.raises(ModelError, match=rf"holds an adapter \({name}\), {MERGE}"):
+            ModelSource.resolve(sharded)
+        (sharded / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("key", [ADAPTER, "model.vision_tower.encoder.layers.9.norm.weight", "image_newline.extra"])
+def test_tensors_of_the_vision_side_in_a_file_that_is_not_read_are_refused(sharded, key):
+    ModelSource.resolve(sharded)
+    save_file({"optimizer.step": torch.ones(2)}, sharded / "other.safetensors")
+    (sharded / "damaged.safetensors").write_bytes(b"git lfs")
+    source = ModelSource.resolve(sharded)
+    save_file({key: torch.ones(2)}, sharded / "other.safetensors")
+    with pytest.raises(ModelError, match=rf"other.safetensors holds {key}, which no weight file has: merge it"):
+        ModelSource.resolve(sharded)
+    assert len(source.weight_files) == 2
 
 
 def test_pickles_are_refused_and_never_opened(folder):

@@ -8,7 +8,15 @@ import torch
 from torch.nn.functional import normalize
 
 from gstep.selection import lazy
-from gstep.selection.lazy import MARGIN, Picks, Subspace, TokenRows, lazy_density_guided_fps, pair_products, survey
+from gstep.selection.lazy import (
+    MARGIN,
+    ConvertedTokens,
+    Picks,
+    Subspace,
+    lazy_density_guided_fps,
+    pair_products,
+    survey,
+)
 from tests.gstep.selection.videos import KINDS, density, video
 
 
@@ -16,7 +24,7 @@ from tests.gstep.selection.videos import KINDS, density, video
 def test_lengths_and_rows_are_the_tokens_own(dtype: torch.dtype) -> None:
     tokens = video("low rank").flatten(0, 1).to(dtype)
     tokens[7] = 0
-    rows = TokenRows.of(tokens)
+    rows = ConvertedTokens.of(tokens)
     assert rows.ready == (dtype != torch.bfloat16)
     assert torch.equal(torch.cat([part for _, part in rows.chunks()]), tokens.to(rows.dtype))
     assert torch.equal(rows.take(np.array([5, 3])), tokens[[5, 3]].to(rows.dtype))
@@ -28,16 +36,16 @@ def test_lengths_and_rows_are_the_tokens_own(dtype: torch.dtype) -> None:
 
 def test_huge_tokens_are_scaled_a_few_at_a_time() -> None:
     tokens = video("low rank").flatten(0, 1).float() * 2.0**100
-    rows = TokenRows.of(tokens)
+    rows = ConvertedTokens.of(tokens)
     assert not rows.ready and rows.factor is not None and rows.factor.max() < 1
     assert np.isfinite(survey(rows, 0).inverse).all() and (survey(rows, 0).inverse > 0).all()
 
 
 def test_copies_are_found_wherever_they_are() -> None:
     tokens = video("random").flatten(0, 1)
-    assert not survey(TokenRows.of(tokens)).has_copies
+    assert not survey(ConvertedTokens.of(tokens)).has_copies
     tokens[500] = tokens[3]
-    assert survey(TokenRows.of(tokens)).has_copies
+    assert survey(ConvertedTokens.of(tokens)).has_copies
 
 
 def test_a_subspace_is_kept_only_where_it_tells_something() -> None:
@@ -45,16 +53,16 @@ def test_a_subspace_is_kept_only_where_it_tells_something() -> None:
     unlike = torch.randn(600, 4096, generator=torch.Generator().manual_seed(0))
     told, nothing = (Subspace.of(normalize(tokens), 32).residual for tokens in (alike, unlike))
     assert told < 0.5 and nothing > 0.95
-    coordinates = survey(TokenRows.of(alike), 32).coordinates
+    coordinates = survey(ConvertedTokens.of(alike), 32).coordinates
     assert coordinates is not None and coordinates.shape == (12 * 49, 33)
-    assert survey(TokenRows.of(unlike), 32).coordinates is None
-    assert survey(TokenRows.of(alike)).coordinates is not None
-    assert survey(TokenRows.of(alike[:384])).coordinates is None  # too few tokens for a sample
+    assert survey(ConvertedTokens.of(unlike), 32).coordinates is None
+    assert survey(ConvertedTokens.of(alike)).coordinates is not None
+    assert survey(ConvertedTokens.of(alike[:384])).coordinates is None  # too few tokens for a sample
 
 
 def test_picks_know_what_the_survey_knows_of_them() -> None:
     tokens = video("low rank").flatten(0, 1)
-    known = survey(TokenRows.of(tokens), 16)
+    known = survey(ConvertedTokens.of(tokens), 16)
     picks = Picks(5, known)
     picks.add(np.array([40]))
     picks.add(np.array([3, 8]))

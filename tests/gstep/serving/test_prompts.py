@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from gstep.serving.prompts import prompt_positions, video_items
+from gstep.serving.prompts import prompt_positions, video_spans
 from tests.gstep.language.prompts import builder, text_of, video
 from tests.gstep.llms import FAMILIES
 
@@ -16,7 +16,7 @@ RULES = ("transformers-5", "transformers-4.57", "vllm")
 
 
 def items_of(name, prompt):
-    return video_items(prompt, builder(name).config.video_token_id)
+    return video_spans(prompt, builder(name).config.video_token_id)
 
 
 @pytest.mark.parametrize("rule", RULES)

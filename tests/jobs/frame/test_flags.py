@@ -71,8 +71,8 @@ def test_groups_stand_in_order_a_class_s_own_options_first():
 
 
 def test_words_and_numbers_that_look_like_others_stay_what_they_are():
-    config = parse("--revision", "None", "--s3-region", "", "--fps", "2", "--pruner-param", "a=1", "v")
-    assert (config.revision, config.s3_region, config.fps, config.videos) == ("None", "", 2.0, ["v"])
+    config = parse("--revision", "None", "--s3-endpoint", "", "--fps", "2", "--pruner-param", "a=1", "v")
+    assert (config.revision, config.s3_endpoint, config.fps, config.videos) == ("None", "", 2.0, ["v"])
 
 
 def test_a_configuration_file_holds_every_option(tmp_path):

@@ -17,14 +17,13 @@ from gstep.language import Decoding
 from jobs import evaluate
 from jobs.testbed.__main__ import main
 from pipeline.evaluate.shapes.questions import TYPES
-from pipeline.generate.answer_stage import Answerer
-from pipeline.generate.asking import AnswerSetup
-from pipeline.generate.held_videos import HeldVideos
-from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.answerer import Answerer
+from pipeline.generate.prompts import VideoMemory
+from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import run_here
-from tests.pipeline.caches import read_live
+from tests.pipeline.asking import setup_of
 from tests.pipeline.rays import ray_here
 
 pytestmark = pytest.mark.slow
@@ -65,7 +64,9 @@ def test_every_type_of_question_is_asked(results):
 @pytest.fixture(scope="module")
 def questions(results):
     """Those on a few videos, as the driver of jobs.generate sends them."""
-    rows = read_questions(str(results.parent / "data" / "questions.jsonl"), Way(Decoding(), "letter")).to_pylist()
+    rows = read_questions(
+        str(results.parent / "data" / "questions.jsonl"), AnswerMode(Decoding(), "letter")
+    ).to_pylist()
     some = sorted({video_id for row in rows for video_id in row["video_ids"]})[:MUTATED]
     return [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in rows if row["video_ids"][0] in some]
 
@@ -74,7 +75,7 @@ def questions(results):
 def accuracy(results, questions):
     """Of the answering actor on the whole tokens of the cache."""
     store = LocalStore(results / "cache")
-    setup = AnswerSetup(ModelSource.resolve("shapes"), store, read_live(store), device="cpu", positions="original")
+    setup = setup_of(store, source=ModelSource.resolve("shapes"), positions="original")
 
     def measured():
         answers = list(Answerer(setup).answer(questions))
@@ -128,12 +129,12 @@ def unharmed(accuracy):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_between_cache_and_model_costs_answers(fault, accuracy, unharmed, questions, monkeypatch):
     assert unharmed >= 0.93
-    get, ids = HeldVideos.get, sorted({row["video_ids"][0] for row in questions})
+    get, ids = VideoMemory.read, sorted({row["video_ids"][0] for row in questions})
 
     def broken(self, video_id):
         held = get(self, video_id)
         other = get(self, next(one for one in ids if one != video_id))
         return held._replace(visual=fault(held.visual, other.visual))
 
-    monkeypatch.setattr(HeldVideos, "get", broken)
+    monkeypatch.setattr(VideoMemory, "read", broken)
     assert accuracy() <= unharmed - 0.1

@@ -12,12 +12,10 @@ import torch
 
 from pipeline import CorruptShard, NotACache, TokenCache
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.header import CHECKSUM
-from pipeline.cache.live_rows import VideoRows
-from pipeline.cache.reader import HEADER, read_header
-from pipeline.cache.reading import TokenOrder
+from pipeline.cache.header import CHECKSUM, HEADER, read_header
+from pipeline.cache.reader import TokenOrder
 from pipeline.cache.schema import footer_of
-from pipeline.cache.table import check_content
+from pipeline.cache.table import VideosTable, check_content
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.checks import check_commit, check_token_shard
@@ -80,7 +78,7 @@ def test_every_bit_of_a_token_shard(tmp_path, evidence, codec):
     """The pages through all ways of reading them; the footer, which they share, where there is no evidence."""
     store = small_cache(tmp_path, evidence=evidence, codec=codec)
     (name,), (commit,) = store.names("tokens", ".parquet"), store.names("videos", ".parquet")
-    row, header = VideoRows(store)(commit, 0), read_header(store)
+    row, header = VideosTable(store).read_row(commit, 0), read_header(store)
     flipped = Flipped(tmp_path, name)
     sound, live = TokenCache(tmp_path), read_live(store)
     rows, asked = [sound.metadata("v")], tuple(sound.evidence)

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline import TokenCache
-from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import merge
+from pipeline.cache.schema import VIDEOS
 from pipeline.cache.table import table_files
 from pipeline.errors import CorruptShard
 from pipeline.storage.stores import LocalStore, ObjectStore
@@ -100,7 +100,7 @@ def test_the_live_rows_are_the_model_s_whatever_the_store_does_to_requests(proxy
     assert len(history.model.rows) > 3 * COMMITS and live_in(sound) == model
     for _ in range(3):
         merge(sound, None, everything=True, keep=NOW)
-    assert live_in(sound) == model and len(table_files(sound, VIDEOS)) == 1
+    assert live_in(sound) == model and len(table_files(sound)) == 1
     cache = TokenCache(sound.root, store=sound)
     assert {name: cache.metadata(name)["run_id"] for name in model} == {name: row[2] for name, row in model.items()}
 

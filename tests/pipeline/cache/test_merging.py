@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline import TokenCache
-from pipeline.cache.ledger import Ledger
-from pipeline.cache.live_rows import VIDEOS, keyed, read_file
+from pipeline.cache.header import made_with
+from pipeline.cache.live import Ledger
 from pipeline.cache.merging import KEEP, merge, surviving, try_merge
-from pipeline.cache.reader import made_with
-from pipeline.cache.schema import LATER, MADE_WITH, write_parquet
-from pipeline.cache.table import small_name, table_files
+from pipeline.cache.schema import LATER, MADE_WITH, VIDEOS, write_parquet
+from pipeline.cache.table import build_table, read_file, small_name, table_files
 from pipeline.errors import VideoFault
 from pipeline.inspect.report import failed_videos
 from pipeline.storage.stores import LocalStore
@@ -47,7 +46,7 @@ Row = dict[str, Any]
 
 def commit_rows(store: LocalStore, run: str, rows: list[Row], fingerprint: str | None = None) -> str:
     """Put rows as a small file, without any tokens."""
-    table = keyed([{"uri": f"/x/{row['video_id']}", "run_id": run, **row} for row in rows])
+    table = build_table([{"uri": f"/x/{row['video_id']}", "run_id": run, **row} for row in rows])
     if fingerprint is not None:
         table = table.replace_schema_metadata({MADE_WITH: fingerprint})
     data = write_parquet(table)
@@ -64,7 +63,7 @@ class Model:
 
     def live(self) -> dict[str, tuple[Any, ...]]:
         best: dict[str, tuple[Any, ...]] = {}
-        for row in keyed([{"uri": f"/x/{row['video_id']}", **row} for row in self.rows]).to_pylist():
+        for row in build_table([{"uri": f"/x/{row['video_id']}", **row} for row in self.rows]).to_pylist():
             rank = (ORDER.index(row["status"]), -row["attempts"], -row["rewritten"], row["tie_break"])
             if row["video_id"] not in best or rank < best[row["video_id"]][0]:
                 best[row["video_id"]] = rank, row["status"], row["attempts"], row["run_id"]
@@ -137,7 +136,7 @@ def converge(draw: random.Random, folder: Path) -> None:
     for _ in range(3):
         merge(store, None, everything=True, keep=NOW)
     assert_all_agree(store, model)
-    assert all(file.level for file in table_files(store, VIDEOS))
+    assert all(file.level for file in table_files(store))
 
 
 def drawn_rows(videos: int, seed: int) -> pa.Table:
@@ -234,7 +233,7 @@ def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeyp
     dying.left = puts
     with pytest.raises(KeyboardInterrupt):
         merge(dying, None, keep=NOW)
-    assert sum(file.level > 0 for file in table_files(store, VIDEOS)) == puts
+    assert sum(file.level > 0 for file in table_files(store)) == puts
     dying.left = 0  # it only deletes, then is killed again
     with suppress(KeyboardInterrupt):
         merge(dying, None, keep=NOW)
@@ -253,7 +252,7 @@ def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(tmp_path):
     again = merge(store, None)
     assert (again.read, again.written, again.waiting) == ([], [], 3)
     assert sorted(merge(store, None, keep=NOW).deleted) == sorted(first.read)
-    assert [file.level for file in table_files(store, VIDEOS)] == [1]
+    assert [file.level for file in table_files(store)] == [1]
     assert next(merge(store, None).lines()) == "nothing to merge"
 
 
@@ -262,9 +261,9 @@ def test_a_run_merges_once_many_small_files_wait(tmp_path):
     for number in range(5):
         commit_rows(store, f"r{number}", [{"video_id": f"v{number}", "status": "failed", "attempts": 1}])
     try_merge(store, None, 5, said.append)
-    assert len(table_files(store, VIDEOS)) == 5
+    assert len(table_files(store)) == 5
     try_merge(store, None, 4, said.append)
-    assert len(table_files(store, VIDEOS)) == 6 and said == []
+    assert len(table_files(store)) == 6 and said == []
     path = tmp_path / commit_rows(store, "r9", [{"video_id": "v9", "status": "failed", "attempts": 1}])
     path.write_bytes(b"PAR1")
     try_merge(store, None, 0, said.append)
@@ -281,10 +280,10 @@ def test_few_levels_hold_many_commits(tmp_path, monkeypatch):
         )
         if number % 8 == 7:
             written += merge(store, None, keep=NOW).rows
-        most = max(most, len(table_files(store, VIDEOS)))
+        most = max(most, len(table_files(store)))
     assert len(live_in(store)) == 400
     assert most <= 8 + 8 + 8 and written < 400 * 8
-    assert len({file.level for file in table_files(store, VIDEOS)}) <= 4
+    assert len({file.level for file in table_files(store)}) <= 4
 
 
 def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, monkeypatch):
@@ -296,7 +295,7 @@ def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, 
         commit_rows(store, f"r{number:02}", rows)
     merge(store, None, everything=True, keep=NOW)
     assert merge(store, None, everything=True, keep=NOW).waiting == 0
-    assert {row[1] for row in live_in(store).values()} == {11} and len(table_files(store, VIDEOS)) <= 3
+    assert {row[1] for row in live_in(store).values()} == {11} and len(table_files(store)) <= 3
 
 
 def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
@@ -334,7 +333,7 @@ def test_what_a_superseded_row_says_of_attempts_on_another_file_stays(tmp_path):
         write_shard(store, f"r{attempts}", fault)
         merge(store, made_with(store), everything=True, keep=NOW)
         merge(store, made_with(store), everything=True, keep=NOW)
-    (row,) = read_file(store, table_files(store, VIDEOS)[0]).to_pylist()
+    (row,) = read_file(store, table_files(store)[0]).to_pylist()
     assert (row["attempts"], row["earlier_attempts"]) == (4, 2)
     ledger = Ledger(store).refresh()
     assert ledger.columns["earlier"].tolist() == [2]
@@ -345,7 +344,7 @@ def test_a_cache_without_the_columns_that_came_later_is_whole(wrong, tmp_path):
     """It is read, verified, and merged with rows that have them; the columns are not there, or of the right type."""
     store = write_header(tmp_path, hidden_size=8)
     write_shard(store, "r", encoded("v", random_tokens(0, (4, 9, 8)), 0.25, "gstep"))
-    (file,) = table_files(store, VIDEOS)
+    (file,) = table_files(store)
     table = read_file(store, file).drop_columns([*LATER])
     if wrong:
         table = table.append_column(LATER[0], pa.array([1], pa.int32()))

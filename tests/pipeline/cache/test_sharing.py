@@ -79,20 +79,20 @@ def test_a_fork_waits_for_no_thread_of_its_parent(folder):
     """It was forked while a thread of the parent opened a shard, for which others wait."""
     cache = TokenCache(folder)
     expected, opening, go_on = [bits(TokenCache(folder), name) for name in IDS], threading.Event(), threading.Event()
-    load = cache._shard._load
+    load = cache._open_shard._load
 
     def slow(*key):
         opening.set()
         go_on.wait(60)
         return load(*key)
 
-    cache._shard._load = slow
+    cache._open_shard._load = slow
     context = multiprocessing.get_context("fork")
     out = context.Queue()
     with ThreadPoolExecutor(1) as pool:
         mine = pool.submit(bits, cache, "v0")
         opening.wait(60)
-        cache._shard._load = load
+        cache._open_shard._load = load
         child = context.Process(target=read_all, args=([cache], out))
         child.start()
         found = out.get(timeout=60)

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 
 from pipeline import CorruptShard, TokenCache
-from pipeline.cache.live_rows import VIDEOS, keyed, read_file
+from pipeline.cache.live import LiveVideos
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.table import SortedFile, file_named, in_key_order, sorted_file, table_files
+from pipeline.cache.table import SortedFile, build_table, file_named, in_key_order, read_file, sorted_file, table_files
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import read_live, write_header
 
@@ -22,7 +22,7 @@ def rows_of(count: int) -> pa.Table:
         {"video_id": f"folder/v{i}", "run_id": "r", "uri": f"/x/{i}", "status": "failed", "attempts": 1 + i % 3}
         for i in range(count)
     ]
-    return in_key_order(keyed(records))
+    return in_key_order(build_table(records))
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def store(tmp_path) -> LocalStore:
 
 def put_sorted(store: LocalStore, rows: pa.Table, group_rows: int = 64) -> str:
     """Put a file of several row groups."""
-    name, data = sorted_file(VIDEOS, 2, rows, {}, None, group_rows)
+    name, data = sorted_file(2, rows, {}, None, group_rows)
     store.put(name, data)
     return name
 
@@ -45,7 +45,7 @@ def test_the_name_of_a_sorted_file_tells_what_it_holds(store):
     assert (file.level, file.rows, file.first, file.last) == (2, N, int(high[0]), int(high[-1]))
     assert file.holds(file.first) and file.holds(file.last) and not file.holds(file.last + 1)
     assert file_named("videos/r-000001-aa.parquet").level == 0
-    assert table_files(store, VIDEOS) == [file]
+    assert table_files(store) == [file]
 
 
 def test_it_is_an_ordinary_parquet_file_to_others(store):
@@ -59,14 +59,15 @@ def test_it_is_an_ordinary_parquet_file_to_others(store):
     assert found == [(2,)]
 
 
-def test_columns_and_row_groups_are_read_as_they_were_written(store):
+def test_columns_and_row_groups_are_read_as_they_were_written(store, monkeypatch):
     rows = rows_of(N)
     file = SortedFile(store, file_named(put_sorted(store, rows)))
     assert len(file.firsts) == -(-N // 64)
     assert file.read([0, 2], ["attempts", "id_high"]).equals(
         pa.concat_tables([rows.slice(0, 64), rows.slice(128, 64)]).select(["attempts", "id_high"])
     )
-    assert pa.concat_tables(file.parts(groups=2)).equals(rows)
+    monkeypatch.setattr("pipeline.cache.table._GROUPS_AT_ONCE", 2)
+    assert pa.concat_tables(file.parts()).equals(rows)
     high = rows["id_high"].to_numpy()
     for at in (0, 63, 64, 65, 200, N - 1):
         groups = file.groups_of(int(high[at]), int(high[at]))
@@ -76,11 +77,11 @@ def test_columns_and_row_groups_are_read_as_they_were_written(store):
 def test_each_video_is_found_and_no_other(store):
     rows = rows_of(N)
     put_sorted(store, rows)
-    cache, live = TokenCache(store.root), read_live(store, ("video_id",)).to_pylist()
+    cache, found, live = TokenCache(store.root), LiveVideos.open(store), read_live(store, ("video_id",)).to_pylist()
     places = {row["video_id"]: row["row"] for row in live}
     for row in random.Random(0).sample(rows.to_pylist(), 40):
         assert cache.metadata(row["video_id"])["attempts"] == row["attempts"]
-        assert cache.place_of(row["video_id"]).row == places[row["video_id"]]
+        assert found.find(row["video_id"]).row == places[row["video_id"]]
         assert row["video_id"] not in cache
     assert len(cache.failed) == N and cache.video_ids == []
     with pytest.raises(KeyError, match=f"\\(it has {N} rows\\)"):
@@ -168,7 +169,7 @@ def test_few_requests_find_a_video(store):
 
 def test_keys_that_share_a_half_are_told_apart(store, monkeypatch):
     """Ids whose keys begin alike, at the end of a row group and the beginning of the next."""
-    monkeypatch.setattr("pipeline.cache.live_videos.keys_of", lambda texts: np.array([[7, 0]], np.uint64))
+    monkeypatch.setattr("pipeline.cache.live.keys_of", lambda texts: np.array([[7, 0]], np.uint64))
     rows = rows_of(5)
     for name, values in (("id_high", [7] * 5), ("id_low", range(5))):
         rows = rows.set_column(rows.schema.get_field_index(name), rows.field(name), pa.array(values, pa.uint64()))

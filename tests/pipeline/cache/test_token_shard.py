@@ -6,8 +6,8 @@ from typing import NamedTuple
 import pytest
 
 from pipeline import CorruptShard
-from pipeline.cache.live_rows import VideoRows
-from pipeline.cache.token_shard import Rows, TokenShard
+from pipeline.cache.table import VideosTable
+from pipeline.cache.token_shard import TokenRows, TokenShard
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import make_cache, random_tokens, read_live
@@ -32,8 +32,8 @@ class Shard(NamedTuple):
 def shard(tmp_path) -> Shard:
     store = make_cache(tmp_path, {name: random_tokens(i, (4, 25, 16)) for i, name in enumerate("ab")})
     assert isinstance(store, LocalStore)
-    full = VideoRows(store)
-    rows = {row["video_id"]: full(row["shard"], row["row"]) for row in read_live(store).to_pylist()}
+    table = VideosTable(store)
+    rows = {row["video_id"]: table.read_row(row["shard"], row["row"]) for row in read_live(store).to_pylist()}
     return Shard(store, tmp_path / rows["a"]["token_shard"], rows)
 
 
@@ -42,7 +42,7 @@ def test_the_first_rows_of_a_video_are_read(shard, keep):
     row = shard.rows["b"]
     assert row["row_counts"] == [10, 5, 5, 5] and row["first_row_group"] == 4
     opened = shard.open()
-    table, whole = opened.read(Rows(row, keep, COLUMNS)), opened.read(Rows(row, 25, COLUMNS))
+    table, whole = opened.read(TokenRows(row, keep, COLUMNS)), opened.read(TokenRows(row, 25, COLUMNS))
     assert table.equals(whole.slice(0, keep)) and table.schema.names == list(COLUMNS)
     assert set(table["video_id"].to_pylist()) == {"b"}
 
@@ -80,10 +80,10 @@ def test_a_damaged_page_is_seen_by_who_reads_it_alone(shard):
         if group.column(i).path_in_schema == "token"
     )
     flip(shard.file, column.data_page_offset + column.total_compressed_size - 1)
-    assert len(shard.open().read(Rows(shard.rows["a"], 25, COLUMNS))) == 25
-    assert len(shard.open().read(Rows(shard.rows["b"], 25, ("video_id", "index")))) == 25
+    assert len(shard.open().read(TokenRows(shard.rows["a"], 25, COLUMNS))) == 25
+    assert len(shard.open().read(TokenRows(shard.rows["b"], 25, ("video_id", "index")))) == 25
     with pytest.raises(CorruptShard) as caught:
-        shard.open().read(Rows(shard.rows["b"], 25, COLUMNS))
+        shard.open().read(TokenRows(shard.rows["b"], 25, COLUMNS))
     assert caught.value.kind == "damaged"
 
 
@@ -100,7 +100,7 @@ def test_a_damaged_page_is_seen_by_who_reads_it_alone(shard):
 def test_rows_and_columns_that_are_not_there_are_refused(shard, change, columns, kind):
     keep = 18 if "row_counts" in change else 25
     with pytest.raises(CorruptShard) as caught:
-        shard.open().read(Rows({**shard.rows["b"], **change}, keep, columns))
+        shard.open().read(TokenRows({**shard.rows["b"], **change}, keep, columns))
     assert caught.value.kind == kind
 
 

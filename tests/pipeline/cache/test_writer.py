@@ -10,7 +10,7 @@ import torch
 
 from pipeline import TokenCache
 from pipeline.cache.codecs import CODECS
-from pipeline.cache.reader import made_with
+from pipeline.cache.header import made_with
 from pipeline.cache.token_shard import checksum_of, read_videos
 from pipeline.cache.writer import commit, write_token_shard
 from pipeline.errors import RunFailed

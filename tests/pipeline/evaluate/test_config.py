@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.config import DEFAULT_METHODS, DEFAULT_RATIOS, FULL_LABEL, EvaluateConfig
-from pipeline.generate.late_pruning import LateAsked
+from pipeline.generate.late_pruning import PruningSpec
 
 
 def grid(*methods, ratios=(0.25,), **options):
@@ -30,7 +30,7 @@ def test_the_default_is_every_default_method_at_every_default_ratio():
 
 def test_parameters_stand_behind_commas_and_are_part_of_the_label():
     asked = grid("fastv, K=3", "fastvid,c=4,a-b=0.5", "fastv,K=1")
-    assert asked["fastv,K=3@0.25"] == LateAsked("fastv", 0.25, {"K": "3"})
+    assert asked["fastv,K=3@0.25"] == PruningSpec("fastv", 0.25, {"K": "3"})
     assert asked["fastvid,a_b=0.5,c=4@0.25"].params == {"c": "4", "a_b": "0.5"}
     assert asked["fastv,K=1@0.25"] != asked["fastv,K=3@0.25"] and len(asked) == 4
 

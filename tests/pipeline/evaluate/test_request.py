@@ -10,8 +10,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource
 from gstep.language import prompt_builder
-from pipeline.cache.header import header_bytes
-from pipeline.cache.reader import read_header
+from pipeline.cache.header import header_bytes, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.config import EvaluateConfig
@@ -21,9 +20,8 @@ from pipeline.evaluate.request import (
     write_results_header,
 )
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
-from pipeline.generate.late_pruning import late_pruning
+from pipeline.generate.late_pruning import describe_prunings, resolve_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
-from pipeline.generate.request import describe_prunings
 from pipeline.prune.recipe import resolve
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -167,7 +165,7 @@ def answers_of(request, *question_ids) -> None:
     store, held = LocalStore(f"{request.config.out}/answers"), read_header(LocalStore(request.cache))["identity"]
     builder = prompt_builder(request.source)
     prunings = {
-        label: None if one is None else late_pruning(one, held, request.source, builder)
+        label: None if one is None else resolve_pruning(one, held, request.source, builder)
         for label, one in request.grid.items()
     }
     write_answers_header(store, {PRUNINGS: describe_prunings(prunings, held)})

@@ -9,8 +9,9 @@ import ray
 from rich.console import Console
 
 from gstep.backbones import ModelSource
+from pipeline.cache.header import HEADER, read_header
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import HEADER, TokenCache, read_header
+from pipeline.cache.reader import TokenCache
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import EvaluateConfig

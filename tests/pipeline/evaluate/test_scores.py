@@ -15,10 +15,18 @@ from pipeline.evaluate.benchmarks.own import own_benchmark
 from pipeline.evaluate.page import warned_line
 from pipeline.evaluate.parsers import without_reasoning
 from pipeline.evaluate.protocols import LETTER, Prompt, Protocol
-from pipeline.evaluate.scores import SCORE_SCHEMA, Reply, answered_item, question_table, read_reply, score_table, way_of
+from pipeline.evaluate.scores import (
+    SCORE_SCHEMA,
+    Reply,
+    answered_item,
+    mode_of,
+    question_table,
+    read_reply,
+    score_table,
+)
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA
-from pipeline.generate.questions import QUESTION_SCHEMA, Way, read_questions
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_questions
 from pipeline.rows import AnswerRecord, without_nulls
 from tests.pipeline.asking import write_questions
 
@@ -170,10 +178,10 @@ OWN = [
 
 
 def test_all_questions_are_answered_as_the_protocol_says():
-    way = way_of(VIDEOMME, "llava_onevision")
-    assert way == Way(Decoding(16, 0.0), "generate", "You are a helpful assistant.")
-    assert way_of(VIDEOMME, "qwen2_5_vl").system is None
-    assert way_of(LETTER, "llava_onevision") == Way(Decoding(64, 0.0), "letter", None)
+    way = mode_of(VIDEOMME, "llava_onevision")
+    assert way == AnswerMode(Decoding(16, 0.0), "generate", "You are a helpful assistant.")
+    assert mode_of(VIDEOMME, "qwen2_5_vl").system is None
+    assert mode_of(LETTER, "llava_onevision") == AnswerMode(Decoding(64, 0.0), "letter", None)
 
 
 def test_where_a_reply_is_generated_the_prompt_is_the_protocols_whole_text():
@@ -192,14 +200,14 @@ def test_where_a_reply_is_generated_the_prompt_is_the_protocols_whole_text():
 def test_own_questions_are_asked_as_jobs_generate_asks_them(tmp_path):
     file = str(write_questions(tmp_path / "q.jsonl", OWN))
     table = question_table(own_benchmark(file).load(None).items, LETTER, "llava_onevision")
-    asked = read_questions(file, Way(Decoding(64)))
+    asked = read_questions(file, AnswerMode(Decoding(64)))
     for name in ("question_id", "video_ids", "prompt", "choices", "target", "decoding"):
         assert table[name].to_pylist() == asked[name].to_pylist(), name
 
 
 def answered(path, *rows) -> list[AnswerRecord]:
     """What jobs.generate leaves of the questions of a file."""
-    table = read_questions(str(write_questions(path, list(rows))), Way(Decoding(), "loglikelihood"))
+    table = read_questions(str(write_questions(path, list(rows))), AnswerMode(Decoding(), "loglikelihood"))
     return [without_nulls({**row, "status": "ok", "answer": "x"}, AnswerRecord) for row in table.to_pylist()]
 
 

@@ -11,9 +11,8 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from gstep.backbones import ModelSource
 from pipeline import TokenCache
-from pipeline.generate.asking import Asker, PreparedQuestion
-from pipeline.generate.questions import Way
-from pipeline.generate.run import answer_setup
+from pipeline.generate.prompts import PreparedQuestion, PromptMaker
+from pipeline.generate.questions import AnswerMode
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.runner.heartbeat import Heartbeat
 from tests.gstep.language.prompts import builder
@@ -48,8 +47,8 @@ def asked(cache, video_id="v", **options):
     job = request_about(cache, [{**ROW, "video_id": video_id}], **options)
     (question,) = (without_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
     engine = SimpleNamespace(context_length=10**6)
-    asker = Asker(answer_setup(job, "cpu", "float32"), engine, "cpu", Heartbeat("answer"))
-    return asker.ask({**question, "attempts": 1}, Way.parse(question["decoding"]))
+    prompts = PromptMaker(job.setup, engine, "cpu", Heartbeat("answer"))
+    return prompts.make({**question, "attempts": 1}, AnswerMode.parse(question["decoding"]))
 
 
 def text(prompt) -> str:

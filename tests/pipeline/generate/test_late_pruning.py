@@ -16,8 +16,8 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from pipeline.errors import UsageError
-from pipeline.generate.asking import Embedders
 from pipeline.generate.late_pruning import LatePruning
+from pipeline.generate.prompts import TextEmbeddings
 from tests.pipeline.asking import request_about, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings
 
@@ -32,7 +32,7 @@ def whole_video() -> Visual:
 
 
 def chosen_by(late: LatePruning, visual: Visual, words: torch.Tensor | None = None) -> Visual:
-    return late.kept(visual, late.select(visual, "cpu", words))
+    return late.reduce(visual, late.select(visual, "cpu", words))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_question_is_pruned_for_on_the_device_of_the_model():
     visual = Visual(torch.randn(6, 4), torch.arange(6), 2, 3, deepstack=(torch.randn(6, 4),))
     late = LatePruning(Noting(), 0.5)
     pruned = late.select(visual, "meta", torch.empty(1, 4, device="meta"))
-    chosen = late.kept(visual, pruned)
+    chosen = late.reduce(visual, pruned)
     assert pruned.devices == ["meta"] * 3
     assert torch.equal(chosen.tokens, visual.tokens[[1, 3]]) and chosen.index.tolist() == [1, 3]
 
@@ -129,7 +129,8 @@ def test_evidence_has_the_shape_of_the_video_and_no_embedding_is_made():
     best = visual.evidence["token_attention"].argsort(descending=True)[:10].sort().values
     assert torch.equal(chosen.index, best) and torch.equal(chosen.tokens, visual.tokens[best])
     assert torch.equal(chosen.deepstack[0], visual.deepstack[0][best]) and not chosen.evidence
-    assert Embedders(None, "cpu", [late]).embedding(late, "What?") is None and late.inside is None  # nobody is asked
+    embeddings = TextEmbeddings(None, "cpu", [late])
+    assert embeddings.embedding(late, "What?") is None and late.inside is None  # nobody is asked
     assert late.at_most(T, N, D) == 10
 
 
@@ -167,7 +168,7 @@ def request_for(tmp_path):
 def test_what_a_method_needs_is_found_by_what_it_declares(request_for, tmp_path):
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
     job = request_for(path(Deep))
-    assert job.prunings[""].inside == (Deep(), 0.1) and job.prunings[""].evidence == ()
+    assert job.setup.prunings[""].inside == (Deep(), 0.1) and job.setup.prunings[""].evidence == ()
     assert job.identity["pruner"]["method"] == path(Deep) and job.identity["pruner"]["params"] == {"layer": 1}
     assert job.identity["pruner"]["declares"] == {"nested": False, "merges": False, "exact": True, "reorders": False}
     with pytest.raises(UsageError, match=r"attended with layer=2 prunes before layer 2; this model has 2 layers"):
@@ -187,7 +188,7 @@ def test_what_a_method_needs_is_found_by_what_it_declares(request_for, tmp_path)
 def test_a_text_tower_goes_with_any_method_that_matches_patches(request_for, tmp_path):
     head = family_of(ModelSource.resolve("tiny")).text_tower("tiny").head.identity
     tiny_cache_with_embeddings(tmp_path / "c", head=head)
-    late = request_for(path(Matching), siglip="tiny").prunings[""]
+    late = request_for(path(Matching), siglip="tiny").setup.prunings[""]
     assert late.evidence == (("image_embedding", "image_embedding"),) and late.text_tower.head.identity == head
     with pytest.raises(UsageError, match="name it with --siglip"):
         request_for(path(Matching))
@@ -196,10 +197,10 @@ def test_a_text_tower_goes_with_any_method_that_matches_patches(request_for, tmp
 def test_on_qwen_the_language_model_embeds_the_question(request_for, tmp_path):
     source = ModelSource.resolve("tiny-qwen2-5-vl")
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none", source=source, newline=None)
-    late = request_for(path(Matching)).prunings[""]
+    late = request_for(path(Matching)).setup.prunings[""]
     assert (late.evidence, late.text_tower) == ((), None)
     model = SimpleNamespace(embedding="embedded: {}".format)
-    assert Embedders(model, "cpu", [late]).embedding(late, "What?") == "embedded: What?"
+    assert TextEmbeddings(model, "cpu", [late]).embedding(late, "What?") == "embedded: What?"
     with pytest.raises(UsageError, match=r"needs image_embedding .*qwen2_5_vl does not give it"):
         request_for(path(Patches))
 

@@ -7,11 +7,10 @@ import pytest
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
-from pipeline.generate.choices import lettered_prompt, parse_letter
-from pipeline.generate.questions import Way, given_questions, read_questions
+from pipeline.generate.questions import AnswerMode, add_choices, parse_letter, read_given_questions, read_questions
 from tests.pipeline.asking import write_questions
 
-WAY = Way(Decoding(max_new_tokens=16))
+WAY = AnswerMode(Decoding(max_new_tokens=16))
 ROWS = [
     {"question_id": 7, "video_id": "a.mp4", "prompt": "What, then?", "topic": "x", "max_new_tokens": 5},
     {"question_id": "two", "video_id": ["a.mp4", "b.mp4"], "prompt": 'A "quoted"\nline', "choices": ["é", "b, c"]},
@@ -38,7 +37,7 @@ def test_every_kind_of_file_says_the_same(tmp_path, kind):
     decoding = json.loads(third["decoding"])
     assert decoding["system"] == "Be brief."
     drawn = Decoding(max_new_tokens=16, temperature=0.5, seed=4)
-    assert Way.parse(third["decoding"]) == Way(drawn, "generate", "Be brief.")
+    assert AnswerMode.parse(third["decoding"]) == AnswerMode(drawn, "generate", "Be brief.")
 
 
 def test_parquet_with_gaps_as_pandas_writes_them(tmp_path):
@@ -53,7 +52,7 @@ def test_parquet_with_gaps_as_pandas_writes_them(tmp_path):
 
 def test_a_csv_of_pandas_has_points_in_whole_numbers_where_a_column_has_gaps(tmp_path):
     (tmp_path / "q.csv").write_text("question_id,video_id,prompt,max_new_tokens,top_k\n1,a,p,3.0,\n2,a,p,,4.0\n")
-    first, second = read_questions(str(tmp_path / "q.csv"), Way(Decoding(temperature=1.0))).to_pylist()
+    first, second = read_questions(str(tmp_path / "q.csv"), AnswerMode(Decoding(temperature=1.0))).to_pylist()
     assert json.loads(first["decoding"])["max_new_tokens"] == 3 and json.loads(second["decoding"])["top_k"] == 4
 
 
@@ -65,7 +64,7 @@ def test_questions_draw_each_for_itself_and_by_the_seed(tmp_path):
     rows = [{"question_id": i, "video_id": "v", "prompt": "p"} for i in range(20)]
 
     def seeds(seed):
-        drawn = read(tmp_path / "q.jsonl", rows, Way(Decoding(temperature=1.0, seed=seed)))
+        drawn = read(tmp_path / "q.jsonl", rows, AnswerMode(Decoding(temperature=1.0, seed=seed)))
         return [json.loads(row["decoding"])["seed"] for row in drawn]
 
     assert len(set(seeds(0))) == 20
@@ -110,7 +109,7 @@ def test_what_is_wrong_with_a_row_is_said_with_its_place(tmp_path, row, message)
 
 def test_many_choices_are_fine_where_their_texts_are_scored(tmp_path):
     row = {**GOOD, "choices": [str(i) for i in range(27)]}
-    assert len(read(tmp_path / "q.jsonl", [row], Way(Decoding(), "loglikelihood"))[0]["choices"]) == 27
+    assert len(read(tmp_path / "q.jsonl", [row], AnswerMode(Decoding(), "loglikelihood"))[0]["choices"]) == 27
 
 
 def test_a_file_that_is_none(tmp_path):
@@ -202,7 +201,7 @@ def test_an_answer_that_is_no_text_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", [list, iter, pa.Table.from_pylist])
 def test_questions_at_hand_are_those_of_a_file(tmp_path, kind):
     rows = [{"question_id": str(i), "video_id": "a", "prompt": "p", "choices": ["x", "y"]} for i in range(3)]
-    assert given_questions(kind(rows), WAY, limit=2).to_pylist() == read(tmp_path / "q.jsonl", rows, limit=2)
+    assert read_given_questions(kind(rows), WAY, limit=2).to_pylist() == read(tmp_path / "q.jsonl", rows, limit=2)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +216,11 @@ def test_questions_at_hand_are_those_of_a_file(tmp_path, kind):
 )
 def test_what_is_no_list_of_questions_is_refused_by_name(given, said):
     with pytest.raises(QuestionsError, match=said):
-        given_questions(given, WAY)
+        read_given_questions(given, WAY)
 
 
 def test_letters_are_put_as_lmms_eval_puts_them():
-    assert lettered_prompt("Which?", ["a dog", "a cat"]) == (
+    assert add_choices("Which?", ["a dog", "a cat"]) == (
         "Which?\nA. a dog\nB. a cat\nAnswer with the option's letter from the given choices directly."
     )
 

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs import container
-from pipeline.inputs.container import ContainerOptions, Member
+from pipeline.inputs.container import Container, ContainerOptions, Member
 from pipeline.inputs.forms import FORMS, Containers, fetch_of, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
@@ -346,10 +346,8 @@ def test_a_glob_of_tars_on_s3_resumes_by_its_listing_and_kept_indexes(server, tm
     assert [row["video_id"] for row in first[:2]] == ["0.tar/00.mp4", "0.tar/01.mp4"]
 
 
-class Lengths:
+class Lengths(Container):
     """A form of its own: each video behind its length in four bytes."""
-
-    unit = 1
 
     def __init__(self, file):
         self._file = file

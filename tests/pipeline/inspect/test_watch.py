@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipeline import TokenCache
 from pipeline.cache.header import fingerprint
-from pipeline.cache.ledger import Ledger
+from pipeline.cache.live import Ledger
 from pipeline.errors import CorruptShard, VideoFault
 from pipeline.inspect import watch as watching
 from pipeline.inspect.watch import latest_run, looks, watch

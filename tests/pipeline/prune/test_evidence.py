@@ -11,9 +11,9 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES, POOLING_HEAD, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
-from pipeline.cache.live_rows import VideoRows
-from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.header import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
+from pipeline.cache.table import VideosTable
 from pipeline.errors import UsageError, VideoFault
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
@@ -253,7 +253,7 @@ def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(so
         EvidenceNotCached, match="token_attention as token_attention_last_layer and as token_attention_p"
     ):
         TokenCache(tmp_path).get("v", evidence=["token_attention"])
-    row = VideoRows(store)(commit, 0)
+    row = VideosTable(store).read_row(commit, 0)
     assert not check_token_shard(store, row["token_shard"], [(commit, row)], read_header(store)).problems
 
 

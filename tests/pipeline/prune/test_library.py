@@ -7,8 +7,7 @@ from rich.console import Console
 
 import pipeline
 from gstep.backbones import family_of
-from pipeline.cache.header import header_bytes
-from pipeline.cache.reader import HEADER
+from pipeline.cache.header import HEADER, header_bytes
 from pipeline.errors import ManifestError, TooManyFailed, UsageError, VideoFault
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.run import PruneRun

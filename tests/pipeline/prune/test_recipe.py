@@ -12,8 +12,7 @@ import gstep
 from gstep.backbones import BACKBONES
 from gstep.checkpoints import tiny
 from gstep.evidence import SINGLE_PATCHES
-from pipeline.cache.header import CacheIdentity
-from pipeline.cache.reader import HEADER
+from pipeline.cache.header import HEADER, CacheIdentity
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import IdentityMismatch

@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from pipeline.cache.ledger import Ledger
+from pipeline.cache.live import Ledger
 from pipeline.errors import SourceChanged, UsageError, VideoFault
 from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, TODO_SCHEMA

@@ -11,7 +11,8 @@ from rich.console import Console
 from pipeline import TokenCache
 from pipeline.cache.merging import WAITING
 from pipeline.cache.table import table_files
-from pipeline.cache.writer import token_shard_id, write_token_shard
+from pipeline.cache.token_shard import token_shard_id
+from pipeline.cache.writer import write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing, NamedContainer
@@ -116,7 +117,7 @@ def test_many_commits_are_merged_while_the_run_goes_on(run):
     names = [f"v{number:02}" for number in range(WAITING + 2)]
     for number, name in enumerate(names):
         run.commit(number, written(run.store, name))
-    levels = [file.level for file in table_files(run.store, "videos")]
+    levels = [file.level for file in table_files(run.store)]
     assert max(levels) > 0 and TokenCache(run.store.root).video_ids == names
 
 

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from pipeline.cache.ledger import Ledger
+from pipeline.cache.header import made_with
+from pipeline.cache.live import Ledger
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import made_with
 from pipeline.errors import FAULTS, VideoFault
 from pipeline.prune.summary import render, summarise
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard

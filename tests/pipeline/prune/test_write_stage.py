@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.reader import made_with
+from pipeline.cache.header import made_with
 from pipeline.cache.writer import commit
 from pipeline.errors import VideoFault
 from pipeline.prune.batches import WRITTEN, pack, written_records

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private.utils import get_ray_address_file
 
 from pipeline.errors import RunFailed
 from pipeline.runner.access import (
@@ -55,7 +56,10 @@ def test_a_cluster_that_does_not_answer_is_told_by_its_address(monkeypatch, left
         address_to_join()
     monkeypatch.delenv("RAY_ADDRESS")
     left(address)
-    with pytest.raises(RunFailed, match=r"\(which ray start left in ray_current_cluster\): .*; start its head, or"):
+    file = get_ray_address_file(None)
+    dead = f"its head has ended without ray stop: delete {file}, or start a head, or RAY_ADDRESS=local"
+    remedy = "start its head, or RAY_ADDRESS=local" if "invalid" in address else dead
+    with pytest.raises(RunFailed, match=rf"\(which ray start left in {file}\): .*; {remedy}"):
         address_to_join()
 
 

@@ -9,7 +9,7 @@ import torch
 from gstep.backbones import ModelSource
 from pipeline import TokenCache
 from pipeline.errors import UnknownVideo, UsageError
-from pipeline.generate.held_videos import n_bytes
+from pipeline.generate.prompts import n_bytes
 from pipeline.serve.prompts import CachedPrompts, CacheLink, ServedCache
 from pipeline.serve.videos import StoreAway, VideoGone
 from tests.pipeline.asking import tiny_cache

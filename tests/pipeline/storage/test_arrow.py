@@ -8,8 +8,8 @@ import pytest
 from pyarrow import fs
 
 from pipeline import TokenCache
+from pipeline.cache.header import made_with
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import made_with
 from pipeline.errors import UsageError
 from pipeline.storage.arrow import ArrowObjects
 from pipeline.storage.stores import FileInfo, ObjectStore, store_at

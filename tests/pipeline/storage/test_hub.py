@@ -18,7 +18,7 @@ from tests.pipeline.tars import write_tar
 _READ = """
 import hashlib, json, sys
 from pipeline.errors import UsageError
-from pipeline.inputs.container import Asked
+from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.forms import Containers, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
@@ -29,7 +29,7 @@ from pipeline.video.source import Sizes
 place, column = sys.argv[1:]
 objects = Objects()
 try:
-    rows = read_manifest(place, (), objects, Indexing(Asked(column or None))).to_pylist()
+    rows = read_manifest(place, (), objects, Indexing(ContainerOptions(column or None))).to_pylist()
 except UsageError as error:
     print(json.dumps({"error": str(error)}))
     sys.exit()

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from pipeline import TokenCache
+from pipeline.cache.header import made_with
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import made_with
 from pipeline.errors import ShardFault
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.report import Kind

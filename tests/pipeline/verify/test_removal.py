@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipeline import TokenCache
+from pipeline.cache.header import made_with
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import made_with
 from pipeline.errors import CacheLocked, NotACache, RemovedVideo, VideoFault
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore

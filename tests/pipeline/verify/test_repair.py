@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipeline import TokenCache
+from pipeline.cache.live import LiveVideos
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import write_parquet
 from pipeline.cache.table import small_name
@@ -60,7 +61,7 @@ def damage_tokens(store, video_id: str) -> None:
 
 
 def commit_of(store, video_id: str) -> Path:
-    return store.root / TokenCache(store.root).place_of(video_id).shard
+    return store.root / LiveVideos.open(store).find(video_id).shard
 
 
 def tokens_of(root: Path) -> dict[str, torch.Tensor]:

@@ -12,17 +12,16 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
-from pipeline.generate.answer_stage import Answerer
-from pipeline.generate.asking import AnswerSetup
-from pipeline.generate.engines import EngineDied, EngineSetup, load_engine
+from pipeline.generate.answerer import Answerer
+from pipeline.generate.engines import EngineDied, load_engine
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.questions import AnswerMode, read_questions
+from pipeline.options import EngineOptions
 from pipeline.rows import QuestionRecord, without_nulls
 from tests import vllm_here
 from tests.gstep.language.prompts import video
 from tests.gstep.llms import FAMILIES, encode
-from tests.pipeline.asking import tiny_cache, write_questions
-from tests.pipeline.caches import read_live
+from tests.pipeline.asking import setup_of, tiny_cache, write_questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -33,8 +32,10 @@ MARKERS = "Is <|vision_start|> before <|vision_end|>, and <0.2 seconds> after?"
 
 def engines_of(source, largest_video=400, params=vllm_here.PARAMS):
     """(vLLM's, transformers')."""
-    setup = EngineSetup("vllm", params=params, largest_video=largest_video)
-    return load_engine(setup, source, RUNTIME), load_engine(EngineSetup(), source, RUNTIME)
+    options = EngineOptions(
+        engine="vllm", engine_param=[f"{name}={json.dumps(value)}" for name, value in params.items()]
+    )
+    return load_engine(options, source, RUNTIME, largest_video), load_engine(EngineOptions(), source, RUNTIME)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -171,7 +172,7 @@ def test_a_checkpoints_repetition_penalty_counts_and_a_video_may_be_larger_than_
     finally:
         ours.close()
     assert [a.token_ids for a in mine] == [a.token_ids for a in expected]
-    plain = load_engine(EngineSetup(), ModelSource.resolve(name), RUNTIME).generate(prompts[:6], decodings[:6])
+    plain = load_engine(EngineOptions(), ModelSource.resolve(name), RUNTIME).generate(prompts[:6], decodings[:6])
     assert [a.token_ids for a in plain] != [a.token_ids for a in expected[:6]]
 
 
@@ -191,10 +192,10 @@ def test_cdpruner_chooses_for_each_question_as_with_the_other_engine(family, tmp
         model_extra=dict(clip.extra),
     )
     rows = [{"question_id": i, "video_id": "a", "prompt": text} for i, text in enumerate(["Who?", "Where is the dog?"])]
-    table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), Way(Decoding(max_new_tokens=6)))
+    table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), AnswerMode(Decoding(max_new_tokens=6)))
     asked = [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
     late = {"": LatePruning(CDPruner(), 0.25)}
-    setup = AnswerSetup(source, store, read_live(store), prunings=late, device="cpu")
+    setup = setup_of(store, source=source, prunings=late)
     mine, expected = (list(Answerer(setup, engine=engine).answer(asked)) for engine in (ours, theirs))
     same = ("status", "answer", "n_kept", "kept_per_frame", "n_prompt_tokens")
     for answer, other in zip(mine, expected, strict=True):

@@ -13,12 +13,20 @@ from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from pipeline import TokenCache
-from pipeline.generate.answer_stage import ANSWERED, GROW_AFTER, Answerer, BatchSize, answered_rows, question_blocks
+from pipeline.generate.answerer import (
+    ANSWERED,
+    GROW_AFTER,
+    Answerer,
+    BatchSize,
+    group_by_videos,
+    pack_blocks,
+    unpack_answers,
+)
 from pipeline.generate.answers import AnswersTable, commit_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines.transformers import TransformersEngine
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.generate.run import plan_answers
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import QuestionRecord, without_nulls
@@ -28,7 +36,7 @@ from tests.gstep.llms import llm
 from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 
-WAY = Way(Decoding(max_new_tokens=8))
+WAY = AnswerMode(Decoding(max_new_tokens=8))
 PROMPTS = ["What?", "What is happening in this video, and why?", "Who is it?", "Where?", "Say more about the end."]
 
 
@@ -92,11 +100,11 @@ def test_a_long_question_neither_joins_short_ones_nor_makes_their_batches_small(
 
 
 def test_a_batch_of_ragged_prompts_says_what_each_alone_does(cache, tmp_path):
-    way = Way(Decoding(max_new_tokens=8), "letter")
+    way = AnswerMode(Decoding(max_new_tokens=8), "letter")
     asked = open_questions(tmp_path, 10)
-    asked += open_questions(tmp_path, 6, Way(Decoding(max_new_tokens=8, temperature=1.5)), max_new_tokens=5)
+    asked += open_questions(tmp_path, 6, AnswerMode(Decoding(max_new_tokens=8, temperature=1.5)), max_new_tokens=5)
     asked += open_questions(tmp_path, 4, way, choices=["yes", "no", "perhaps"])
-    asked += open_questions(tmp_path, 4, Way(Decoding(), "loglikelihood"), choices=["yes, always", "no"])
+    asked += open_questions(tmp_path, 4, AnswerMode(Decoding(), "loglikelihood"), choices=["yes, always", "no"])
     asked = [{**question, "question_id": str(i)} for i, question in enumerate(asked)]
     together, alone = (by_id(Answerer(setup_of(cache, batch_size=n)).answer(asked)) for n in (8, 1))
     assert together.keys() == alone.keys() == {str(i) for i in range(24)}
@@ -116,7 +124,9 @@ def test_choices_by_letter_and_by_text(cache, tmp_path):
     row = {"question_id": 1, "video_id": "a", "prompt": "Which?", "choices": ["yes", "no, never at all", "no"]}
     answers = {}
     for method in ("letter", "loglikelihood", "generate"):
-        (answers[method],) = Answerer(setup_of(cache)).answer(questions(tmp_path, [row], Way(Decoding(4), method)))
+        (answers[method],) = Answerer(setup_of(cache)).answer(
+            questions(tmp_path, [row], AnswerMode(Decoding(4), method))
+        )
     letter, text = answers["letter"], answers["loglikelihood"]
     scores = letter["choice_scores"]
     assert letter["answer"] == "ABC"[letter["choice"]] and letter["choice"] == scores.index(max(scores))
@@ -180,10 +190,10 @@ def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatev
     asked[1] |= {"video_ids": ["gone"]}
     engine, _ = failing_engine(too_many(fitting))
     actor = Watched(setup_of(cache, batch_size=2), engine=engine)
-    parts = actor(question_blocks([asked])[0])
-    first = answered_rows(next(parts))
+    parts = actor(pack_blocks([asked])[0])
+    first = unpack_answers(next(parts))
     assert actor.answered < 5
-    rows = [first, *map(answered_rows, parts)]
+    rows = [first, *map(unpack_answers, parts)]
     assert [part["question_id"].to_pylist() for part in rows] == [["0", "1"], ["2", "3"], ["4"]]
     assert {part.schema for part in rows} == {ANSWERED}
     assert first["status"].to_pylist() == ["ok", "failed"] and first["answer"].to_pylist()[0]
@@ -214,15 +224,15 @@ def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, tmp_pa
 
 def test_larger_batches_are_tried_again_after_a_while():
     size = BatchSize(8)
-    size.ended(fitted=2, short=True)
+    size.adjust(fitted=2, short=True)
     assert size.now == 2
     for _ in range(GROW_AFTER):
-        size.ended(fitted=2, short=False)
+        size.adjust(fitted=2, short=False)
     assert size.now == 4
     for _ in range(9 * GROW_AFTER):
-        size.ended(fitted=4, short=False)
+        size.adjust(fitted=4, short=False)
     assert size.now == 8
-    size.ended(fitted=0, short=True)
+    size.adjust(fitted=0, short=True)
     assert size.now == 1
 
 
@@ -326,7 +336,7 @@ def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(short, tmp_path)
 def test_positions_that_the_model_does_not_know_are_refused(short, tmp_path):
     setup = short(200)  # a quarter of 196 tokens fits, all of them do not
     for positions, error_class in (("contiguous", None), ("original", "prompt-too-long")):
-        actor = Answerer(replace(setup, positions=positions))
+        actor = Answerer(replace(setup, config=replace(setup.config, positions=positions)))
         (row,) = actor.answer(open_questions(tmp_path, 1))
         assert row.get("error_class") == error_class
     assert "use --positions contiguous" in row["error_message"]
@@ -366,6 +376,37 @@ def test_an_answer_tells_the_decode_warnings_of_its_videos(cache, tmp_path):
     live = AnswersTable(store).live()
     summary = summarise_answers(live, 3, set(), 0.0)
     assert summary.n_warned == 2 and "2 answers are about videos that were decoded with warnings" in str(summary)
+
+
+def under(questions):
+    return [(question["question_id"], question.get("pruning")) for question in questions]
+
+
+def ids(blocks):
+    return [[r["question_id"] for r in block] for block in blocks]
+
+
+def test_questions_on_a_video_stay_together_unless_they_are_many():
+    rows = [{"question_id": i, "video_ids": [v]} for i, v in enumerate("abcabcabaa")]
+    assert ids(group_by_videos(rows, 4)) == [[0, 3, 6, 8], [9, 1, 4, 7], [2, 5]]
+    assert ids(group_by_videos(rows, 5)) == [[0, 3, 6, 8, 9], [1, 4, 7, 2, 5]]
+    assert ids(group_by_videos(rows, 100)) == [[0, 3, 6, 8, 9, 1, 4, 7, 2, 5]]
+    assert sorted(i for (i,) in ids(group_by_videos(rows, 1))) == list(range(10))
+    assert group_by_videos([], 4) == []
+
+
+def test_of_the_questions_on_a_video_those_under_one_pruning_stand_together():
+    """Whoever answers them shares what goes before the question: the tokens that the pruning keeps."""
+    rows = [
+        {"question_id": f"{video}{i}", "video_ids": [video], "pruning": pruning}
+        for video in "ba"
+        for i in range(2)
+        for pruning in ("z", "y")
+    ]
+    both = [("a0", "z"), ("a1", "z"), ("a0", "y"), ("a1", "y"), ("b0", "z"), ("b1", "z"), ("b0", "y"), ("b1", "y")]
+    assert [under(block) for block in group_by_videos(rows, 100)] == [both]
+    assert [under(block) for block in group_by_videos(rows, 4)] == [both[:4], both[4:]]
+    assert [under(block) for block in group_by_videos(rows, 2)] == [both[i : i + 2] for i in range(0, 8, 2)]
 
 
 @pytest.mark.parametrize("cpus", [1, 2, 64])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipeline import CorruptShard, FailedVideo, RatioNotCached, TokenCache, UnknownVideo
-from pipeline.cache.reading import runs_of
-from pipeline.cache.token_shard import Rows
+from pipeline.cache.reader import runs_of
+from pipeline.cache.token_shard import TokenRows
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import ObjectStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
@@ -44,9 +44,9 @@ def remote(server):
     return TokenCache(store.root, store=store)
 
 
-def rows(shard: str, first: int, keep: int = 10, n_tokens: int = 10) -> Rows:
+def rows(shard: str, first: int, keep: int = 10, n_tokens: int = 10) -> TokenRows:
     row = {"token_shard": shard, "first_row_group": first, "row_counts": [6, 4], "n_tokens": n_tokens, "hidden_size": 8}
-    return Rows(row, keep, ())
+    return TokenRows(row, keep, ())
 
 
 def test_neighbours_are_one_run_as_far_as_the_bytes_go():

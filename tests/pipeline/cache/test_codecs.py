@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from pipeline import NotACache, TokenCache
-from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec, codec_of
-from pipeline.cache.header import CHECKSUM, header_bytes
+from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
+from pipeline.cache.header import CHECKSUM, HEADER, codec_of, header_bytes, read_header
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import HEADER, read_header
 from pipeline.verify.moves import remove_videos
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard

@@ -1,16 +1,18 @@
-"""Which row of a video counts, and that no damaged shard is read."""
+"""Which row of a video counts: one rule, in the driver's ledger and for readers."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import TokenCache
-from pipeline.cache.ledger import Ledger
-from pipeline.cache.live_rows import VideoRows, read_file
-from pipeline.cache.table import table_files
+from pipeline.cache.live import Ledger, _number_texts
+from pipeline.cache.table import VideosTable, read_file, table_files
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
 from tests.pipeline.caches import (
@@ -44,7 +46,7 @@ def test_the_live_row_is_ok_before_failed_then_most_attempts(tmp_path):
 
 
 def read_file_rows(store):
-    return [row for file in table_files(store, "videos") for row in read_file(store, file).to_pylist()]
+    return [row for file in table_files(store) for row in read_file(store, file).to_pylist()]
 
 
 ROWS = st.lists(
@@ -85,8 +87,8 @@ def test_readers_and_the_ledger_of_a_run_agree_on_the_rule(tmp_path_factory, row
     wanted = [tuple(row[name] for name in names) for row in expected_live(read_file_rows(store))]
     assert len(wanted) == len({row["video_id"] for row in rows})
     live = read_live(store).to_pylist()
-    full = VideoRows(store)
-    assert [tuple(full(row["shard"], row["row"])[name] for name in names) for row in live] == wanted
+    table = VideosTable(store)
+    assert [tuple(table.read_row(row["shard"], row["row"])[name] for name in names) for row in live] == wanted
     ledger = Ledger(store).refresh()
     places = ledger.find(pa.array([name for name, *_ in wanted]))
     assert [tuple(ledger.read(place)[name] for name in names) for place in places.tolist()] == wanted
@@ -110,8 +112,86 @@ def test_a_cache_without_a_commit_has_columns_and_no_rows(tmp_path):
 def test_more_text_than_offsets_of_32_bits_reach(tmp_path, monkeypatch):
     """Taking rows of it raised "offset overflow", at about 27 million videos."""
     store = make_cache(tmp_path, {"v": random_tokens(0), "w": random_tokens(1)})
-    monkeypatch.setattr("pipeline.cache.live_rows._MOST_TEXT", 1)
+    monkeypatch.setattr("pipeline.cache.live._MAX_TEXT_BYTES", 1)
     live = read_live(store)
     assert live.schema.field("video_id").type == pa.large_string()
     assert live["video_id"].to_pylist() == ["v", "w"] == TokenCache(tmp_path).video_ids
     assert TokenCache(tmp_path).metadata("w")["status"] == "ok"
+
+
+def good(name, **more):
+    return encoded(name, TOKENS, 0.25, "gstep", **more)
+
+
+def bad(name, fault="crash", **more):
+    return encoded_failure(name, VideoFault(fault, f"{name} {fault}"), **more)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return write_header(tmp_path)
+
+
+def test_a_ledger_takes_79_bytes_a_video(store):
+    write_shard(store, "r1", good("a"))
+    ledger = Ledger(store).refresh()
+    assert sum(column.nbytes for column in ledger.columns.values()) == 79
+
+
+def test_the_live_row_of_the_ledger_is_the_one_that_readers_take(store):
+    """Many rows of few videos, in shards whose names are not in the order of their runs."""
+    draw = random.Random(0)
+    for run in draw.sample(range(100), 8):
+        rows = [
+            draw.choice([good, bad])(f"v{number}", attempts=draw.randint(1, 3))
+            for number in draw.sample(range(6), draw.randint(1, 5))
+        ]
+        write_shard(store, f"r{run:02}", *rows)
+    ledger = Ledger(store).refresh()
+    live = read_live(store)
+    assert len(ledger) == len(live) == 6
+    for row in live.to_pylist():
+        (place,) = ledger.find(pa.array([row["video_id"]])).tolist()
+        mine = ledger.read(place)
+        assert {name: mine[name] for name in ("video_id", "status", "attempts", "error_class")} == {
+            name: row[name] for name in ("video_id", "status", "attempts", "error_class")
+        }
+        assert row["shard"].startswith(f"videos/{mine['run_id']}-")
+        assert ledger.failed(np.array([place])).item() == (row["status"] != "ok")
+
+
+def test_what_was_committed_since_is_read_and_nothing_twice(store):
+    write_shard(store, "r2", good("a"), bad("b"))
+    ledger = Ledger(store).refresh()
+    reads = []
+    store.read_all, read_all = lambda names: [reads.extend(names), read_all(names)][1], store.read_all
+    newer = write_shard(store, "r1", good("b", attempts=2), bad("c", "timeout"), good("a"))
+    assert len(ledger.refresh().refresh()) == 3 and reads == [newer]
+    rows = ledger.find(pa.array(["a", "b", "c", "d"]))
+    assert rows[3] == -1
+    assert [ledger.classes[fault] for fault in ledger.columns["fault"][rows[:3]]] == ["ok", "ok", "timeout"]
+    assert ledger.read(rows[2].item())["error_message"] == "c timeout"
+    assert (ledger.of_run("r1"), ledger.of_run("r2"), ledger.of_run("r")) == ((3, 1), (0, 0), (0, 0))
+    assert ledger.read(rows[0].item())["run_id"] == TokenCache(store.root).metadata("a")["run_id"]  # of two alike
+
+
+def test_attempts_on_another_file_are_told_apart(store):
+    for attempts, size in ((1, 5), (2, 5), (3, 7), (4, 7)):
+        write_shard(store, f"r{attempts}", bad("a", attempts=attempts, source_size=size))
+    write_shard(store, "r5", bad("b", attempts=4, source_size=5))
+    ledger = Ledger(store).refresh()
+    rows = ledger.find(pa.array(["a", "b"]))
+    assert ledger.columns["attempts"][rows].tolist() == [4, 4]
+    assert ledger.columns["earlier"][rows].tolist() == [2, 0]
+
+
+def test_a_ledger_of_an_empty_cache(store):
+    ledger = Ledger(store).refresh()
+    assert len(ledger) == 0 and ledger.find(pa.array(["a"])).tolist() == [-1]
+
+
+def test_texts_past_the_limit_share_the_last_number():
+    known = ["a"]
+    numbers = _number_texts(pa.chunked_array([["b", "c"], ["d", "a"]]), known, 3)
+    assert (numbers.tolist(), known) == ([1, 2, 2, 0], ["a", "b", "c"])
+    assert _number_texts(pa.chunked_array([["d", "c"]]), known, 3).tolist() == [2, 2]

@@ -5,17 +5,16 @@ from datetime import timedelta
 import pytest
 
 from pipeline.errors import QuestionFault, QuestionsChanged
-from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
-from pipeline.generate.late_pruning import LateAsked
-from pipeline.generate.resume import (
-    asked_rows,
-    difference,
-    in_blocks,
-    notes_on_answered,
+from pipeline.generate.answers import (
+    AnswersTable,
+    commit_answers,
+    describe_answered,
+    describe_change,
     refuse_changed,
-    split_decided,
-    unanswered,
+    remaining_questions,
+    write_answers_header,
 )
+from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
@@ -43,6 +42,17 @@ def job_of(tmp_path):
     return job
 
 
+def live_of(job):
+    """The live answers to what a job asks."""
+    return AnswersTable(job.store).live_of(job.questions, job.setup.prunings)
+
+
+def unanswered(job):
+    """What a job is left to ask."""
+    prunings, cached = job.setup.prunings, job.forecast.cached
+    return remaining_questions(job.store, live_of(job), job.questions, prunings, job.options, cached)
+
+
 @pytest.fixture
 def answered(job_of):
     """Rows of an earlier run for all of ROWS but the last."""
@@ -59,21 +69,21 @@ def answered(job_of):
 
 
 def test_what_has_a_row_is_not_asked_again(job_of, answered):
-    assert [(r["question_id"], r["attempts"]) for r in unanswered(job_of(), answered)] == [("new", 1)]
+    assert [(r["question_id"], r["attempts"]) for r in unanswered(job_of())] == [("new", 1)]
 
 
 def test_failed_questions_are_asked_again_on_request_within_their_attempts(job_of, answered):
-    todo = unanswered(job_of(retry_failed=True, max_attempts=2), answered)
+    todo = unanswered(job_of(retry_failed=True, max_attempts=2))
     # The video of "since" is in the cache by now, whatever was tried before.
     assert [(r["question_id"], r["attempts"]) for r in todo] == [("bad", 2), ("since", 3), ("new", 1)]
-    todo = unanswered(job_of(retry_failed=True, max_attempts=3), answered)
+    todo = unanswered(job_of(retry_failed=True, max_attempts=3))
     assert [r["question_id"] for r in todo] == ["bad", "tried", "gone", "since", "new"]
 
 
 def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered):
     def said(rows=ROWS, **options):
         job = job_of(rows, **options)
-        return notes_on_answered(job, answered, unanswered(job, answered))
+        return describe_answered(live_of(job), job.n_questions, unanswered(job), job.options)
 
     assert said() == ["5 of 6 questions have their answers already, 4 of them as errors"]
     assert said(retry_failed=True, max_attempts=2) == [
@@ -95,19 +105,19 @@ def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered
 )
 def test_an_answered_question_that_changed_is_refused(job_of, answered, change, shown):
     with pytest.raises(QuestionsChanged) as error:
-        unanswered(job_of([{**ROWS[0], **change}, *ROWS[1:]]), answered)
+        unanswered(job_of([{**ROWS[0], **change}, *ROWS[1:]]))
     assert "1 questions with an answer" in str(error.value) and shown in str(error.value)
 
 
 def test_a_corrected_question_that_failed_may_be_asked_again(job_of, answered):
     rows = [*ROWS[:2], {**ROWS[2], "prompt": "corrected"}]
-    assert unanswered(job_of(rows), answered) == []
-    assert [r["prompt"] for r in unanswered(job_of(rows, retry_failed=True), answered)] == ["p", "corrected"]
+    assert unanswered(job_of(rows)) == []
+    assert [r["prompt"] for r in unanswered(job_of(rows, retry_failed=True))] == ["p", "corrected"]
 
 
 def test_what_the_index_decides_needs_no_model(job_of):
     job = job_of()
-    ask, rows = split_decided(job, unanswered(job, AnswersTable(job.store).live()))
+    ask, rows = job.forecast.split(unanswered(job))
     assert [r["question_id"] for r in ask] == ["ok", "bad", "tried", "since"]
     assert [(r["question_id"], r["error_class"], r["retryable"]) for r in rows] == [
         ("gone", "unknown-video", True), ("new", "failed-video", True)
@@ -119,30 +129,17 @@ def test_a_question_on_a_removed_video_costs_no_other_one(job_of, tmp_path):
     job_of()
     remove_videos(LocalStore(tmp_path / "c"), ["a"], "asked for", lambda line: None, timedelta(0))
     job = job_of(ROWS[::4])
-    ask, (row,) = split_decided(job, unanswered(job, AnswersTable(job.store).live()))
+    ask, (row,) = job.forecast.split(unanswered(job))
     assert [r["question_id"] for r in ask] == ["since"] and row["error_class"] == "unknown-video"
     assert "'a' was removed from the cache" in row["error_message"] and row["error_message"].endswith(": asked for")
-
-
-def ids(blocks):
-    return [[r["question_id"] for r in block] for block in blocks]
-
-
-def test_questions_on_a_video_stay_together_unless_they_are_many():
-    rows = [{"question_id": i, "video_ids": [v]} for i, v in enumerate("abcabcabaa")]
-    assert ids(in_blocks(rows, 4)) == [[0, 3, 6, 8], [9, 1, 4, 7], [2, 5]]
-    assert ids(in_blocks(rows, 5)) == [[0, 3, 6, 8, 9], [1, 4, 7, 2, 5]]
-    assert ids(in_blocks(rows, 100)) == [[0, 3, 6, 8, 9, 1, 4, 7, 2, 5]]
-    assert sorted(i for (i,) in ids(in_blocks(rows, 1))) == list(range(10))
-    assert in_blocks([], 4) == []
 
 
 def test_a_question_that_is_the_same_has_no_difference(job_of):
     question = job_of().questions.to_pylist()[0]
     answer = {**question, "status": "ok", "answer": "yes", "target": "no", "question_extra": "{}", "pruning": "none@1"}
-    assert difference(question, answer) is None  # a corrected answer, and what is carried along, ask nothing else
-    assert difference({**question, "prompt": "q" * 200}, answer).startswith("ok: prompt was 'p', is 'qqq")
-    assert len(difference({**question, "prompt": "q" * 200}, answer)) < 150
+    assert describe_change(question, answer) is None  # a corrected answer, and what is carried along, ask nothing else
+    assert describe_change({**question, "prompt": "q" * 200}, answer).startswith("ok: prompt was 'p', is 'qqq")
+    assert len(describe_change({**question, "prompt": "q" * 200}, answer)) < 150
 
 
 def test_questions_that_changed_are_named_up_to_five(job_of):
@@ -155,7 +152,11 @@ def test_questions_that_changed_are_named_up_to_five(job_of):
     assert "\n  4: prompt" in said and "5: prompt" not in said
 
 
-GRID = {"none@1": None, "gstep@0.25": LateAsked("gstep", 0.25), "fastv,K=1@0.1": LateAsked("fastv", 0.1, {"K": "1"})}
+GRID = {
+    "none@1": None,
+    "gstep@0.25": PruningSpec("gstep", 0.25),
+    "fastv,K=1@0.1": PruningSpec("fastv", 0.1, {"K": "1"}),
+}
 
 
 @pytest.fixture
@@ -188,42 +189,28 @@ def grid_answers(grid_job):
 
 def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_job, grid_answers):
     left = [("ok", "fastv,K=1@0.1"), *(("bad", pruning) for pruning in GRID)]
-    assert under(unanswered(grid_job(), grid_answers)) == left
-    again = unanswered(grid_job(retry_failed=True), grid_answers)
+    assert under(unanswered(grid_job())) == left
+    again = unanswered(grid_job(retry_failed=True))
     assert under(again) == [("ok", "gstep@0.25"), *left] and [row["attempts"] for row in again] == [2, 1, 1, 1, 1]
 
 
 def test_rows_under_other_prunings_are_not_counted(grid_job, grid_answers):
     job = grid_job()
-    assert under(asked_rows(grid_answers, job.questions, GRID).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
-    said = notes_on_answered(job, grid_answers, unanswered(job, grid_answers))
+    assert under(live_of(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
+    said = describe_answered(live_of(job), job.n_questions, unanswered(job), job.options)
     assert said == ["2 of 6 questions have their answers already, 1 of them as errors"]
 
 
 def test_a_question_that_changed_under_one_pruning_is_refused(grid_job, grid_answers):
     with pytest.raises(QuestionsChanged, match="1 questions with an answer"):
-        unanswered(grid_job([{**ROWS[0], "prompt": "q"}]), grid_answers)
+        unanswered(grid_job([{**ROWS[0], "prompt": "q"}]))
 
 
 def test_what_the_index_decides_it_decides_under_every_pruning(grid_job):
     job = grid_job(ROWS[3:4])
-    ask, rows = split_decided(job, unanswered(job, AnswersTable(job.store).live()))
+    ask, rows = job.forecast.split(unanswered(job))
     assert ask == [] and under(rows) == [("gone", pruning) for pruning in GRID]
     assert {row["error_class"] for row in rows} == {"unknown-video"}
-
-
-def test_of_the_questions_on_a_video_those_under_one_pruning_stand_together():
-    """Whoever answers them shares what goes before the question: the tokens that the pruning keeps."""
-    rows = [
-        {"question_id": f"{video}{i}", "video_ids": [video], "pruning": pruning}
-        for video in "ba"
-        for i in range(2)
-        for pruning in ("z", "y")
-    ]
-    both = [("a0", "z"), ("a1", "z"), ("a0", "y"), ("a1", "y"), ("b0", "z"), ("b1", "z"), ("b0", "y"), ("b1", "y")]
-    assert [under(block) for block in in_blocks(rows, 100)] == [both]
-    assert [under(block) for block in in_blocks(rows, 4)] == [both[:4], both[4:]]
-    assert [under(block) for block in in_blocks(rows, 2)] == [both[i : i + 2] for i in range(0, 8, 2)]
 
 
 def test_seconds_of_a_batch_count_once(job_of):
@@ -239,6 +226,6 @@ def test_seconds_of_a_batch_count_once(job_of):
     assert summary.seconds == {"load": 1.0, "prefill": 4.0, "decode": 2.0}
     assert (summary.visual_tokens, summary.prompt_tokens, summary.new_tokens) == (10, 25, 6)
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
-    first = asked_rows(AnswersTable(job.store).live(), job.questions.slice(0, 1), job.prunings)
+    first = AnswersTable(job.store).live_of(job.questions.slice(0, 1), job.setup.prunings)
     part = summarise_answers(first, 1, {("ok", None)}, 2.0)
     assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone

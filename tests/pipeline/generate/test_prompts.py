@@ -13,12 +13,12 @@ from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, prompt_builder
 from gstep.methods import OF_A_VIDEO
 from pipeline import TokenCache
-from pipeline.cache.method import describe_method
-from pipeline.generate.asking import Asker
-from pipeline.generate.engines import EngineSetup, load_engine
-from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LruCache, n_bytes
-from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
-from pipeline.generate.questions import Way
+from pipeline.cache.header import describe_method
+from pipeline.generate.engines import load_engine
+from pipeline.generate.late_pruning import LatePruning, PruningSpec, resolve_pruning
+from pipeline.generate.prompts import LruCache, PromptMaker, VideoMemory, n_bytes
+from pipeline.generate.questions import AnswerMode
+from pipeline.options import EngineOptions
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.recipe import evidence_sources
@@ -71,8 +71,8 @@ class Made:
         return TokenCache(self.folder / name)
 
     def late(self, cache: TokenCache, method: str, ratio: float, seed: int = 0) -> LatePruning:
-        asked = LateAsked(method, ratio, seed=seed)
-        return late_pruning(asked, cache.identity, self.source, prompt_builder(self.source))
+        asked = PruningSpec(method, ratio, seed=seed)
+        return resolve_pruning(asked, cache.identity, self.source, prompt_builder(self.source))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -89,8 +89,7 @@ def whole(made):
 def test_late_and_early_pruning_give_the_same_tokens_bit_for_bit(made, whole, method):
     ratios = RATIOS if gstep.make_pruner(method).nested else RATIOS[::2]
     lates = {ratio: made.late(whole, method, ratio, seed=7) for ratio in ratios}
-    columns = tuple({column for late in lates.values() for _, column in late.evidence})
-    videos = ChosenVideos(HeldVideos(whole, None, evidence=columns), lates.values(), "cpu")
+    videos = VideoMemory(whole, lates.values())
     nested = gstep.make_pruner(method).nested
     early = made.cache(f"{method}-{RATIOS[0]}", method, RATIOS[0], seed=7)
     for ratio, late in lates.items():
@@ -120,7 +119,7 @@ def test_a_video_is_read_once_and_selected_from_once_a_method(made, whole):
     methods = ("gstep", "random", "uniform")
     lates = [Counted(**vars(made.late(whole, method, ratio))) for method in methods for ratio in RATIOS]
     Counted.seen.clear()
-    videos = ChosenVideos(HeldVideos(whole, None), lates, "cpu")
+    videos = VideoMemory(whole, lates)
     first = [videos.get("v", late) for late in lates]
     assert sum(held.seconds > 0 for held in first) == 1  # reading the video
     assert all(videos.get("v", late).visual is held.visual for late, held in zip(lates, first, strict=True))
@@ -129,7 +128,7 @@ def test_a_video_is_read_once_and_selected_from_once_a_method(made, whole):
 
 
 def test_seeds_and_parameters_are_selections_of_their_own(made, whole):
-    videos = ChosenVideos(HeldVideos(whole, None), [], "cpu")
+    videos = VideoMemory(whole)
     one, other = (videos.get("v", made.late(whole, "random", 0.1, seed)).visual for seed in (0, 1))
     assert not torch.equal(one.index, other.index)
     assert (
@@ -146,7 +145,7 @@ def test_a_cache_of_version_1_whose_evidence_has_bare_names_serves_too():
         "retention_ratio": 1.0,
         "evidence": {"token_attention": "last_layer", "token_key": "last_layer"},
     }
-    late = late_pruning(LateAsked("visionzip", 0.25), identity, source, prompt_builder(source))
+    late = resolve_pruning(PruningSpec("visionzip", 0.25), identity, source, prompt_builder(source))
     assert dict(late.evidence) == {"token_attention": "token_attention", "token_key": "token_key"}
 
 
@@ -166,15 +165,15 @@ def test_a_pruning_may_have_positions_of_its_own(tmp_path):
     tiny_cache(tmp_path / "c", ("v",), ratio=1.0, method="none")
     store = LocalStore(tmp_path / "c")
     held, source = TokenCache(tmp_path / "c").identity, ModelSource.resolve("tiny")
-    asked = {one.label: one for p in (None, "original") for one in [LateAsked("gstep", 0.1, positions=p)]}
+    asked = {one.label: one for p in (None, "original") for one in [PruningSpec("gstep", 0.1, positions=p)]}
     assert list(asked) == ["gstep@0.1", "gstep,positions=original@0.1"]
-    lates = {label: late_pruning(one, held, source, prompt_builder(source)) for label, one in asked.items()}
+    lates = {label: resolve_pruning(one, held, source, prompt_builder(source)) for label, one in asked.items()}
     assert [late.describe().get("positions") for late in lates.values()] == [None, "original"]
-    engine = load_engine(EngineSetup(), source, choose_runtime("cpu", "float32", "auto"))
-    asker = Asker(setup_of(store, prunings=lates), engine, "cpu", Heartbeat("answer"))
+    engine = load_engine(EngineOptions(), source, choose_runtime("cpu", "float32", "auto"))
+    prompts = PromptMaker(setup_of(store, prunings=lates), engine, "cpu", Heartbeat("answer"))
     question = {"question_id": "q", "video_ids": ["v"], "prompt": "What?", "attempts": 1}
-    how = Way(Decoding(), "generate")
-    close, original = (asker.ask({**question, "pruning": label}, how).prompt for label in lates)
+    how = AnswerMode(Decoding(), "generate")
+    close, original = (prompts.make({**question, "pruning": label}, how).prompt for label in lates)
     assert torch.equal(close.input_ids, original.input_ids) and torch.equal(
         close.positions[0], torch.arange(len(close))
     )
@@ -185,7 +184,7 @@ def test_a_video_is_read_once_and_few_are_held(tmp_path):
     cache = tiny_cache(tmp_path / "c", ("a", "b", "c"))
     opened = TokenCache(str(cache), store=cache)
     size = n_bytes(opened.get("a").visual)
-    held = HeldVideos(opened, None, limit=2 * size)
+    held = VideoMemory(opened, max_bytes=2 * size)
     a, ratio, seconds, warnings = held.get("a")
     assert (ratio, warnings) == (0.25, 0) and seconds > 0
     assert held.get("a")[0] is a and held.get("a")[2] == 0
@@ -193,7 +192,7 @@ def test_a_video_is_read_once_and_few_are_held(tmp_path):
     assert held.get("a")[0] is a  # both fit
     held.get("c")
     assert held.get("a")[0] is a and held.get("b")[2] > 0  # the one that was not asked for longest had to go
-    small = HeldVideos(opened, None, limit=size)
+    small = VideoMemory(opened, max_bytes=size)
     first = small.get("a")[0]
     small.get("b")
     assert small.get("a")[0] is not first  # it had to go

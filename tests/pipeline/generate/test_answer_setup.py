@@ -1,18 +1,16 @@
-"""A request to answer: checked against questions, cache, model and answers before anything is started."""
+"""A run of answering: checked against questions, cache, model and answers before anything is started."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import ray
-from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
 from pipeline.errors import IdentityMismatch
+from pipeline.generate.answer_setup import identify_answers
 from pipeline.generate.answers import PRUNINGS, commit_answers, read_answers_header, write_answers_header
-from pipeline.generate.late_pruning import LateAsked
-from pipeline.generate.request import match_answers
-from pipeline.generate.run import AnswerRun
+from pipeline.generate.late_pruning import PruningSpec
+from pipeline.generate.model import make_prompt_builder
 from tests.pipeline.asking import request_about, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings
 
@@ -31,15 +29,16 @@ def cache(tmp_path):
 
 def test_only_the_videos_that_are_asked_about_are_kept(cache):
     job = request_about(cache, ROWS)
-    assert job.videos.keys() == {"a", "b"} and len(job.questions) == 3
-    assert (job.source.name, job.order, job.prunings[""], job.read_ratio) == ("tiny", "index", None, None)
+    assert job.forecast.videos.keys() == {"a", "b"} and len(job.questions) == 3
+    assert (job.setup.source.name, job.setup.order, job.setup.prunings[""]) == ("tiny", "index", None)
+    assert job.setup.read_ratio is None
 
 
 def test_tokens_of_a_prompt_are_foreseen(cache):
     job, smaller = request_about(cache, ROWS), request_about(cache, ROWS, retention_ratio=0.10)
-    a, b = (job.videos[name] for name in "ab")
-    assert job.n_visual([a]) == 49 + 1  # a quarter of 196, and the newline row
-    assert job.n_visual([a, b]) == 2 * 50 and smaller.n_visual([a]) == 19 + 1
+    a, b = (job.forecast.videos[name] for name in "ab")
+    assert job.forecast.n_visual([a]) == 49 + 1  # a quarter of 196, and the newline row
+    assert job.forecast.n_visual([a, b]) == 2 * 50 and smaller.forecast.n_visual([a]) == 19 + 1
 
 
 def test_the_identity_is_of_what_decides_an_answer(cache):
@@ -53,26 +52,26 @@ def test_the_identity_is_of_what_decides_an_answer(cache):
 def test_answers_bind_once_there_is_one(cache):
     job, other = request_about(cache, ROWS), request_about(cache, ROWS, max_new_tokens=3)
     write_answers_header(job.store, job.identity)
-    match_answers(other)  # of a run that ended before its first answer
+    other.match()  # of a run that ended before its first answer
     question = job.questions.to_pylist()[0]
     commit_answers(job.store, "run", 0, [{**question, "status": "ok", "attempts": 1}])
-    match_answers(job)
+    job.match()
     with pytest.raises(IdentityMismatch, match=r"decoding\.max_new_tokens: the answers have 64, this run 3"):
-        match_answers(other)
+        other.match()
 
 
 def test_a_pruning_is_told_from_others_by_method_parameters_and_ratio():
-    asked = LateAsked("fastvid", 0.25, {"c": "3", "b": "0.5"}, seed=7)
+    asked = PruningSpec("fastvid", 0.25, {"c": "3", "b": "0.5"}, seed=7)
     assert (asked.label, asked.method_label) == ("fastvid,b=0.5,c=3@0.25", "fastvid,b=0.5,c=3")
-    assert LateAsked("fastvid", 0.25, {"b": "0.5", "c": "3"}).label == asked.label  # in whatever order they are named
-    assert (LateAsked("none", 1.0).label, LateAsked("mine:Own", 0.10).label) == ("none@1", "mine:Own@0.1")
+    assert PruningSpec("fastvid", 0.25, {"b": "0.5", "c": "3"}).label == asked.label  # in whatever order they are named
+    assert (PruningSpec("none", 1.0).label, PruningSpec("mine:Own", 0.10).label) == ("none@1", "mine:Own@0.1")
 
 
 FULL = {"none@1": None}
 
 
 def late(method, ratio=0.25, seed=0, siglip=None, **params):
-    one = LateAsked(method, ratio, params, siglip, seed)
+    one = PruningSpec(method, ratio, params, siglip, seed)
     return {one.label: one}
 
 
@@ -102,15 +101,15 @@ def test_a_grid_says_what_each_of_its_prunings_is(whole):
 
 def test_tokens_of_a_prompt_are_foreseen_under_each_pruning(whole):
     job = request_about(whole, ROWS, {**FULL, **late("gstep"), **late("fastv", K="1")})
-    a = [job.videos["a"]]
-    assert (job.n_visual(a, "none@1"), job.n_visual(a, "gstep@0.25")) == (196 + 1, 49 + 1)
-    assert job.n_visual(a, "fastv,K=1@0.25") == 196 + 1  # the model itself drops them
+    a = [job.forecast.videos["a"]]
+    assert (job.forecast.n_visual(a, "none@1"), job.forecast.n_visual(a, "gstep@0.25")) == (196 + 1, 49 + 1)
+    assert job.forecast.n_visual(a, "fastv,K=1@0.25") == 196 + 1  # the model itself drops them
 
 
 def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
     answered(request_about(whole, ROWS, {**FULL, **late("gstep")}), "none@1")
-    match_answers(request_about(whole, ROWS, {**FULL, **late("gstep"), **late("gstep", 0.1), **late("uniform")}))
-    match_answers(request_about(whole, ROWS, late("uniform")))  # and by others alone
+    request_about(whole, ROWS, {**FULL, **late("gstep"), **late("gstep", 0.1), **late("uniform")}).match()
+    request_about(whole, ROWS, late("uniform")).match()  # and by others alone
 
 
 @pytest.mark.parametrize(
@@ -122,8 +121,8 @@ def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
             r"prunings\.random@0\.25\.seed: the answers have 0, this run 1",
         ),
         (
-            {"mine": LateAsked("gstep", 0.25, {"alpha": "0.5"})},
-            {"mine": LateAsked("gstep", 0.25, {"alpha": "0.3"})},
+            {"mine": PruningSpec("gstep", 0.25, {"alpha": "0.5"})},
+            {"mine": PruningSpec("gstep", 0.25, {"alpha": "0.3"})},
             r"prunings\.mine\.params\.alpha: the answers have 0\.5, this run 0\.3",
         ),
     ],
@@ -152,21 +151,27 @@ def test_answers_of_a_grid_and_those_of_one_pruning_do_not_mix(whole):
         request_about(whole, ROWS)
 
 
+def identity_on(job, cache_identity):
+    """The identity that the answers of a job have where its cache has this one."""
+    policy = make_prompt_builder(job.setup.source, job.options).policy
+    return identify_answers(job.setup, cache_identity, policy)
+
+
 def test_evidence_beside_the_tokens_is_no_difference_to_a_grid(whole):
     """It changes no token: a cache that holds more serves the answers that are there."""
     plain = request_about(whole, ROWS, {**FULL, **late("gstep")})
+    stored = plain.identity["cache"]
     held = {
-        **plain.held,
+        **stored,
         "evidence": {"token_attention": "last_layer"},
-        "model": {**plain.held["model"], "pooling_head": "hub:siglip@1"},
-        "dtype": {**plain.held["dtype"], "evidence": "bfloat16"},
+        "model": {**stored["model"], "pooling_head": "hub:siglip@1"},
+        "dtype": {**stored["dtype"], "evidence": "bfloat16"},
     }
-    richer = replace(plain, held=held)
-    assert richer.identity == plain.identity
+    assert identity_on(plain, held) == plain.identity
     alone = request_about(whole, ROWS)
-    assert replace(alone, held=held).identity != alone.identity  # where there is but one, the cache is taken as it is
+    assert identity_on(alone, held) != alone.identity  # where there is but one, the cache is taken as it is
     other = {**held, "dtype": {"stored": "float16"}}
-    assert replace(plain, held=other).identity != plain.identity
+    assert identity_on(plain, other) != plain.identity
 
 
 def test_a_method_that_looks_through_the_pooling_head_says_whose(tmp_path):
@@ -183,6 +188,6 @@ def test_what_others_asked_for_stays_in_the_header_while_there_are_answers_under
     write_answers_header(stale.store, stale.identity)  # of a run that ended before its first answer
     for grid in ({**FULL, **late("gstep")}, {**FULL, **late("uniform")}):
         job = request_about(whole, ROWS[2:], grid)  # of a video that is gone, which needs no model
-        AnswerRun(job.config, Console(quiet=True), lambda job=job: job).run()
+        job.run()
     held = read_answers_header(stale.store)["identity"][PRUNINGS]
     assert held.keys() == {"none@1", "gstep@0.25", "uniform@0.25"} and not ray.is_initialized()

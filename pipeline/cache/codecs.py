@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.errors import NotACache, VideoFault
+from pipeline.errors import VideoFault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
-
-    from pipeline.cache.header import CacheIdentity
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,10 @@ class TokenCodec:
         """
         if not self.group:
             return {column: values}
-        from pipeline.cache.codecs.groups import encode  # noqa: PLC0415 - torch loads where something is coded
+        from pipeline.cache.codec_arithmetic import encode  # noqa: PLC0415 - torch loads where something is coded
 
-        return dict(zip(self.widths(column, values.shape[1]), encode(self, values), strict=True))
+        columns = encode(values, self.bits, self.group, self.kept)
+        return dict(zip(self.widths(column, values.shape[1]), columns, strict=True))
 
     def decode(self, column: str, hidden_size: int, stored: Callable[[str], Tensor]) -> Tensor:
         """Decode the vectors of a column to [K,D] bfloat16, on the device of what is ``stored``.
@@ -85,9 +84,10 @@ class TokenCodec:
         """
         if not self.group:
             return stored(column)
-        from pipeline.cache.codecs.groups import decode  # noqa: PLC0415 - as above
+        from pipeline.cache.codec_arithmetic import decode  # noqa: PLC0415 - as above
 
-        return decode(self, [stored(name) for name in self.widths(column, hidden_size)], hidden_size)
+        columns = [stored(name) for name in self.widths(column, hidden_size)]
+        return decode(columns, hidden_size, self.bits, self.group)
 
     def restored(self, values: NDArray[np.int16]) -> Tensor:
         """Return what a reader gets of [K,D] bits of bfloat16 once they are stored: [K,D] bfloat16."""
@@ -103,15 +103,3 @@ BFLOAT16 = TokenCodec("bfloat16")
 CODECS = {
     codec.name: codec for codec in (BFLOAT16, TokenCodec("int8", 8, 128, kept=8), TokenCodec("int4", 4, 32, kept=8))
 }
-
-
-def codec_of(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
-    """Return the codec of the tokens of a cache with this identity. Raises NotACache for one that is not known here."""
-    name = identity.get("dtype", {}).get("stored", BFLOAT16.name)
-    if name not in CODECS:
-        known = ", ".join(CODECS)
-        raise NotACache(
-            f"{place}: its tokens are stored by the codec {name!r}; this program knows {known}: read it with the "
-            "version that wrote it"
-        )
-    return CODECS[name]

@@ -1,0 +1,271 @@
+"""What answers are computed from: cache, model, prunings and options, checked against each other. Nothing starts.
+
+``AnswerSetup`` travels to every worker. ``PromptForecast`` stays with the driver: it knows from the videos' rows which
+questions need no model, and how many visual tokens the prompts of the others have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import cast
+
+import pyarrow as pa
+from rich.console import Console
+
+from gstep.backbones import ModelSource
+from gstep.language import PromptBuilder, PromptPolicy
+from pipeline.cache.header import CacheIdentity, declared_method
+from pipeline.cache.live import INDEX_COLUMNS
+from pipeline.cache.reader import TokenOrder, count_tokens
+from pipeline.errors import QuestionFault, UsageError, usage_errors
+from pipeline.generate.answers import PRUNINGS, AnswersIdentity
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.engines import ENGINES, choose_batch_size, describe_engine
+from pipeline.generate.late_pruning import LatePruning, PruningSpec, describe_prunings, resolve_pruning
+from pipeline.generate.questions import AnswerMode, describe_decoding
+from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
+from pipeline.storage.stores import Store
+
+# Columns that are read of the cache's index, beside those that TokenCache needs.
+LIVE_COLUMNS = (
+    *INDEX_COLUMNS,
+    *("error_message", "n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
+    *("retention_ratio", "nested"),
+)
+
+
+@dataclass(frozen=True)
+class AnswerSetup:
+    """Everything that a worker needs to answer questions. Pickles.
+
+    Attributes:
+        live: live rows of the videos that are asked about (LIVE_COLUMNS), so that no worker reads the whole index.
+        prunings: by the names that questions use (their ``pruning``), what prunes the tokens before they go into a
+            prompt; None leaves them as they are stored. Every question is asked under each. Where there is but one
+            pruning, its name is "".
+        order: in which stored tokens are read, as TokenCache.get takes it.
+        largest_video: the most visual tokens that a video has in a prompt.
+        device, dtype: of the model, as the driver chooses them before workers start.
+    """
+
+    config: GenerateConfig
+    source: ModelSource
+    cache: Store
+    live: pa.Table
+    prunings: Mapping[str, LatePruning | None] = field(default_factory=lambda: {"": None})
+    order: TokenOrder = "index"
+    largest_video: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+
+    @property
+    def batch_size(self) -> int:
+        """The number of questions that the model is given at once."""
+        return choose_batch_size(self.config)
+
+    @property
+    def own_order(self) -> bool:
+        """Whether the order in a prompt that a method has of its own is kept."""
+        return self.config.order != "index"
+
+    @property
+    def read_ratio(self) -> float | None:
+        """The share of a video's tokens that is read from the cache; None reads all that are stored."""
+        return self.config.retention_ratio if self.prunings.get("", ...) is None else None
+
+
+class PromptForecast:
+    """What the videos' rows tell about questions before any token is read.
+
+    Attributes:
+        videos: the live rows of the videos that are asked about, by id.
+    """
+
+    def __init__(self, setup: AnswerSetup, builder: PromptBuilder) -> None:
+        self._setup = setup
+        self._builder = builder
+        self.videos = {row["video_id"]: without_nulls(row, VideoRecord) for row in setup.live.to_pylist()}
+
+    @cached_property
+    def cached(self) -> dict[str, VideoRecord]:
+        """The rows of the videos that have tokens, by id."""
+        return {video_id: row for video_id, row in self.videos.items() if row["status"] == "ok"}
+
+    def n_visual(self, videos: Sequence[VideoRecord], pruning: str = "") -> int:
+        """Return the most visual tokens that these videos' rows put into a prompt under a pruning."""
+        late, builder = self._setup.prunings[pruning], self._builder
+        if late is not None:
+            kept = sum(late.at_most(row["n_frames"], row["tokens_per_frame"], builder.hidden_size) for row in videos)
+        else:
+            kept = sum(count_tokens(row, self._setup.read_ratio) for row in videos)
+        return kept + (len(videos) if builder.needs_newline else 0)
+
+    def largest_video(self) -> int:
+        """Return the most visual tokens that a video has in a prompt, under any pruning."""
+        sizes = (self.n_visual([row], name) for row in self.cached.values() for name in self._setup.prunings)
+        return max(sizes, default=0)
+
+    def check_ratio(self, stored: float) -> None:
+        """Raise UsageError if the cache cannot serve the ratio; less than ``stored`` needs a nested method."""
+        ratio = self._setup.read_ratio
+        if ratio is None:
+            return
+        if ratio > stored + 1e-9:
+            raise UsageError(f"--retention-ratio {ratio}: the cache stores {stored}; prune into another --out for more")
+        with usage_errors():
+            for row in self.cached.values():
+                count_tokens(row, ratio)
+
+    def check_context(self, questions: pa.Table, console: Console) -> None:
+        """Print a note about prompts whose visual tokens alone exceed the context; raise UsageError if all do."""
+        sizes = [
+            self.n_visual([self.cached[video_id] for video_id in video_ids], pruning)
+            for video_ids in questions["video_ids"].to_pylist()
+            if all(video_id in self.cached for video_id in video_ids)
+            for pruning in self._setup.prunings
+        ]
+        context = self._builder.context_length
+        too_large = [size for size in sizes if size > context]
+        if not too_large:
+            return
+        text = (
+            f"{len(too_large)} of {len(sizes)} prompts have up to {max(too_large)} visual tokens, and the model takes "
+            f"{context}"
+        )
+        if len(too_large) == len(sizes):
+            raise UsageError(f"{text} tokens with the answer: lower --retention-ratio")
+        console.print(f"note: {text}: they become rows of class prompt-too-long", highlight=False, markup=False)
+
+    def split(self, questions: Sequence[QuestionRecord]) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
+        """Split questions into those for the model, and the error rows of those that the cache alone decides."""
+        for_model: list[QuestionRecord] = []
+        failed: list[AnswerRecord] = []
+        for question in questions:
+            row = self._failure(question)
+            if row is None:
+                for_model.append(question)
+            else:
+                failed.append(row)
+        return for_model, failed
+
+    def _failure(self, question: QuestionRecord) -> AnswerRecord | None:
+        """Return the error row of a question whose videos are missing, removed, failed or too long; else None."""
+        cache, rows = self._setup.cache, []
+        for video_id in question["video_ids"]:
+            row = self.videos.get(video_id)
+            if row is None:
+                message = f"{video_id!r} is not in the cache {cache}: prune it, then --retry-failed"
+                return failed_answer(question, QuestionFault("unknown-video", message))
+            if row["status"] == "removed":
+                message = f"{video_id!r} was removed from the cache {cache}: {row.get('error_message', '')}"
+                return failed_answer(question, QuestionFault("unknown-video", message))
+            if row["status"] != "ok":
+                message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"
+                return failed_answer(question, QuestionFault("failed-video", message))
+            rows.append(row)
+        n_visual, context = self.n_visual(rows, question.get("pruning", "")), self._builder.context_length
+        if n_visual <= context:
+            return None
+        counted: AnswerRecord = {**cast(AnswerRecord, question), "n_visual_tokens": n_visual}
+        return failed_answer(counted, too_long(n_visual, context))
+
+
+def too_long(n_tokens: int, room: int, known: int | None = None) -> QuestionFault:
+    """Return the fault of a prompt that does not fit the context, with the remedy.
+
+    Args:
+        room: tokens that the engine has memory for.
+        known: tokens of the model's own context, where that may be another number.
+    """
+    whose = f"the model's {room}" if known is None or room == known else f"the {room} that the engine has memory for"
+    return QuestionFault(
+        "prompt-too-long",
+        f"a prompt of {n_tokens} tokens and its answer do not fit {whose}: lower --retention-ratio or "
+        "--max-new-tokens, or ask about fewer videos",
+    )
+
+
+def make_spec(config: GenerateConfig) -> PruningSpec | None:
+    """Return the pruning that the options name, or None."""
+    if config.pruner is None:
+        return None
+    assert config.retention_ratio is not None  # the config refuses a method without a ratio
+    return PruningSpec(config.pruner, config.retention_ratio, config.pruner_params(), config.siglip, config.pruner_seed)
+
+
+def resolve_prunings(
+    config: GenerateConfig,
+    specs: Mapping[str, PruningSpec | None],
+    cache_identity: CacheIdentity,
+    source: ModelSource,
+    builder: PromptBuilder,
+) -> dict[str, LatePruning | None]:
+    """Return the prunings by name, each checked against the cache and the engine. Raises UsageError."""
+    with usage_errors():
+        prunings = {
+            name: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
+            for name, spec in specs.items()
+        }
+        ENGINES[config.engine].check(config, source, builder, prunings)
+    takes_siglip = any(late is not None and late.text_tower is not None for late in prunings.values())
+    if config.siglip is not None and not takes_siglip:
+        raise UsageError("--siglip: no method that is asked takes anything from a SigLIP checkpoint here")
+    return prunings
+
+
+def choose_token_order(
+    config: GenerateConfig, cache_identity: CacheIdentity, prunings: Mapping[str, LatePruning | None]
+) -> TokenOrder:
+    """Return the order of stored tokens in prompts. Raise UsageError for ``--order own`` of a method without one."""
+    declared = declared_method(cache_identity)
+    own = declared is not None and declared.reorders
+    late = any(late is not None and late.pruner.reorders for late in prunings.values())
+    if config.order == "own" and not (own or late):
+        raise UsageError(
+            f"--order own: {config.pruner or cache_identity['pruner']['method']}, which prunes the tokens, has no "
+            "order of its own in a prompt"
+        )
+    return "selection" if own and config.order != "index" else "index"
+
+
+def identify_answers(
+    setup: AnswerSetup, cache_identity: CacheIdentity, policy: PromptPolicy, evaluation: AnswersIdentity | None = None
+) -> AnswersIdentity:
+    """Return the settings that all answers in one place share, JSON-able. PRUNINGS describes each pruning; it may grow.
+
+    Args:
+        policy: of the prompts.
+        evaluation: benchmark and protocol, where an evaluation asks.
+    """
+    config, mode = setup.config, AnswerMode.of(setup.config)
+    several, late = "" not in setup.prunings, setup.prunings.get("")
+    if several:  # more methods may come
+        order = "own" if setup.own_order else "index"
+    else:
+        order = "selection" if late is not None and late.pruner.reorders and setup.own_order else setup.order
+    stored = cache_identity["retention_ratio"]
+    identity: AnswersIdentity = {
+        "cache": without_evidence(cache_identity) if several else cache_identity,
+        "model": {"type": setup.source.model_type, "weights": setup.source.identity},
+        "retention_ratio": stored if config.retention_ratio is None else config.retention_ratio,
+        "prompt": {**policy.describe(), "order": order},
+        "decoding": {"choices": mode.method, "system": mode.system, **describe_decoding(mode.decoding)},
+        **describe_engine(config),
+        **(evaluation or {}),
+    }
+    if late is not None:
+        identity["pruner"] = late.describe()
+    if several:
+        identity[PRUNINGS] = describe_prunings(setup.prunings, cache_identity)
+    return identity
+
+
+def without_evidence(cache_identity: CacheIdentity) -> CacheIdentity:
+    """Return a cache's identity without its evidence, which does not decide its tokens."""
+    rest, model = cache_identity.copy(), cache_identity["model"].copy()
+    rest.pop("evidence", None)
+    model.pop("pooling_head", None)
+    dtype = {name: value for name, value in cache_identity["dtype"].items() if name != "evidence"}
+    return {**rest, "model": model, "dtype": dtype}

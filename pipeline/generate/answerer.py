@@ -1,0 +1,238 @@
+"""The GPU actor that answers: a block of questions -> prompts -> engine -> rows of answers, or error rows.
+
+Questions travel in blocks of one row each: the questions of a block share videos, which are read once and go through
+the model once. Ray can neither split such a row nor join it with another.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from gstep.backbones import choose_runtime
+from pipeline.generate.answer_setup import AnswerSetup
+from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
+from pipeline.generate.engines import Engine, EngineDied, load_engine
+from pipeline.generate.prompts import PreparedQuestion, PromptMaker, heartbeat_name, unforeseen_fault
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, parse_letter
+from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
+from pipeline.runner.heartbeat import Heartbeat, give_up_process
+
+STAGE = "answer"
+GROW_AFTER = 16  # batches after a failure before a larger one is tried
+REMAINING_SCHEMA = pa.schema([*QUESTION_SCHEMA, pa.field("pruning", pa.string()), pa.field("attempts", pa.int32())])
+_BLOCK_SCHEMA = pa.schema([pa.field("questions", pa.list_(pa.struct(list(REMAINING_SCHEMA))))])
+# ``runtime``: JSON of what computed an answer.
+ANSWERED = pa.schema([*(field.with_nullable(True) for field in ANSWER_SCHEMA), pa.field("runtime", pa.string())])
+# The answers that the actor hands over at a time are one row, too.
+_PART_SCHEMA = pa.schema([pa.field("answers", pa.list_(pa.struct(list(ANSWERED))))])
+
+
+def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list[QuestionRecord]]:
+    """Group questions into blocks of about ``size``; questions on the same videos stay together where they fit.
+
+    Questions on the same videos are ordered by pruning: under one pruning they share the beginning of their prompts.
+    """
+    places = {name: place for place, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
+    ordered = sorted(questions, key=lambda row: (row["video_ids"], places[row.get("pruning", "")]))
+    blocks: list[list[QuestionRecord]] = []
+    for _, same_videos in groupby(ordered, key=itemgetter("video_ids")):
+        group = list(same_videos)
+        for start in range(0, len(group), size):
+            part = group[start : start + size]
+            if not blocks or len(blocks[-1]) + len(part) > size:
+                blocks.append([])
+            blocks[-1] += part
+    return blocks
+
+
+def pack_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
+    """Pack blocks of questions as the actor's input, a table of one row each."""
+    return [pa.Table.from_pylist([{"questions": list(block)}], schema=_BLOCK_SCHEMA) for block in blocks]
+
+
+def unpack_answers(parts: pa.Table) -> pa.Table:
+    """Unpack the answers that the actor handed over, as ANSWERED."""
+    return pa.Table.from_struct_array(parts["answers"].combine_chunks().flatten()).cast(ANSWERED)
+
+
+class Answerer:
+    """The actor that answers questions; it holds one language model and never a vision tower."""
+
+    def __init__(self, setup: AnswerSetup, heartbeats: Any = None, engine: Engine | None = None) -> None:
+        """Load the engine that ``setup`` describes, unless a loaded ``engine`` is given."""
+        self._heartbeat = Heartbeat(STAGE, heartbeats)
+        self._heartbeat.start()
+        runtime = choose_runtime(setup.device, setup.dtype, setup.config.attn)
+        self._part_size = setup.batch_size
+        self._size = BatchSize(setup.batch_size)
+        with self._heartbeat.loading():
+            self._engine = engine or load_engine(setup.config, setup.source, runtime, setup.largest_video)
+            self._prompts = PromptMaker(setup, self._engine, runtime.device, self._heartbeat)
+        self._provenance = json.dumps(self._engine.describe())
+
+    def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
+        questions = [without_nulls(row, QuestionRecord) for rows in block["questions"].to_pylist() for row in rows]
+        for answers in self._answer_in_parts(questions):
+            part = [{**answer, "runtime": self._provenance} for answer in answers]
+            yield pa.Table.from_pylist([{"answers": part}], schema=_PART_SCHEMA)
+
+    def _answer_in_parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
+        """Yield the answers as soon as they are known, in the order of the questions and in parts of a fixed size.
+
+        Ray counts the parts of a call that it tries again, and takes parts of the same number for the same answers. So
+        parts may not depend on the batches that were made.
+        """
+        known: dict[tuple[str, str | None], AnswerRecord] = {}
+        keys, size = [answer_key(question) for question in questions], self._part_size
+        parts = deque(keys[start : start + size] for start in range(0, len(keys), size))
+        for answer in self.answer(questions):
+            known[answer_key(answer)] = answer
+            while parts and all(key in known for key in parts[0]):
+                yield [known.pop(key) for key in parts.popleft()]
+
+    def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
+        """Yield a row for each question, answered or failed.
+
+        Questions whose choices are scored, questions that are generated, and questions for which the model prunes
+        inside itself make batches of their own.
+        """
+        kinds: dict[Any, list[tuple[QuestionRecord, AnswerMode]]] = {}
+        for question in questions:
+            mode = AnswerMode.parse(question["decoding"])
+            kinds.setdefault((mode.scored, self._prompts.inside(question)), []).append((question, mode))
+        for kind in sorted(kinds, key=itemgetter(0)):
+            waiting: list[PreparedQuestion] = []
+            for question, mode in kinds[kind]:
+                prepared = self._prompts.make(question, mode)
+                if not isinstance(prepared, PreparedQuestion):
+                    yield prepared
+                    continue
+                waiting.append(prepared)
+                if len(waiting) >= self._size.now:
+                    # A batch that has room for more waits for it: a long question must not make other batches small.
+                    *full, waiting = self._batches(waiting)
+                    if len(waiting) >= self._size.now:
+                        full, waiting = [*full, waiting], []
+                    for batch in full:
+                        yield from self._answer_together(batch)
+            for batch in filter(None, self._batches(waiting)):
+                yield from self._answer_together(batch)
+
+    def _batches(self, questions: list[PreparedQuestion]) -> list[list[PreparedQuestion]]:
+        """Return batches that the engine can afford; the last batch may have room for more questions.
+
+        A question that was in hand when a process died goes alone, to know which question it was.
+        """
+        alone, calm = list[list[PreparedQuestion]](), list[PreparedQuestion]()
+        for question in questions:
+            if self._heartbeat.deaths(heartbeat_name(question.row)):
+                alone.append([question])
+            else:
+                calm.append(question)
+        inside = any(question.inside for question in questions)
+        plan = self._engine.batches([question.prompt for question in calm], self._size.now, inside=inside)
+        return [*alone, *([calm[i] for i in part] for part in plan or [[]])]
+
+    def _answer_together(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
+        """Answer one batch, reported to the heartbeat, and adjust the batch size."""
+        with self._heartbeat.holding(*(heartbeat_name(question.row) for question in batch)) as reported:
+            self._short, self._fitted = False, 0
+            rows = self._answer_batch(batch)
+            self._size.adjust(self._fitted, self._short)
+            reported.done(n=len(batch))
+            return rows
+
+    def _answer_batch(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
+        """Answer a batch; if it fails, answer its parts, down to the one question that gets the error row."""
+        try:
+            rows = self._score(batch) if batch[0].mode.scored else self._generate(batch)
+            self._fitted = max(self._fitted, len(batch))
+            return [{**row, "status": "ok", "batch_size": len(batch)} for row in rows]
+        except EngineDied as error:
+            give_up_process(batch[0].row["question_id"], error)
+        except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
+            fault = unforeseen_fault(batch[0].row["question_id"], error)
+        # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
+        out_of_memory = fault.fault_class == "out-of-memory"
+        self._short |= out_of_memory
+        if out_of_memory and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(batch) == 1:
+            return [failed_answer(batch[0].row, fault)]
+        half = len(batch) // 2
+        parts = [batch[:half], batch[half:]] if out_of_memory else [[question] for question in batch]
+        return [row for part in parts for row in self._answer_batch(part)]
+
+    def _generate(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
+        """Decode an answer to each question, and return the rows."""
+        decodings = [question.mode.decoding for question in batch]
+        answers = self._engine.generate([question.prompt for question in batch], decodings, inside=batch[0].inside)
+        rows = []
+        for question, answer in zip(batch, answers, strict=True):
+            row: AnswerRecord = {
+                **question.row,
+                "answer": answer.text,
+                "finish": answer.finish,
+                "n_new_tokens": len(answer.token_ids),
+                "prefill_s": answer.prefill_s,
+                "decode_s": answer.decode_s,
+            }
+            if "choices" in row and (choice := parse_letter(answer.text, row["choices"])) is not None:
+                row["choice"] = choice
+            rows.append(row)
+        return rows
+
+    def _score(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
+        """Score the choices of each question, and return the rows; the likeliest choice is the answer."""
+        started = time.perf_counter()
+        texts = [question.continuations() for question in batch]
+        all_scores = self._engine.score([question.prompt for question in batch], texts, inside=batch[0].inside)
+        seconds = time.perf_counter() - started
+        rows = []
+        for question, names, scores in zip(batch, texts, all_scores, strict=True):
+            sums = [score.logprob for score in scores]
+            row: AnswerRecord = {
+                **question.row,
+                "answer": names[_argmax(sums)],
+                "choice": _argmax(sums),
+                "choice_scores": sums,
+                "choice_tokens": [score.n_tokens for score in scores],
+                "prefill_s": seconds,
+                "decode_s": 0.0,
+            }
+            if question.mode.method == "loglikelihood":
+                row["choice_normalised"] = _argmax([score.logprob / score.n_tokens for score in scores])
+            rows.append(row)
+        return rows
+
+
+def _argmax(values: Sequence[float]) -> int:
+    """Return the index of the largest value, the first of equal values."""
+    return values.index(max(values))
+
+
+class BatchSize:
+    """The number of questions to answer at once, which falls when memory runs short and rises again after a while."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._calm = 0
+        self.now = largest
+
+    def adjust(self, fitted: int, short: bool) -> None:
+        """Adjust the batch size: down to the ``fitted`` questions that ran if memory was ``short``, up again later."""
+        if short:
+            self.now, self._calm = max(1, fitted), 0
+            return
+        self._calm += 1
+        if self._calm >= GROW_AFTER:
+            self.now, self._calm = min(self._largest, 2 * self.now), 0

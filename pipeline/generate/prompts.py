@@ -1,0 +1,338 @@
+"""From a question to its prompt: its videos from the cache, kept in memory between questions, pruned for the question.
+
+A question that no prompt can be made of becomes its error row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gstep import PrunedTokens
+from gstep.backbones import TextTower
+from gstep.errors import is_out_of_memory
+from gstep.language import Prompt, Visual
+from gstep.pruners.base import Pruner
+from pipeline.cache.reader import TokenCache, TokenOrder
+from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
+from pipeline.generate.answer_setup import AnswerSetup, too_long
+from pipeline.generate.engines import Engine
+from pipeline.generate.late_pruning import LatePruning
+from pipeline.generate.model import make_prompt_builder
+from pipeline.generate.questions import AnswerMode, add_choices, letters
+from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
+from pipeline.runner.heartbeat import POISON, Heartbeat, exit_after_gpu_fault
+
+_MAX_VIDEO_BYTES = 2**30  # of videos that a worker keeps in memory for later questions
+_MAX_SELECTED_BYTES = 2**29  # of selections, and again of selected tokens, kept beside them
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class LruCache(Generic[K, V]):
+    """A cache of the last used values up to a number of bytes, which always keeps the newest value."""
+
+    def __init__(self, max_bytes: int, size: Callable[[V], int]) -> None:
+        self._max_bytes = max_bytes
+        self._size = size
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: K) -> V | None:
+        """Return the value of a key, or None."""
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def put(self, key: K, value: V) -> V:
+        """Store a value, drop the least recently used values beyond the limit, and return the value."""
+        if key in self._values:
+            self._bytes -= self._size(self._values.pop(key))
+        self._values[key] = value
+        self._bytes += self._size(value)
+        while self._bytes > self._max_bytes and len(self._values) > 1:
+            _, oldest = self._values.popitem(last=False)
+            self._bytes -= self._size(oldest)
+        return value
+
+
+def n_bytes(visual: Visual) -> int:
+    """Return the bytes of a video's tensors."""
+    tensors = (visual.tokens, visual.index, *visual.deepstack, *visual.evidence.values())
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class PromptVideo(NamedTuple):
+    """A video as a prompt takes it, its nominal ratio, seconds of reading it (0 from memory), and decode warnings."""
+
+    visual: Visual
+    retention_ratio: float
+    seconds: float
+    decode_warnings: int = 0
+
+
+class VideoMemory:
+    """Cached videos as prompts take them. The videos read last stay in memory, with what prunings selected of them.
+
+    All questions on a video share one Visual. A method that looks at the video alone selects once for each video. A
+    nested method selects at its largest ratio: the selections of smaller ratios are the beginning of that selection.
+    """
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        prunings: Iterable[LatePruning] = (),
+        *,
+        retention_ratio: float | None = None,
+        order: TokenOrder = "index",
+        own_order: bool = True,
+        device: str = "cpu",
+        heartbeat: Heartbeat | None = None,
+        max_bytes: int = _MAX_VIDEO_BYTES,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            prunings: that videos are asked for under; their evidence is read with the tokens.
+            retention_ratio, order: of the tokens that are read, as of TokenCache.get.
+            own_order: whether a method's own order of the selected tokens is kept.
+            device: where methods select.
+            max_bytes: of videos in memory.
+        """
+        rising = sorted(prunings, key=attrgetter("retention_ratio"))
+        self._largest: dict[Hashable, LatePruning] = {_selection_key(late): late for late in rising}
+        self._evidence = tuple(dict.fromkeys(column for late in rising for _, column in late.evidence))
+        self._cache = cache
+        self._ratio = retention_ratio
+        self._order: TokenOrder = order
+        self._own_order = own_order
+        self._device = device
+        self._heartbeat = heartbeat or Heartbeat("answer")
+        self._videos: LruCache[str, PromptVideo] = LruCache(max_bytes, lambda video: n_bytes(video.visual))
+        self._selections: LruCache[Hashable, PrunedTokens] = LruCache(
+            _MAX_SELECTED_BYTES, lambda pruned: int(pruned.tokens.nbytes)
+        )
+        self._visuals: LruCache[Hashable, Visual] = LruCache(_MAX_SELECTED_BYTES, n_bytes)
+
+    def read(self, video_id: str) -> PromptVideo:
+        """Return a video as the cache holds it, from memory or from the cache. Raises as TokenCache.get."""
+        if (known := self._videos.get(video_id)) is not None:
+            return known._replace(seconds=0.0)
+        started = time.perf_counter()
+        with self._heartbeat.busy(f"the tokens of {video_id}, being read"):
+            video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
+        row = video.metadata
+        ratio = self._ratio if self._ratio is not None else float(row["retention_ratio"])
+        seconds = time.perf_counter() - started
+        return self._videos.put(video_id, PromptVideo(video.visual, ratio, seconds, row["decode_warnings"] or 0))
+
+    def get(self, video_id: str, late: LatePruning | None = None, words: Tensor | None = None) -> PromptVideo:
+        """Return a video pruned by ``late``, or as the cache holds it if that is None or prunes inside the model.
+
+        ``words`` is the question's embedding, for a method that takes one. Raises as TokenCache.get, and ValueError
+        where a method cannot prune the tokens.
+        """
+        video = self.read(video_id)
+        if late is None or late.inside is not None:
+            return video
+        if not late.pruner.cacheable:
+            pruned = late.select(video.visual, self._device, words)
+            visual = late.reduce(video.visual, pruned, own_order=self._own_order)
+        elif (known := self._visuals.get((video_id, late))) is not None:
+            visual = known
+        else:
+            pruned = self._select(video_id, video.visual, late)
+            visual = late.reduce(video.visual, pruned, own_order=self._own_order)
+            self._visuals.put((video_id, late), visual)
+        return video._replace(visual=visual, retention_ratio=late.retention_ratio)
+
+    def _select(self, video_id: str, visual: Visual, late: LatePruning) -> PrunedTokens:
+        """Return the video's selection under a pruning, which a nested method's ratios share."""
+        largest = self._largest.get(_selection_key(late), late)
+        key = (video_id, _selection_key(largest))
+        pruned = self._selections.get(key)
+        if pruned is None:
+            pruned = self._selections.put(key, largest.select(visual, self._device))
+        return pruned.at(late.retention_ratio) if late.pruner.nested else pruned
+
+
+def _selection_key(late: LatePruning) -> tuple[Pruner, int, float | None]:
+    """Return the key that prunings share if one selection of a video serves them all."""
+    return late.pruner, late.seed, None if late.pruner.nested else late.retention_ratio
+
+
+class Embedder(Protocol):
+    """An object that embeds texts: a language model or a SigLIP text tower."""
+
+    def embedding(self, text: str) -> Tensor:
+        """Return the embedding [Q,De] of a text."""
+
+
+class TextEmbeddings:
+    """The embeddings of questions that prunings take, by the language ``model`` or by a text tower, loaded once.
+
+    The text to embed is that of the questions file, as in CDPruner's official code: without chat template, and
+    without the choices that stand in a column of their own. A text without a token is a ValueError.
+    Raises ModelError where this node has another text tower than the driver.
+    """
+
+    def __init__(self, model: Embedder, device: str, prunings: Iterable[LatePruning]) -> None:
+        towers = {late.text_tower for late in prunings if "text_embedding" in late.pruner.needs}
+        self._by_tower = {tower: TextTower.load(tower, device) if tower else model for tower in towers}
+
+    def embedding(self, late: LatePruning, text: str) -> Tensor | None:
+        """Return the embedding [Q,De] of a text for a method that compares it with tokens, and None for others."""
+        if "text_embedding" not in late.pruner.needs:
+            return None
+        return self._by_tower[late.text_tower].embedding(text)
+
+
+@dataclass(frozen=True)
+class PreparedQuestion:
+    """A question with its prompt, and its answer row as far as that is known.
+
+    Attributes:
+        inside: a method that prunes inside the model, and the share that it keeps.
+    """
+
+    row: AnswerRecord
+    prompt: Prompt
+    mode: AnswerMode
+    inside: tuple[Pruner, float] | None = None
+
+    def continuations(self) -> list[str]:
+        """Return the texts whose log-probabilities are compared: letters, or the choices themselves."""
+        choices = self.row["choices"]
+        return letters(len(choices)) if self.mode.method == "letter" else choices
+
+
+def heartbeat_name(row: QuestionRecord | AnswerRecord) -> str:
+    """Return the name under which heartbeats know a question and its pruning, unique in a run."""
+    pruning = row.get("pruning")
+    return f"{row['question_id']} under {pruning}" if pruning else row["question_id"]
+
+
+def unforeseen_fault(question_id: str, error: Exception) -> QuestionFault:
+    """Return the fault of a question for an unforeseen error; end this process where the error broke the GPU.
+
+    A method that looks at the question runs on the GPU, as the language model does.
+    """
+    exit_after_gpu_fault(question_id, error)
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
+        return QuestionFault("out-of-memory", str(error))
+    return QuestionFault("internal", f"{type(error).__name__}: {error}")
+
+
+class PromptMaker:
+    """The maker of prompts from questions and cached videos, for one engine."""
+
+    def __init__(self, setup: AnswerSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+        self._prunings = setup.prunings
+        self._room = engine.context_length
+        lates = [late for late in setup.prunings.values() if late is not None]
+        self._builders = {
+            positions: make_prompt_builder(setup.source, setup.config, positions)
+            for positions in {None, *(late.positions for late in lates)}
+        }
+        self.videos = VideoMemory(
+            TokenCache(str(setup.cache), store=setup.cache, live=setup.live),
+            lates,
+            retention_ratio=setup.read_ratio,
+            order=setup.order,
+            own_order=setup.own_order,
+            device=device,
+            heartbeat=heartbeat,
+        )
+        self._embeddings = TextEmbeddings(engine, device, lates)
+
+    def inside(self, question: QuestionRecord) -> tuple[Pruner, float] | None:
+        """Return the method and share by which the LLM prunes inside itself for a question, or None."""
+        late = self._prunings[question.get("pruning", "")]
+        return None if late is None else late.inside
+
+    def make(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
+        """Return the question with its prompt, or its error row if the prompt cannot be made."""
+        name = heartbeat_name(question)
+        try:
+            with self._heartbeat.busy(name):
+                if len(hosts := self._heartbeat.deaths(name)) >= POISON:
+                    raise _crash_fault(hosts)
+                return self._build(question, mode)
+        except QuestionFault as error:
+            fault = error
+        except FailedVideo as error:
+            fault = QuestionFault("failed-video", str(error))
+        except UnknownVideo as error:
+            fault = QuestionFault("unknown-video", str(error))
+        except CorruptShard as error:
+            fault = QuestionFault("corrupt", str(error))
+        except OSError as error:
+            fault = QuestionFault("io", f"{error.filename or ''} {error.strerror or error}")
+        except ValueError as error:  # a prompt builder does not take a text or a video's tokens
+            fault = QuestionFault("bad-prompt", str(error))
+        except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
+            fault = unforeseen_fault(question["question_id"], error)
+        return failed_answer(question, fault)
+
+    def _build(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
+        """Read the question's videos, prune them under the question's pruning, and build the prompt."""
+        late, text = self._prunings[question.get("pruning", "")], question["prompt"]
+        words = None if late is None else self._embeddings.embedding(late, text)
+        videos = [self.videos.get(video_id, late, words) for video_id in question["video_ids"]]
+        visuals = [video.visual for video in videos]
+        if "choices" in question and mode.method != "loglikelihood":  # else the choices' texts are scored
+            text = add_choices(text, question["choices"])
+        builder = self._builders[None if late is None else late.positions]
+        prompt = builder.build(text, visuals, mode.system)
+        row: AnswerRecord = {
+            **cast(AnswerRecord, question),
+            "n_prompt_tokens": len(prompt),
+            "n_visual_tokens": builder.n_visual(visuals),
+            "n_total": sum(visual.n_frames * visual.tokens_per_frame for visual in visuals),
+            "retention_ratio": late.retention_ratio if late else min(video.retention_ratio for video in videos),
+            "decode_warnings": sum(video.decode_warnings for video in videos),
+            "load_s": sum(video.seconds for video in videos),
+        }
+        if late is None or late.inside is None:
+            row["n_kept"] = sum(len(visual.index) for visual in visuals)
+            row["kept_per_frame"] = [count for visual in visuals for count in _kept_per_frame(visual)]
+        else:  # the model chooses among the tokens of all videos
+            row["n_kept"] = late.n_kept_inside(row["n_total"])
+        fault = self._size_fault(prompt, 1 if mode.scored else mode.decoding.max_new_tokens, builder.context_length)
+        if fault is not None:
+            return failed_answer(row, fault)
+        return PreparedQuestion(row, prompt, mode, self.inside(question))
+
+    def _size_fault(self, prompt: Prompt, n_answer: int, context_length: int) -> QuestionFault | None:
+        """Return the fault of a prompt that does not fit with ``n_answer`` tokens of its answer, or None."""
+        room = min(context_length, self._room)
+        if len(prompt) + n_answer > room:
+            return too_long(len(prompt), room, context_length)
+        if prompt.extent + n_answer > context_length:  # the tokens fit, but not their positions before pruning
+            return QuestionFault(
+                "prompt-too-long",
+                f"the positions of a prompt and its answer reach {prompt.extent}, and the model knows "
+                f"{context_length}: use --positions contiguous (with another --out), or ask about fewer videos",
+            )
+        return None
+
+
+def _crash_fault(hosts: Sequence[str]) -> QuestionFault:
+    """Return the fault of a question that was in hand whenever the model's process died."""
+    where = ", ".join(dict.fromkeys(hosts))
+    message = f"the model's process died {len(hosts)} times with this question in hand, on {where}; Ray's logs say how"
+    return QuestionFault("crash", message)
+
+
+def _kept_per_frame(visual: Visual) -> list[int]:
+    """Count a video's kept tokens by frame, [T]."""
+    counts: list[int] = torch.bincount(visual.index // visual.tokens_per_frame, minlength=visual.n_frames).tolist()
+    return counts

@@ -1,0 +1,273 @@
+"""What a list of videos does not take is counted by kind, with names; what belongs to a video goes with it."""
+
+import json
+import struct
+import zipfile
+import zlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import ManifestError
+from pipeline.inputs.container import ContainerOptions
+from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.left_out import MAX_NAMES, LeftOut, say_counts
+from pipeline.inputs.listings import VIDEO_SUFFIXES
+from pipeline.inputs.manifest import read_manifest
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore
+from pipeline.video.containers import sniff
+from tests.pipeline.ffmpeg import ffmpeg
+from tests.pipeline.s3 import S3Server
+from tests.pipeline.tars import write_tar
+
+
+def listed(*named, objects=None, **options):
+    """The rows of some VIDEOS, by the end of their ids, and the Indexing that has counted the rest."""
+    indexing = Indexing(**options)
+    table = read_manifest([str(name) for name in named], (), objects or Objects(), indexing)
+    return {row["video_id"].rpartition("/")[2]: row for row in table.to_pylist()}, indexing
+
+
+def carried(rows):
+    return {name: row["manifest"] and json.loads(row["manifest"]) for name, row in rows.items()}
+
+
+def of(*names):
+    return {name: json.dumps({"of": name}).encode() if name.lower().endswith("json") else b"v" for name in names}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_carried_is_found_wherever_in_the_tar_it_lies(tmp_path, apart):
+    files = of(*(f"{n}.{suffix}" for n in range(30) for suffix in ("mp4", "json")))
+    order = sorted(files, key=lambda name: name.endswith("json")) if apart else files
+    path = write_tar(tmp_path / "t.tar", {name: files[name] for name in order})
+    rows, indexing = listed(path)
+    assert carried(rows) == {f"{n}.mp4": {"json": {"of": f"{n}.json"}} for n in range(30)}
+    assert indexing.left_out.counts() == {}
+    clips = {f"{n}.json": b'{"start": 1, "end": 2}' for n in range(300)}
+    path = write_tar(tmp_path / "clips.tar", {**of(*(f"{n}.mp4" for n in range(300))), **clips})
+    options = {"asked": ContainerOptions(clips_from=("start", "end")), "enough": lambda videos: True}
+    rows, indexing = listed(path, **options)
+    assert {(row["start_s"], row["end_s"], row["fault"]) for row in rows.values()} == {(1.0, 2.0, None)}
+
+
+def test_a_name_with_dots_has_its_own_stems_members_before_those_of_its_key(tmp_path):
+    names = ["a b 2.0 (x).mp4", "a b 2.0 (x).json", "S01.E01.mp4", "S01.E01.json", "S01.json", "u.mp4", "u.JSON"]
+    names += ["y.mp4", "y.info.json", "z.mp4", "z.json", "z.info.json", "k.left.mp4", "k.right.mp4", "k.json", "k.txt"]
+    names += ["m.mp4", "m.json", "m.2.mp4", "d/a.mp4", "e/a.json"]
+    rows, indexing = listed(write_tar(tmp_path / "t.tar", of(*names)))
+    found = {name: manifest and manifest["json"]["of"] for name, manifest in carried(rows).items()}
+    assert found == {
+        "a b 2.0 (x).mp4": "a b 2.0 (x).json",
+        "S01.E01.mp4": "S01.E01.json",
+        "u.mp4": "u.JSON",
+        "y.mp4": "y.info.json",
+        "z.mp4": "z.json",
+        "k.left.mp4": "k.json",
+        "k.right.mp4": "k.json",
+        "m.mp4": "m.json",
+        "m.2.mp4": None,  # m.json is the other video's
+        "a.mp4": None,
+    }
+    assert carried(rows)["k.left.mp4"]["txt"] == "v"
+    left = indexing.left_out.as_record()["json without a video"]
+    assert left == {"count": 3, "names": ["t.tar/S01.json", "t.tar/z.info.json", "t.tar/e/a.json"]}
+
+
+def test_members_that_are_not_taken_are_counted_and_a_kept_index_remembers_them(tmp_path):
+    files = {**of("a.mp4", "a.json", "._a.mp4", "._a.json", "b.json", "c.json", "poster.jpg"), "a.txt": b"t" * 2**17}
+    path = write_tar(tmp_path / "t.tar", files)
+    expected = {"AppleDouble files": 2, "json without a video": 2, "other files": 1, "txt of more than 64 KiB": 1}
+    store = LocalStore(tmp_path / "cache")
+    for only_known in (False, True):
+        rows, indexing = listed(path, store=store, keeps=True, only_known=only_known)
+        assert [*rows] == ["a.mp4"] and json.loads(rows["a.mp4"]["manifest"]) == {"json": {"of": "a.json"}, "txt": None}
+        assert dict(sorted(indexing.left_out.counts().items())) == expected
+        assert indexing.left_out.as_record()["other files"]["names"] == ["t.tar/poster.jpg"]
+    with zipfile.ZipFile(tmp_path / "m.zip", "w") as file:
+        for name in ("clips/a.mp4", "__MACOSX/clips/._a.mp4", "clips/a.json", "empty/"):
+            file.writestr(name, b"v")
+    rows, indexing = listed(tmp_path / "m.zip")
+    assert [*rows] == ["a.mp4"] and indexing.left_out.counts() == {"AppleDouble files": 1, "other files": 1}
+
+
+def fill(folder):
+    (folder / "data").mkdir(parents=True)
+    for name in ("a.mp4", "._a.mp4", "a.json", "README.md"):
+        (folder / name).write_bytes(b"v")
+    for number in range(3):
+        write_tar(folder / "data" / f"{number}.tar", of(f"{number}.mp4"))
+    return folder
+
+
+def test_archives_beside_videos_and_other_files_are_counted_and_a_pattern_takes_the_archives(tmp_path):
+    folder = fill(tmp_path / "d")
+    rows, indexing = listed(folder)
+    left = {"AppleDouble files": 1, "archives beside videos": 3, "other files": 2}
+    assert [*rows] == ["a.mp4"] and dict(sorted(indexing.left_out.counts().items())) == left
+    remedy = indexing.left_out.remedies["archives beside videos"]
+    pattern = f"{folder}/**/*.tar"
+    assert f"To take them too, name {pattern!r} as well" in remedy
+    rows, _ = listed(folder, pattern)
+    assert sorted(rows) == ["0.mp4", "1.mp4", "2.mp4", "a.mp4"]
+    rows, indexing = listed(f"{folder}/*")
+    assert [*rows] == ["a.mp4"] and indexing.left_out.counts()["other files"] == 2
+    for name in ("a.mp4", "._a.mp4"):
+        (folder / name).unlink()
+    rows, indexing = listed(folder)
+    assert len(rows) == 3 and indexing.left_out.counts() == {"other files": 2}
+    with pytest.raises(ManifestError, match=r"no video in this folder .*left out: 1 other file"):
+        (tmp_path / "e").mkdir()
+        (tmp_path / "e" / "notes.txt").write_text("x")
+        listed(tmp_path / "e")
+
+
+def test_objects_of_a_store_are_counted_likewise(tmp_path):
+    folder = fill(tmp_path / "d")
+    with S3Server() as server:
+        for path in folder.rglob("*.*"):
+            server.upload(f"d/{path.relative_to(folder)}", path.read_bytes())
+        rows, indexing = listed(server.uri("d/"), objects=server.objects())
+        assert [*rows] == ["a.mp4"]
+        left = {"AppleDouble files": 1, "archives beside videos": 3, "other files": 2}
+        assert dict(sorted(indexing.left_out.counts().items())) == left
+        named = [server.uri("d/"), server.uri("d/**/*.tar")]
+        rows, _ = listed(*named, objects=server.objects())
+        assert sorted(rows) == ["0.mp4", "1.mp4", "2.mp4", "a.mp4"]
+
+
+def test_names_beyond_a_thousand_are_counted_alone():
+    left_out = LeftOut()
+    for number in range(MAX_NAMES + 5):
+        left_out.add("other files", str(number))
+    assert len(left_out.as_record()["other files"]["names"]) == MAX_NAMES
+    assert say_counts(left_out.counts()) == "1,005 other files"
+    kinds = ("AppleDouble files", "archives beside videos", "json without a video", "other files")
+    one = "1 AppleDouble file, 1 archive beside videos, 1 json without a video, 1 other file"
+    assert say_counts(dict.fromkeys(kinds, 1)) == one
+
+
+class Raw(zipfile.ZipInfo):
+    """A member whose name is written as it is, without the flag of UTF-8."""
+
+    raw = b""
+
+    def _encodeFilenameFlags(self):  # noqa: N802 - zipfile calls it
+        return self.raw, self.flag_bits & ~0x800
+
+
+def zip_of(path, *names, field=None):
+    with zipfile.ZipFile(path, "w") as file:
+        for raw in names:
+            info = Raw("x.mp4")
+            info.raw, info.filename, info.create_system = raw, raw.decode("cp437"), 3
+            if field is not None:
+                crc, stated = field
+                info.extra = struct.pack("<HHBL", 0x7075, 5 + len(stated), 1, crc) + stated
+            file.writestr(info, b"v")
+    return path
+
+
+NAME = "视频一.mp4"
+GBK = NAME.encode("gbk")
+
+
+def test_names_in_zips_are_what_their_maker_wrote(tmp_path):
+    said = []
+    plain, encoded = {"say": said.append}, {"asked": ContainerOptions(zip_encoding="gbk"), "say": said.append}
+    unicode = NAME.encode(), zlib.crc32(GBK)
+    for path, options in (
+        (zip_of(tmp_path / "utf8.zip", NAME.encode()), plain),
+        (zip_of(tmp_path / "field.zip", GBK, field=(unicode[1], unicode[0])), plain),
+        (zip_of(tmp_path / "gbk.zip", GBK), encoded),
+        (zip_of(tmp_path / "other.zip", GBK, field=(1, b"renamed.mp4")), encoded),  # of another name
+    ):
+        rows, _ = listed(path, **options)
+        assert [*rows] == [NAME], path
+    assert not any("note" in line for line in said)
+    rows, _ = listed(zip_of(tmp_path / "two.zip", GBK, b"a.mp4"), zip_of(tmp_path / "b.zip", GBK), **plain)
+    assert GBK.decode("cp437") in rows and "a.mp4" in rows
+    (note,) = [line for line in said if line.startswith("note: ")]
+    assert "are read as cp437, e.g. " in note and "--zip-encoding gbk" in note
+    wrong = {"asked": ContainerOptions(zip_encoding="ascii")}
+    rows, _ = listed(tmp_path / "two.zip", **wrong)
+    (fault,) = [row["fault"] for row in rows.values() if row["fault"]]
+    assert rows["a.mp4"]["fault"] is None and "the member's name is not valid ascii" in fault
+
+
+def test_another_encoding_makes_the_kept_index_of_a_zip_anew(tmp_path):
+    path, store = zip_of(tmp_path / "a.zip", GBK), LocalStore(tmp_path / "cache")
+    assert NAME not in listed(path, store=store, keeps=True)[0]
+    for _ in range(2):
+        asked = ContainerOptions(zip_encoding="gbk")
+        assert [*listed(path, store=store, keeps=True, asked=asked)[0]] == [NAME]
+
+
+def test_a_damaged_table_of_paths_is_named_and_costs_no_other(tmp_path):
+    for number in range(4):
+        pq.write_table(pa.table({"path": [f"{number}.mp4"]}), tmp_path / f"{number}.parquet")
+    damaged = tmp_path / "0.parquet"
+    for damaged in (tmp_path / "0.parquet", tmp_path / "2.parquet"):
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[:-10])
+        rows, _ = listed(tmp_path, asked=ContainerOptions("path"))
+        faults = {row["uri"].partition("#")[0]: row["fault"] for row in rows.values() if row["fault"]}
+        assert [*faults] == [str(damaged)] and "the table cannot be read" in faults[str(damaged)]
+        assert len(rows) == 4
+        damaged.write_bytes(whole)
+    damaged.write_bytes(whole[:-10])
+    with pytest.raises(ManifestError, match=r"2\.parquet.*cannot be read"):
+        listed(damaged, asked=ContainerOptions("path"))
+    pq.write_table(pa.table({"path": [1]}), damaged)
+    with pytest.raises(ManifestError, match=r"2\.parquet: no column path of paths, which .*0\.parquet has"):
+        listed(tmp_path, asked=ContainerOptions("path"))
+
+
+# Suffixes -> what FFmpeg is asked to write. Those that are missing here are another writer's names of one of these.
+WRITTEN = {
+    **dict.fromkeys((".mp4", ".m4v", ".mov", ".qt", ".f4v"), ("mov", "libx264")),
+    **dict.fromkeys((".3gp", ".3g2"), ("3gp", "libx264")),
+    **dict.fromkeys((".mkv", ".mk3d"), ("matroska", "libx264")),
+    **dict.fromkeys((".avi", ".divx"), ("avi", "mpeg4")),
+    **dict.fromkeys((".ts", ".m2t", ".m2ts", ".mts"), ("mpegts", "libx264")),
+    **dict.fromkeys((".mpg", ".mpeg", ".mpe"), ("mpeg", "mpeg1video")),
+    **dict.fromkeys((".vob",), ("vob", "mpeg2video")),
+    **dict.fromkeys((".m1v",), ("mpeg1video", "mpeg1video")),
+    **dict.fromkeys((".m2v",), ("mpeg2video", "mpeg2video")),
+    **dict.fromkeys((".wmv", ".asf"), ("asf", "wmv2")),
+    **dict.fromkeys((".flv",), ("flv", "flv1")),
+    **dict.fromkeys((".264", ".h264", ".avc"), ("h264", "libx264")),
+    **dict.fromkeys((".265", ".h265", ".hevc"), ("hevc", "libx265")),
+    **dict.fromkeys((".webm",), ("webm", "libvpx")),
+    **dict.fromkeys((".gif",), ("gif", "gif")),
+}
+
+
+def test_a_file_of_every_suffix_is_opened_by_its_magic(tmp_path):
+    assert VIDEO_SUFFIXES - WRITTEN.keys() == {".ogv", ".ogm"}  # libtheora is in few builds
+    opened = {}
+    for muxer, codec in dict.fromkeys(WRITTEN.values()):
+        path = tmp_path / f"{muxer}.bin"
+        source = ["-f", "lavfi", "-i", "testsrc2=s=64x64:r=25:d=0.4", "-pix_fmt", "yuv420p"]
+        source = source[:-2] if codec == "gif" else source
+        ffmpeg(*source, "-c:v", codec, "-f", muxer, path)
+        opened[muxer] = sniff(path)
+    assert opened == {
+        "mov": "mov",
+        "3gp": "mov",
+        "matroska": "matroska",
+        "webm": "matroska",
+        "avi": "avi",
+        "mpegts": "mpegts",
+        "mpeg": "mpeg",
+        "vob": "mpeg",
+        "mpeg1video": "mpegvideo",
+        "mpeg2video": "mpegvideo",
+        "asf": "asf",
+        "flv": "flv",
+        "h264": "h264",
+        "hevc": "hevc",
+        "gif": "gif",
+    }
