@@ -32,8 +32,10 @@ from pipeline.keys import find, keys_of, tie_keys
 from pipeline.rows import BY_DECODING, VideoRow
 from pipeline.storage.stores import Store
 
+#: Columns of the hash of an id.
+ID_COLUMNS = ("id_high", "id_low")
 #: Columns that the rule of which row of a video counts looks at.
-RULE_COLUMNS = ("id_high", "id_low", "status", "attempts", "rewritten", "tie_break")
+RULE_COLUMNS = (*ID_COLUMNS, "status", "attempts", "rewritten", "tie_break")
 # States of a row in the order in which they count; a status of any other name has failed too.
 REMOVED, OK, FAILED = 0, 1, 2
 _STATES = {"removed": REMOVED, "ok": OK}
@@ -510,7 +512,7 @@ class LiveVideos:
         return len(self.small) + sum(file.rows for file in self.sorted)
 
 
-@dataclass(frozen=True)
+@dataclass
 class LiveShards:
     """The token shards of some videos, and where the rows of these videos are.
 
@@ -519,7 +521,8 @@ class LiveShards:
     Attributes:
         names: [n], sorted: in the order in which runs wrote them.
         counts: [n] videos of each.
-        places: ``shard`` and ``row`` of each video, in the order of the token shards and within these.
+        places: ``shard``, ``row`` and the hash of the id of each video, in the order of the token shards and within
+            these.
     """
 
     names: pa.Array
@@ -528,12 +531,20 @@ class LiveShards:
 
     @classmethod
     def of(cls, rows: pa.Table) -> LiveShards:
-        """Group rows by token shard; they have token_shard, first_row_group, shard and row."""
+        """Group rows by token shard; they have ID_COLUMNS, token_shard, first_row_group, shard and row."""
         named = pc.fill_null(rows["token_shard"], "")
         rows = in_shard_order(rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", named))
         shards = rows.group_by("token_shard", use_threads=False).aggregate([([], "count_all")])
-        places = pa.table({"shard": rows["shard"].dictionary_encode(), "row": rows["row"]})  # names of files are few
-        return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), places)
+        return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), _to_places(rows))
+
+    def find_places(self, rows: pa.Table) -> bool:
+        """Find the same videos among ``rows`` (of all videos: ID_COLUMNS, shard, row); return False if one lacks."""
+        order = self.places.select(ID_COLUMNS).append_column("order", pa.array(range(len(self.places))))
+        places = _to_places(order.join(rows, list(ID_COLUMNS), join_type="inner").sort_by("order"))
+        complete = len(places) == len(self.places)
+        if complete:
+            self.places = places
+        return complete
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -545,6 +556,12 @@ class LiveShards:
     def places_of(self, number: int) -> pa.Table:
         """Return the places of the videos of a token shard, in its order: ``shard`` and ``row``."""
         return self.places.slice(int(self.counts[:number].sum()), int(self.counts[number]))
+
+
+def _to_places(rows: pa.Table) -> pa.Table:
+    """Return the places of rows with the hashes of their ids, and each name of a file in memory once."""
+    places = rows.select([*ID_COLUMNS, "row"])
+    return places.append_column("shard", rows["shard"].dictionary_encode())
 
 
 def widths_of(live: pa.Table) -> set[int]:

@@ -23,7 +23,7 @@ from gstep.types import budget_for
 from pipeline.cache.cached_video import CachedVideo, build_video, newline_of
 from pipeline.cache.codecs import TokenCodec
 from pipeline.cache.header import CacheIdentity, codec_of, deepstack_levels, fingerprint, read_header
-from pipeline.cache.live import LiveShards, LiveVideos, ok_rows
+from pipeline.cache.live import ID_COLUMNS, LiveShards, LiveVideos, ok_rows
 from pipeline.cache.schema import token_schema
 from pipeline.cache.table import VideosTable
 from pipeline.cache.token_shard import TokenRows, TokenShard, index_order
@@ -188,9 +188,9 @@ class TokenCache:
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
         """Return the token shards of these videos, or of all videos that have tokens; for ``rows_of``.
 
-        All of them take some 30 bytes a video. Raises UnknownVideo, CorruptShard, OSError.
+        All of them take some 46 bytes a video. Raises UnknownVideo, CorruptShard, OSError.
         """
-        columns = ("token_shard", "first_row_group")
+        columns = (*ID_COLUMNS, "token_shard", "first_row_group")
         if video_ids is None:
             return LiveShards.of(ok_rows(self._read_live(("status", *columns))))
         rows = self._with_refresh(lambda live: live.rows_of(video_ids, ("video_id", *columns)))
@@ -203,17 +203,20 @@ class TokenCache:
     def rows_of(self, shards: LiveShards, number: int) -> list[VideoRow]:
         """Return the rows of the videos of one of ``shards``, as ``metadata`` gives them.
 
-        Raises CorruptShard, also where its videos were done again since and its files merged; OSError.
+        Where files were merged or tokens moved since, these are the videos that the token shard had, as they are now:
+        some may be removed. Raises CorruptShard, OSError.
         """
         try:
             return _read_rows(self._live, shards, number)
         except FileNotFoundError:  # another run has merged the file since the cache was opened
             self.refresh()
-        name, new = shards.name(number), self.shards()
-        now = new.names.index(name).as_py()
-        if now < 0 or new.counts[now] != shards.counts[number]:
-            raise CorruptShard(f"{self.store}/{name}: its videos were done again since; open the cache anew", "missing")
-        return self._with_refresh(lambda live: _read_rows(live, new, now))
+
+        def find_rows(live: LiveVideos) -> list[VideoRow]:
+            if not shards.find_places(live.live(ID_COLUMNS)):
+                raise CorruptShard(f"{self.store}: videos have no row any more; open the cache anew", "missing")
+            return _read_rows(live, shards, number)
+
+        return self._with_refresh(find_rows)
 
     @property
     def evidence(self) -> dict[str, str]:

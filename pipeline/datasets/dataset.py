@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset
 
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache, TokenOrder, check_list
 from pipeline.cache.schema import digest
+from pipeline.datasets.processes import (
+    ParentRanks,
+    Ranks,
+    find_caller,
+    loader_ahead,
+    ranks_of_process,
+    worker_of_loader,
+)
+from pipeline.datasets.state import STATEFUL_LOADER, DatasetState, EpochPass, ShardShare
+from pipeline.errors import RemovedVideo
+from pipeline.rows import VideoRow
 
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 _READ_AHEAD = 8  # videos that are read together: neighbours of a shard, where nothing is shuffled
+# Numbers that a dataset shares with its workers: the epoch, whether workers read it, and the epochs that a worker
+# loaded the end of, and the middle of.
+_EPOCH, _BY_WORKERS, _ENDED, _LEFT = range(4)
 
 
 class TokenDataset(Dataset[CachedVideo]):
@@ -27,7 +44,7 @@ class TokenDataset(Dataset[CachedVideo]):
     An item is a CachedVideo. ``DataLoader(..., collate_fn=pipeline.pack)`` makes batches of them; a batch's videos are
     read together, shard by shard. It pickles, and workers may be forked or spawned.
 
-    Raises as ``TokenCache.get``.
+    Raises as ``TokenCache.get``, also for a video that was removed meanwhile.
     """
 
     def __init__(
@@ -65,11 +82,17 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     Ranks get unlike numbers of videos, as shards hold unlike numbers; ``even`` gives each as many as the one that has
     least, and leaves out the rest for this epoch. Distributed training that synchronises each step wants that.
 
-    ``state_dict`` and ``load_state_dict`` resume at the next video. They are what torchdata's StatefulDataLoader asks
-    its workers' datasets for; with DataLoader, use them where ``num_workers`` is 0. A state holds for the same ids,
-    seed, and numbers of ranks and workers.
+    Ranks are those of torch.distributed when the dataset is read. A loader that Accelerate or the HF Trainer prepared
+    divides batches among processes by itself: the dataset then gives each process all videos.
 
-    Items, and what is raised, are as of TokenDataset.
+    ``state_dict`` and ``load_state_dict`` resume at the next video. With workers, take those of torchdata's
+    StatefulDataLoader, which asks each worker's dataset. A state holds for the same ids, seed, and numbers of ranks and
+    workers. The state of a finished epoch begins the next one; ``set_epoch`` with another epoch discards a state.
+
+    A cache may be merged and compacted meanwhile. A video that is removed meanwhile is left out, and a log line and
+    the state count it; with ``even`` the last video comes again for it at the end, so that ranks keep step.
+
+    Items, and what else is raised, are as of TokenDataset.
     """
 
     def __init__(
@@ -89,151 +112,251 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     ) -> None:
         """Take ``rank`` of ``world_size``, by default torch.distributed's, else all videos; each of ``ids`` once.
 
-        Raises ValueError where ``even`` would leave no rank a video.
+        Raises ValueError where ``even`` would leave no rank a video; for torch.distributed's when the dataset is read.
         """
         super().__init__()
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self._shards = self.cache.shards(ids)
         self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
         self._shuffle, self._mix, self._seed, self._even = shuffle, max(1, mix), seed, even
-        self.rank, self.world_size = _rank_of(rank, world_size)
-        if even and 0 < len(self._shards) < self.world_size:
-            raise ValueError(
-                f"even: {len(self._shards)} token shards cannot be divided among {self.world_size} ranks, and none "
-                "would get a video: take TokenDataset with torch's DistributedSampler"
-            )
-        # In memory that workers share, so that those that persist see set_epoch too.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._given_ranks = _check_ranks(rank, world_size)
+        self._parent: ParentRanks | None = None
+        # Workers that persist see set_epoch too; and this process sees that workers read, and what they resumed.
+        self._shared = torch.tensor([0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
         named = "".join(f"{video_id}\0" for video_id in ids or ())
         shards = (f"{name}\0".encode() for name in self._shards.names.to_pylist())
         self._ids = digest(named.encode(), self._shards.counts, *shards)
-        self._done = 0
+        self._pass: EpochPass | None = None
         self._start: DatasetState | None = None
+        self._start_of_worker = False
+        if self._given_ranks is not None:
+            len(self)  # raises where even leaves no rank a video
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process now."""
+        return self._ranks().rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks now."""
+        return self._ranks().world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, and with it another order from the next iteration on."""
-        self._epoch.fill_(epoch)
+        """Set the epoch, and with it another order from the next iteration on; another epoch begins at its start.
+
+        Raises ValueError where a loader of Accelerate begins with its own count of epochs after a state was loaded.
+        """
+        if self._start is not None and not int(self._shared[_BY_WORKERS]) and loader_ahead("__iter__") is not None:
+            next_epoch = self._start["epoch"] + int(self._start["finished"])
+            if epoch != next_epoch:
+                raise ValueError(
+                    f"the loader of Accelerate begins epoch {epoch}, but the state that was loaded goes on in epoch "
+                    f"{next_epoch}: call set_epoch({next_epoch}) of the loader first"
+                )
+        if epoch == int(self._shared[_EPOCH]):
+            return
+        self._shared[:] = torch.tensor([epoch, 0, -1, -1])
+        self._pass = self._start = None
 
     def __len__(self) -> int:
         """Count the videos of this rank in this epoch."""
-        return sum(shard.n_videos for shard in self._of_rank())
+        return sum(shard.n_videos for shard in self._shares(self._ranks(), int(self._shared[_EPOCH])))
 
     def __iter__(self) -> Iterator[CachedVideo]:
         state, self._start = self._start, None
-        if state is not None:
-            self._check(state)
-            self.set_epoch(state["epoch"])
-        self._done = 0 if state is None else int(state["done"])
-        return self._read(self._done)
+        worker, ranks = worker_of_loader(), self._ranks()
+        epoch, done, n_removed = int(self._shared[_EPOCH]), 0, 0
+        if state is not None and state["finished"] and not self._start_of_worker:
+            self._check(state, ranks, goes_on=False)
+            epoch = state["epoch"] + 1
+        elif state is not None:
+            self._check(state, ranks, goes_on=state["done"] > 0)
+            epoch, done, n_removed = state["epoch"], state["done"], state["removed"]
+            self._shared[_ENDED if state["finished"] else _LEFT] = epoch
+        elif epoch == int(self._shared[_ENDED]) != int(self._shared[_LEFT]):
+            epoch += 1  # each worker loaded the end of the epoch, so StatefulDataLoader now iterates once more
+        self._shared[_EPOCH], self._shared[_BY_WORKERS] = epoch, worker is not None
+        number, n_workers = worker or (0, 1)
+        shares = self._shares(ranks, epoch)[number::n_workers]
+        n_videos = sum(share.n_videos for share in shares)
+        loader = loader_ahead() if worker is None else None
+        self._pass = EpochPass(ranks, epoch, shares, n_videos, done, n_removed, loader)
+        return self._read(self._pass)
 
     def state_dict(self) -> DatasetState:
-        """Return this process's position in the epoch."""
-        return self._start or self._position()
+        """Return this process's position in the epoch.
+
+        Raises ValueError where it is not known: where workers read, and in mid-epoch where a loader of Accelerate
+        divides batches among processes.
+        """
+        if worker_of_loader() is None and int(self._shared[_BY_WORKERS]):
+            raise ValueError(
+                f"worker processes read this dataset, so its position is not known here: take {STATEFUL_LOADER}"
+            )
+        if self._start is not None:
+            return self._start
+        now = self._pass
+        if now is None:
+            return self._state(self._ranks(), int(self._shared[_EPOCH]), 0, False, 0)
+        # StatefulDataLoader asks before a loader of Accelerate reads ahead, and all others behind that.
+        asks_early = find_caller("StatefulDataLoader") is not None
+        done = now.done if asks_early else now.given_by_loader()
+        if now.ranks.divided and done < now.n_videos:
+            raise ValueError(
+                "a loader that divides batches among processes reads ahead, so how many videos it gave is not known: "
+                "make the dataset with rank=accelerator.process_index and world_size=accelerator.num_processes, do not "
+                f"prepare its loader, and take {STATEFUL_LOADER}"
+            )
+        return self._state(now.ranks, now.epoch, done, done >= now.n_videos, now.n_removed)
 
     def load_state_dict(self, state: DatasetState) -> None:
         """Set the position that the next iteration starts from; it raises ValueError if the state is of other data.
 
-        The state must be of the same ids, seed, and numbers of ranks and workers.
+        The state must be of the same ids, seed, and numbers of ranks and workers. A finished epoch's begins the next.
         """
-        self._start = state.copy()
+        self._start, self._start_of_worker, self._pass = state.copy(), worker_of_loader() is not None, None
+        self._shared[_EPOCH], self._shared[_BY_WORKERS] = state["epoch"], self._start_of_worker
 
-    def _read(self, done: int) -> Iterator[CachedVideo]:
-        """Yield the videos of this process in order, without the first ``done``."""
-        worker, n_workers = _worker()
-        shards = self._of_rank()[worker::n_workers]
-        for start in range(0, len(shards), self._mix):
-            mixed = shards[start : start + self._mix]
-            n_videos = sum(shard.n_videos for shard in mixed)
-            if done >= n_videos:  # whole shards are skipped without reading them
-                done -= n_videos
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_parent": ParentRanks(os.getpid(), ranks_of_process(self._parent)), "_pass": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._shared.share_memory_()  # with workers of this process
+
+    def _read(self, now: EpochPass) -> Iterator[CachedVideo]:
+        """Yield the videos of a pass in order, without those that are done."""
+        worker, _ = worker_of_loader() or (0, 1)
+        to_skip, last = now.done, None
+        for start in range(0, len(now.shares), self._mix):
+            mixed = now.shares[start : start + self._mix]
+            n_videos = sum(share.n_videos for share in mixed)
+            if to_skip >= n_videos:  # whole shards are skipped without reading them
+                to_skip -= n_videos
                 continue
-            rows = [row for shard in mixed for row in self.cache.rows_of(self._shards, shard.number)[: shard.n_videos]]
-            left, done = self._shuffled(rows, 1, worker, start)[done:], 0
+            rows = [row for share in mixed for row in self._rows(share)]
+            left = self._shuffled(rows, now.epoch, now.ranks.rank, 1, worker, start)[to_skip:]
+            to_skip = 0
             for first in range(0, len(left), _READ_AHEAD):
-                for video in self.cache.get_rows(left[first : first + _READ_AHEAD], *self._options):
-                    self._done += 1
-                    yield video
+                videos = deque(self._videos(left[first : first + _READ_AHEAD]))
+                while videos:
+                    video = videos.popleft()
+                    now.done += 1
+                    while videos and videos[0] is None:  # counted before the yield: the last video ends the epoch
+                        now.done, now.n_removed = now.done + 1, now.n_removed + 1
+                        videos.popleft()
+                    if video is None:
+                        now.n_removed += 1
+                    else:
+                        last = video
+                        yield video
+        if now.n_removed:
+            _LOG.warning(
+                "%s: %d videos were removed since this dataset was made. This epoch left them out. A new dataset does "
+                "not count them.",
+                self.cache.store,
+                now.n_removed,
+            )
+            if self._even and last is not None:
+                yield from [last] * now.n_removed
 
-    def _of_rank(self) -> list[_Share]:
-        """Return this rank's shards of the epoch in order, each with the number of its videos that are read."""
-        counts = self._shards.counts
-        numbers = self._shuffled(range(len(counts)), 0)
-        ranks = [numbers[rank :: self.world_size] for rank in range(self.world_size)]
-        mine = [_Share(number, int(counts[number])) for number in ranks[self.rank]]
+    def _rows(self, share: ShardShare) -> list[VideoRow]:
+        """Return the rows of the videos of a shard that are read; raise where they never had tokens."""
+        rows = self.cache.rows_of(self._shards, share.number)[: share.n_videos]
+        if not self._shards.name(share.number):
+            self.cache.get_rows(rows, *self._options)
+        return rows
+
+    def _videos(self, rows: Sequence[VideoRow]) -> list[CachedVideo | None]:
+        """Read videos together; None stands for one that was removed since the dataset was made."""
+        try:
+            return [*self.cache.get_rows(rows, *self._options)]
+        except RemovedVideo:
+            pass
+        videos: list[CachedVideo | None] = []
+        for row in rows:
+            try:
+                videos += self.cache.get_rows([row], *self._options)
+            except RemovedVideo:
+                videos.append(None)
+        return videos
+
+    def _shares(self, ranks: Ranks, epoch: int) -> list[ShardShare]:
+        """Return the shards of a rank in an epoch in order, each with the number of its videos that are read."""
+        counts, world_size = self._shards.counts, ranks.world_size
+        if self._even and 0 < len(counts) < world_size:
+            raise ValueError(
+                f"even: {len(counts)} token shards cannot be divided among {world_size} ranks, and none would get a "
+                "video: take TokenDataset with torch's DistributedSampler"
+            )
+        numbers = self._shuffled(range(len(counts)), epoch, 0, 0)
+        numbers_of = [numbers[rank::world_size] for rank in range(world_size)]
+        shares = [ShardShare(number, int(counts[number])) for number in numbers_of[ranks.rank]]
         if not self._even:
-            return mine
-        left = min(int(counts[list(of_rank)].sum()) for of_rank in ranks)
+            return shares
+        left = min(int(counts[list(of_rank)].sum()) for of_rank in numbers_of)
         taken = []
-        for share in mine:
-            taken.append(_Share(share.number, min(share.n_videos, left)))
+        for share in shares:
+            taken.append(ShardShare(share.number, min(share.n_videos, left)))
             left -= taken[-1].n_videos
         return [share for share in taken if share.n_videos]
 
-    def _shuffled(self, items: Sequence[T], *salt: int) -> Sequence[T]:
+    def _shuffled(self, items: Sequence[T], epoch: int, *salt: int) -> Sequence[T]:
         """Return items in a random order that depends on seed, epoch and ``salt``; unchanged without ``shuffle``."""
         if not self._shuffle:
             return items
-        order = np.random.default_rng([self._seed, int(self._epoch), self.rank if salt[0] else 0, *salt])
+        order = np.random.default_rng([self._seed, epoch, *salt])
         return [items[i] for i in order.permutation(len(items))]
 
-    def _position(self) -> DatasetState:
-        """Return where the present iteration is."""
+    def _ranks(self) -> Ranks:
+        """Return the share of this process among the ranks, as given or as it is now."""
+        ranks = ranks_of_process(self._parent)
+        if self._given_ranks is None:
+            return ranks
+        rank, world_size = self._given_ranks
+        if ranks.divided and world_size > 1:
+            raise ValueError(
+                f"rank {rank} of {world_size} was given, but the loader divides batches among processes too, and "
+                "videos would be left out: leave out rank and world_size, or do not prepare the loader by Accelerate"
+            )
+        return Ranks(rank, world_size, ranks.divided)
+
+    def _state(self, ranks: Ranks, epoch: int, done: int, finished: bool, n_removed: int) -> DatasetState:
+        """Return a position with the settings that it depends on."""
         return {
             "ids": self._ids,
             "order": [self._seed, self._shuffle, self._mix, self._even],
-            "rank": [self.rank, self.world_size],
-            "worker": [*_worker()],
-            "epoch": int(self._epoch),
-            "done": self._done,
+            "rank": [ranks.rank, ranks.world_size],
+            "worker": [*(worker_of_loader() or (0, 1))],
+            "epoch": epoch,
+            "done": done,
+            "finished": finished,
+            "removed": n_removed,
         }
 
-    def _check(self, state: DatasetState) -> None:
-        """Raise ValueError if a state was saved for other ids, seed, ranks or workers."""
-        here = {name: value for name, value in self._position().items() if name not in ("epoch", "done")}
-        if other := [(name, value) for name, value in here.items() if state.get(name) != value]:
-            told = "; ".join(f"{name} {state.get(name)}, not {value}" for name, value in other)
-            raise ValueError(f"the state is of other data: {told}")
+    def _check(self, state: DatasetState, ranks: Ranks, goes_on: bool) -> None:
+        """Raise ValueError if a state is of other ids or seed, or ``goes_on`` in an epoch of other ranks or workers."""
+        if goes_on and worker_of_loader() is not None and not self._start_of_worker:
+            raise ValueError(
+                "the state is of a dataset that no worker process read: resume without workers, or save and load the "
+                f"state by {STATEFUL_LOADER}"
+            )
+        here: dict[str, object] = {**self._state(ranks, 0, 0, False, 0)}
+        names = ("ids", "order", "rank", "worker") if goes_on else ("ids", "order")
+        if other := [f"{name} {state.get(name)}, not {here[name]}" for name in names if state.get(name) != here[name]]:
+            raise ValueError(
+                f"the state is of other data: {'; '.join(other)}. Make the dataset from the same cache and options, or "
+                "begin an epoch by set_epoch()"
+            )
 
 
-class DatasetState(TypedDict):
-    """A process's position in an epoch, and the settings that it depends on.
-
-    Attributes:
-        ids: hash of the videos' ids and of the cache's token shards.
-        order: seed, shuffle, mix and even.
-        rank: the rank, and how many there are.
-        worker: the DataLoader's worker, and how many there are.
-        done: how many of the epoch's videos were read.
-    """
-
-    ids: str
-    order: list[int]
-    rank: list[int]
-    worker: list[int]
-    epoch: int
-    done: int
-
-
-class _Share(NamedTuple):
-    """A shard's number, and how many of its first videos a rank reads."""
-
-    number: int
-    n_videos: int
-
-
-def _worker() -> tuple[int, int]:
-    """Return this DataLoader worker's number and the number of workers, or (0, 1) in the main process."""
-    info = get_worker_info()
-    return (0, 1) if info is None else (info.id, info.num_workers)
-
-
-def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return the rank and world size: as given, else torch.distributed's, else (0, 1). Raises ValueError."""
+def _check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    """Return the rank and world size that were given, or None. Raises ValueError."""
     if (rank is None) != (world_size is None):
         raise ValueError("rank and world_size go together")
     if rank is None or world_size is None:
-        here = dist.is_available() and dist.is_initialized()
-        return (dist.get_rank(), dist.get_world_size()) if here else (0, 1)
+        return None
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}")
     return rank, world_size

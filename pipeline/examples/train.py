@@ -1,6 +1,10 @@
 """Train on a cache without a video: a linear probe that tells from a token how far into its video it is.
 
 Run it by ``python pipeline/examples/train.py CACHE``; a real probe would predict your labels.
+
+To resume within an epoch, take IterableTokenDataset and save its ``state_dict()``, or with workers that of torchdata's
+StatefulDataLoader. Under Accelerate give the dataset ``rank=accelerator.process_index`` and
+``world_size=accelerator.num_processes``, and prepare the model and the optimizer, not the loader.
 """
 
 import sys

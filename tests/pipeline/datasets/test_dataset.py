@@ -10,20 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from pipeline import IterableTokenDataset, TokenCache, TokenDataset, UnknownVideo, pack
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
-
-SIZES = (5, 3, 4, 1, 6)  # videos of each shard
-IDS = [f"v{i:02d}" for i in range(sum(SIZES))]
+from tests.pipeline.datasets.caches import IDS, SIZES, make_shards
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    store, ids = write_header(tmp_path_factory.mktemp("cache")), iter(IDS)
-    for number, size in enumerate(SIZES):
-        names = [next(ids) for _ in range(size)]
-        shard = [encoded(name, random_tokens(int(name[1:]), (4, 25, 16)), 0.25, "gstep") for name in names]
-        write_shard(store, f"run{number}", *shard)
-    return store.root
+    return make_shards(tmp_path_factory.mktemp("cache")).root
 
 
 def ids_of(videos) -> list[str]:
@@ -109,7 +101,7 @@ def test_it_goes_on_where_it_was_left(folder):
     data = dataset()
     data.set_epoch(2)
     whole = ids_of(data)
-    for n in (0, 1, 8, 11, len(IDS)):
+    for n in (0, 1, 8, 11, len(IDS) - 1):
         videos = iter(data)
         begun = [next(videos).video_id for _ in range(n)]
         state = pickle.loads(pickle.dumps(data.state_dict()))  # noqa: S301
@@ -117,6 +109,11 @@ def test_it_goes_on_where_it_was_left(folder):
         other.load_state_dict(state)
         assert other.state_dict() == state and begun + ids_of(other) == whole
         assert ids_of(other) == whole  # the iteration behind it starts at the beginning
+    assert not state["finished"] and (state["done"], state["epoch"]) == (len(IDS) - 1, 2)
+    other = dataset()
+    other.load_state_dict(state)
+    other.set_epoch(2)  # the epoch that it is in
+    assert ids_of(other) == whole[-1:]
     other = dataset(seed=6)
     other.load_state_dict(state)
     with pytest.raises(ValueError, match="other data: order"):

@@ -1,0 +1,58 @@
+"""Two real ranks read every video once, by torch.distributed alone and by loaders of Accelerate."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+from tests.pipeline.datasets.caches import N_VIDEOS, make_shards
+
+pytestmark = pytest.mark.slow
+ALL = list(range(N_VIDEOS))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> list[dict]:
+    """What each of two ranks read."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_shards(folder / "cache")
+    script = Path(__file__).with_name("ranks_here.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    arguments = [str(folder / "cache"), str(folder)]
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("how", ["alone", "forked", "spawned", "not prepared", "resumed"])
+def test_ranks_of_torch_distributed_share_the_videos(told, how):
+    """Also where the dataset was made before there were ranks."""
+    assert told[0][how] and told[1][how] and sorted(told[0][how] + told[1][how]) == ALL
+
+
+def test_ranks_that_wait_for_each_other_s_gradients_end_together(told):
+    assert len(told[0]["ddp"]) == len(told[1]["ddp"]) > 0
+    assert not set(told[0]["ddp"]) & set(told[1]["ddp"])
+
+
+@pytest.mark.parametrize("how", ["dispatched", "dispatched, spawned", "sharded", "sharded, forked"])
+def test_a_loader_that_accelerate_prepared_gives_every_video(told, how):
+    """It fills up the last batches with videos of the first ones."""
+    first, second = told[0][how], told[1][how]
+    assert sorted({*first, *second}) == ALL and len(first) == len(second)
+    assert len(first) + len(second) < N_VIDEOS + 2 * 2 * 2  # a batch of each rank more, for each worker
+
+
+def test_what_is_not_known_or_would_lose_videos_is_refused(told):
+    for rank in told:
+        assert rank["batches"] == -(-N_VIDEOS // 4)  # of two videos on two ranks
+        assert "world_size=accelerator.num_processes, do not prepare its loader" in rank["state"]
+        assert rank["stateful"] == rank["state"] and rank["end"]
+        assert "leave out rank and world_size, or do not prepare the loader" in rank["given"]

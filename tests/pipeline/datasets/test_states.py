@@ -1,0 +1,208 @@
+"""States of an epoch: its end begins the next one, set_epoch begins another, and none is given that is not known."""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from pipeline import IterableTokenDataset, TokenCache
+from pipeline.errors import RemovedVideo
+from pipeline.verify.moves import join_tokens, remove_videos
+from tests.pipeline.datasets.caches import IDS, make_shards
+
+NOW = timedelta(0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("cache")).root
+
+
+def dataset(folder, **more) -> IterableTokenDataset:
+    return IterableTokenDataset(folder, **{"shuffle": True, "seed": 5, **more})
+
+
+def ids_of(videos) -> list[str]:
+    return [video.video_id for video in videos]
+
+
+def first_of(batch) -> str:
+    return batch[0].video_id
+
+
+def epoch_of(folder, epoch: int, **more) -> list[str]:
+    data = dataset(folder, **more)
+    data.set_epoch(epoch)
+    return ids_of(data)
+
+
+def test_the_end_of_an_epoch_begins_the_next_one(folder):
+    data = dataset(folder)
+    data.set_epoch(2)
+    ids_of(data)
+    state = pickle.loads(pickle.dumps(data.state_dict()))  # noqa: S301
+    assert (state["epoch"], state["done"], state["finished"]) == (2, len(IDS), True)  # its own number
+    for epoch, begins in (None, 3), (2, 3), (3, 3), (7, 7), (0, 0):
+        other = dataset(folder)
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        if epoch is not None:
+            other.set_epoch(epoch)
+        assert ids_of(other) == epoch_of(folder, begins) and other.state_dict()["epoch"] == begins
+        assert ids_of(other) == epoch_of(folder, begins)  # again, as for any dataset
+
+
+def test_another_epoch_begins_at_its_start(folder):
+    data = dataset(folder)
+    for read in ids_of, lambda videos: next(iter(videos)):  # to the end of an epoch, and to its middle
+        epoch = data.state_dict()["epoch"]
+        assert read(data)
+        data.set_epoch(epoch)  # the same: nothing changes
+        assert data.state_dict()["done"] > 0
+        data.set_epoch(epoch + 1)
+        state = data.state_dict()
+        assert (state["epoch"], state["done"], state["finished"]) == (epoch + 1, 0, False)
+        other = dataset(folder)
+        other.load_state_dict(state)
+        assert ids_of(other) == epoch_of(folder, epoch + 1)
+
+
+def test_an_iteration_that_set_epoch_ended_counts_no_more(folder):
+    data = dataset(folder)
+    videos = iter(data)
+    begun = [next(videos).video_id]
+    data.set_epoch(1)
+    assert begun + ids_of(videos) == epoch_of(folder, 0)  # in its own order
+    assert (data.state_dict()["epoch"], data.state_dict()["done"]) == (1, 0)
+
+
+def test_the_state_of_what_workers_read_is_not_known(folder):
+    data = dataset(folder)
+    loader = DataLoader(data, batch_size=None, num_workers=2)
+    list(loader)
+    with pytest.raises(ValueError, match=r"worker processes read .* StatefulDataLoader"):
+        data.state_dict()
+    data.set_epoch(4)
+    assert (data.state_dict()["epoch"], data.state_dict()["done"]) == (4, 0)
+    list(loader)
+    list(data)  # here
+    assert data.state_dict()["finished"]
+
+
+def test_a_state_of_the_middle_is_not_for_workers_and_one_of_the_end_is(folder):
+    data = dataset(folder)
+    videos = iter(data)
+    next(videos)
+    middle = data.state_dict()
+    list(videos)
+    for workers in 1, 2:
+        other = dataset(folder)
+        other.load_state_dict(middle)
+        with pytest.raises(ValueError, match="no worker process read: resume without workers, or"):
+            list(DataLoader(other, batch_size=None, num_workers=workers))
+        other.load_state_dict(data.state_dict())
+        following = ids_of(DataLoader(other, batch_size=None, num_workers=workers))
+        assert sorted(following) == IDS and (workers > 1 or following == epoch_of(folder, 1))
+        with pytest.raises(ValueError, match="worker processes read"):
+            other.state_dict()
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True), (3, False)])
+def test_stateful_loaders_go_on_where_they_were_left(folder, workers, persistent):
+    def loader_of(data) -> StatefulDataLoader:
+        return StatefulDataLoader(data, num_workers=workers, persistent_workers=persistent, collate_fn=first_of)
+
+    data = dataset(folder)
+    data.set_epoch(3)
+    loader = loader_of(data)
+    whole, states = [], []
+    for video_id in loader:
+        whole.append(video_id)
+        states.append(loader.state_dict())
+    states.append(loader.state_dict())
+    assert sorted(whole) == IDS
+    data.set_epoch(4)
+    following = list(loader)
+    assert sorted(following) == IDS and following != whole
+    for done in 3, len(IDS) - 2:  # behind which a worker of 3 has read all of its videos
+        other = dataset(folder)
+        resumed = loader_of(other)
+        resumed.load_state_dict(states[done - 1])
+        other.set_epoch(3)
+        assert whole[:done] + list(resumed) == whole
+        other.set_epoch(4)
+        assert list(resumed) == following
+    for epoch in None, 4:
+        other = dataset(folder)
+        resumed = loader_of(other)
+        resumed.load_state_dict(states[-1])
+        if epoch is not None:
+            other.set_epoch(epoch)
+        assert list(resumed) == following
+
+
+def test_a_loader_of_accelerate_is_a_batch_ahead(folder):
+    def prepare(data, batch: int = 1, **how) -> DataLoader:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**how))
+        return accelerator.prepare(DataLoader(data, batch, collate_fn=lambda videos: torch.ones(len(videos))))
+
+    try:
+        for dispatch in None, False:
+            data = dataset(folder)
+            for batch in 1, 4:
+                given = 0
+                for ones in prepare(data, batch, dispatch_batches=dispatch):
+                    given += len(ones)
+                    assert data.state_dict()["done"] == given
+                assert given == len(IDS) and data.state_dict()["finished"]
+        stateful = prepare(data, use_stateful_dataloader=True)
+        batches = iter(stateful)
+        for given in range(1, 4):
+            next(batches)
+            assert data.state_dict()["done"] == given
+        other = dataset(folder)
+        resumed = prepare(other, use_stateful_dataloader=True)
+        resumed.load_state_dict(stateful.state_dict())
+        assert sum(map(len, resumed)) == len(IDS) - given
+        middle = {**data.state_dict(), "epoch": 3}
+        other.load_state_dict(middle)
+        loader = prepare(other)
+        with pytest.raises(ValueError, match=r"begins epoch 0, but .* epoch 3: call set_epoch\(3\) of the loader"):
+            next(iter(loader))
+        loader.set_epoch(3)
+        other.load_state_dict(middle)
+        assert sum(map(len, loader)) == len(IDS) - given
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_an_epoch_goes_on_while_its_cache_is_compacted_and_videos_are_removed(tmp_path, caplog, even):
+    store = make_shards(tmp_path)
+    expected = epoch_of(tmp_path, 0, mix=1)
+    data = dataset(tmp_path, mix=1, even=even)
+    videos = iter(data)
+    begun = [next(videos).video_id]
+    removed = {expected[-1], expected[-2], expected[10]}
+    for _ in range(2):
+        join_tokens(store, lambda line: None, NOW)
+    remove_videos(store, sorted(removed), "asked for", lambda line: None, NOW)
+    rest = ids_of(videos)
+    left = [video_id for video_id in expected if video_id not in removed]
+    assert begun + rest[: len(left) - 1] == left
+    assert rest[len(left) - 1 :] == ([left[-1]] * 3 if even else [])  # ranks keep step
+    state = data.state_dict()
+    assert (state["done"], state["removed"], state["finished"]) == (len(IDS), 3, True)
+    assert "3 videos were removed since this dataset was made" in caplog.text
+    caplog.clear()
+    assert sorted(ids_of(dataset(tmp_path))) == sorted(left) and not caplog.records
+    with pytest.raises(RemovedVideo):  # it was gone when the dataset was made
+        list(dataset(tmp_path, ids=sorted(removed)))
+    assert len(TokenCache(tmp_path).shards()) < 5
