@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import ray
-import torch
 from ray.actor import ActorHandle
 
 from gstep.errors import is_out_of_memory
@@ -232,6 +231,8 @@ def exit_after_gpu_fault(item: str, error: Exception) -> None:
 
 def _is_broken(error: Exception) -> bool:
     """Return whether the GPU refuses all work since an error."""
+    import torch  # noqa: PLC0415 - decoders do without
+
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "CUDA error" in str(error)
     try:

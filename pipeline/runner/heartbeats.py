@@ -260,9 +260,7 @@ class Heartbeats:
         items = tuple(self._held[stage].pop(worker.name, ()))
         if last not in self._lost:
             self._dead.append(Death(stage, last, items))
-        if last.node == worker.node or self._node_lives(
-            last.node, max_age_s=0.0
-        ):  # no item is to blame
+        if last.node == worker.node or self._node_lives(last.node, max_age_s=0.0):  # no item is to blame
             for item in items:
                 self._deaths[stage, item].append(last.host)
         if len(died) <= DEATHS or now - died[0] > DEATHS_S:
