@@ -71,7 +71,7 @@ def test_top_level_is_the_four_rooms():
         ("pipeline.cache.reader", {"transformers", "ray", "av", "decord"}),
         # What Ray's workers load each time one starts: decoders and writers never touch a tensor.
         ("pipeline.prune.decode_stage", {"torch", "transformers", "ray.data"}),
-        ("pipeline.prune.graph", {"torch", "transformers", "av", "ray.data"}),
+        ("pipeline.prune.write_stage", {"torch", "transformers", "av", "ray.data"}),
         ("pipeline.runner.heartbeat", {"torch", "transformers", "av", "pyarrow", "ray.data"}),
         ("gstep.backbones.preprocess", {"torch", "transformers"}),  # travels to every decoder
     ],

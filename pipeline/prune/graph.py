@@ -22,15 +22,13 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.cache.codecs import BFLOAT16, CODECS
-from pipeline.cache.writer import write_token_shard
 from pipeline.inputs.discovery import Discovery
-from pipeline.prune.batches import unit_of, unpack, written_batch
+from pipeline.prune.batches import unit_of
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.resources import CALLS, Resources
+from pipeline.prune.write_stage import Writer
 from pipeline.runner.cluster import node_selector
-from pipeline.runner.heartbeat import Heartbeat
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, Stage, add_stage, start_actors
 from pipeline.storage.stores import Store
@@ -130,35 +128,3 @@ class FoundUnits:
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for found in ray.get(ray.get(self._feed.part.remote(batch["part"][0].as_py()))):
             yield from found
-
-
-class Writer:
-    """The write actor, which makes token shards; as a task its process would end and start again between shards.
-
-    Ray ends the process of an idle task after a second, and starting another process costs more than writing.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        run_id: str,
-        heartbeats: ActorHandle | None = None,
-        codec: str = BFLOAT16.name,
-    ) -> None:
-        self._store = store
-        self._run_id = run_id
-        self._codec = CODECS[codec]
-        self._heartbeat = Heartbeat("write", heartbeats)
-        self._heartbeat.start()
-
-    def write(self, *bundles: pa.Table) -> pa.Table:
-        """Write the videos of some bundles (BUNDLE) as a shard; return their rows (WRITTEN)."""
-        videos = [video for bundle in bundles if len(bundle) for video in unpack(bundle)]
-        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
-            try:
-                rows = write_token_shard(videos, store=self._store, run_id=self._run_id, codec=self._codec)
-            except OSError as error:  # the store is at fault, not a video, so the run ends
-                self._heartbeat.fail(f"{type(error).__name__}: {error}")
-                raise
-            held.done(n=len(videos))
-        return written_batch(rows)

@@ -51,7 +51,7 @@ _WITH_RAY = (
     "pipeline.generate.answerer",
     "pipeline.prune.decode_stage",
     "pipeline.prune.encode_stage",
-    "pipeline.prune.graph",
+    "pipeline.prune.write_stage",
 )
 # Libraries choose their threads when they load. Ray's own choice for its workers comes later, and is one.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}

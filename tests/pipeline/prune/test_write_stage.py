@@ -7,8 +7,8 @@ from pipeline.cache.header import made_with
 from pipeline.cache.writer import commit
 from pipeline.errors import VideoFault
 from pipeline.prune.batches import WRITTEN, pack, written_records
-from pipeline.prune.graph import Writer
 from pipeline.prune.resources import PRUNING
+from pipeline.prune.write_stage import Writer
 from pipeline.runner.heartbeats import Worker
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header
