@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private import auto_init_hook
 
 from tests.jobs.faults import begin_forked, fork
 from tests.jobs.jobs import environment
@@ -84,7 +85,7 @@ def pasted(block: Block, folder: Path, log: Path, **environ: str) -> str:
     bash = block.language == "bash"
     for part in COMMAND.split(block.text) if bash and block.mark != FIRST else [block.text]:
         if block.mark != FIRST and (not bash or COMMAND.fullmatch(part)):
-            argv = shlex.split(part, comments=True)[2:] if bash else ["-"]
+            argv = shlex.split(part.replace("\\\n", ""), comments=True)[2:] if bash else ["-"]
             process = fork(run_python, argv, part, folder, str(log), inherited)
             process.join()
             code = process.exitcode
@@ -104,9 +105,11 @@ def run_python(argv: list[str], source: str, folder: Path, log: str, environ: di
     begin_forked(log, environ)
     sys.path.insert(0, "")
     sys.argv = argv
+    auto_init_hook.enable_auto_connect = True  # as where the tests do not forbid it
     if argv == ["-"]:
         exec(compile(source, "<stdin>", "exec"), {"__name__": "__main__"})  # noqa: S102
     else:
+        sys.modules.pop(argv[0], None)
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
