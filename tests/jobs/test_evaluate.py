@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 import signal
 from collections import Counter
@@ -18,7 +17,7 @@ import torch
 from gstep.backbones import ModelSource, family_of
 from gstep.language import prompt_builder
 from gstep.methods import METHODS
-from jobs import evaluate, generate, prune
+from jobs import evaluate
 from pipeline import TokenCache, read_answers
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
@@ -31,7 +30,7 @@ from pipeline.video.sampling import Sampling
 from tests.gstep.llms import Encoded, stock, stock_inputs
 from tests.jobs.jobs import committed, forbid_models, forbid_ray, run_here, start, stop, wait_for_files
 from tests.pipeline.asking import write_questions
-from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_rows, write_videomme
+from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_videomme
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
@@ -153,27 +152,6 @@ def test_a_grid_that_is_killed_goes_on_and_answers_nothing_twice(one_ray, result
     assert scores_of(out).drop_columns(drawn).equals(scores_of(results).drop_columns(drawn))
 
 
-def test_answers_are_those_of_a_cache_that_the_method_made(results, data, tmp_path):
-    """What jobs.prune stores of a method, asked by jobs.generate: the same replies from the same counts."""
-    items = find_benchmark("videomme").load(data).items
-    protocol = find_benchmark("videomme").protocol()
-    rows = [
-        {"question_id": i.question_id, "video_id": i.video_id, "prompt": protocol.text(i, "llava_onevision")}
-        for i in items
-    ]
-    questions = write_questions(tmp_path / "q.jsonl", rows)
-    late = {(row["question_id"], row["pruning"]): row for row in read_answers(results / "answers").to_pylist()}
-    cache, out = tmp_path / "c", tmp_path / "a"
-    made = [str(results / "videos.jsonl"), "--video-root", str(data), "--out", str(cache), "--num-frames", "4"]
-    assert prune.main([*made, "--pruner", "gstep"]) == 0
-    way = ["--retention-ratio", "0.1", "--max-new-tokens", "16", "--system", "You are a helpful assistant."]
-    assert generate.main([str(cache), "--questions", str(questions), "--out", str(out), *way]) == 0
-    for row in read_answers(out).to_pylist():
-        same = late[row["question_id"], "gstep@0.1"]
-        for name in ("answer", "n_kept", "kept_per_frame", "n_prompt_tokens"):
-            assert row[name] == same[name]
-
-
 def test_full_retention_replies_as_the_stock_model_does_on_pixels(tmp_path):
     """Reply by reply, the stock model's own visual features in bfloat16, as the cache stores them.
 
@@ -280,27 +258,6 @@ def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
     assert done.returncode == 2 and "is no cache, and there is nothing to make one of" in done.stdout
 
 
-def test_answers_of_jobs_generate_are_scored(results, tmp_path):
-    ids = TokenCache(results / "cache").video_ids
-    rows = [
-        {"question_id": i, "video_id": video, "prompt": "What?", "choices": CHOICES, "answer": "B", "topic": "x"}
-        for i, video in enumerate(ids)
-    ]
-    file = write_questions(tmp_path / "q.jsonl", rows)
-    ask = [str(results / "cache"), "--questions", str(file)]
-    assert generate.main([*ask, "--out", str(tmp_path / "full")]) == 0
-    assert generate.main([*ask, "--out", str(tmp_path / "g"), "--pruner", "gstep", "--retention-ratio", "0.1"]) == 0
-    answered = read_answers(tmp_path / "g").to_pylist()
-    assert {row["target"] for row in answered} == {"B"} and json.loads(answered[0]["question_extra"]) == {"topic": "x"}
-    argv = ["--score", str(tmp_path / "full"), str(tmp_path / "g"), "--out", str(tmp_path / "r"), "--draws", "200"]
-    done = run_here(evaluate, argv)
-    assert done.returncode == 0, done.stdout
-    scores = scores_of(tmp_path / "r").to_pylist()
-    assert {(row["method"], row["retention_ratio"]) for row in scores} == {("none", 1.0), ("gstep", 0.1)}
-    expected = {row["question_id"]: row["choice"] == 1 for row in answered}
-    assert {row["question_id"]: row["right"] for row in scores if row["method"] == "gstep"} == expected
-
-
 @pytest.fixture
 def refuse(monkeypatch):
     """A request that must be refused before Ray starts, a model is read or anything is written; returns why."""
@@ -350,21 +307,3 @@ def test_a_video_that_cannot_be_decoded_costs_its_own_questions_alone(tmp_path):
     shutil.copy(sample("bikes.mp4"), data / video_id(1))
     evaluated(data, out, "--method", "gstep", "--retention-ratio", "0.25", "--retry-failed")
     assert {row["status"] for row in scores_of(out).to_pylist()} == {"ok"}
-
-
-def test_annotations_that_change_are_noticed(results, data, tmp_path):
-    """A corrected answer is scored anew without asking; a question with another text is refused."""
-    out, changed = tmp_path / "r", tmp_path / "d"
-    shutil.copytree(results, out)
-    shutil.copytree(data, changed)
-    rows = pq.read_table(next(changed.glob("videomme/*.parquet"))).to_pylist()
-    reply = next(row for row in scores_of(out).to_pylist() if row["method"] == "none")
-    first = next(row for row in rows if row["question_id"] == reply["question_id"])
-    first["answer"] = "A" if reply["answer"] != 0 else "B"
-    write_rows(changed, rows)
-    evaluated(changed, out, *GRID)
-    again = next(row for row in scores_of(out).to_pylist() if row["method"] == "none")
-    assert again["answer"] != reply["answer"] and everything_asked(out) == everything_asked(results)
-    first["question"] = "Something else?"
-    write_rows(changed, rows)
-    assert "are others now" in evaluated(changed, out, *GRID, code=2)

@@ -1,7 +1,5 @@
 """Videos on S3 end to end: one request each, nothing on disk, and the credentials in no place but memory."""
 
-import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +12,7 @@ import pytest
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.video.decode import fingerprint
-from tests.jobs.jobs import clips, environment, forbid_ray, run, run_here
-from tests.pipeline.rays import PLAIN, ray_here
+from tests.jobs.jobs import clips, environment, forbid_ray, run
 from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
 from tests.waiting import wait_until
 
@@ -128,29 +125,3 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
     server.upload(f"all/{names[1]}", b"longer" * 10**6)
     assert inspect.main([str(cache), names[1], "--html", str(page)]) == 0
     assert "changed since" in capsys.readouterr().out
-
-
-def test_a_manifest_may_mix_places_and_what_it_may_not_name_is_not_asked_for(server, tmp_path, monkeypatch):
-    shutil.copy(clips()[1], tmp_path / "local.mp4")
-    for key in ("root/a.mp4", "other/b.mp4", "rooted/c.mp4"):
-        server.upload(key, clips()[1].read_bytes())
-    uris = {
-        "local": "local.mp4",
-        "a": server.uri("root/a.mp4"),
-        "gone": server.uri("root/gone.mp4"),
-        "b": server.uri("other/b.mp4"),
-        "c": server.uri("rooted/c.mp4"),
-    }
-    (tmp_path / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in uris.items()))
-    argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--video-root", server.uri("root")]
-    with ray_here(*PLAIN):  # which started without the credentials
-        server.reach(monkeypatch)
-        server.requests.clear()
-        done = run_here(prune, [*argv, "--on-forbidden", "record", *OPTIONS, "--max-failed", "3"])
-    assert done.returncode == 0, done.stdout
-    cache = TokenCache(tmp_path / "c")
-    assert cache.video_ids == ["a", "local"]
-    assert cache.failed == {"gone": "io", "b": "policy", "c": "policy"}
-    assert cache.metadata("a")["source_hash"] == cache.metadata("local")["source_hash"]
-    assert "--video-root" in cache.metadata("b")["error_message"]
-    assert kinds(server) == [("GET", "/root/a.mp4"), ("GET", "/root/gone.mp4")]

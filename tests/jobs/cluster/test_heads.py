@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections import Counter
@@ -15,6 +13,7 @@ from functools import partial
 import pytest
 
 from pipeline import TokenCache
+from tests.interpreter import run_python
 from tests.jobs.faults import files, tiny_videos
 from tests.jobs.jobs import committed, environment
 from tests.jobs.processes import assert_all_gone, family
@@ -111,8 +110,7 @@ def test_what_a_dying_worker_said_is_in_a_file_that_the_document_names(tmp_path)
     """
     ids = tiny_videos(tmp_path / "videos", 10)  # the fourth has five frames, the fifth six
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison", "--json"]
-    command = [sys.executable, "-m", "jobs.prune", *argv, "--fps", "25", "--encode-workers", "1"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    done = run_python("-m", "jobs.prune", *argv, "--fps", "25", "--encode-workers", "1", env=environment())
     document = json.loads(done.stdout)
     assert done.returncode == 0 and document["failures"] == {"crash": 2}, done.stderr
     assert "(raylet)" in done.stderr

@@ -13,7 +13,6 @@ from jobs.testbed.__main__ import main
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.shapes.world import DURATIONS, SEEDS
 from tests.jobs.jobs import run
-from tests.jobs.test_help import HEAVY
 from tests.waiting import wait_until
 
 
@@ -139,10 +138,3 @@ def test_an_interrupted_one_ends_with_130_and_goes_on(tmp_path):
     assert len([*tmp_path.glob("d/data/*.mp4")]) == 2
     assert make(tmp_path / "d") == 0 and make(tmp_path / "whole") == 0
     assert bytes_of(tmp_path / "d") == bytes_of(tmp_path / "whole")
-
-
-def test_help_loads_nothing_heavy():
-    done = run("jobs.testbed", "make", "--help", PYTHONPROFILEIMPORTTIME="1")
-    assert done.returncode == 0
-    loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stdout.splitlines() if line.startswith("import time:")}
-    assert "pipeline.evaluate.shapes.world" in loaded and not (HEAVY | {"numpy"}) & loaded

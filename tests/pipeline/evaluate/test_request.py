@@ -189,11 +189,6 @@ def test_a_method_that_means_something_else_than_in_the_answers_is_refused(tmp_p
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"cache": None}, "is no cache, and there is nothing to make one of: name the videos with --data"),
-        ({"method": ["magic"]}, "unknown method 'magic'"),
-        ({"method": ["gstep,magic=1"]}, "unknown parameter magic"),
-        ({"method": ["fastv,K=9"]}, "this model has 2 layers"),
-        ({"siglip": "tiny"}, "none of the methods takes anything from a SigLIP checkpoint"),
         ({"protocol": "official"}, "q has letter"),
         ({"benchmark": "magic"}, "--benchmark magic: unknown"),
     ],
