@@ -194,20 +194,6 @@ def test_full_retention_replies_as_the_stock_model_does_on_pixels(tmp_path):
     assert len(set(replies.values())) > 2  # they do depend on what is asked and seen
 
 
-def test_whole_tokens_are_deleted_once_they_are_answered_from(results, data, tmp_path):
-    out = tmp_path / "r"
-    shutil.copytree(results, out)
-    before = scores_of(out)
-    said = evaluated(data, out, *GRID, "--drop-tokens")
-    assert "files deleted (--drop-tokens); the answers stay" in said
-    assert not any(path.is_file() for path in (out / "cache").rglob("*.parquet"))
-    evaluated(data, out, *GRID)
-    assert scores_of(out).equals(before)
-    evaluated(data, out, "--method", "fps", "--retention-ratio", "0.1")  # encoded again
-    assert {row["method"] for row in scores_of(out).to_pylist()} == {"none", "fps"}
-    assert set(everything_asked(out).values()) == {1}
-
-
 def test_every_method_of_the_table_joins_by_its_name_and_those_that_need_evidence_by_another_cache(
     results, data, tmp_path
 ):
