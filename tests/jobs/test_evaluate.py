@@ -262,17 +262,14 @@ def refuse(monkeypatch):
 
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(refuse, data, results, tmp_path, monkeypatch):
     out, asked = tmp_path / "r", ["--benchmark", "videomme", "--data", str(data)]
-    assert "--benchmark NAME, or answers to score" in refuse(out)
     assert "known are videomme, longvideobench, mlvu-dev" in refuse(out, "--benchmark", "magic")
     assert "no such folder" in refuse(out, "--benchmark", "videomme", "--data", str(tmp_path / "gone"))
     assert "VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official" in refuse(out, *asked, "--protocol", "mine")
     assert "unknown method 'magic'" in refuse(out, *asked, "--method", "magic")
     assert "unknown parameter alpha" in refuse(out, *asked, "--method", "vidcom2,alpha=1")
-    assert "a parameter takes NAME=VALUE, got 'K'" in refuse(out, *asked, "--method", "fastv,K")
     assert "this model has 2 layers" in refuse(out, *asked, "--method", "fastv,K=7")
     assert "name it with --siglip" in refuse(out, *asked, "--method", "fastvid")
     assert "none of the methods takes anything from a SigLIP" in refuse(out, *asked, "--siglip", "tiny")
-    assert "--retention-ratio must be in (0, 1], got 1.5" in refuse(out, *asked, "--retention-ratio", "1.5")
     assert "results of other settings" in refuse(results, *asked, "--protocol", "official", *LIGHT)
     assert "holds no results" in refuse(data, *asked)
     assert "yours to delete" in refuse(out, *asked, "--cache", str(tmp_path / "c"), "--drop-tokens")

@@ -11,7 +11,7 @@ import pytest
 
 from jobs.testbed.__main__ import main
 from pipeline.evaluate.benchmarks import find_benchmark
-from pipeline.evaluate.shapes.world import DURATIONS, SEEDS
+from pipeline.evaluate.shapes.world import DURATIONS
 from tests.jobs.jobs import run
 from tests.waiting import wait_until
 
@@ -54,12 +54,6 @@ def test_options_choose_the_videos(tmp_path):
     assert {item.splits["domain"] for item in items} == {"dim", "needle", "pan"}
     assert make(tmp_path / "b") == 0
     assert not seeds_of(tmp_path / "a") & seeds_of(tmp_path / "b")
-
-
-def test_test_videos_are_made_where_they_are_named_and_only_there(tmp_path):
-    assert make(tmp_path / "d") == 0 and make(tmp_path / "t", "--split", "test") == 0
-    assert seeds_of(tmp_path / "d") < set(SEEDS["development"])
-    assert seeds_of(tmp_path / "t") < set(SEEDS["test"])
 
 
 def test_the_picture_shows_the_frames(tmp_path):

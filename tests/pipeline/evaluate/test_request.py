@@ -15,11 +15,7 @@ from pipeline.cache.reader import read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.request import (
-    match_results,
-    prepare,
-    write_results_header,
-)
+from pipeline.evaluate.request import match_results, prepare, write_results_header
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
 from pipeline.generate.late_pruning import late_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
@@ -188,10 +184,7 @@ def test_a_method_that_means_something_else_than_in_the_answers_is_refused(tmp_p
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [
-        ({"protocol": "official"}, "q has letter"),
-        ({"benchmark": "magic"}, "--benchmark magic: unknown"),
-    ],
+    [({"protocol": "official"}, "q has letter"), ({"benchmark": "magic"}, "--benchmark magic: unknown")],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, options, why):
     whole(tmp_path)

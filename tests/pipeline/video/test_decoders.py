@@ -12,13 +12,7 @@ import torch
 
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest
-from pipeline.video.decoders import (
-    DECODERS,
-    PyavDecoder,
-    decoder_version,
-    decoders_for,
-    load_decoder,
-)
+from pipeline.video.decoders import DECODERS, PyavDecoder, decoder_version, decoders_for, load_decoder
 from pipeline.video.decord_decoder import DecordDecoder
 from pipeline.video.probe import IndexMismatch, probe, scan
 from pipeline.video.sampling import Sampling

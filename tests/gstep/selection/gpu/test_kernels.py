@@ -14,10 +14,7 @@ from tests.interpreter import run_python
 @needs_triton
 @pytest.mark.parametrize(
     ("interpret", "left_out"),
-    [
-        ("1", "too large for the interpreter"),
-        pytest.param("0", "a GPU has its own tensor cores", marks=needs_cuda),
-    ],
+    [("1", "too large for the interpreter"), pytest.param("0", "a GPU has its own tensor cores", marks=needs_cuda)],
     ids=["cpu", "cuda"],
 )
 def test_kernels_equal_the_plain_form(interpret: str, left_out: str) -> None:
