@@ -1,5 +1,6 @@
 """A method of one's own, from the page of gstep to a cache: the block there is the file that these tests run."""
 
+import importlib
 import json
 import re
 import shutil
@@ -7,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 
 import gstep
@@ -109,12 +109,11 @@ def test_workers_that_lack_its_module_fail_the_run_with_its_name(mine, tmp_path)
     (tmp_path / "videos").mkdir()
     shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "3", "--pruner", "mine:Mine"]
+    importlib.import_module("mine")
+    sys.path.remove(str(mine))
     with ray_here({"num_cpus": 2}):
-        address = ray.get_runtime_context().gcs_address
-        code = f"import sys; sys.path.insert(0, {str(mine)!r}); import mine; sys.path.pop(0); "
-        code += f"from jobs import prune; sys.exit(prune.main({argv!r}))"
-        done = run_python("-c", code, env=environment(RAY_ADDRESS=address), timeout=240)
-    said = " ".join((done.stdout + done.stderr).split())
+        done = run_here(prune, argv)
+    said = " ".join(done.stdout.split())
     assert done.returncode == 1, said
     (why,) = re.findall(r"failed: (.*)", said)
     assert "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in why

@@ -1,20 +1,18 @@
 """Videos on S3 end to end: one request each, nothing on disk, and the credentials in no place but memory."""
 
-import signal
-import subprocess
-import sys
+import os
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.video.decode import fingerprint
-from tests.jobs.jobs import clips, environment, forbid_ray, run
+from tests.jobs.jobs import clips, forbid_ray, run
+from tests.jobs.ray_cluster import Cluster
+from tests.paths import ROOT
 from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -31,23 +29,9 @@ def server():
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray head that was started without any credentials: (its address, its folder)."""
-    variables = {name: value for name, value in environment().items() if not name.startswith("AWS_")}
-    folder = Path(variables["RAY_TMPDIR"])
-    ray = Path(sys.executable).with_name("ray")
-    command = [ray, "start", "--head", "--block", "--port=0", "--num-cpus=2", "--include-dashboard=false"]
-    head = subprocess.Popen(
-        [*command, "--disable-usage-stats", "--temp-dir", folder], env=variables, stdout=subprocess.DEVNULL
-    )
-    try:
-        file = folder / "ray_current_cluster"
-
-        def running() -> None:
-            assert head.poll() is None, "the Ray head ended"
-
-        yield wait_until(lambda: file.is_file() and file.read_text().strip(), "the Ray head", meanwhile=running), folder
-    finally:
-        head.send_signal(signal.SIGTERM)  # it ends what it started
-        head.wait(60)
+    none = {name: None for name in os.environ if name.startswith("AWS_")}
+    with Cluster(server=False, PYTHONPATH=str(ROOT), **none) as head:
+        yield head.gcs_address, head.folder
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import TokenCache
 from tests.interpreter import run_python
-from tests.jobs.faults import files, tiny_videos
+from tests.jobs.faults import Driver, files, tiny_videos
 from tests.jobs.jobs import committed, environment
 from tests.jobs.processes import assert_all_gone, family
 from tests.jobs.ray_cluster import ENDED, Cluster
@@ -28,17 +28,17 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     """The machine of the first head is lost in the middle: its head, its driver, its workers."""
     ids = tiny_videos(tmp_path / "videos", 40)
     cache = tmp_path / "c"
-    command = ("python", "-m", "jobs.prune", str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2")
-    decoder = ("--decoder", "tests.jobs.hostile:PatientDecoder", "--decode-workers", "1")
-    options = (*decoder, "--flush-seconds", "1", "--log-interval", "1")
-    with Cluster(cpus=2, PYTHONPATH=str(ROOT)) as first:
-        assert first.submit(*command, *options, options=("--no-wait", "--submission-id", "one")).returncode == 0
-        wait_until(lambda: files(cache, "videos"), lambda: first.logs("one"), meanwhile=pause)
-        lost = [first.head_pid, *family(first.head_pid)]
+    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decode-workers", "1"]
+    argv += ["--decoder", "tests.jobs.hostile:PatientDecoder", "--flush-seconds", "1", "--log-interval", "1"]
+    with Cluster(cpus=2, server=False, PYTHONPATH=str(ROOT)) as first:
+        driver = Driver(argv, tmp_path / "log", RAY_ADDRESS=first.gcs_address)
+        driver.until(lambda: files(cache, "videos"), "the first commit")
+        lost = [first.head_pid, driver.pid, *family(first.head_pid)]
         for pid in lost:
             with suppress(ProcessLookupError):  # it ended with the head
                 os.kill(pid, signal.SIGKILL)
-        assert_all_gone(lost[1:])
+        assert driver.wait() == -signal.SIGKILL
+        assert_all_gone(lost[2:])
     kept = TokenCache(cache).video_ids
     assert 0 < len(kept) < len(ids)
     bad = ["no-video.mp4", "text.mp4"]
@@ -46,7 +46,8 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
         (tmp_path / "videos" / name).write_text("no video")
     started = time.time()
     with Cluster(cpus=2, PYTHONPATH=str(ROOT), RAY_metrics_report_interval_ms="1000") as second:
-        second.submit(*command, *options, options=("--no-wait", "--submission-id", "two"))
+        command = ("python", "-m", "jobs.prune", *argv)
+        second.submit(*command, options=("--no-wait", "--submission-id", "two"))
         both = ("decode", "encode")  # a port names a metric for a while before it has values
         meanwhile = wait_until(lambda: scrape(second, both), lambda: second.logs("two"), 240, meanwhile=pause)
         (tmp_path / "videos" / "quick").touch()
