@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import sys
+import tempfile
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As tests.jobs.jobs.environment has it for processes of their own. Ray reads it once in a process: after a cluster with
 # a token every other one would be refused.
 os.environ["RAY_AUTH_MODE"] = "disabled"
+# PyTorch sets it as soon as it compiles anything. Workers are forked from a server where both have the same variables.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 # Nothing that a finished run left behind may start a cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 # Files that end the cluster which others share, for clusters of their own. They go first: then each worker of -n starts
