@@ -1,4 +1,4 @@
-"""A real Ray cluster on this machine, with or without a job server, its nodes started as an operator would."""
+"""A real Ray cluster on this machine with a job server, its nodes started by ``ray start`` as an operator would."""
 
 from __future__ import annotations
 
@@ -33,29 +33,25 @@ class Cluster:
         environment: what the nodes, and with them every job, are started in.
     """
 
-    def __init__(self, *, cpus: int = 2, server: bool = True, **environ: str | None) -> None:
+    def __init__(self, *, cpus: int = 2, **environ: str) -> None:
         self.environment = environment(**environ)
         if "PYTHONPATH" not in environ:
             del self.environment["PYTHONPATH"]  # jobs must run the code they are submitted with, not this checkout
         self.environment["PATH"] = f"{RAY.parent}{os.pathsep}{self.environment['PATH']}"
         self.folder = Path(self.environment.pop("RAY_TMPDIR"))
         self._nodes: list[subprocess.Popen[bytes]] = []
-        self._server = server
         self._gcs, dashboard, agent, client = _free_ports(4)
         self.address = f"http://127.0.0.1:{dashboard}"
         self.gcs_address = f"127.0.0.1:{self._gcs}"
         self._start(
-            "--head", f"--port={self._gcs}", f"--temp-dir={self.folder}", f"--include-dashboard={server}",
+            "--head", f"--port={self._gcs}", f"--temp-dir={self.folder}", "--include-dashboard=true",
             f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
             agent=agent, cpus=cpus,
         )  # fmt: skip
 
     def __enter__(self) -> Cluster:
         try:
-            if self._server:
-                self._wait_for_server()
-            else:
-                self._wait_until((self.folder / "ray_current_cluster").is_file, "the head")
+            self._wait_for_server()
         except BaseException:
             self.close()
             raise

@@ -28,6 +28,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 SLOW = "tests.jobs.hostile:SlowDecoder"
+FREE_BYTES = 2**18  # of a box of the file format that holds nothing
 
 
 def _run_that_loses_a_node(cache: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
@@ -99,7 +100,10 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
 
 def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp_path):
     """One of the first nodes is lost once what was left has been planned for all. Until then there is long to go."""
-    ids = tiny_videos(tmp_path / "videos", 200)
+    ids = tiny_videos(tmp_path / "videos", 140)
+    for name in ids:
+        with (tmp_path / "videos" / name).open("ab") as file:  # so large that more decoders are worth their start
+            file.write(FREE_BYTES.to_bytes(4, "big") + b"free" + bytes(FREE_BYTES - 8))
     cache = tmp_path / "c"
     notes: list[str] = []
 
@@ -110,8 +114,8 @@ def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp
     with growing_ray({"num_cpus": 1}, {"num_cpus": 1}) as (add_node, _), ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)  # nodes are added by the main thread alone
         wait_until(lambda: files(cache, "videos"), "the first commit")
-        add_node(num_cpus=2)
-        wait_until(lambda: planned_cpus(cache) == 4, "a plan for four cores")
+        add_node(num_cpus=4)
+        wait_until(lambda: planned_cpus(cache) == 6, "a plan for six cores")
         before = len(files(cache, "videos"))
         wait_until(lambda: len(files(cache, "videos")) > before, "a commit by the new workers")
         os.kill(raylets(os.getpid())[1], signal.SIGKILL)

@@ -1,17 +1,17 @@
 """Videos on S3 end to end: one request each, nothing on disk, and the credentials in no place but memory."""
 
-import os
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import ray
 
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.video.decode import fingerprint
 from tests.jobs.jobs import clips, forbid_ray, run
-from tests.jobs.ray_cluster import Cluster
-from tests.paths import ROOT
+from tests.pipeline.rays import PLAIN, ray_here
 from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
 
 pytestmark = pytest.mark.slow
@@ -28,10 +28,10 @@ def server():
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray head that was started without any credentials: (its address, its folder)."""
-    none = {name: None for name in os.environ if name.startswith("AWS_")}
-    with Cluster(server=False, PYTHONPATH=str(ROOT), **none) as head:
-        yield head.gcs_address, head.folder
+    """A Ray that was started without any credentials: (its address, the folder of its sessions)."""
+    with ray_here(*PLAIN):
+        session = Path(ray._private.worker._global_node.get_session_dir_path())
+        yield ray.get_runtime_context().gcs_address, session.parent
 
 
 @contextmanager

@@ -26,19 +26,18 @@ pytestmark = pytest.mark.slow
 
 def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     """The machine of the first head is lost in the middle: its head, its driver, its workers."""
-    ids = tiny_videos(tmp_path / "videos", 40)
+    ids = tiny_videos(tmp_path / "videos", 16)
     cache = tmp_path / "c"
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decode-workers", "1"]
     argv += ["--decoder", "tests.jobs.hostile:PatientDecoder", "--flush-seconds", "1", "--log-interval", "1"]
-    with Cluster(cpus=2, server=False, PYTHONPATH=str(ROOT)) as first:
-        driver = Driver(argv, tmp_path / "log", RAY_ADDRESS=first.gcs_address)
-        driver.until(lambda: files(cache, "videos"), "the first commit")
-        lost = [first.head_pid, driver.pid, *family(first.head_pid)]
-        for pid in lost:
-            with suppress(ProcessLookupError):  # it ended with the head
-                os.kill(pid, signal.SIGKILL)
-        assert driver.wait() == -signal.SIGKILL
-        assert_all_gone(lost[2:])
+    driver = Driver(argv, tmp_path / "log", **environment())  # with a head of its own
+    driver.until(lambda: files(cache, "videos"), "the first commit")
+    lost = [driver.pid, *family(driver.pid)]
+    for pid in lost:
+        with suppress(ProcessLookupError):  # it ended with the head
+            os.kill(pid, signal.SIGKILL)
+    assert driver.wait() == -signal.SIGKILL
+    assert_all_gone(lost[1:])
     kept = TokenCache(cache).video_ids
     assert 0 < len(kept) < len(ids)
     bad = ["no-video.mp4", "text.mp4"]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 VIDEOS = 24
 CELLS = 36  # tokens of a frame
-RIGHT = {"none": 271, "gstep": 248, "random": 145}
+RIGHT = {"none": 186, "gstep": 173, "random": 104}
 MUTATED = 3  # videos
 
 
