@@ -21,8 +21,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 # Nothing that a finished run left behind may start a cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-# Files that end the cluster which others share, for clusters of their own. They go first: then each worker of -n starts
-# the shared one once.
+# Files that start clusters of their own. They take long, and most of them end the cluster that other files share. So
+# they go first, and each worker of -n starts the shared cluster once.
 OWN_CLUSTERS = {
     *("jobs/cluster/test_heads.py", "jobs/test_doctor.py", "jobs/test_faults_bad_node.py", "jobs/test_faults_kills.py"),
     *("jobs/test_faults_node.py", "jobs/test_submit.py"),
