@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import sys
+import tempfile
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +17,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As tests.jobs.jobs.environment has it for processes of their own. Ray reads it once in a process: after a cluster with
 # a token every other one would be refused.
 os.environ["RAY_AUTH_MODE"] = "disabled"
+# PyTorch sets it as soon as it compiles anything. Workers are forked from a server where both have the same variables.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 # Nothing that a finished run left behind may start a cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+# Files that start clusters of their own. They take long, and most of them end the cluster that other files share. So
+# they go first, and each worker of -n starts the shared cluster once.
+OWN_CLUSTERS = {
+    *("jobs/cluster/test_heads.py", "jobs/test_doctor.py", "jobs/test_faults_bad_node.py", "jobs/test_faults_kills.py"),
+    *("jobs/test_faults_node.py", "jobs/test_submit.py"),
+    *("pipeline/prune/test_graph.py", "pipeline/prune/test_memory.py", "pipeline/runner/test_autoscaler.py"),
+    *("pipeline/runner/test_cluster.py", "pipeline/runner/test_watchdog.py"),
+}
 _SLOW: Counter[Path] = Counter()  # slow tests of a file
 _ALL: Counter[Path] = Counter()
 
@@ -32,9 +44,10 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with the most slow tests first, then the longest: the workers of ``-n`` end at about the same time."""
+    own = {Path(__file__).parent / name for name in OWN_CLUSTERS}
     _SLOW.update(item.path for item in items if item.get_closest_marker("slow"))
     _ALL.update(item.path for item in items)
-    items.sort(key=lambda item: (-_SLOW[item.path], -_ALL[item.path], item.path))
+    items.sort(key=lambda item: (item.path not in own, -_SLOW[item.path], -_ALL[item.path], item.path))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

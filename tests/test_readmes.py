@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,9 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private import auto_init_hook
 
+from tests.jobs.faults import begin_forked, fork
 from tests.jobs.jobs import environment
 from tests.paths import ROOT
 from tests.pipeline.rays import ray_here
@@ -47,6 +51,7 @@ MARKS = {
 }  # fmt: skip
 FIRST = "first command"
 FENCE = re.compile(r"(?:<!-- ([^>]+) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
+COMMAND = re.compile(r"^(python -m (?:.*\\\n)*.*\n)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]*)(#[^)]*)?\)|src=\"([^\"]+)\"")
 
 
@@ -62,9 +67,7 @@ class Block:
 def blocks(page: str) -> list[Block]:
     """In order; of the command that installs, what comes after that."""
     found = [Block(*match.groups(default="")) for match in FENCE.finditer((ROOT / page).read_text())]
-    return [
-        replace(one, mark="", text=one.text.rpartition(".venv/bin/")[2]) if one.mark == FIRST else one for one in found
-    ]
+    return [replace(one, text=one.text.rpartition(".venv/bin/")[2]) if one.mark == FIRST else one for one in found]
 
 
 def shape(text: str) -> list[str]:
@@ -72,17 +75,42 @@ def shape(text: str) -> list[str]:
     return [" ".join(re.sub(r"[\d.,]+|[━╸╺─]+", "#", line).split()) for line in text.splitlines() if line.strip()]
 
 
-def pasted(block: Block, folder: Path, **environ: str) -> str:
-    """What a block prints where the environment was activated."""
+def pasted(block: Block, folder: Path, log: Path, **environ: str) -> str:
+    """What a block prints where the environment was activated.
+
+    Python runs in processes forked from one that has the imports, but for the first command.
+    """
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = ["bash", "-euo", "pipefail", "-c", block.text] if block.language == "bash" else [sys.executable, "-"]
-    given = None if block.language == "bash" else block.text
-    done = subprocess.run(
-        command, cwd=folder, env=environment(**environ), input=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{block.text}\n{done.stdout}"
-    return done.stdout
+    inherited = environment(**environ)
+    bash = block.language == "bash"
+    for part in COMMAND.split(block.text) if bash and block.mark != FIRST else [block.text]:
+        if block.mark != FIRST and (not bash or COMMAND.fullmatch(part)):
+            argv = shlex.split(part.replace("\\\n", ""), comments=True)[2:] if bash else ["-"]
+            process = fork(run_python, argv, part, folder, str(log), inherited)
+            process.join()
+            code = process.exitcode
+        else:
+            command = ["bash", "-euo", "pipefail", "-c", part]
+            with log.open("ab") as out:
+                code = subprocess.run(
+                    command, cwd=folder, env=inherited, stdout=out, stderr=out, check=False
+                ).returncode
+        assert code == 0, f"{part}\n{log.read_text()}"
+    return log.read_text()
+
+
+def run_python(argv: list[str], source: str, folder: Path, log: str, environ: dict[str, str]) -> None:
+    """Be ``python -m <argv>``, or ``python -`` with a source."""
+    os.chdir(folder)
+    begin_forked(log, environ)
+    sys.path.insert(0, "")
+    sys.argv = argv
+    auto_init_hook.enable_auto_connect = True  # as where the tests do not forbid it
+    if argv == ["-"]:
+        exec(compile(source, "<stdin>", "exec"), {"__name__": "__main__"})  # noqa: S102
+    else:
+        sys.modules.pop(argv[0], None)
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +127,12 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_of_a_page_runs_as_pasted(page, folder, address):
+def test_every_block_of_a_page_runs_as_pasted(page, folder, address, tmp_path):
     ran = 0
     for block, after in pairwise([*blocks(page), Block("", "", "")]):
-        if block.mark or block.language not in ("bash", "python"):
+        if block.mark not in ("", FIRST) or block.language not in ("bash", "python"):
             continue
-        printed = pasted(block, folder, RAY_ADDRESS=address)
+        printed = pasted(block, folder, tmp_path / str(ran), RAY_ADDRESS=address)
         ran += 1
         if after.mark == "output":
             missing = [line for line in shape(after.text) if line not in shape(printed)]
@@ -126,7 +154,7 @@ def test_git_ignores_what_the_blocks_made(folder):
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 def test_what_is_not_pasted_says_why(page):
-    assert {block.mark for block in blocks(page)} <= MARKS | {""}
+    assert {block.mark for block in blocks(page)} <= MARKS | {"", FIRST}
     assert all(block.language or block.text.startswith((" ", "cache.json", "tests/")) for block in blocks(page))
 
 

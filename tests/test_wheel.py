@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipeline import TokenCache
-from tests.jobs.jobs import environment
+from tests.interpreter import run_python
+from tests.jobs.jobs import ALONE, environment
 from tests.jobs.test_own_method import CODE
 from tests.paths import ROOT
 from tests.pipeline.caches import make_cache, random_tokens
@@ -41,14 +42,8 @@ def site(tmp_path_factory) -> Path:
 def command(site: Path, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     """``gstep-cache ARGV`` in a folder with a pipeline.py of the user's."""
     (folder / "pipeline.py").write_text("raise SystemExit('not ours')")
-    return subprocess.run(
-        [sys.executable, str(site / "bin" / "gstep-cache"), *argv],
-        cwd=folder,
-        env={"PYTHONPATH": str(site), "HOME": str(folder), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environ = {"PYTHONPATH": str(site), "HOME": str(folder), "PATH": "/usr/bin:/bin"}
+    return run_python(site / "bin" / "gstep-cache", *argv, cwd=folder, env=environ)
 
 
 def test_everything_of_the_package_is_in_it(site):
@@ -78,14 +73,9 @@ def test_a_project_with_packages_of_the_same_names_prunes_by_a_method_of_its_own
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')")
     (tmp_path / "mine.py").write_text(CODE[0])
     argv = ["prune", str(sample("bikes.mp4")), "--out", "c", "--pruner", "mine:Mine", "--num-frames", "3"]
-    done = subprocess.run(
-        [sys.executable, str(site / "bin" / "gstep-cache"), *argv, "--retention-ratio", "20%"],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(site), HOME=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    argv += ["--retention-ratio", "20%"]
+    environ = environment(PYTHONPATH=str(site), HOME=str(tmp_path), **ALONE)
+    done = run_python(site / "bin" / "gstep-cache", *argv, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "look inside: python -m jobs.inspect c" in done.stdout
     assert len(TokenCache(tmp_path / "c").get("bikes.mp4").tokens) == 3 * 196 // 5
@@ -105,14 +95,7 @@ def test_folders_of_the_same_names_that_are_no_packages_hide_nothing(site, tmp_p
     for name in ("pipeline", "jobs"):
         (tmp_path / "project" / name).mkdir(parents=True)
     code = f"import site; site.addsitedir({str(site)!r}); import jobs, pipeline; print(pipeline.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        cwd=tmp_path / "project",
-        env={},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-S", "-c", code, cwd=tmp_path / "project", env={})
     assert done.stdout == f"{tmp_path / 'clone' if editable else site}/pipeline/__init__.py\n", done.stderr
 
 
@@ -121,12 +104,5 @@ def test_the_checkpoint_that_comes_with_it_is_found(site, tmp_path):
         "import gstep, sys; from gstep.checkpoints.source import ModelSource; s = ModelSource.resolve('shapes')"
         "; print(gstep.__file__, s.identity, s.weight_files)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(site)}, check=True)
     assert done.stdout.startswith(f"{site}/gstep/__init__.py shapes:") and "model.safetensors" in done.stdout

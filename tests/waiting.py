@@ -15,16 +15,18 @@ def wait_until(
     timeout: float = 120,
     meanwhile: Callable[[], object] | None = None,
 ) -> T:
-    """Look again and again until ``condition`` gives something true; returns that.
+    """Look again and again until ``condition`` gives something true; returns that. Most of the time it waits.
 
     Args:
         what: what is waited for, in words, or a function that says how far it is; for the failure.
         meanwhile: called between two looks; it raises where waiting is in vain.
     """
     deadline = time.monotonic() + timeout
-    while not (found := condition()):
+    while True:
+        began = time.monotonic()
+        if found := condition():
+            return found
         if meanwhile is not None:
             meanwhile()
         assert time.monotonic() < deadline, f"not within {timeout:g} s: {what if isinstance(what, str) else what()}"
-        time.sleep(0.02)
-    return found
+        time.sleep(max(0.02, 3 * (time.monotonic() - began)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 import gstep
 from tests.gstep.synthetic import FLOATS, video
+from tests.interpreter import run_python
 
 RATIOS = [0.1, 0.15, 0.2, 0.25, 0.5, 1.0]
 
@@ -56,7 +55,7 @@ def test_importing_gstep_loads_no_model_code_and_needs_no_triton_and_its_tables_
         "import sys, gstep.methods, gstep.families; print('torch' in sys.modules); sys.modules['triton'] = None;"
         "import gstep.selection.gpu.launch; gstep.make_pruner('gstep'); print('transformers' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ran = run_python("-c", code, check=True)
     assert ran.stdout.split() == ["False", "False"]
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = gstep.nonsense  # type: ignore[attr-defined]

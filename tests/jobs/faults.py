@@ -9,7 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from itertools import count
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,45 @@ def tiny_videos(folder: Path, count: int = N_VIDEOS) -> list[str]:
     return names
 
 
+def fork(target: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """Start a process that is forked from a server in which everything that a command imports is loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    process = context.Process(target=target, args=args)
+    process.start()
+    return process
+
+
+def die_at_call(number: int, methods: tuple[str, ...], command: list[str], log: Path) -> int | None:
+    """Run ``python -m <command>``, killed as it is about to call one of the methods of LocalStore once more.
+
+    It may call them ``number`` times. A rewrite writes two videos a shard. Returns the exit code.
+    """
+    process = fork(_die_at_call, number, methods, command, str(log))
+    process.join()
+    return process.exitcode
+
+
+def _die_at_call(number: int, methods: tuple[str, ...], command: list[str], log: str) -> None:
+    from pipeline.rewrite import rewrite  # noqa: PLC0415
+
+    begin_forked(log, {})
+    rewrite._SHARD_VIDEOS = 2
+    calls = count()
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            if next(calls) >= number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(*args, **more)
+
+        return call
+
+    for name in methods:
+        setattr(LocalStore, name, counted(getattr(LocalStore, name)))
+    sys.exit(import_module(command[0]).main(command[1:]))
+
+
 class Driver:
     """``python -m jobs.prune`` as a process of its own, without the seconds that its imports take.
 
@@ -57,10 +98,7 @@ class Driver:
     """
 
     def __init__(self, argv: list[str], log: Path, before: Callable[[], None] | None = None, **environ: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
-        self._process = context.Process(target=_drive, args=(argv, str(log), before, environ))
-        self._process.start()
+        self._process = fork(_drive, argv, str(log), before, environ)
         self._log = log
 
     @property
@@ -97,6 +135,16 @@ class Driver:
 def _drive(argv: list[str], log: str, before: Callable[[], None] | None, environ: dict[str, str]) -> None:
     from jobs import prune  # noqa: PLC0415 - not when Ray's workers or decode processes import this module
 
+    begin_forked(log, environ)
+    if before is not None:
+        before()
+    code = prune.main(argv)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def begin_forked(log: str, environ: dict[str, str]) -> None:
+    """Give a process that was forked with all imports done its output, its environment and random ids of its own."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -106,11 +154,6 @@ def _drive(argv: list[str], log: str, before: Callable[[], None] | None, environ
     # the object store, the next one would abort: each takes a place of its own in the sequence.
     for _ in range(os.getpid() % 2**15):
         ray.ObjectRef.from_random()
-    if before is not None:
-        before()
-    code = prune.main(argv)
-    sys.stdout.flush()
-    os._exit(code)
 
 
 def die_before_the_third_commit() -> None:

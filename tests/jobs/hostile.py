@@ -79,10 +79,10 @@ class SlowDecoder(PyavDecoder):
 
 
 class PatientDecoder(PyavDecoder):
-    """Takes a second for each video until a file named quick is beside them."""
+    """Takes three seconds for each video until a file named quick is beside them."""
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
-        deadline = time.monotonic() + 1
+        deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not Path(self._index.path).with_name("quick").exists():
             time.sleep(0.05)
         yield from super().read(indices)

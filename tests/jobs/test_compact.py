@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from jobs import compact, inspect, remove, verify
 from pipeline import TokenCache
 from pipeline.errors import RemovedVideo
 from pipeline.storage.stores import LocalStore
-from tests.paths import ROOT
+from tests.jobs.faults import die_at_call
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import say_what_was_committed
 
@@ -110,37 +108,18 @@ def test_minutes_that_no_clock_has_are_refused(cache, capsys, minutes):
     assert ended.value.code == 2 and "--keep-minutes: must be from 0 to 100,000,000" in capsys.readouterr().err
 
 
-# jobs.compact in a process of its own that ends, by SIGKILL, when it is about to touch the store for the n-th time.
-KILLED = """
-import os, signal, sys
-from jobs import compact
-from pipeline.storage.stores import LocalStore
-left = int(sys.argv[1])
-def counted(method):
-    def call(*args, **more):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return method(*args, **more)
-    return call
-LocalStore.put, LocalStore.delete = counted(LocalStore.put), counted(LocalStore.delete)
-sys.exit(compact.main(sys.argv[2:]))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("touches", range(5))
-def test_a_kill_loses_and_doubles_nothing(cache, touches):
+def test_a_kill_loses_and_doubles_nothing(cache, tmp_path, touches):
     """The first touch puts the merged file, the others delete the three files whose rows it has."""
     before = {name: TokenCache(cache).get(name).tokens for name in "abc"}
-    argv = [sys.executable, "-c", KILLED, str(touches), str(cache), "--keep-minutes", "0"]
+    command = ["jobs.compact", str(cache), "--keep-minutes", "0"]
     for _ in range(2):  # one run merges, the next deletes what was merged
-        ended = subprocess.run(argv, cwd=ROOT, capture_output=True, check=False)
-        assert ended.returncode in {0, -signal.SIGKILL}, ended.stderr
+        ended = die_at_call(touches, ("put", "delete"), command, tmp_path / "log")
+        assert ended in {0, -signal.SIGKILL}, (tmp_path / "log").read_text()
         now = TokenCache(cache)
         assert now.video_ids == ["a", "b", "c"] and all(torch.equal(now.get(name).tokens, before[name]) for name in now)
-    assert (ended.returncode == 0) == (touches >= 3)
+    assert (ended == 0) == (touches >= 3)
     for _ in range(2):
         assert compact.main([str(cache), "--keep-minutes", "0"]) == verify.main([str(cache)]) == 0
     assert len(list((cache / "videos").iterdir())) == 1

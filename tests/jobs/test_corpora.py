@@ -157,12 +157,7 @@ def test_tars_on_s3_give_equal_tokens_for_a_request_each_and_say_what_was_read(
         for number in range(2):
             server.upload(f"c/s-{number}.tar", (corpus / "a.tar").read_bytes())
         cache = tmp_path / "c"
-        argv = [
-            f"s3://{server.bucket}/c/s-{{0..1}}.tar",
-            "--out",
-            str(cache),
-            *OPTIONS,
-        ]
+        argv = [f"s3://{server.bucket}/c/s-{{0..1}}.tar", "--out", str(cache), *OPTIONS]
         done = run_here(prune, argv)
         assert done.returncode == 0, done.stdout
         counts = server.counts()
@@ -288,22 +283,3 @@ def test_a_limit_opens_the_tars_that_it_needs_and_the_next_run_goes_on(cluster, 
         assert len(list((cache / "sources").iterdir())) == 2 and "videos of 3 containers are not known" in done.stdout
     assert run_here(prune, argv).returncode == 0
     assert_complete(cache, [f"{number}.tar/{part}.mp4" for number in range(5) for part in "ab"])
-
-
-def test_a_limit_opens_of_a_single_tar_what_it_needs(cluster, files, tmp_path):
-    clip = files["carphone_distorted.mp4"]
-    members = {f"{number}.mp4": clip for number in range(4)}
-    for number in range(4, 1000):
-        members[f"{number:03}.mp4"] = b""  # would be rows of errors
-    write_tar(tmp_path / "a.tar", members)
-    argv = [str(tmp_path / "a.tar"), "--out", str(tmp_path / "one"), *OPTIONS, "--limit", "3"]
-    done = run_here(prune, argv)
-    assert done.returncode == 0 and "videos of 1 containers are not known yet" in done.stdout, done.stdout
-    assert_complete(tmp_path / "one", [f"a.tar/{number}.mp4" for number in range(3)])
-    assert not (tmp_path / "one" / "sources").exists()
-    assert run_here(prune, [*argv[:-1], "1"]).returncode == 0
-    assert_complete(tmp_path / "one", [f"a.tar/{number}.mp4" for number in range(4)])
-
-    write_tar(tmp_path / "none.tar", {"a.txt": b"no video"})
-    done = run_here(prune, [str(tmp_path / "none.tar"), "--out", str(tmp_path / "none"), *OPTIONS, "--limit", "3"])
-    assert done.returncode == 2 and "none of the 1 containers holds a video" in done.stdout, done.stdout

@@ -19,10 +19,10 @@ OPTIONS = ["--num-frames", "2", "--decoder", "tests.jobs.hostile:MountedElsewher
 
 
 def test_what_fails_on_one_node_is_tried_again_on_the_others(tmp_path):
-    ids = tiny_videos(tmp_path / "videos", 64)
+    ids = tiny_videos(tmp_path / "videos", 40)
     cache = tmp_path / "c"
-    with ray_here({"num_cpus": 4}, {"num_cpus": 2, "env_vars": {"BAD_NODE": "1"}}):
-        argv = [str(tmp_path / "videos"), "--out", str(cache), *OPTIONS, "--decode-workers", "5"]
+    with ray_here({"num_cpus": 2}, {"num_cpus": 2, "env_vars": {"BAD_NODE": "1"}}):
+        argv = [str(tmp_path / "videos"), "--out", str(cache), *OPTIONS, "--decode-workers", "3"]
         done = run_here(prune, argv)
     assert done.returncode == 0, done.stdout
     assert "videos that failed are tried again without " in done.stdout
@@ -41,7 +41,7 @@ def one_node():
 
 def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node, tmp_path):
     """One of four decoders, on the only node: what it does not get is done by the others."""
-    ids = tiny_videos(tmp_path / "videos", 120)
+    ids = tiny_videos(tmp_path / "videos", 96)
     Path(tmp_path / "videos" / "bad").mkdir()
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), *OPTIONS, "--decode-workers", "4"]
     done = run_here(prune, argv)

@@ -39,7 +39,7 @@ LAYER = {"tiny": 1, "tiny-qwen3-vl": 3}
 
 @pytest.fixture(scope="module")
 def cluster():
-    with ray_here({"num_cpus": 4}):
+    with ray_here({"num_cpus": 2}):
         yield
 
 

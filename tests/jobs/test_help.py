@@ -1,12 +1,9 @@
-"""``--help``: complete by the tables that it is made from, and there at once."""
+"""``--help``: complete by the tables that it is made from."""
 
 import pytest
 
 from gstep.methods import METHODS, OF_A_VIDEO
 from jobs import evaluate, generate, prune, serve
-from tests.jobs.jobs import run
-
-HEAVY = {"torch", "ray", "pyarrow", "transformers", "av", "decord"}
 
 
 def help_of(command, flag, capsys):
@@ -22,14 +19,6 @@ def test_every_method_of_the_table_is_listed_where_it_runs(command, methods, cap
     said = help_of(command, "--pruner", capsys)
     assert ", ".join(methods) in said
     assert not [name for name in METHODS.keys() - methods.keys() if name in said.replace(",", "").split()]
-
-
-@pytest.mark.parametrize("command", ["prune", "generate"])
-def test_help_loads_nothing_heavy(command):
-    done = run("jobs." + command, "--help", PYTHONPROFILEIMPORTTIME="1")
-    assert done.returncode == 0
-    loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stdout.splitlines() if line.startswith("import time:")}
-    assert f"pipeline.{command}.config" in loaded and not HEAVY & loaded
 
 
 @pytest.mark.parametrize("command", [prune, generate, evaluate, serve])

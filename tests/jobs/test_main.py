@@ -1,13 +1,13 @@
 """``gstep-cache``: every command by its name, versions, and a folder whose files hide this package."""
 
 import subprocess
-import sys
 from importlib import import_module
 
 import pytest
 
 from jobs.__main__ import COMMANDS, main
 from jobs.command import VERSIONS_OF
+from tests.interpreter import run_python
 from tests.paths import ROOT
 
 
@@ -31,14 +31,7 @@ def test_the_name_alone_and_its_help_list_every_command(capsys):
 
 
 def in_folder(folder, *argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *argv],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python(*argv, cwd=folder, env={"PYTHONPATH": str(ROOT)})
 
 
 def test_only_the_command_that_is_named_is_imported_and_the_current_folder_comes_last(tmp_path):

@@ -1,21 +1,21 @@
 """A method of one's own, from the page of gstep to a cache: the block there is the file that these tests run."""
 
+import importlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 
 import gstep
 from jobs import generate, inspect, prune, verify
 from pipeline import TokenCache
 from tests.gstep.synthetic import assert_same, video
-from tests.jobs.jobs import environment, forbid_ray, run, run_here
+from tests.interpreter import run_python
+from tests.jobs.jobs import ALONE, environment, forbid_ray, run, run_here
 from tests.paths import ROOT
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.rays import ray_here
@@ -64,13 +64,8 @@ def test_a_file_and_a_line_make_it_a_method_of_the_package(tmp_path):
     table.write_text(table.read_text().replace('    "none":', f'    {line}\n    "none":'))
     contract = str(copy / "tests/gstep/pruners/test_contract.py")
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", "mine and not cuda"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", contract, *options, "--rootdir", str(copy)],
-        cwd=copy,
-        env=environment(PYTHONPATH=str(copy)),
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run_python(
+        "-m", "pytest", contract, *options, "--rootdir", copy, cwd=copy, env=environment(PYTHONPATH=str(copy))
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 10
@@ -83,7 +78,7 @@ def test_a_run_records_it_and_who_reads_the_cache_needs_no_such_module(mine, tmp
     cache = tmp_path / "c"
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "3", "--pruner", "mine:Mine"]
     argv += ["--pruner-param", "p=1"]
-    done = run("jobs.prune", *argv, PYTHONPATH=f"{ROOT}:{mine}")
+    done = run("jobs.prune", *argv, PYTHONPATH=f"{ROOT}:{mine}", **ALONE)
     assert done.returncode == 0, done.stdout
     held = json.loads((cache / "cache.json").read_text())["identity"]["pruner"]
     declares = {"nested": True, "merges": False, "exact": True, "reorders": False}
@@ -114,20 +109,11 @@ def test_workers_that_lack_its_module_fail_the_run_with_its_name(mine, tmp_path)
     (tmp_path / "videos").mkdir()
     shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "3", "--pruner", "mine:Mine"]
+    importlib.import_module("mine")
+    sys.path.remove(str(mine))
     with ray_here({"num_cpus": 2}):
-        address = ray.get_runtime_context().gcs_address
-        code = f"import sys; sys.path.insert(0, {str(mine)!r}); import mine; sys.path.pop(0); "
-        code += f"from jobs import prune; sys.exit(prune.main({argv!r}))"
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment(RAY_ADDRESS=address),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-    said = " ".join((done.stdout + done.stderr).split())
+        done = run_here(prune, argv)
+    said = " ".join(done.stdout.split())
     assert done.returncode == 1, said
     (why,) = re.findall(r"failed: (.*)", said)
     assert "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in why

@@ -155,17 +155,6 @@ def test_a_rewriting_says_what_its_source_is_and_why_its_store_failed(refuse, tm
     assert "failed: [Errno 21] Is a directory" in capsys.readouterr().err
 
 
-def test_flags_win_over_the_configuration_file(refuse, videos, tmp_path):
-    (tmp_path / "c.yaml").write_text(f"videos: {videos}\nout: {tmp_path / 'c'}\npruner: magic\n")
-    assert "magic" in refuse(prune, ["--config", str(tmp_path / "c.yaml")])
-    assert "no such folder" in refuse(
-        prune, [str(tmp_path / "gone"), "--config", str(tmp_path / "c.yaml"), "--pruner", "gstep"]
-    )
-    (tmp_path / "c.yaml").write_text("fps: 1\nmax-frames: 4\nvideos: nowhere\n")
-    assert "nowhere: no such folder" in refuse(prune, ["--config", str(tmp_path / "c.yaml"), "--num-frames", "4"])
-    assert "none.yaml" in refuse(prune, ["--config", str(tmp_path / "none.yaml")])
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-SHORT = ("--num-frames", "2", "--log-interval", "1")
+SHORT = ("--num-frames", "2", "--log-interval", "1", "--encode-workers", "1")
 TOKEN = secrets.token_hex(32)
 PRUNE = ("python", "-m", "jobs.prune")
 

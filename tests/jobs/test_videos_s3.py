@@ -1,23 +1,18 @@
 """Videos on S3 end to end: one request each, nothing on disk, and the credentials in no place but memory."""
 
-import json
-import shutil
-import signal
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import ray
 
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.video.decode import fingerprint
-from tests.jobs.jobs import clips, environment, forbid_ray, run, run_here
+from tests.jobs.jobs import clips, forbid_ray, run
 from tests.pipeline.rays import PLAIN, ray_here
 from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -33,24 +28,10 @@ def server():
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray head that was started without any credentials: (its address, its folder)."""
-    variables = {name: value for name, value in environment().items() if not name.startswith("AWS_")}
-    folder = Path(variables["RAY_TMPDIR"])
-    ray = Path(sys.executable).with_name("ray")
-    command = [ray, "start", "--head", "--block", "--port=0", "--num-cpus=2", "--include-dashboard=false"]
-    head = subprocess.Popen(
-        [*command, "--disable-usage-stats", "--temp-dir", folder], env=variables, stdout=subprocess.DEVNULL
-    )
-    try:
-        file = folder / "ray_current_cluster"
-
-        def running() -> None:
-            assert head.poll() is None, "the Ray head ended"
-
-        yield wait_until(lambda: file.is_file() and file.read_text().strip(), "the Ray head", meanwhile=running), folder
-    finally:
-        head.send_signal(signal.SIGTERM)  # it ends what it started
-        head.wait(60)
+    """A Ray that was started without any credentials: (its address, the folder of its sessions)."""
+    with ray_here(*PLAIN):
+        session = Path(ray._private.worker._global_node.get_session_dir_path())
+        yield ray.get_runtime_context().gcs_address, session.parent
 
 
 @contextmanager
@@ -128,29 +109,3 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
     server.upload(f"all/{names[1]}", b"longer" * 10**6)
     assert inspect.main([str(cache), names[1], "--html", str(page)]) == 0
     assert "changed since" in capsys.readouterr().out
-
-
-def test_a_manifest_may_mix_places_and_what_it_may_not_name_is_not_asked_for(server, tmp_path, monkeypatch):
-    shutil.copy(clips()[1], tmp_path / "local.mp4")
-    for key in ("root/a.mp4", "other/b.mp4", "rooted/c.mp4"):
-        server.upload(key, clips()[1].read_bytes())
-    uris = {
-        "local": "local.mp4",
-        "a": server.uri("root/a.mp4"),
-        "gone": server.uri("root/gone.mp4"),
-        "b": server.uri("other/b.mp4"),
-        "c": server.uri("rooted/c.mp4"),
-    }
-    (tmp_path / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in uris.items()))
-    argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--video-root", server.uri("root")]
-    with ray_here(*PLAIN):  # which started without the credentials
-        server.reach(monkeypatch)
-        server.requests.clear()
-        done = run_here(prune, [*argv, "--on-forbidden", "record", *OPTIONS, "--max-failed", "3"])
-    assert done.returncode == 0, done.stdout
-    cache = TokenCache(tmp_path / "c")
-    assert cache.video_ids == ["a", "local"]
-    assert cache.failed == {"gone": "io", "b": "policy", "c": "policy"}
-    assert cache.metadata("a")["source_hash"] == cache.metadata("local")["source_hash"]
-    assert "--video-root" in cache.metadata("b")["error_message"]
-    assert kinds(server) == [("GET", "/root/a.mp4"), ("GET", "/root/gone.mp4")]

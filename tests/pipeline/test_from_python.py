@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import ray
@@ -11,6 +9,7 @@ from ray.data import DataContext
 
 import pipeline
 from tests.examples import run_example
+from tests.interpreter import run_python
 from tests.jobs.jobs import environment
 from tests.paths import ROOT
 from tests.pipeline.asking import tiny_cache
@@ -62,15 +61,7 @@ def test_the_notebook_is_small_and_ran_from_top_to_bottom():
 @pytest.mark.slow
 def test_the_notebook_runs_and_leaves_the_process_as_it_was(tmp_path):
     code = "\n".join([BEFORE, *cells("code"), AFTER])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment(MPLBACKEND="agg"),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = run_python("-c", code, cwd=tmp_path, env=environment(MPLBACKEND="agg"), timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     tenth = 8 * 196 // 10 + 1  # and the newline
     assert done.stdout.split("ALL ")[1].split() == ["4", "{}", "4", "2", str(tenth), str(tenth)]

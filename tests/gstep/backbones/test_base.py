@@ -126,7 +126,7 @@ def test_a_full_gpu_gets_smaller_chunks_of_this_video_alone(model):
 def short_videos(model):
     """Videos of other lengths, on Qwen of other shapes too, two with an odd number of frames."""
     source = ModelSource.resolve(model)
-    shapes = [(4, (18, 26)), (1 + (model != "tiny"), (12, 17)), (5, (26, 18)), (3, (18, 26))]
+    shapes = [(2, (18, 26)), (1 + (model != "tiny"), (12, 17)), (3, (26, 18)), (3, (18, 26))]
     return [frames_for(source, n, shape, seed) for seed, (n, shape) in enumerate(shapes)]
 
 
@@ -139,7 +139,7 @@ def parts(visual):
 def test_on_a_cpu_a_video_has_the_same_bits_whoever_shares_its_pass(model, runtime):
     backbone, videos = family_of(ModelSource.resolve(model)).load(runtime, frame_batch=64), short_videos(model)
     alone = [backbone.encode(frames, asked_of(model)) for frames in videos]
-    for order in ([0, 1, 2, 3], [3, 1], [2, 3, 0]):
+    for order in ([0, 1, 2, 3], [2, 0]):
         together = backbone.encode_together([videos[place] for place in order], asked_of(model))
         for place, visual in zip(order, together, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(parts(alone[place]), parts(visual), strict=True))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +12,7 @@ from gstep.backbones import ModelSource, Runtime, family_of, gpu_forms
 from gstep.backbones.gpu_forms import FusedSteps, attend, suit_qwen
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, QWEN, asked_of, frames_for
 from tests.gstep.synthetic import needs_cuda, needs_triton
-from tests.paths import ROOT
+from tests.interpreter import run_python
 
 MODELS = ["tiny", *QWEN]
 ROUNDING = 2e-5  # of the largest value, in float32: of all layers together
@@ -194,8 +192,7 @@ for dtype in (torch.float32, torch.bfloat16):
 @needs_triton
 def test_kernels_equal_the_stock_steps_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", KERNELS]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", KERNELS, env=environment)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr
     assert "rotation torch.bfloat16" in done.stdout
 
@@ -226,8 +223,6 @@ for name, (types, constants) in CASES.items():
 @needs_triton
 def test_every_kernel_compiles_for_gpus_that_are_not_here(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", COMPILED, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3 * 2  # kernels x GPUs

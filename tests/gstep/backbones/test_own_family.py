@@ -3,13 +3,12 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from tests.interpreter import run_python
 from tests.jobs.jobs import environment
 from tests.paths import ROOT
 from tests.pipeline.videos import sample
@@ -54,13 +53,8 @@ def test_two_files_and_a_line_make_a_family(tmp_path):
     (model / "config.json").write_text(json.dumps(config))
     pixels = {"size": {"height": SIDE, "width": SIDE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (model / "preprocessor_config.json").write_text(json.dumps(pixels))
-    done = subprocess.run(
-        [sys.executable, "-c", USE, str(model), str(sample("bikes.mp4")), str(tmp_path / "made.pt")],
-        cwd=copy,
-        env=environment(PYTHONPATH=str(copy)),
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run_python(
+        "-c", USE, model, sample("bikes.mp4"), tmp_path / "made.pt", cwd=copy, env=environment(PYTHONPATH=str(copy))
     )
     assert done.returncode == 0, done.stderr
     made = torch.load(tmp_path / "made.pt", weights_only=True)

@@ -42,10 +42,7 @@ def test_windows_put_tokens_in_another_order_than_space():
         ({"max_pixels": None}, (3136, 602112)),  # the class default
         ({"min_pixels": None, "max_pixels": None}, (100352, 602112)),
         ({"size": {"shortest_edge": 1, "longest_edge": 2}}, (3136, 117600)),  # the old spelling wins
-        (
-            {"min_pixels": None, "max_pixels": None, "size": {"shortest_edge": 9, "longest_edge": 99999}},
-            (9, 99999),
-        ),
+        ({"min_pixels": None, "max_pixels": None, "size": {"shortest_edge": 9, "longest_edge": 99999}}, (9, 99999)),
         ({"size": {"min_pixels": 1, "max_pixels": 2}}, (3136, 117600)),  # as transformers 4.49 to 4.52 saved it
         ({"image_processor_type": "Qwen2_5_VLImageProcessor"}, (3136, 117600)),  # the first checkpoints
     ],

@@ -9,14 +9,7 @@ from gstep.backbones import ModelSource, Runtime, family_of
 from gstep.backbones.runtime import empty_model
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
-from tests.gstep.backbones.encoders import (
-    FLOAT32,
-    QWEN,
-    STOCK,
-    frames_for,
-    settings_file,
-    stock_features,
-)
+from tests.gstep.backbones.encoders import FLOAT32, QWEN, STOCK, frames_for, settings_file, stock_features
 from tests.gstep.qwen_configs import PREPROCESSOR, SIZES
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
 

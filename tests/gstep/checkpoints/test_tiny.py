@@ -29,10 +29,7 @@ IDENTITIES = {
     "tiny-qwen2-5-vl": "tiny-qwen2-5-vl:1-09c537027406",
     "tiny-qwen3-vl": "tiny-qwen3-vl:1-2982aa03189e",
 }
-QWEN = {
-    "tiny-qwen2-5-vl": Qwen2_5_VLForConditionalGeneration,
-    "tiny-qwen3-vl": Qwen3VLForConditionalGeneration,
-}
+QWEN = {"tiny-qwen2-5-vl": Qwen2_5_VLForConditionalGeneration, "tiny-qwen3-vl": Qwen3VLForConditionalGeneration}
 
 
 def sample_frames(name: str, n_frames: int) -> np.ndarray:
@@ -179,10 +176,7 @@ def test_the_whole_llm_loads_and_answers(source):
 
 @pytest.mark.parametrize(
     ("name", "system"),
-    [
-        ("tiny-qwen2-5-vl", "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"),
-        ("tiny-qwen3-vl", ""),
-    ],
+    [("tiny-qwen2-5-vl", "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"), ("tiny-qwen3-vl", "")],
 )
 def test_the_whole_llms_of_qwen_load_and_talk_in_their_form(tmp_path, name, system):
     tiny.write(name, tmp_path)

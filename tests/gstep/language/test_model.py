@@ -11,17 +11,7 @@ from transformers import AutoModelForImageTextToText
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, LanguageModel, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
-from tests.gstep.llms import (
-    FLOAT32,
-    GREEDY,
-    QUESTION,
-    encode,
-    ids_of,
-    kept_index,
-    llm,
-    stock,
-    stock_inputs,
-)
+from tests.gstep.llms import FLOAT32, GREEDY, QUESTION, encode, ids_of, kept_index, llm, stock, stock_inputs
 from tests.gstep.reading import changed_json
 
 

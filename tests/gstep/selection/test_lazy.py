@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import sys
 
 import numpy as np
@@ -17,6 +16,7 @@ from gstep.selection.reference import STARTS, density_guided_fps
 from tests.gstep.oracle import exact_tokens, oracle
 from tests.gstep.selection.videos import KINDS, density, video
 from tests.gstep.synthetic import FLOATS, edge_videos, prune
+from tests.interpreter import run_python
 
 BLOCKS = [1, 5, 64, None]
 
@@ -25,7 +25,7 @@ BLOCKS = [1, 5, 64, None]
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
 def test_order_is_exact_where_arithmetic_is(alpha: float, start: str, dtype: torch.dtype) -> None:
-    for seed, n_tokens in enumerate([1, 2, 3, 17, 60, 101]):
+    for seed, n_tokens in enumerate([1, 2, 3, 17, 60]):
         tokens = exact_tokens(n_tokens, seed)
         tokens[n_tokens // 2] = 0
         rho = np.random.default_rng(seed).choice([0.0, 0.25, 0.5, 1.0], n_tokens)
@@ -65,7 +65,7 @@ def test_any_exact_input_follows_the_oracle(
 @pytest.mark.parametrize("ratio", [0.1, 0.25, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_keeps_what_the_oracle_in_float64_keeps(kind: str, ratio: float) -> None:
-    for seed in range(3):
+    for seed in range(2):
         tokens = video(kind, seed=seed)
         rho = density(tokens)
         tokens_MD = tokens.flatten(0, 1)
@@ -195,5 +195,5 @@ print((after - before) * 1024 / (tokens.numel() * 2))
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux alone")
 def test_memory_stays_below_the_tokens_own_again() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
-    done = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True, timeout=500)
+    done = run_python("-c", MEMORY, check=True, timeout=500)
     assert float(done.stdout) < 1.0

@@ -45,10 +45,7 @@ def state() -> list[str]:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:
         older = "mixed"
-    return [
-        older,
-        *(of.fp32_precision for of in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)),
-    ]
+    return [older, *(of.fp32_precision for of in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul))]
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,13 @@
 """The command of all benchmarks: what cannot be measured is refused."""
 
-import subprocess
-import sys
-
 import pytest
 
 from jobs.benchmark import __main__ as benchmark
-from tests.paths import ROOT
+from tests.interpreter import run_python
 
 
 def test_help_loads_no_torch():
-    command = [sys.executable, "-X", "importtime", "-m", "jobs.benchmark", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_python("-X", "importtime", "-m", "jobs.benchmark", "--help", check=True)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "rich" in loaded and not loaded & {"torch", "ray", "pyarrow", "transformers", "matplotlib"}
     assert all(name in done.stdout for name in benchmark.MEASUREMENTS)

@@ -119,7 +119,7 @@ def test_the_job_runs_with_an_encoder_that_sleeps(tmp_path):
 
 @pytest.mark.slow
 def test_the_job_runs_by_stages_that_do_nothing_with_several_encoders(tmp_path):
-    done = run_child(Work(DRIVER, 2, 0.0, 1, encoders=2, nodes=1, folder=str(tmp_path), videos=64))
+    done = run_child(Work(DRIVER, 2, 0.0, 1, encoders=2, folder=str(tmp_path), videos=64))
     assert done["CPU main process"] > 0 and done["CPU encode actor"] > 0 and "CPU decode child" not in done
 
 
@@ -142,10 +142,7 @@ def test_the_tokens_of_a_sleeping_encoder_travel_and_have_the_size_of_a_quarter(
         ("ray::worker-1248:MapWorker(MapBatches(Encoder)).__init__", "encode actor"),
         ("ray::Writer.write", "write actor"),
         ("/venv/bin/python -c from multiprocessing.forkserver import main; main(48, 50, ['numpy'])", "decode child"),
-        (
-            '/venv/bin/python -c from jobs.benchmark.pipeline_work {"kind": "plain loop"}',
-            "DataLoader worker",
-        ),
+        ('/venv/bin/python -c from jobs.benchmark.pipeline_work {"kind": "plain loop"}', "DataLoader worker"),
         (f"{RAY}/core/src/ray/raylet/raylet --raylet_socket_name=/tmp/r/sockets/raylet", "raylet"),
         (f"/venv/bin/python {RAY}/_private/workers/default_worker.py --raylet-name=/tmp/r/sockets/raylet", OTHER),
     ],

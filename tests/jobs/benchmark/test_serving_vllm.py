@@ -1,14 +1,12 @@
 """The benchmark of answering: every way asks the same questions."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from jobs.benchmark.serving_ways import CACHED, MODES, ONLINE
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
-from tests.paths import ROOT
+from tests.interpreter import run_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -19,8 +17,7 @@ SMALL = ["serving", "--num-frames", "8", "--retention-ratio", "0.25", "--questio
 @pytest.fixture(scope="module")
 def found():
     """(way, questions a video) -> what is measured of it."""
-    command = [sys.executable, "-m", "jobs.benchmark", *SMALL, "--max-new-tokens", "4", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_python("-m", "jobs.benchmark", *SMALL, "--max-new-tokens", "4", "--json", check=True)
     return {(one["mode"], one["questions"]): one for one in json.loads(done.stdout)["measured"]}
 
 

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections import Counter
@@ -15,7 +13,8 @@ from functools import partial
 import pytest
 
 from pipeline import TokenCache
-from tests.jobs.faults import files, tiny_videos
+from tests.interpreter import run_python
+from tests.jobs.faults import Driver, files, tiny_videos
 from tests.jobs.jobs import committed, environment
 from tests.jobs.processes import assert_all_gone, family
 from tests.jobs.ray_cluster import ENDED, Cluster
@@ -27,19 +26,18 @@ pytestmark = pytest.mark.slow
 
 def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     """The machine of the first head is lost in the middle: its head, its driver, its workers."""
-    ids = tiny_videos(tmp_path / "videos", 40)
+    ids = tiny_videos(tmp_path / "videos", 16)
     cache = tmp_path / "c"
-    command = ("python", "-m", "jobs.prune", str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2")
-    decoder = ("--decoder", "tests.jobs.hostile:PatientDecoder", "--decode-workers", "1")
-    options = (*decoder, "--flush-seconds", "1", "--log-interval", "1")
-    with Cluster(cpus=2, PYTHONPATH=str(ROOT)) as first:
-        assert first.submit(*command, *options, options=("--no-wait", "--submission-id", "one")).returncode == 0
-        wait_until(lambda: files(cache, "videos"), lambda: first.logs("one"), meanwhile=pause)
-        lost = [first.head_pid, *family(first.head_pid)]
-        for pid in lost:
-            with suppress(ProcessLookupError):  # it ended with the head
-                os.kill(pid, signal.SIGKILL)
-        assert_all_gone(lost[1:])
+    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decode-workers", "1"]
+    argv += ["--decoder", "tests.jobs.hostile:PatientDecoder", "--flush-seconds", "1", "--log-interval", "1"]
+    driver = Driver(argv, tmp_path / "log", **environment())  # with a head of its own
+    driver.until(lambda: files(cache, "videos"), "the first commit")
+    lost = [driver.pid, *family(driver.pid)]
+    for pid in lost:
+        with suppress(ProcessLookupError):  # it ended with the head
+            os.kill(pid, signal.SIGKILL)
+    assert driver.wait() == -signal.SIGKILL
+    assert_all_gone(lost[1:])
     kept = TokenCache(cache).video_ids
     assert 0 < len(kept) < len(ids)
     bad = ["no-video.mp4", "text.mp4"]
@@ -47,7 +45,8 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
         (tmp_path / "videos" / name).write_text("no video")
     started = time.time()
     with Cluster(cpus=2, PYTHONPATH=str(ROOT), RAY_metrics_report_interval_ms="1000") as second:
-        second.submit(*command, *options, options=("--no-wait", "--submission-id", "two"))
+        command = ("python", "-m", "jobs.prune", *argv)
+        second.submit(*command, options=("--no-wait", "--submission-id", "two"))
         both = ("decode", "encode")  # a port names a metric for a while before it has values
         meanwhile = wait_until(lambda: scrape(second, both), lambda: second.logs("two"), 240, meanwhile=pause)
         (tmp_path / "videos" / "quick").touch()
@@ -111,8 +110,7 @@ def test_what_a_dying_worker_said_is_in_a_file_that_the_document_names(tmp_path)
     """
     ids = tiny_videos(tmp_path / "videos", 10)  # the fourth has five frames, the fifth six
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison", "--json"]
-    command = [sys.executable, "-m", "jobs.prune", *argv, "--fps", "25", "--encode-workers", "1"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    done = run_python("-m", "jobs.prune", *argv, "--fps", "25", "--encode-workers", "1", env=environment())
     document = json.loads(done.stdout)
     assert done.returncode == 0 and document["failures"] == {"crash": 2}, done.stderr
     assert "(raylet)" in done.stderr

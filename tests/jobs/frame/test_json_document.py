@@ -16,6 +16,7 @@ from jobs.frame.json_document import Done, print_document
 from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
+from tests.interpreter import run_python
 from tests.paths import ROOT
 
 
@@ -78,8 +79,7 @@ sys.exit(code)
 
 @pytest.mark.parametrize(("word", "code"), [("works", 3), ("fails", 1)])
 def test_what_is_printed_before_and_behind_the_document_goes_to_stderr(word, code):
-    command = [sys.executable, "-c", PRINTING, word]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("-c", PRINTING, word)
     document = json.loads(done.stdout)
     assert done.returncode == code and document.get("n", "ü") == "ü" and ("error" in document) == (word == "fails")
     assert all(said in done.stderr for said in ("(raylet) a worker died", "of a library", "goodbye"))

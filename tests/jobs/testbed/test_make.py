@@ -11,9 +11,8 @@ import pytest
 
 from jobs.testbed.__main__ import main
 from pipeline.evaluate.benchmarks import find_benchmark
-from pipeline.evaluate.shapes.world import DURATIONS, SEEDS
+from pipeline.evaluate.shapes.world import DURATIONS
 from tests.jobs.jobs import run
-from tests.jobs.test_help import HEAVY
 from tests.waiting import wait_until
 
 
@@ -55,12 +54,6 @@ def test_options_choose_the_videos(tmp_path):
     assert {item.splits["domain"] for item in items} == {"dim", "needle", "pan"}
     assert make(tmp_path / "b") == 0
     assert not seeds_of(tmp_path / "a") & seeds_of(tmp_path / "b")
-
-
-def test_test_videos_are_made_where_they_are_named_and_only_there(tmp_path):
-    assert make(tmp_path / "d") == 0 and make(tmp_path / "t", "--split", "test") == 0
-    assert seeds_of(tmp_path / "d") < set(SEEDS["development"])
-    assert seeds_of(tmp_path / "t") < set(SEEDS["test"])
 
 
 def test_the_picture_shows_the_frames(tmp_path):
@@ -139,10 +132,3 @@ def test_an_interrupted_one_ends_with_130_and_goes_on(tmp_path):
     assert len([*tmp_path.glob("d/data/*.mp4")]) == 2
     assert make(tmp_path / "d") == 0 and make(tmp_path / "whole") == 0
     assert bytes_of(tmp_path / "d") == bytes_of(tmp_path / "whole")
-
-
-def test_help_loads_nothing_heavy():
-    done = run("jobs.testbed", "make", "--help", PYTHONPROFILEIMPORTTIME="1")
-    assert done.returncode == 0
-    loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stdout.splitlines() if line.startswith("import time:")}
-    assert "pipeline.evaluate.shapes.world" in loaded and not (HEAVY | {"numpy"}) & loaded

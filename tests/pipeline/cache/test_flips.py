@@ -15,7 +15,7 @@ from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CHECKSUM, HEADER, read_header
 from pipeline.cache.reader import TokenOrder
 from pipeline.cache.schema import footer_of
-from pipeline.cache.table import VideosTable, check_content
+from pipeline.cache.table import VideosTable
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.checks import check_commit, check_token_shard
@@ -69,13 +69,9 @@ def small_cache(out: Path, *, evidence: bool, codec: str = "bfloat16") -> LocalS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("evidence", "codec"),
-    [(False, "bfloat16"), (True, "bfloat16"), (False, "int4"), (False, "int8")],
-    ids=["plain", "evidence", "int4", "int8"],
-)
+@pytest.mark.parametrize(("evidence", "codec"), [(False, "bfloat16"), (True, "int4")])
 def test_every_bit_of_a_token_shard(tmp_path, evidence, codec):
-    """The pages through all ways of reading them; the footer, which they share, where there is no evidence."""
+    """The pages, and the footer where there is no evidence; a bit of each byte by the other order of reading."""
     store = small_cache(tmp_path, evidence=evidence, codec=codec)
     (name,), (commit,) = store.names("tokens", ".parquet"), store.names("videos", ".parquet")
     row, header = VideosTable(store).read_row(commit, 0), read_header(store)
@@ -97,9 +93,10 @@ def test_every_bit_of_a_token_shard(tmp_path, evidence, codec):
     for bit in flipped.flips(stop=pages):
         got = read()
         assert got in (None, written), bit
-        assert read("index") in (None, by_index), bit
-        if got is None and bit % 8 == bit // 8 % 8:  # whatever a read refuses, verify finds: a bit of each byte
-            assert check_token_shard(flipped, name, [(commit, row)], header).problems, bit
+        if bit % 8 == bit // 8 % 8:
+            assert read("index") in (None, by_index), bit
+            if got is None:  # whatever a read refuses, verify finds
+                assert check_token_shard(flipped, name, [(commit, row)], header).problems, bit
         n_raised += got is None
     assert n_raised > 4 * pages  # of eight a byte
     if not evidence:
@@ -108,13 +105,11 @@ def test_every_bit_of_a_token_shard(tmp_path, evidence, codec):
 
 
 @pytest.mark.slow
-def test_every_bit_of_a_videos_shard(tmp_path):
+def test_every_byte_of_a_videos_shard(tmp_path):
     store = small_cache(tmp_path, evidence=False)
     (commit,) = store.names("videos", ".parquet")
     flipped, header = Flipped(tmp_path, commit), read_header(store)
     for bit in flipped.flips():
-        with pytest.raises(CorruptShard, match="hash in its name"):
-            check_content(flipped, commit, bytes(flipped.data))
         if bit % 8 == bit // 8 % 8:  # a bit of each byte, by what TokenCache asks when it opens
             with pytest.raises(CorruptShard, match="hash in its name"):
                 read_live(flipped)

@@ -23,6 +23,7 @@ from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.moves import remove_videos
 from tests.gstep import synthetic
+from tests.interpreter import run_python
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.damage import rewrite_row
@@ -134,7 +135,7 @@ print(cache.get("v1.mp4").tokens.dtype)
 
 def test_a_cache_is_opened_and_looked_through_without_torch_or_ray(tmp_path, videos):
     make_cache(tmp_path, videos)
-    done = subprocess.run([sys.executable, "-c", LIGHT, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_python("-c", LIGHT, tmp_path, check=True)
     assert done.stdout.splitlines() == ["[]", "torch.bfloat16"]
 
 

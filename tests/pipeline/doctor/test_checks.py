@@ -44,7 +44,7 @@ def test_a_clock_that_is_wrong_and_a_node_that_is_silent_are_named():
 
 @pytest.mark.slow
 def test_work_that_fails_on_a_node_is_a_finding():
-    with ray_here({"num_cpus": 1}):
+    with ray_here({"num_cpus": 2}):
         (found,) = on_each_node(lambda: 1 // 0).values()
     assert found.state == "wrong" and "ZeroDivisionError: integer division" in found.says and found.remedy
 

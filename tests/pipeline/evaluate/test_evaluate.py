@@ -12,11 +12,10 @@ import ray
 from rich.console import Console
 
 from pipeline.errors import IdentityMismatch, NotResults, RunFailed, UsageError
-from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.base import Benchmark
-from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
+from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.evaluate import Evaluation, describe_data, evaluate, render_evaluation
+from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.results import Presentation, main_table
@@ -29,33 +28,6 @@ from tests.pipeline.evaluate.score_tables import items_of, scores_of
 
 QUIET = Console(quiet=True)
 OWN = Benchmark(name="q", title="Q", protocols=(LETTER,))
-
-
-def fault(kind, message, *, left_out=True):
-    return AnnotationFault(kind, "1", message, left_out)
-
-
-def test_how_many_questions_there_are_is_said_with_what_is_missing():
-    loaded = LoadedQuestions(tuple(items_of(500).values()), (), 2100)
-    assert list(describe_data(loaded, BENCHMARKS["videomme"])) == [
-        "VideoMME: 1,500 questions to ask; 2,100 annotated of 2,700 in the whole benchmark"
-    ]
-    assert list(describe_data(loaded, OWN)) == ["Q: 1,500 questions to ask; 2,100 annotated"]
-
-
-def test_every_kind_of_fault_is_said_once_with_its_first_example():
-    faults = (
-        fault("missing-video", "row 1"),
-        fault("repeated-question", "row 2", left_out=False),
-        fault("missing-video", "row 3"),
-        fault("repeated-question", "row 4"),
-    )
-    _, *lines = describe_data(LoadedQuestions((), faults, 4), OWN)
-    assert lines == [
-        "note: 2 missing-video, left out, e.g. row 1",
-        "note: 1 repeated-question, kept, e.g. row 2",
-        "note: 1 repeated-question, left out, e.g. row 4",
-    ]
 
 
 def answers(n_ok=10, n_missing=0, **failures) -> AnswerSummary:

@@ -10,12 +10,7 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.parsers import RULES
-from pipeline.evaluate.protocols import (
-    LETTER,
-    LMMS_EVAL_0_5,
-    LMMS_EVAL_0_7,
-    FrameRule,
-)
+from pipeline.evaluate.protocols import LETTER, LMMS_EVAL_0_5, LMMS_EVAL_0_7, FrameRule
 from pipeline.evaluate.request import frame_rule
 from pipeline.video.sampling import Sampling, choose_frames
 

@@ -234,18 +234,7 @@ def test_an_empty_answer_and_one_that_is_not_published_is_none(tmp_path, answer)
     assert answered_item(row) is None
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        ("y", 1),
-        ("Y", 1),
-        ("B", 1),
-        (1, 1),
-        ("1", 1),
-        (1.0, 1),
-        ("z", None),
-    ],
-)
+@pytest.mark.parametrize(("answer", "right"), [("y", 1), ("Y", 1), ("B", 1), (1, 1), ("1", 1), (1.0, 1), ("z", None)])
 def test_an_answer_means_the_same_choice_asked_here_or_scored_afterwards(tmp_path, answer, right):
     (row,) = answered(tmp_path / "q.jsonl", {**OWN[0], "answer": answer})
     (item,) = own_benchmark(str(tmp_path / "q.jsonl")).load(None).items

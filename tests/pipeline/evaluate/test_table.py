@@ -8,16 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pipeline.evaluate.table import (
-    Cell,
-    ScoredBenchmark,
-    latex,
-    markdown,
-    marks,
-    method_title,
-    printed,
-    results_table,
-)
+from pipeline.evaluate.table import Cell, ScoredBenchmark, latex, markdown, marks, method_title, printed, results_table
 from tests.pipeline.evaluate.paper_tables import COLUMNS, TABLES, paper_rows
 from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
 

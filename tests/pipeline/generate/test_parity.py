@@ -73,11 +73,14 @@ def test_pruned_tokens_are_those_rows_of_the_whole(name, tmp_path):
     [
         *((name, "vidcom2", {}) for name in FAMILIES),
         ("tiny", "visionzip", {}),
+        ("tiny", "fastvid", {"variant": "llava"}),
         ("tiny-qwen2-5-vl", "fastvid", {"variant": "qwen"}),
     ],
 )
 def test_the_baselines_get_their_evidence_and_are_answered_from(name, method, params, tmp_path):
     source = ModelSource.resolve(name)
+    if params == {"variant": "llava"}:
+        source = family_of(source).with_pooling_head("tiny")
     frames, pruned = cached(source, name, tmp_path, method, 0.25, **params)
     sources = gstep.make_pruner(method, **params).sources
     visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(frames, sources)

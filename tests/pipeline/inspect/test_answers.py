@@ -1,12 +1,9 @@
 """The reports of answers, and the lines and records of those that failed."""
 
-import pytest
 from rich.console import Console
 
-from pipeline.errors import NotAnswers, UsageError
 from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.inspect.answers import SHOWN, Answers, answers_report, question_report
-from pipeline.inspect.report import failed_lines
 from pipeline.storage.stores import LocalStore
 
 IDENTITY = {
@@ -69,31 +66,3 @@ def test_a_question_is_shown_whole_under_each_pruning(tmp_path):
     assert "a dog  (log-probability -2.000)" in said and "gstep@0.1" in said and "io: it cannot be read" in said
     assert "6 of 60" in said and "other" not in said
     assert "gstep@0.1" in shown(answers_report(Answers.open(store)))
-
-
-def test_the_record_has_the_identity_and_the_counts(tmp_path):
-    record = Answers.open(stored(tmp_path, row("a"), failed("b"))).as_record()
-    assert record == {
-        "answers": str(tmp_path / "answers"), "identity": IDENTITY, "n_questions": 2, "n_ok": 1, "n_failed": 1,
-        "failures": {"io": 1}, "examples": {"io": ("b", "it cannot be read")}, "visual_tokens": 6.0,
-        "prompt_tokens": 10.0, "new_tokens": 3, "n_warned": 0,
-    }  # fmt: skip
-
-
-def test_what_failed_is_a_line_each_with_tabs_between(tmp_path):
-    store = stored(tmp_path, row("a"), failed("b"), failed("line\nbreak", error_message="x"))
-    failures = Answers.open(store).failed()
-    assert failures[0] == {
-        "question_id": "b", "pruning": None, "class": "io", "message": "it cannot be read", "attempts": 2
-    }  # fmt: skip
-    assert list(failed_lines(failures)) == ["b\tio\tit cannot be read", '"line\\nbreak"\tio\tx']
-    several = [{**item, "pruning": "gstep@0.1"} for item in failures[:1]]
-    assert list(failed_lines(several)) == ["b\tgstep@0.1\tio\tit cannot be read"]
-
-
-def test_what_is_not_there_is_said(tmp_path):
-    store = stored(tmp_path, row("a"))
-    with pytest.raises(UsageError, match="'b' is not among the 1 answers"):
-        Answers.open(store, "b")
-    with pytest.raises(NotAnswers, match=r"no answers\.json"):
-        Answers.open(LocalStore(tmp_path))

@@ -1,8 +1,6 @@
 """One video in this process: the tokens of a run, and a picture of what was kept."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ import torch
 import pipeline
 from gstep.backbones import ModelSource
 from pipeline.errors import UsageError, VideoFault
+from tests.interpreter import run_python
 from tests.jobs.jobs import forbid_ray
 from tests.paths import ROOT
 from tests.pipeline.encoding import encode_clip
@@ -95,7 +94,5 @@ def test_a_plain_script_without_a_main_guard_may_call_it(tmp_path):
         "print('kept', video.pruned.n_kept)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_python(script, cwd=tmp_path, env=environment)
     assert done.stdout == "kept 98\n", done.stderr

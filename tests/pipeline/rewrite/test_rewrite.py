@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +17,7 @@ from pipeline.cache.table import read_file, table_files
 from pipeline.errors import RemovedVideo, VideoFault
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.moves import remove_videos
-from tests.paths import ROOT
+from tests.jobs.faults import die_at_call
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip
 from tests.pipeline.verifying import verified
@@ -187,45 +185,21 @@ def test_damage_in_the_source_ends_it_and_is_never_carried_on(tmp_path, capsys):
     assert "jobs.verify" in capsys.readouterr().err and TokenCache(tmp_path / "out").video_ids == []
 
 
-# A command in a process of its own that ends, by SIGKILL, when it is about to put the n-th file; two videos a shard.
-KILLED = """
-import os, signal, sys
-from importlib import import_module
-from pipeline.rewrite import rewrite
-from pipeline.storage.stores import LocalStore
-rewrite._SHARD_VIDEOS = 2
-left = int(sys.argv[1])
-put = LocalStore.put
-def counted(*args):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return put(*args)
-LocalStore.put = counted
-sys.exit(import_module(sys.argv[2]).main(sys.argv[3:]))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["recode", "reprune"])
 def test_a_kill_at_any_write_doubles_and_loses_nothing(tmp_path, command):
     """The writes are note, header and record, then tokens and rows of each of four bundles, and the record again."""
     cache(tmp_path / "whole")
-    argv = [sys.executable, "-c", KILLED]
-    rest = [f"jobs.{command}", str(tmp_path / "whole"), "--token-codec", "int4", "--out"]
-    expected = subprocess.run([*argv, "99", *rest, str(tmp_path / "once")], cwd=ROOT, capture_output=True, check=False)
-    assert expected.returncode == 0, expected.stderr
+    log, argv = tmp_path / "log", [f"jobs.{command}", str(tmp_path / "whole"), "--token-codec", "int4", "--out"]
+    assert die_at_call(99, ("put",), [*argv, str(tmp_path / "once")], log) == 0, log.read_text()
     once, killed, puts = TokenCache(tmp_path / "once"), 0, 1
     while True:
-        ended = subprocess.run(
-            [*argv, str(puts), *rest, str(tmp_path / "out")], cwd=ROOT, capture_output=True, check=False
-        )
-        assert ended.returncode in {0, -signal.SIGKILL}, ended.stderr
+        ended = die_at_call(puts, ("put",), [*argv, str(tmp_path / "out")], log)
+        assert ended in {0, -signal.SIGKILL}, log.read_text()
         if (tmp_path / "out" / "cache.json").exists():
             now = TokenCache(tmp_path / "out")
             assert all(torch.equal(now.get(name).tokens, once.get(name).tokens) for name in now)
-        if ended.returncode == 0:
+        if ended == 0:
             break
         killed, puts = killed + 1, puts + 2
     assert killed > 3

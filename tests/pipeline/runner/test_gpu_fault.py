@@ -1,8 +1,5 @@
 """A broken CUDA context ends its process, whatever the error says; any other error is the item's own."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -10,7 +7,7 @@ from gstep.errors import is_out_of_memory
 from pipeline.runner import heartbeat
 from pipeline.runner.heartbeat import exit_after_gpu_fault
 from tests.gstep.synthetic import needs_cuda
-from tests.paths import ROOT
+from tests.interpreter import run_python
 
 CODE = """
 import atexit
@@ -51,7 +48,7 @@ OTHERS = [
 
 def test_the_process_ends_at_once_and_says_on_what():
     """No device is there to be asked, so the words decide."""
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("-c", CODE)
     assert (done.returncode, done.stdout) == (70, "")
     assert done.stderr.strip() == "a.mp4: CUDA error: an illegal memory access was encountered"
 
@@ -97,6 +94,6 @@ def test_too_little_memory_breaks_nothing(gpu, error):
 
 @needs_cuda
 def test_a_gpu_is_asked_itself():
-    done = subprocess.run([sys.executable, "-c", ON_A_GPU], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("-c", ON_A_GPU)
     assert (done.returncode, done.stdout) == (70, "went on\n"), done.stderr
     assert "a.mp4: of another kind" in done.stderr

@@ -140,10 +140,7 @@ def test_what_vllm_cannot_take_of_a_request_is_no_matter_of_rows(cache):
 
     async def use(server):
         server.go.set()
-        server.statuses, server.error = (
-            [500],
-            b'{"error":{"message":"","type":"InternalServerError"}}',
-        )
+        server.statuses, server.error = ([500], b'{"error":{"message":"","type":"InternalServerError"}}')
         return await server.ask(), server.seen
 
     (status, headers, body), seen = with_server(cache, use)

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from hashlib import sha256
 
 import pytest
 
 from pipeline.errors import UsageError
 from pipeline.inputs.manifest import read_manifest
+from tests.interpreter import run_python
 from tests.paths import ROOT
 from tests.pipeline.hub import REPO, HubServer
 from tests.pipeline.inputs.test_containers import FILES, write_parquet
@@ -68,8 +67,7 @@ def read(hub, place, column=""):
     hub.requests.clear()
     here = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment = {**here, "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-c", _READ, f"hf://datasets/{REPO}{place}", column]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", _READ, f"hf://datasets/{REPO}{place}", column, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,17 +12,12 @@ import torch
 
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest
-from pipeline.video.decoders import (
-    DECODERS,
-    PyavDecoder,
-    decoder_version,
-    decoders_for,
-    load_decoder,
-)
+from pipeline.video.decoders import DECODERS, PyavDecoder, decoder_version, decoders_for, load_decoder
 from pipeline.video.decord_decoder import DecordDecoder
 from pipeline.video.probe import IndexMismatch, probe, scan
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
+from tests.interpreter import run_python
 from tests.paths import ROOT
 from tests.pipeline.ffmpeg import make_clip
 from tests.pipeline.videos import (
@@ -187,11 +180,8 @@ def test_torchcodec_gives_the_same_frames_or_leaves_them_to_pyav(tmp_path):
     clips["turned.mp4"] = write_clip(tmp_path / "turned.mp4", rotation=90)
     clips |= {name: make_clip(tmp_path / name, *options) for name, options in DEEP.items()}
     program = "import sys; from tests.pipeline.video.test_decoders import compare; compare(*sys.argv[1:])"
-    found = subprocess.run(
-        [sys.executable, "-c", program, *map(str, clips.values())],
-        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    found = run_python("-c", program, *clips.values(), env=environment)
     assert found.returncode == 0, found.stderr
     served = dict(line.split() for line in found.stdout.splitlines())
     refused = ("mpeg2.ts", "sizes.mp4", "h264-10.mp4", "h264-422-10.mkv", "hevc-10.mp4", "hevc-12.mkv")

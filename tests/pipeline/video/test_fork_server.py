@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.interpreter import run_python
 from tests.jobs.processes import assert_all_gone
 from tests.paths import ROOT
 from tests.pipeline.videos import write_clip
@@ -59,13 +58,8 @@ def worker(tmp_path: Path, clip: Path, *words: str) -> list[str]:
     """Run it, and return the lines that it prints."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script), str(clip), *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": "x", "PLAIN": "y"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+    done = run_python(
+        script, clip, *words, env={**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": "x", "PLAIN": "y"}, timeout=300
     )
     assert done.stdout, done.stderr
     return done.stdout.splitlines()

@@ -15,6 +15,7 @@ from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
+from tests.interpreter import run_python
 from tests.paths import ROOT
 from tests.pipeline.videos import KeepSize, decord_killer, numbers, sample, write_clip
 from tests.waiting import wait_until
@@ -154,13 +155,7 @@ def test_credentials_of_the_parent_are_not_in_what_the_kernel_shows_of_the_child
     script.write_text(REVEALED, encoding="utf-8")
     secrets = {"AWS_SECRET_ACCESS_KEY": "open-sesame", "HF_TOKEN": "abracadabra", "PLAIN": "as it was"}
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    done = subprocess.run(
-        [sys.executable, str(script), str(clip)],
-        env={**kept, **secrets, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python(script, clip, env={**kept, **secrets, "PYTHONPATH": str(ROOT)}, check=True)
     assert json.loads(done.stdout)["first"] == ["AWS_SECRET_ACCESS_KEY=", "HF_TOKEN=", "PLAIN=as it was"]
 
 

@@ -7,11 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    PreTrainedTokenizerFast,
-    SiglipConfig,
-    SiglipModel,
-)
+from transformers import PreTrainedTokenizerFast, SiglipConfig, SiglipModel
 
 from gstep.backbones import ModelSource, TextTower, family_of
 from gstep.checkpoints import tiny

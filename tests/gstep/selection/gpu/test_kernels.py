@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.gstep.synthetic import needs_cuda, needs_triton
-from tests.paths import ROOT
+from tests.interpreter import run_python
 
 
 @needs_triton
 @pytest.mark.parametrize(
     ("interpret", "left_out"),
-    [
-        ("1", "too large for the interpreter"),
-        pytest.param("0", "a GPU has its own tensor cores", marks=needs_cuda),
-    ],
+    [("1", "too large for the interpreter"), pytest.param("0", "a GPU has its own tensor cores", marks=needs_cuda)],
     ids=["cpu", "cuda"],
 )
 def test_kernels_equal_the_plain_form(interpret: str, left_out: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        "tests/gstep/selection/gpu/checks.py",
-    ]
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = run_python(
+        "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/gstep/selection/gpu/checks.py", env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed", done.stdout), done.stdout
     assert {*re.findall(r"^SKIPPED \[\d+\] [^:]+:\d+: (.+)$", done.stdout, re.MULTILINE)} == {left_out}, done.stdout
@@ -72,8 +59,6 @@ for name, (types, constants) in CASES.items():
 @needs_triton
 def test_every_kernel_compiles_for_gpus_that_are_not_here(tmp_path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", COMPILED, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 5 * 2  # kernels x GPUs

@@ -2,8 +2,6 @@
 
 import hashlib
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 
 from pipeline.evaluate.shapes.render import RGB, mask_of, render
 from pipeline.evaluate.shapes.world import COLORS, SIDE
+from tests.interpreter import run_python
 from tests.pipeline.evaluate.shapes.shape_videos import through_h264, videos
 
 PALETTE = np.array([RGB[color] for color in COLORS], float)
@@ -35,7 +34,7 @@ def test_another_process_renders_the_same_bits():
         "print(hashlib.sha256(frames).hexdigest())\n"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = run_python("-c", code, check=True, env=environment)
     here = hashlib.sha256(b"".join(render(video).tobytes() for video in videos(3, "mixed"))).hexdigest()
     assert done.stdout.strip() == here
 

@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.runner.prefork.server import SOCKET
 from pipeline.runner.prefork.worker import ask
+from tests.interpreter import run_python
 from tests.jobs.jobs import environment, fork_server
 from tests.jobs.processes import assert_all_gone, family
 from tests.paths import ROOT
@@ -130,8 +131,7 @@ def test_a_process_that_started_cuda_forks_nothing(tmp_path, file, code):
     """CUDA opens a device that NVML leaves alone; here a file has its name."""
     (tmp_path / file).touch()
     script = f"import pipeline.runner.prefork.server as s; opened = open({str(tmp_path / file)!r}); s._import(())"
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    done = run_python("-c", script, env=environment())
     assert (done.returncode, "has started CUDA" in done.stderr) == (code, bool(code)), done.stderr
 
 
