@@ -176,10 +176,13 @@ def test_three_drivers_fill_one_cache_while_one_of_them_and_two_encoders_are_kil
     options = ["--out", str(cache), *OPTIONS, *ONE_WORKER, "--decoder", COUNTED, "--join"]
     argv = [[str(videos), *options, "--shard", f"{part}/3"] for part in range(3)]
     drivers = [Driver(one, tmp_path / f"log{part}", RAY_ADDRESS=cluster) for part, one in enumerate(argv)]
+
+    def encoders() -> list[int]:
+        return [pid for pid, title in family(os.getpid()).items() if "(MapBatches(Encoder))" in title]
+
+    drivers[0].until(lambda: len(encoders()) == 3, "an encoder of each driver")
     drivers[0].until(lambda: len(files(cache, "videos")) >= 2, "two commits")
-    encoders = [pid for pid, title in family(os.getpid()).items() if "(MapBatches(Encoder))" in title]
-    assert len(encoders) == 3
-    for encoder in encoders[:2]:
+    for encoder in encoders()[:2]:
         os.kill(encoder, signal.SIGKILL)
     drivers[0].kill()
     again = run_here(prune, argv[0])
