@@ -40,6 +40,7 @@ _NEEDED = (
     *("question_id", "cluster", "splits", "method", "retention_ratio", "status", "parsed"),
     *("n_options", "score", "n_kept", "n_total"),
 )
+_OPTIONAL = {"finish", "weak"}  # columns that older scores do not have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,10 @@ def _scored(
         parts: (part, title) of those parts of the ``split`` that have columns.
     """
     named = {"Frames": "num_frames", "Protocol": "protocol"}
-    metric = str(identity.get("metric", QUESTIONS))
+    metric, notes = str(identity.get("metric", QUESTIONS)), list[str]()
+    for one in benchmark.splits:
+        present = pc.map_lookup(scores["splits"], one.name, "first").unique().drop_null().to_pylist()
+        notes.append(one.describe_parts(present, metric))
     return ScoredBenchmark(
         title=benchmark.title,
         scores=scores,
@@ -133,6 +137,7 @@ def _scored(
         mean_over=None if metric == QUESTIONS else metric,
         n_questions=benchmark.n_questions,
         made_of={name: str(identity[key]) for name, key in named.items() if key in identity},
+        notes=[f"{note}." for note in notes if note],
     )
 
 
@@ -245,6 +250,8 @@ def _missing(one: _Results, asked: Sequence[Arm]) -> list[str]:
     lacking = [f"{arm.method}@{arm.ratio:g}" for arm in asked if arm not in held]
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
     lines = [f"{one.place} ({one.benchmark.title}) has no {', '.join(lacking[:3])}{more}"] if lacking else []
+    if _OPTIONAL - set(one.scores.column_names):
+        lines.append(f"{one.place} does not say which replies were cut or read by chance: run its jobs.evaluate again")
     return [*lines, *one.notes]
 
 
@@ -296,7 +303,8 @@ def read_scores(place: str, store: Store, *, published: bool) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         raise NotResults(f"{place}: {SCORES} is damaged ({error}): {again}") from error
     kinds: Mapping[str, pa.DataType] = {field.name: field.type for field in scores.schema}
-    if wrong := [name for name in _NEEDED if kinds.get(name) != SCORE_SCHEMA.field(name).type]:
+    looked_at = (*_NEEDED, *sorted(_OPTIONAL & kinds.keys()))
+    if wrong := [name for name in looked_at if kinds.get(name) != SCORE_SCHEMA.field(name).type]:
         raise NotResults(f"{place}: {SCORES} has no {wrong[0]} as it should be: {again}")
     ok = scores.filter(pc.equal(scores["status"], "ok"))["score"]
     if published and (ok.null_count or not pc.all(pc.and_(pc.greater_equal(ok, 0), pc.less_equal(ok, 1))).as_py()):
