@@ -27,7 +27,7 @@ there. --out gets scores.parquet, tables.md, tables.tex, tables.json and report.
 
 #: The options that --help shows.
 USUAL = (
-    *("benchmark", "data", "model", "method", "retention_ratio", "num_frames", "out", "cache"),
+    *("benchmark", "data", "model", "method", "retention_ratio", "num_frames", "fps", "max_frames", "out", "cache"),
     *("score", "results"),
 )
 

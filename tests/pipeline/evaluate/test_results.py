@@ -329,6 +329,17 @@ def test_results_of_an_older_version_are_laid_out_and_said_to_lack_the_counts(tm
     assert "videomme does not say which replies were cut or read by chance: run its jobs.evaluate again" in said
 
 
+def test_frames_by_time_are_named_and_not_mixed_with_a_number_of_frames(tmp_path, capsys):
+    by_time = {"num_frames": None, "frames": {"fps": 2.0, "max_frames": 768}}
+    place = results(tmp_path, "videomme", ARMS, **by_time)
+    laid([place], tmp_path / "paper", capsys)
+    md, html = ((tmp_path / "paper" / name).read_text() for name in ("tables.md", "report.html"))
+    assert "| *Frames* | 2 a second, at most 768 |" in md
+    assert "1,000 questions, 2 a second, at most 768 frames, p" in html
+    mixed = refused(capsys, tmp_path / "other", place, results(tmp_path, "mvbench", ARMS))
+    assert "num_frames: VideoMME has None, this run 32" in mixed
+
+
 def test_rows_at_other_positions_are_rows_of_their_own(tmp_path, capsys):
     arms = [*ARMS, ("gstep,positions=original", 0.25, "47.3"), ("fastv", 0.25, "59.5")]
     numbers, _ = laid([results(tmp_path, "videomme", arms)], tmp_path / "paper", capsys)
