@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import ray
 from rich.console import Console
 
 from gstep.backbones import ModelSource
-from gstep.checkpoints import tiny
 from gstep.language import prompt_builder
 from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import read_header
@@ -29,7 +27,7 @@ from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.request import resolve
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.asking import thinking_model, tiny_cache, write_questions
 from tests.pipeline.evaluate.videomme import write_videomme
 
 ROWS = [
@@ -158,11 +156,7 @@ def test_a_cache_of_frames_by_time_is_not_taken_for_another(tmp_path):
 
 @pytest.fixture
 def thinking(tmp_path) -> Path:
-    """A model whose chat template opens a thought, as that of Qwen3-VL-Thinking does."""
-    folder = Path(shutil.copytree(tiny.build("tiny"), tmp_path / "thinking"))
-    with (folder / "chat_template.jinja").open("a") as file:
-        file.write("{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}")
-    return folder
+    return thinking_model(tmp_path / "thinking")
 
 
 def test_a_model_that_reasons_is_refused_without_room_for_it(tmp_path, thinking):

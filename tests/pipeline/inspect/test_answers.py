@@ -76,7 +76,7 @@ def test_the_record_has_the_identity_and_the_counts(tmp_path):
     assert record == {
         "answers": str(tmp_path / "answers"), "identity": IDENTITY, "n_questions": 2, "n_ok": 1, "n_failed": 1,
         "failures": {"io": 1}, "examples": {"io": ("b", "it cannot be read")}, "visual_tokens": 6.0,
-        "prompt_tokens": 10.0, "new_tokens": 3, "n_warned": 0,
+        "prompt_tokens": 10.0, "new_tokens": 3, "n_cut": 0, "n_warned": 0,
     }  # fmt: skip
 
 
