@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
+from rich.console import Console
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
@@ -19,6 +21,7 @@ from pipeline.generate.engines import load_engine
 from pipeline.generate.late_pruning import LatePruning, PruningSpec, resolve_pruning
 from pipeline.generate.prompts import LruCache, PromptMaker, VideoMemory, n_bytes
 from pipeline.generate.questions import AnswerMode
+from pipeline.generate.run import AnswerRun
 from pipeline.options import EngineOptions
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
@@ -194,9 +197,12 @@ def test_a_thought_is_closed_in_the_prompt_and_in_the_identity_of_the_answers(tm
         (question,) = (without_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
         prompts = PromptMaker(job.setup, SimpleNamespace(context_length=10**6), "cpu", Heartbeat("answer"))
         prompt = prompts.make({**question, "attempts": 1}, AnswerMode.parse(question["decoding"])).prompt
-        return text_of("tiny", prompt), job.identity
+        said = io.StringIO()
+        AnswerRun(job.options, Console(file=said, width=400)).prepare()
+        return text_of("tiny", prompt), job.identity, "ends with <think>, so the model reasons first" in said.getvalue()
 
-    (plain, before), (closed, identity) = made(), made(close_thought=True)
+    (plain, before, told), (closed, identity, told_too) = made(), made(close_thought=True)
+    assert told and not told_too
     assert plain.endswith("<think>\n") and closed == f"{plain}\n</think>\n\n"
     assert identity == {**before, "prompt": {**before["prompt"], "thought": "closed"}} and "thought" not in before
 
