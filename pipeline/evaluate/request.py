@@ -236,19 +236,19 @@ def _check_thought(protocol: Protocol, loaded: LoadedQuestions, source: ModelSou
     tag = builder.open_tag
     if not tag or builder.policy.thought == "closed":
         return
-    scored = protocol.choices != "generate" and any(item.options for item in loaded.items)
-    if not scored and protocol.max_new_tokens >= MIN_THOUGHT_TOKENS:
-        return
-    close = f"put {tag.replace('<', '</')} behind it with --close-thought"
-    raise UsageError(
-        f"the chat template of {source.name} ends with {tag}: the model reasons first. "
-        + (
-            f"The protocol {protocol.name} scores the options there, as if they began the reasoning: {close}"
-            if scored
-            else f"The protocol {protocol.name} gives a reply {protocol.max_new_tokens} tokens, and what is cut inside "
-            f"the reasoning would be read as an option: give it --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
-            f"{close}"
+    if protocol.choices != "generate" and any(item.options for item in loaded.items):
+        why, room = "scores the options there, as if they began the reasoning", ""
+    elif protocol.max_new_tokens < MIN_THOUGHT_TOKENS:
+        why = (
+            f"gives a reply {protocol.max_new_tokens} tokens, and what is cut inside the reasoning would be read as an "
+            "option"
         )
+        room = f"give it --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
+    else:
+        return
+    raise UsageError(
+        f"the chat template of {source.name} ends with {tag}: the model reasons first. The protocol {protocol.name} "
+        f"{why}: {room}put {tag.replace('<', '</')} behind it with --close-thought"
     )
 
 
