@@ -176,6 +176,11 @@ def run_command(
     return exit_code_of(run, console, failed=failed, interrupted=interrupted, document=namespace.json)
 
 
+def other_sampling(flags: argparse.Namespace) -> set[str]:
+    """Return the config file's sampling options that a flag for the other way of sampling replaces."""
+    return {"fps", "max_frames"} if flags.num_frames else {"num_frames"} if flags.fps else set()
+
+
 def exit_code_of(
     work: Callable[[], int | Done],
     console: Console,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, loading, run_command
+from jobs.command import EXIT_CODES, Parser, loading, other_sampling, run_command
 from jobs.frame.json_document import Done
 from jobs.frame.stores import saying
 from pipeline.evaluate.config import EvaluateConfig
@@ -27,7 +27,7 @@ there. --out gets scores.parquet, tables.md, tables.tex, tables.json and report.
 
 #: The options that --help shows.
 USUAL = (
-    *("benchmark", "data", "model", "method", "retention_ratio", "num_frames", "out", "cache"),
+    *("benchmark", "data", "model", "method", "retention_ratio", "num_frames", "fps", "max_frames", "out", "cache"),
     *("score", "results"),
 )
 
@@ -35,7 +35,7 @@ USUAL = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Score pruning methods on a benchmark, or lay out tables of results; return the exit code."""
     parser = Parser("python -m jobs.evaluate", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="question"))
-    return run_command(parser, EvaluateConfig, _evaluate, argv, usual=USUAL)
+    return run_command(parser, EvaluateConfig, _evaluate, argv, other_sampling, USUAL)
 
 
 def _evaluate(config: EvaluateConfig, console: Console) -> Done:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
+from jobs.command import EXIT_CODES, Parser, loading, other_sampling, run_command, wide_console
 from jobs.frame.json_document import Done
 from jobs.frame.stores import saying
 from pipeline.prune.config import PruneConfig
@@ -36,12 +35,7 @@ USUAL = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Prune the videos that the flags name into a cache, or say what a run would do; return the exit code."""
     parser = Parser("python -m jobs.prune", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="video"))
-    return run_command(parser, PruneConfig, _prune, argv, _other_sampling, USUAL)
-
-
-def _other_sampling(flags: argparse.Namespace) -> set[str]:
-    """Return the config file's sampling options that a flag for the other way of sampling replaces."""
-    return {"fps", "max_frames"} if flags.num_frames else {"num_frames"} if flags.fps else set()
+    return run_command(parser, PruneConfig, _prune, argv, other_sampling, USUAL)
 
 
 def _prune(config: PruneConfig, console: Console) -> Done:

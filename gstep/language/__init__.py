@@ -61,19 +61,23 @@ __all__ = [
 
 
 def prompt_builder(
-    source: ModelSource, positions: str | None = None, rule: str = "transformers-5", frame_times: str = "true"
+    source: ModelSource,
+    positions: str | None = None,
+    rule: str = "transformers-5",
+    frame_times: str = "true",
+    thought: str = "open",
 ) -> PromptBuilder:
     """Return the prompt builder of a model; it reads its config and tokenizer, no weights.
 
     Args:
         positions: "contiguous" or "original"; None takes the family's default (LLaVA-OneVision contiguous, Qwen
             original).
-        rule, frame_times: see :class:`~gstep.language.types.PromptPolicy`.
+        rule, frame_times, thought: see :class:`~gstep.language.types.PromptPolicy`.
 
     Raises ModelError where a tokenizer, a chat template or a token that prompts need is missing, and
     ValueError for an unknown policy.
     """
-    builder: PromptBuilder = BUILDERS[source.model_type].of(source, positions, rule, frame_times)
+    builder: PromptBuilder = BUILDERS[source.model_type].of(source, positions, rule, frame_times, thought)
     return builder
 
 

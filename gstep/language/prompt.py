@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, Self
 
@@ -19,6 +21,7 @@ from gstep.types import Visual
 
 # A noncharacter, which breaks up a placeholder that a text holds: its two pieces are tokenized as text.
 _MARK = "\U0010fffe"
+_OPEN_TAG = re.compile(r"(<\w+>)\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,14 @@ class PromptBuilder(ABC):
         )
 
     @classmethod
-    def of(cls, source: ModelSource, positions: str | None, rule: str, frame_times: str) -> Self:
+    def of(cls, source: ModelSource, positions: str | None, rule: str, frame_times: str, thought: str = "open") -> Self:
         """Make the builder from a checkpoint's own files.
 
         Raises ModelError where one is missing, ValueError for an unknown policy.
         """
         template = chat_template(source)
         hashed = hashlib.sha256(template.encode()).hexdigest()[:16]
-        policy = PromptPolicy(positions or cls.default_positions, rule, hashed, frame_times)
+        policy = PromptPolicy(positions or cls.default_positions, rule, hashed, frame_times, thought)
         if not cls.writes_times:  # what changes no prompt must not tell answers apart
             policy = replace(policy, frame_times="true")
         config, tokenizer = source.stock_config(), tokenizer_of(source)
@@ -76,7 +79,10 @@ class PromptBuilder(ABC):
                 f"{source.name!r}: config.json says that token {config.video_token_id} stands for a video, but it is "
                 "no special token of the tokenizer: download the whole checkpoint"
             )
-        return cls(config, tokenizer, template, policy)
+        builder = cls(config, tokenizer, template, policy)
+        if thought == "closed" and not builder.open_tag:
+            builder.policy = replace(policy, thought="open")
+        return builder
 
     @property
     def context_length(self) -> int:
@@ -172,14 +178,33 @@ class PromptBuilder(ABC):
         """Return ``count`` video placeholder ids, [count] int64."""
         return torch.full((count,), self._video_id, dtype=torch.int64, device="cpu")
 
+    @cached_property
+    def open_tag(self) -> str:
+        """The tag that the chat template opens where the model is to speak, such as ``<think>``; "" for none."""
+        text: ChatPart = {"type": "text", "text": "Why?"}
+        opened = _OPEN_TAG.search(self._apply_template([{"role": "user", "content": [text]}]))
+        return opened[1] if opened else ""
+
     def _render(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
-        """Apply the chat template. Raise ValueError if the result does not have one placeholder a video."""
-        told = [{**message, "content": [self._as_text(part) for part in message["content"]]} for message in messages]
-        rendered: str = self.tokenizer.apply_chat_template(
-            told, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
-        )
+        """Apply the chat template, and close the tag that it opens where the policy says so.
+
+        Raise ValueError if the result does not have one placeholder a video.
+        """
+        told: list[ChatMessage] = [
+            {**message, "content": [self._as_text(part) for part in message["content"]]} for message in messages
+        ]
+        rendered = self._apply_template(told)
         if rendered.count(self._video_token) != n_videos:
             raise ValueError(f"the chat template of this model has no place for {n_videos} videos here")
+        if self.policy.thought == "closed":  # as the templates of Qwen write an empty thought
+            rendered = f"{rendered.rstrip()}\n\n{self.open_tag.replace('<', '</')}\n\n"
+        return rendered
+
+    def _apply_template(self, messages: Sequence[ChatMessage]) -> str:
+        """Return a conversation as the chat template writes it, up to where the model is to speak."""
+        rendered: str = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
+        )
         return rendered
 
     def has_placeholder(self, text: str) -> bool:

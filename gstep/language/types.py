@@ -16,6 +16,7 @@ from gstep.types import Visual
 POSITIONS = ("contiguous", "original")
 RULES = ("transformers-5", "transformers-4.57", "vllm")
 FRAME_TIMES = ("true", "stock")
+THOUGHTS = ("open", "closed")
 
 
 class ChatPart(TypedDict, total=False):
@@ -46,6 +47,9 @@ class PromptPolicy:
         frame_times: which times Qwen3-VL reads before its temporal patches: "true", when the frames are shown, from the
             start of the clip; "stock", as transformers writes them: the frame's place in the file by the average frames
             a second. Where a file's frame rate varies, the two differ. A family that writes no times has "true".
+        thought: what becomes of a tag that the chat template opens where the model is to speak, such as ``<think>``:
+            "open": the model thinks first; "closed": its closing tag follows at once. A template that opens none has
+            "open".
 
     Raises ValueError for another name.
     """
@@ -54,9 +58,10 @@ class PromptPolicy:
     rule: str = "transformers-5"
     chat_template: str = ""
     frame_times: str = "true"
+    thought: str = "open"
 
     def __post_init__(self) -> None:
-        options = {"positions": POSITIONS, "rule": RULES, "frame_times": FRAME_TIMES}
+        options = {"positions": POSITIONS, "rule": RULES, "frame_times": FRAME_TIMES, "thought": THOUGHTS}
         for name, known in options.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
@@ -64,9 +69,10 @@ class PromptPolicy:
     def describe(self) -> dict[str, str]:
         """Return the policy for the record, JSON-able.
 
-        True times are left out: answers from before there were others have them too.
+        True times and an open thought are left out: answers from before there were others have them too.
         """
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
+        older = {"frame_times": "true", "thought": "open"}
+        return {name: value for name, value in asdict(self).items() if older.get(name) != value}
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,14 @@ class EvaluateConfig(EngineOptions):
         "videomme also official; letter for shapes and your own questions (default: the benchmark's first)",
         metavar="NAME",
     )
+    max_new_tokens: int | None = option(
+        None, "tokens that a reply may have (default: the protocol's); models that reason need thousands", metavar="N"
+    )
+    close_thought: bool = option(
+        False,
+        "where the model's chat template ends with an opening tag, such as <think>: put its closing tag behind it, so "
+        "that the model answers at once",
+    )
     limit: int | None = option(None, "ask only the first N questions", metavar="N")
     score: list[str] = option(
         [],
@@ -115,6 +123,17 @@ class EvaluateConfig(EngineOptions):
     drop_tokens: bool = option(False, "delete the cache in --out once every question is answered")
     draws: int = option(10_000, "bootstrap samples of videos for intervals and p-values", metavar="N")
     num_frames: int | None = option(None, "frames a video (default: the protocol's)", metavar="T", group="videos")
+    fps: float | None = option(
+        None,
+        "instead of the protocol's frames: sample by time, F frames a second of video; sizes are the checkpoint's own",
+        metavar="F",
+    )
+    max_frames: int | None = option(
+        None, "with --fps: at most this many frames (default: the model family's)", metavar="K"
+    )
+    max_video_tokens: int | None = option(
+        None, "with --fps, Qwen models: cap long videos as jobs.prune --max-video-tokens does", metavar="N"
+    )
     decode_timeout: float = option(120.0, "give up a video after S seconds of decoding", metavar="S")
     decode_workers: int | None = option(None, "decode processes at most (default: by the CPUs)", metavar="N")
     encode_workers: int | None = option(None, "encoders at most (default: one a GPU)", metavar="N")
@@ -132,7 +151,7 @@ class EvaluateConfig(EngineOptions):
                 "name what to ask, --benchmark NAME, or answers to score, --score ANSWERS, or results for one table, "
                 "--results RESULTS: one of them"
             )
-        for name in ("limit", "drop_tokens"):
+        for name in ("limit", "drop_tokens", "max_new_tokens", "close_thought", "fps"):
             if getattr(self, name) and self.benchmark is None:
                 raise UsageError(f"--{name.replace('_', '-')} goes with --benchmark")
         if self.score and (self.method or self.retention_ratio):
@@ -140,7 +159,8 @@ class EvaluateConfig(EngineOptions):
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         for ratio in self.retention_ratio:
             check(0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
-        for name in ("questions_per_shard", "limit", "num_frames", "decode_workers", "encode_workers", "workers"):
+        counts = ("limit", "max_new_tokens", "num_frames", "max_frames", "max_video_tokens")
+        for name in (*counts, "questions_per_shard", "decode_workers", "encode_workers", "workers"):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
@@ -148,7 +168,17 @@ class EvaluateConfig(EngineOptions):
         check(positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
         if self.drop_tokens and self.cache is not None:
             raise UsageError("--drop-tokens deletes the cache in --out; one that --cache names is yours to delete")
+        self._check_frames()
         self.grid()
+
+    def _check_frames(self) -> None:
+        """Raise UsageError where the options of frames do not go together."""
+        check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
+        if self.fps is not None and self.num_frames is not None:
+            raise UsageError("--num-frames and --fps are two ways of sampling: give one of them")
+        for name in ("max_frames", "max_video_tokens"):
+            if getattr(self, name) is not None and self.fps is None:
+                raise UsageError(f"--{name.replace('_', '-')} goes with --fps")
 
     def in_out(self, name: str) -> str:
         """Return the folder or URI of this name in ``--out``."""

@@ -66,6 +66,7 @@ class Evaluation:
             "out": self.out,
             "files": self.files,
             "scores": [] if self.table is None else list(scores_of(self.table)),
+            "notes": [] if self.table is None else self.table.remarks,
             "clusters": {} if self.table is None else {one.key: one.n_videos for one in self.table.columns},
             "submission": self.submission or None,
             "left_out": self.done.n_left_out,
@@ -86,6 +87,8 @@ def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
             "kept_share": row.tally.kept_share,
             "unparsed_share": row.tally.unparsed_share,
             "n_failed": row.tally.n_failed,
+            "n_cut": row.tally.n_cut,
+            "n_weak": row.tally.n_weak,
         }
 
 
@@ -147,23 +150,13 @@ def describe_data(loaded: LoadedQuestions, benchmark: Benchmark) -> Iterator[str
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
     yield f"{benchmark.title}: {len(loaded.items):,} questions to ask; {loaded.n_annotated:,} annotated{whole}"
     counts = Counter((fault.kind, fault.left_out) for fault in loaded.faults)
-    yield from _missing_parts(loaded, benchmark)
+    for split in benchmark.splits:
+        present = {item.splits[split.name] for item in loaded.items if split.name in item.splits}
+        if text := split.describe_parts(present, benchmark.protocol().metric):
+            yield f"note: {text}"
     for (kind, left_out), count in counts.items():
         example = next(fault.message for fault in loaded.faults if (fault.kind, fault.left_out) == (kind, left_out))
         yield f"note: {count} {kind}, {'left out' if left_out else 'kept'}, e.g. {example}"
-
-
-def _missing_parts(loaded: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
-    """Yield a warning line if the score is a mean over parts and some part has no question."""
-    metrics = {protocol.metric for protocol in benchmark.protocols}
-    for split in benchmark.splits:
-        present = {item.splits[split.name] for item in loaded.items if split.name in item.splits}
-        missing = [part for part in split.parts if part not in present]
-        if split.name in metrics and missing:
-            yield (
-                f"note: no question of {', '.join(missing)}: the score is the mean over {len(present)} of the "
-                f"{len(split.parts)}, and not the published one"
-            )
 
 
 def _shown(request: EvaluateRequest, done: ScoredQuestions) -> Presentation:

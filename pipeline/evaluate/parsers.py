@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from pipeline.generate.questions import letters, parse_letter
@@ -36,6 +36,7 @@ class Parsed:
 
     choice: int | None  # index of the option that the reply names; None where it names none of the question's
     drawn: bool = False  # the published code draws one of the question's options at random
+    in_word: bool = False  # its letter was found inside a word: "Based on" is B
 
     def score(self, answer: int | None, n_options: int) -> float:
         """Return 1.0 if the named option is right, else 0.0; or 1/``n_options``, the expectation, if the rule draws.
@@ -94,18 +95,18 @@ def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
     text = _padded(reply, ",.!?;:'\"")
     bare = text.strip()
     if bare[:1] in known and not bare[1:2].isalpha():
-        return _named(bare[0], options)
+        return _named_at(bare, 0, options)
     if bare[-1:] in known and not bare[-2:-1].isalpha():
-        return _named(bare[-1], options)
+        return _named_at(bare, len(bare) - 1, options)
     folded = text.lower()
     behind = [folded.find(words) + len(words) for words in _INTRODUCTIONS if words in folded]
     introduced = {text.find(letter, start) for letter in known for start in behind} - {-1}
     if introduced:
-        return _named(text[max(introduced)], options)
+        return _named_at(text, max(introduced), options)
     for form in ("({})", "{}.", "{}:", "{})", "{} ", "{}"):
-        last, letter = max((text.rfind(form.format(letter)), letter) for letter in known)
+        last = max(text.rfind(form.format(letter)) for letter in known)
         if last >= 0:
-            return _named(letter, options)
+            return _named_at(text, last + form.index("{"), options)
     return Parsed(None)
 
 
@@ -115,13 +116,14 @@ def _videomme_05(reply: str, options: Sequence[str]) -> Parsed:
     The code removes "The answer is" and the like before, which hold no such letter. A missing comma keeps it from
     removing "Best answer:", so "Best answer: C" is B.
     """
-    return _named(_first(reply.replace("Best answer:Best option:", ""), "ABCD"), options)
+    text = reply.replace("Best answer:Best option:", "")
+    return _named_at(text, _first(text, "ABCD"), options)
 
 
 def _mlvu_05(reply: str, options: Sequence[str]) -> Parsed:
     """Take the character before the first ")", else the whole reply: "B) a dog" is B, "B." is none."""
     before, bracket, _ = reply.partition(")")
-    return _named(before[-1:] if bracket else reply, options)
+    return _named_at(before, len(before) - 1, options) if bracket else _named(reply, options)
 
 
 def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
@@ -137,8 +139,9 @@ def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
 
     Of the phrases that the code removes before only these two hold such a letter.
     """
-    letter = _first(reply.replace("Best answer:", "").replace("Best option:", ""), "ABCDE")
-    return _named(letter, options) if letter else _DRAWN
+    text = reply.replace("Best answer:", "").replace("Best option:", "")
+    place = _first(text, "ABCDE")
+    return _DRAWN if place < 0 else _named_at(text, place, options)
 
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
@@ -175,8 +178,10 @@ def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
     """
     text = _padded(reply, ",.!?;:'")
     names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in letters(len(options))]
-    places = _last_places(text, names)
-    if not places and len(text.split()) > 5:
+    if places := _last_places(text, names):
+        place, _ = min(places)
+        return _named_at(text, place + (text[place] == "("), options)
+    if len(text.split()) > 5:
         places = _last_places(text.lower(), [[option.lower()] for option in _with_letters(options)])
     return Parsed(min(places)[1]) if places else _DRAWN
 
@@ -210,9 +215,20 @@ def _named(letter: str, options: Sequence[str]) -> Parsed:
     return Parsed(known.index(letter) if letter in known else None)
 
 
-def _first(text: str, known: str) -> str:
-    """Return the first character of ``text`` that is in ``known``, or ""."""
-    return next((character for character in text if character in known), "")
+# Letters of Latin scripts and digits. Chinese has no spaces: the letter of "选B" is not inside a word.
+_WORD = re.compile(r"[0-9A-Za-z\u00c0-\u024f]")
+
+
+def _named_at(text: str, place: int, options: Sequence[str]) -> Parsed:
+    """Return the option whose letter stands at a place of the text (-1: nowhere), and whether a word goes on there."""
+    named = _named(text[place : place + 1], options)
+    beside = text[max(place - 1, 0) : max(place, 0)] + text[place + 1 : place + 2]
+    return replace(named, in_word=named.choice is not None and _WORD.search(beside) is not None)
+
+
+def _first(text: str, known: str) -> int:
+    """Return the place of the first character of ``text`` that is in ``known``, or -1."""
+    return next((place for place, character in enumerate(text) if character in known), -1)
 
 
 def _padded(text: str, marks: str) -> str:

@@ -32,7 +32,7 @@ _HELPFUL = "You are a helpful assistant."
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptTemplate:
     """The text of a user's message.
 
     Attributes:
@@ -145,8 +145,8 @@ class Protocol:
     """
 
     name: str
-    prompt: Prompt
-    prompts: Mapping[str, Prompt] = field(default_factory=dict)
+    prompt: PromptTemplate
+    prompts: Mapping[str, PromptTemplate] = field(default_factory=dict)
     models: Mapping[str, ModelRules] = field(default_factory=dict)
     max_new_tokens: int = 16
     temperature: float = 0.0
@@ -176,7 +176,7 @@ class Protocol:
             "metric": self.metric,
         }
 
-    def _prompt(self, model_type: str) -> Prompt:
+    def _prompt(self, model_type: str) -> PromptTemplate:
         """Return the prompt for a model type."""
         return self.prompts.get(model_type, self.prompt)
 
@@ -186,7 +186,11 @@ _REASONING = (("<think>", "</think>"), ("<analysis>", "</analysis>"))
 
 
 def lmms_eval(
-    prompt: Prompt, newer: str, older: str, newer_prompts: Mapping[str, Prompt] = MappingProxyType({}), **shared: Any
+    prompt: PromptTemplate,
+    newer: str,
+    older: str,
+    newer_prompts: Mapping[str, PromptTemplate] = MappingProxyType({}),
+    **shared: Any,
 ) -> tuple[Protocol, Protocol]:
     """Return the protocols of lmms-eval 0.7.3 and 0.5 for a benchmark, which have the same prompts unless told.
 
@@ -213,7 +217,7 @@ def lmms_eval(
 #: Questions of one's own: asked as ``jobs.generate --questions`` asks them, with its frames and its length of replies.
 LETTER = Protocol(
     name="letter",
-    prompt=Prompt(f"{{question}}\n{{options}}\n{INSTRUCTION}", "{letter}. {text}"),
+    prompt=PromptTemplate(f"{{question}}\n{{options}}\n{INSTRUCTION}", "{letter}. {text}"),
     max_new_tokens=64,
     parser="letter",
     choices="letter",

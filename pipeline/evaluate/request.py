@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
 from gstep.evidence import HEAD_SOURCES, pairs
-from gstep.language import prompt_builder
+from gstep.language import PromptBuilder, prompt_builder
 from gstep.pruners import read_pruner
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import HEADER, CacheIdentity, differences, header_bytes, read_header, read_header_file
@@ -43,15 +43,17 @@ from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_wh
 from pipeline.generate.model import check_model, choose_model
 from pipeline.options import EngineOptions
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.recipe import needed_by, resolve, sampling_settings
+from pipeline.prune.recipe import needed_by, resolve, sampling_of, sampling_settings
 from pipeline.rows import Json, JsonObject
 from pipeline.runner.run_record import check_out
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
-from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
+from pipeline.video.sampling import ROUND_EVEN, TRUNCATE
 
 #: The prunings under which every question is asked, by label; None is full retention.
 Grid = Mapping[str, PruningSpec | None]
+#: The least room for a reply of a model whose chat template opens a thought.
+MIN_THOUGHT_TOKENS = 2048
 _RESULTS_VERSION = 1
 RESULTS_HEADER = "evaluation.json"
 ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # in the layouts of jobs.generate and jobs.prune
@@ -65,6 +67,7 @@ class EvaluateRequest:
         questions: QUESTION_SCHEMA.
         store: where the results go.
         cache: the cache of all tokens.
+        thought: "closed" where --close-thought closes a tag that the chat template opens, else "open".
         videos: how jobs.prune makes that cache, without its manifest; None where it is there and only read.
     """
 
@@ -74,6 +77,7 @@ class EvaluateRequest:
     loaded: LoadedQuestions
     source: ModelSource
     grid: Grid
+    thought: str
     questions: pa.Table
     store: Store
     cache: str
@@ -83,11 +87,16 @@ class EvaluateRequest:
     @property
     def identity(self) -> JsonObject:
         """The settings that all results in one folder share, JSON-able."""
+        frames = frame_options(self.config, self.protocol, self.source)
+        by_time: JsonObject = {"frames": frames, "pixels": None} if "fps" in frames else {}
+        closed: JsonObject = {"thought": self.thought} if self.thought == "closed" else {}
         return {
             "benchmark": self.benchmark.name,
             "model": {"type": self.source.model_type, "weights": self.source.identity},
-            "num_frames": self.config.num_frames or self.protocol.rules(self.source.model_type).frames.num_frames,
+            "num_frames": frames.get("num_frames"),
             **self.protocol.describe(self.source.model_type),
+            **by_time,
+            **closed,
         }
 
     @property
@@ -131,6 +140,8 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     check_out(store)
     benchmark = find_benchmark(config.benchmark)
     protocol = benchmark.protocol(config.protocol)
+    if config.max_new_tokens is not None:
+        protocol = replace(protocol, max_new_tokens=config.max_new_tokens)
     loaded = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
     cached = store_at(cache, objects)
     held = _held(cached, named=config.cache is not None)
@@ -139,13 +150,16 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         check_model(cached, held["model"], source)
     if config.data is None and held is not None:
         _check_cached(loaded, cached, console)
-    grid = _arms(config, source)
+    with usage_errors():
+        builder = prompt_builder(source, thought="closed" if config.close_thought else "open")
+    _check_thought(protocol, loaded, source, builder)
+    grid = _arms(config, source, builder)
     videos = videos_of(config, grid, protocol, source, cache, held)
     if held is not None and videos is None:
         check_frames(config, protocol, source, cache, held)
     with usage_errors():
         made = held if videos is None else identity_of(videos, cached, objects, console)
-        described = _check_methods(grid, made, source, cache, config)
+        described = _check_methods(grid, made, source, builder, cache, config)
     with store_usage_errors():
         _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), described, config)
     request = EvaluateRequest(
@@ -155,6 +169,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         loaded=loaded,
         source=source,
         grid=grid,
+        thought=builder.policy.thought,
         questions=question_table(loaded.items, protocol, source.model_type),
         store=store,
         cache=cache,
@@ -215,14 +230,35 @@ def write_results_header(store: Store, identity: JsonObject, about: JsonObject |
     store.put(RESULTS_HEADER, header_bytes(header))
 
 
-def _arms(config: EvaluateConfig, source: ModelSource) -> Grid:
+def _check_thought(protocol: Protocol, loaded: LoadedQuestions, source: ModelSource, builder: PromptBuilder) -> None:
+    """Raise UsageError where the model would be cut, or scored, inside a thought that its chat template opens."""
+    tag = builder.open_tag
+    if not tag or builder.policy.thought == "closed":
+        return
+    if protocol.choices != "generate" and any(item.options for item in loaded.items):
+        why, room = "scores the options there, as if they began the reasoning", ""
+    elif protocol.max_new_tokens < MIN_THOUGHT_TOKENS:
+        why = (
+            f"gives a reply {protocol.max_new_tokens} tokens, and what is cut inside the reasoning would be read as an "
+            "option"
+        )
+        room = f"give it --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
+    else:
+        return
+    raise UsageError(
+        f"the chat template of {source.name} ends with {tag}: the model reasons first. The protocol {protocol.name} "
+        f"{why}: {room}put {tag.replace('<', '</')} behind it with --close-thought"
+    )
+
+
+def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder) -> Grid:
     """Return the arms that this model is asked under.
 
     Positions stay out of the names of methods where they are the model family's, and of methods that prune inside the
     model, which sees all tokens.
     """
     with usage_errors():
-        usual, variant = prompt_builder(source).policy.positions, family_of(source).variant
+        usual, variant = builder.policy.positions, family_of(source).variant
         arms: dict[str, PruningSpec | None] = {}
         for label, one in config.grid().items():
             if one is None:
@@ -246,6 +282,7 @@ def _check_methods(
     grid: Grid,
     held: CacheIdentity | None,
     source: ModelSource,
+    builder: PromptBuilder,
     cache: str,
     options: EngineOptions,
 ) -> dict[str, LateIdentity | None]:
@@ -263,7 +300,6 @@ def _check_methods(
             f"{cache} holds what {held['pruner']['method']} kept at {held['retention_ratio']:g}, and methods are "
             "compared with full retention: make one with python -m jobs.prune --pruner none"
         )
-    builder = prompt_builder(source)
     prunings = {
         label: None if spec is None else resolve_pruning(spec, held, source, builder) for label, spec in grid.items()
     }
@@ -317,8 +353,6 @@ def videos_of(
         raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
     if config.data is None or (held is not None and heads and config.siglip is None):
         return None
-    rules = protocol.rules(source.model_type)
-    pixels = {} if rules.pixels is None else vars(rules.pixels)
     return PruneConfig(
         out=cache,
         video_root=[str(config.data), *config.video_root],
@@ -327,11 +361,24 @@ def videos_of(
         pruner="none",
         retention_ratio=1.0,
         evidence=[f"{name}={where}" for name, where in sorted(evidence)],
-        num_frames=config.num_frames or rules.frames.num_frames,
-        frame_rule=frame_rule(rules.frames),
-        **pixels,
+        **frame_options(config, protocol, source),
         **passed_on(config, "siglip", "decode_timeout", "decode_workers", "encode_workers"),
     )
+
+
+def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSource) -> dict[str, Any]:
+    """Return the options of jobs.prune for frames and their sizes: those that were named, else the protocol's.
+
+    A protocol's limits of pixels go with its number of frames; with ``--fps`` they are the checkpoint's own.
+    """
+    if config.fps is not None:
+        most = config.max_frames or family_of(source).default_max_frames
+        cap = {} if config.max_video_tokens is None else {"max_video_tokens": config.max_video_tokens}
+        return {"fps": config.fps, "max_frames": most, **cap}
+    rules = protocol.rules(source.model_type)
+    pixels = {} if rules.pixels is None else vars(rules.pixels)
+    n_frames = config.num_frames or rules.frames.num_frames
+    return {"num_frames": n_frames, "frame_rule": frame_rule(rules.frames), **pixels}
 
 
 def passed_on(config: EvaluateConfig, *more: str) -> dict[str, Any]:
@@ -343,16 +390,17 @@ def check_frames(
     config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, held: CacheIdentity
 ) -> None:
     """Raise UsageError if an existing cache was made with other frames than the protocol names."""
-    asked = config.num_frames is not None or source.model_type in protocol.models
+    asked = (config.num_frames or config.fps) is not None or source.model_type in protocol.models
     if not asked or "sampling" not in held:
         return
-    frames = protocol.rules(source.model_type).frames
-    rule = frame_rule(frames)
-    wanted = sampling_settings(Sampling(num_frames=config.num_frames or frames.num_frames, rule=rule))
+    options, family = PruneConfig(**frame_options(config, protocol, source)), family_of(source)
+    with usage_errors():
+        sampling = sampling_of(options, family.default_max_frames, family.min_frames(), family.min_rule)
+    wanted = sampling_settings(sampling)
     if wanted != held["sampling"]:
         raise IdentityMismatch(
             f"{cache} has the frames {held['sampling']}, and {protocol.name} asks for {wanted}: name another "
-            "--cache, or its own number with --num-frames"
+            "--cache, or its own frames with --num-frames, or --fps and --max-frames"
         )
 
 

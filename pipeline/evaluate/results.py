@@ -35,11 +35,12 @@ TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT = "tables.md", "tables.tex", "tables.
 _MOST_PARTS = 30  # parts of a split that a table shows
 _SPLIT_IN_PAPER = ("videomme",)  # benchmarks whose first split has columns beside other benchmarks
 #: The fields of the identity that all columns of a table share, besides the model.
-_EQUAL = ("protocol", "num_frames", "system", "frames", "pixels", "frame_times", "temperature")
+_EQUAL = ("protocol", "num_frames", "system", "frames", "pixels", "frame_times", "temperature", "thought")
 _NEEDED = (
     *("question_id", "cluster", "splits", "method", "retention_ratio", "status", "parsed"),
     *("n_options", "score", "n_kept", "n_total"),
 )
+_OPTIONAL = {"finish", "weak"}  # columns that older scores do not have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,16 +125,27 @@ def _scored(
         identity: of the results.
         parts: (part, title) of those parts of the ``split`` that have columns.
     """
-    named = {"Frames": "num_frames", "Protocol": "protocol"}
-    metric = str(identity.get("metric", QUESTIONS))
+    named = {"Frames": _frames(identity), "Protocol": str(identity.get("protocol", ""))}
+    metric, notes = str(identity.get("metric", QUESTIONS)), list[str]()
+    for one in benchmark.splits:
+        present = pc.map_lookup(scores["splits"], one.name, "first").unique().drop_null().to_pylist()
+        notes.append(one.describe_parts(present, metric))
     return ScoredBenchmark(
         title=benchmark.title,
         scores=scores,
         columns=[(f"{split}={part}", title) for part, title in parts],
         mean_over=None if metric == QUESTIONS else metric,
         n_questions=benchmark.n_questions,
-        made_of={name: str(identity[key]) for name, key in named.items() if key in identity},
+        made_of={name: text for name, text in named.items() if text},
+        notes=[f"{note}." for note in notes if note],
     )
+
+
+def _frames(identity: JsonObject) -> str:
+    """Return which frames of a video the results are of, as tables say it; "" where they do not say it."""
+    if (frames := cast(JsonObject, identity.get("frames") or {})) and "fps" in frames:
+        return f"{frames['fps']:g} a second, at most {frames['max_frames']}"
+    return str(identity.get("num_frames", ""))
 
 
 @dataclass(frozen=True)
@@ -245,6 +257,8 @@ def _missing(one: _Results, asked: Sequence[MethodAtRatio]) -> list[str]:
     lacking = [f"{arm.method}@{arm.ratio:g}" for arm in asked if arm not in held]
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
     lines = [f"{one.place} ({one.benchmark.title}) has no {', '.join(lacking[:3])}{more}"] if lacking else []
+    if _OPTIONAL - set(one.scores.column_names):
+        lines.append(f"{one.place} does not say which replies were cut or read by chance: run its jobs.evaluate again")
     return [*lines, *one.notes]
 
 
@@ -253,7 +267,7 @@ def _facts(found: Sequence[_Results]) -> list[tuple[str, str]]:
     model = found[0].model_identity
     facts = [("model", f"{found[0].model}, {model['type']}, {model['weights']}")]
     for one in found:
-        frames, protocol = one.identity["num_frames"], one.identity["protocol"]
+        frames, protocol = _frames(one.identity), one.identity["protocol"]
         asked = pc.count_distinct(one.scores["question_id"]).as_py()
         whose = ", scores from its server, without intervals" if one.benchmark.submission else ""
         facts.append((one.benchmark.title, f"{asked:,} questions, {frames} frames, {protocol}{whose}"))
@@ -296,7 +310,8 @@ def read_scores(place: str, store: Store, *, published: bool) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         raise NotResults(f"{place}: {SCORES} is damaged ({error}): {again}") from error
     kinds: Mapping[str, pa.DataType] = {field.name: field.type for field in scores.schema}
-    if wrong := [name for name in _NEEDED if kinds.get(name) != SCORE_SCHEMA.field(name).type]:
+    looked_at = (*_NEEDED, *sorted(_OPTIONAL & kinds.keys()))
+    if wrong := [name for name in looked_at if kinds.get(name) != SCORE_SCHEMA.field(name).type]:
         raise NotResults(f"{place}: {SCORES} has no {wrong[0]} as it should be: {again}")
     ok = scores.filter(pc.equal(scores["status"], "ok"))["score"]
     if published and (ok.null_count or not pc.all(pc.and_(pc.greater_equal(ok, 0), pc.less_equal(ok, 1))).as_py()):

@@ -64,7 +64,10 @@ from pipeline.storage.stores import Store, store_at
 
 MANIFEST = "videos.jsonl"
 _SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
-_OF_ANSWERING = ("engine", "tensor_parallel", "engine_param", "batch_size", "workers", "questions_per_shard")
+_OF_ANSWERING = (
+    *("engine", "tensor_parallel", "engine_param", "batch_size", "workers", "questions_per_shard"),
+    "close_thought",
+)
 DROPPING = "dropping"  # file that marks a cache as being deleted
 # The files of a cache as runs name them.
 _OURS = re.compile(

@@ -20,6 +20,7 @@ from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 
 SCORES = "scores.parquet"
+DRAWN, IN_WORD = "drawn", "in-word"  # weak ways of reading a reply
 
 SCORE_SCHEMA = pa.schema(
     [
@@ -39,6 +40,16 @@ SCORE_SCHEMA = pa.schema(
             "right", pa.bool_(), "whether the reply is right; of a rule that draws: false; null: nobody published it"
         ),
         column("score", pa.float64(), "1 or 0; where the rule draws at random its expectation; null likewise"),
+        column(
+            "finish",
+            pa.string(),
+            "'stop': the model ended the reply; 'length': max_new_tokens cut it; null where scored, and in older files",
+        ),
+        column(
+            "weak",
+            pa.string(),
+            "the weak rule that read the reply: 'drawn' at random, or a letter 'in-word' (\"Both\" is B); else null",
+        ),
         column("choice_scores", pa.list_(pa.float64()), "natural log-probability of each option, where scored"),
         column("n_kept", pa.int32(), "visual tokens that were kept"),
         column("n_total", pa.int32(), "visual tokens before pruning"),
@@ -48,12 +59,13 @@ SCORE_SCHEMA = pa.schema(
 )
 
 
-_COUNTS = ("choice_scores", "n_kept", "n_total", "kept_per_frame", "decode_warnings")
-_NEEDED = ["question_id", "status", "error_class", "answer", "choice", *_COUNTS]
+# Columns of an answer that its score has too.
+_SAME = ("finish", "choice_scores", "n_kept", "n_total", "kept_per_frame", "decode_warnings")
+_NEEDED = ["question_id", "status", "error_class", "answer", "choice", *_SAME]
 
 
 class Reply(NamedTuple):
-    """A reply as the rule read it: the option named, whether that is right, and its score.
+    """A reply as the rule read it: the option named, whether that is right, its score, and the weak rule that read it.
 
     Right and score are None where the right answer is not published.
     """
@@ -61,6 +73,7 @@ class Reply(NamedTuple):
     parsed: int | None
     right: bool | None
     score: float | None
+    weak: str | None = None
 
 
 def score_table(
@@ -89,10 +102,11 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
         right = same_text(reply, item.expected or "")
         return Reply(None, right, float(right))
     parsed = Parsed(row["choice"]) if "choice_scores" in row else parse(protocol.parser, reply, item.options)
+    weak = DRAWN if parsed.drawn else IN_WORD if parsed.in_word else None
     if item.expected is None:
-        return Reply(parsed.choice, None, None)
+        return Reply(parsed.choice, None, None, weak)
     score = parsed.score(item.answer, len(item.options))
-    return Reply(parsed.choice, not parsed.drawn and score == 1.0, score)
+    return Reply(parsed.choice, not parsed.drawn and score == 1.0, score, weak)
 
 
 def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
@@ -112,8 +126,8 @@ def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Pro
         nothing = (None, None) if item.expected is None else (False, 0.0)
         return {**common, "status": "failed", "error_class": why, **Reply(None, *nothing)._asdict()}
     reply = read_reply(item, row, protocol)
-    counts = {name: row.get(name) for name in _COUNTS}
-    return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **counts}
+    same = {name: row.get(name) for name in _SAME}
+    return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **same}
 
 
 def mode_of(protocol: Protocol, model_type: str) -> AnswerMode:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -46,6 +46,8 @@ class AnswerCounts:
         n_answers: rows, failed ones too.
         n_failed: questions that ended as an error; each scores 0.
         n_unparsed: replies that named no option.
+        n_cut: replies that max_new_tokens cut; None where older scores do not say it.
+        n_weak: replies that a weak rule read, as the column ``weak`` of the scores has it; None likewise.
         n_kept_known: rows that say how many visual tokens were kept.
         kept_tokens: sum of the kept tokens of these rows.
         kept_shares: sum of their shares n_kept / n_total.
@@ -54,12 +56,16 @@ class AnswerCounts:
     n_answers: int = 0
     n_failed: int = 0
     n_unparsed: int = 0
+    n_cut: int | None = 0
+    n_weak: int | None = 0
     n_kept_known: int = 0
     kept_tokens: float = 0.0
     kept_shares: float = 0.0
 
     def __add__(self, other: AnswerCounts) -> AnswerCounts:
-        return AnswerCounts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+        pairs = {name: (value, vars(other)[name]) for name, value in vars(self).items()}
+        added: dict[str, Any] = {name: None if None in pair else sum(pair) for name, pair in pairs.items()}
+        return AnswerCounts(**added)
 
     @property
     def tokens(self) -> float | None:
@@ -72,10 +78,14 @@ class AnswerCounts:
         return self.kept_shares / self.n_kept_known if self.n_kept_known else None
 
     @property
+    def n_replies(self) -> int:
+        """Answers that did not fail."""
+        return self.n_answers - self.n_failed
+
+    @property
     def unparsed_share(self) -> float | None:
         """Share of the replies that named no option; None where there is no reply."""
-        n_replies = self.n_answers - self.n_failed
-        return self.n_unparsed / n_replies if n_replies else None
+        return self.n_unparsed / self.n_replies if self.n_replies else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,17 +170,20 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
 
 
 def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[AnswerCounts]:
-    """Count each arm's answers, failures, unread replies and kept tokens."""
+    """Count each arm's answers, failures, unread, cut and weakly read replies, and kept tokens."""
     free_N = scores["n_options"].to_numpy() == 0  # a free question has no option to name
     unparsed_N = ~failed_N & ~free_N & scores["parsed"].is_null().to_numpy()
     kept_N = scores["n_kept"].to_numpy().astype(float)
     share_N = kept_N / scores["n_total"].to_numpy().astype(float)
     known_N = np.isfinite(share_N)
+    marked = {"n_failed": failed_N, "n_unparsed": unparsed_N, "n_kept_known": known_N}
+    if {"finish", "weak"} <= set(scores.column_names):  # older scores have neither
+        marked |= {"n_cut": scores["finish"].to_numpy() == "length", "n_weak": scores["weak"].is_valid().to_numpy()}
     columns = {
+        "n_cut": [None] * n_arms,
+        "n_weak": [None] * n_arms,
         "n_answers": np.bincount(arm_N, minlength=n_arms).tolist(),
-        "n_failed": np.bincount(arm_N[failed_N], minlength=n_arms).tolist(),
-        "n_unparsed": np.bincount(arm_N[unparsed_N], minlength=n_arms).tolist(),
-        "n_kept_known": np.bincount(arm_N[known_N], minlength=n_arms).tolist(),
+        **{name: np.bincount(arm_N[rows_N], minlength=n_arms).tolist() for name, rows_N in marked.items()},
         "kept_tokens": np.bincount(arm_N[known_N], kept_N[known_N], n_arms).tolist(),
         "kept_shares": np.bincount(arm_N[known_N], share_N[known_N], n_arms).tolist(),
     }

@@ -42,6 +42,7 @@ OVERALL = "overall"  # key of a benchmark's last column
 NOISE = "≈"
 FEW = "†"
 NONE = "–"
+_COUNTS = ("Tokens", "Kept", "No option", "Cut", "Weak", "Failed")  # the last columns in Markdown
 _FULL = 0  # index of the arm of full retention
 _POSITIONS = ",positions="
 _TITLES = {
@@ -71,6 +72,7 @@ class ScoredBenchmark:
             MVBench's tasks); None: all questions weigh the same.
         n_questions: of the whole benchmark; None where it has no fixed number.
         made_of: what else the scores were made of, by name, such as frames and protocol.
+        notes: sentences about it that belong below the table.
     """
 
     title: str
@@ -79,6 +81,7 @@ class ScoredBenchmark:
     mean_over: str | None = None
     n_questions: int | None = None
     made_of: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,10 +221,17 @@ class ResultsTable:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences that belong below the table: few videos, then its notes."""
-        few = [column.text for column in self.columns if column.few]
-        said = f"{FEW} Fewer than {FEWEST_VIDEOS} videos ({', '.join(few)}): neither interval nor p."
-        return [*([said] if few else []), *self.notes]
+        """Sentences that belong below the table: few videos, cut and weakly read replies, then its notes."""
+        lines, few = list[str](), [column.text for column in self.columns if column.few]
+        if few:
+            lines.append(f"{FEW} Fewer than {FEWEST_VIDEOS} videos ({', '.join(few)}): neither interval nor p.")
+        tally = sum((row.tally for row in self.rows), AnswerCounts())
+        of = f"of {tally.n_replies:,} replies were"
+        if tally.n_cut:
+            lines.append(f"Cut: {tally.n_cut:,} {of} cut by max_new_tokens; the rule read an unfinished reply.")
+        if tally.n_weak:
+            lines.append(f"Weak: {tally.n_weak:,} {of} read by chance: drawn, or by a letter inside a word.")
+        return [*lines, *self.notes]
 
     def as_record(self) -> JsonObject:
         """Return the whole table, JSON-able."""
@@ -251,6 +261,8 @@ class ResultsTable:
             "kept_share": row.tally.kept_share,
             "unparsed_share": row.tally.unparsed_share,
             "n_failed": row.tally.n_failed,
+            "n_cut": row.tally.n_cut,
+            "n_weak": row.tally.n_weak,
         }
 
 
@@ -318,6 +330,7 @@ def results_table(
             tally=tallies[a],
         )
         rows.append(row)
+    notes = [*notes, *(f"{benchmark.title}: {note}" for benchmark in benchmarks for note in benchmark.notes)]
     return ResultsTable(title=title, columns=columns, rows=rows, draws=draws, seed=seed, notes=notes)
 
 
@@ -437,8 +450,10 @@ def _asked(column: Column) -> str:
 
 
 def titled(row: Row) -> str:
-    """Return a row's title, followed by the number of its failed answers if there are any."""
-    return f"{row.title} ({row.tally.n_failed:,} failed)" if row.tally.n_failed else row.title
+    """Return a row's title, followed by the numbers of its failed, cut and weakly read answers if there are any."""
+    counts = {"failed": row.tally.n_failed, "cut": row.tally.n_cut, "weak": row.tally.n_weak}
+    told = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    return f"{row.title} ({told})" if told else row.title
 
 
 def difference_text(cell: Cell, n_questions: int | None) -> str:
@@ -474,7 +489,8 @@ def legend(table: ResultsTable) -> str:
         f"{table.seed}); {NOISE} within noise (p is {SIGNIFICANT} or more after Holm's rule over the methods of the "
         f"block, which the intervals do not have). With fewer than {FEWEST_VIDEOS} videos: right answers of all. "
         "Rel.: mean over benchmarks of the score relative to full retention, from printed scores. Kept: share of the "
-        "visual tokens, mean over answers. No option: replies that name none. Failed answers count as wrong."
+        "visual tokens, mean over answers. No option: replies that name none. Cut: replies that max_new_tokens ended. "
+        "Weak: replies whose option is drawn at random, or is a letter inside a word. Failed answers count as wrong."
     )
 
 
@@ -482,15 +498,15 @@ def markdown(table: ResultsTable) -> str:
     """Return the table as GitHub Markdown."""
     width = len(table.titles)
     lines = [
-        *table_head(["Method", *table.titles, "Tokens", "Kept", "No option", "Failed"]),
+        *table_head(["Method", *table.titles, *_COUNTS]),
         *(
-            table_row([f"*{name}*", *map(escape_markdown, texts), *[""] * (width - len(texts) + 4)])
+            table_row([f"*{name}*", *map(escape_markdown, texts), *[""] * (width - len(texts) + len(_COUNTS))])
             for name, texts in table.made_of
         ),
         _markdown_row(table, table.original),
     ]
     for heading, rows in table.blocks:
-        lines.append(table_row([f"*{escape_markdown(heading)}*", *[""] * (width + 4)]))
+        lines.append(table_row([f"*{escape_markdown(heading)}*", *[""] * (width + len(_COUNTS))]))
         lines += [_markdown_row(table, row) for row in rows]
     below = [legend(table), *table.remarks]
     return "\n\n".join([f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, below)]) + "\n"
@@ -507,9 +523,10 @@ def _markdown_row(table: ResultsTable, row: Row) -> str:
         number = {"best": f"**{cell.printed}**", "second": f"<ins>{cell.printed}</ins>", "": cell.printed}[cell.mark]
         cells.append(f"{number} {escape_markdown(difference_text(cell, n_questions))}".rstrip())
     tally = row.tally
-    counts = (NONE if tally.tokens is None else f"{tally.tokens:,.0f}", percent(tally.kept_share))
-    title = escape_markdown(row.title)
-    return table_row([title, *cells, *counts, percent(tally.unparsed_share), f"{tally.n_failed:,}"])
+    tokens = NONE if tally.tokens is None else f"{tally.tokens:,.0f}"
+    counts = [NONE if n is None else f"{n:,}" for n in (tally.n_cut, tally.n_weak, tally.n_failed)]
+    shares = (percent(tally.kept_share), percent(tally.unparsed_share))
+    return table_row([escape_markdown(row.title), *cells, tokens, *shares, *counts])
 
 
 def table_head(titles: Sequence[str]) -> Iterator[str]:

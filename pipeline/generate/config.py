@@ -91,6 +91,11 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
         group="prompts",
     )
     system: str | None = option(None, "the system message (default: the chat template's)", metavar="TEXT")
+    close_thought: bool = option(
+        False,
+        "where the chat template ends with an opening tag, such as <think> of a model that reasons: put its closing "
+        "tag behind it, so that the model answers at once",
+    )
     choices: str = option(
         "letter",
         "how a question with choices is answered: by the likeliest letter, by the likeliest text (loglikelihood), or "

@@ -13,7 +13,7 @@ from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, 
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import IdentityMismatch, UsageError
-from pipeline.generate.config import PromptOptions
+from pipeline.generate.config import GenerateConfig
 from pipeline.storage.stores import Store
 
 
@@ -51,10 +51,11 @@ def find_model(
     return source
 
 
-def make_prompt_builder(source: ModelSource, options: PromptOptions, positions: str | None = None) -> PromptBuilder:
+def make_prompt_builder(source: ModelSource, options: GenerateConfig, positions: str | None = None) -> PromptBuilder:
     """Return the prompt builder of a model by the options, or with other ``positions`` than theirs."""
     default = None if options.positions == "auto" else options.positions
-    return prompt_builder(source, positions or default, options.rule, options.frame_times)
+    thought = "closed" if options.close_thought else "open"
+    return prompt_builder(source, positions or default, options.rule, options.frame_times, thought)
 
 
 def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:

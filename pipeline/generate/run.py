@@ -185,6 +185,12 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             source = find_model(cache, cache_identity["model"], config.model, config.revision, tower)
             builder = make_prompt_builder(source, config)
         check_tokens(cache, header, widths_of(live), builder)
+        if builder.open_tag and builder.policy.thought == "open" and self._evaluation is None:
+            self.say(
+                f"note: the chat template of {source.name} ends with {builder.open_tag}, so the model reasons first. "
+                "Choices are scored, and short answers cut, inside the reasoning. Give --choices generate and "
+                "--max-new-tokens of some thousands, or --close-thought"
+            )
         prunings = resolve_prunings(config, self._specs, cache_identity, source, builder)
         order = choose_token_order(config, cache_identity, prunings)
         setup = AnswerSetup(config, source, cache, live, prunings, order)

@@ -15,7 +15,7 @@ from pipeline.runner.run_record import Outcome, as_text, count_failures
 
 _COLUMNS = (
     *("question_id", "pruning", "status", "error_class", "error_message"),
-    "decode_warnings",
+    *("decode_warnings", "finish"),
     *("n_visual_tokens", "n_prompt_tokens", "n_new_tokens", "load_s", "prefill_s", "decode_s", "batch_size"),
 )
 
@@ -29,6 +29,7 @@ class AnswerSummary(Outcome):
         visual_tokens: in a prompt that was answered, on average.
         prompt_tokens: text and visual tokens in such a prompt, on average.
         new_tokens: generated tokens, in all.
+        n_cut: answers that max_new_tokens cut.
         n_warned: answers about videos that were decoded with warnings.
         seconds: of this run, by the work: load, prefill, decode; each batch counts once.
     """
@@ -38,6 +39,7 @@ class AnswerSummary(Outcome):
     prompt_tokens: float
     new_tokens: int
     seconds: dict[str, float]
+    n_cut: int = 0
     n_warned: int = 0
 
     def __str__(self) -> str:
@@ -71,6 +73,7 @@ def summarise_answers(
         failed={row["question_id"]: row["error_class"] for row in bad},
         visual_tokens=_mean(good, "n_visual_tokens"),
         prompt_tokens=_mean(good, "n_prompt_tokens"),
+        n_cut=sum(row["finish"] == "length" for row in good),
         n_warned=sum((row["decode_warnings"] or 0) > 0 for row in good),
         new_tokens=sum(row["n_new_tokens"] or 0 for row in good),
         seconds={
@@ -86,7 +89,8 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
     counts = f"{summary.n_ok} answered, {summary.n_failed} failed, {summary.n_missing} without a row"
     table.add_row("questions", counts)
     table.add_row("tokens", f"{summary.visual_tokens:.0f} visual of {summary.prompt_tokens:.0f} in a prompt on average")
-    table.add_row("answers", f"{summary.new_tokens:,} tokens generated")
+    cut = f"; {summary.n_cut:,} answers were cut by max_new_tokens" if summary.n_cut else ""
+    table.add_row("answers", f"{summary.new_tokens:,} tokens generated{cut}")
     table.add_row("seconds", ", ".join(f"{name} {value:.2f}" for name, value in summary.seconds.items()))
     if summary.n_warned:
         table.add_row("warnings", warned_answers(summary.n_warned))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 import signal
 from collections import Counter
@@ -29,7 +30,7 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.gstep.llms import Encoded, stock, stock_inputs
 from tests.jobs.jobs import committed, forbid_models, forbid_ray, run_here, start, stop, wait_for_files
-from tests.pipeline.asking import write_questions
+from tests.pipeline.asking import thinking_model, write_questions
 from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_videomme
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
@@ -112,6 +113,12 @@ def test_tables_and_page_are_written(results):
     markdown, latex = (results / "tables.md").read_text(), (results / "tables.tex").read_text()
     for name in ("Full retention", "GSTEP", "VidCom2", "FastV, K=1", "Short", "Medium", "Long", "Overall", "Rel."):
         assert name in markdown and name in latex
+    cut = Counter(row["pruning"] for row in read_answers(results / "answers").to_pylist() if row["finish"] == "length")
+    rows = json.loads((results / "tables.json").read_text())[0]["rows"]
+    assert {f"{row['method']}@{row['retention_ratio']:g}": row["n_cut"] for row in rows} == {
+        arm: cut[arm] for arm in ARMS
+    }
+    assert sum(cut.values()) > 0 and f"Cut: {sum(cut.values())} of {len(scores_of(results))} replies" in latex
     page = (results / "report.html").read_text()
     assert "VideoMME" in page and "missing-video" in page and "http://" not in page.replace("http://www.w3.org", "")
 
@@ -213,6 +220,23 @@ def test_every_method_of_the_table_joins_by_its_name_and_those_that_need_evidenc
     assert set(scores["method"].to_pylist()) == {"none", *methods} and set(scores["status"].to_pylist()) == {"ok"}
     config = EvaluateConfig(benchmark="x", method=methods, retention_ratio=[0.25])
     assert set(config.grid()) == {"none@1", *(f"{name}@0.25" for name in methods)}
+
+
+def test_frames_by_time_and_a_closed_thought(tmp_path):
+    data, out = write_videomme(tmp_path / "d", n_videos=1, faults=False), tmp_path / "r"
+    shutil.copy(sample("bikes.mp4"), data / video_id(0))
+    argv = ["--benchmark", "videomme", "--data", str(data), "--out", str(out), "--draws", "100", "--method", "none"]
+    argv += ["--model", str(thinking_model(tmp_path / "m")), "--fps", "2", "--max-frames", "6", "--json"]
+    done = run_here(evaluate, argv)
+    assert done.returncode == 2 and "--close-thought" in done.stdout and not out.exists()
+    done = run_here(evaluate, [*argv, "--close-thought"])
+    assert done.returncode == 0, done.stdout
+    cache = TokenCache(out / "cache")
+    assert (cache.identity["sampling"]["fps"], cache.identity["sampling"]["max_frames"]) == (2.0, 6)
+    assert cache.metadata(video_id(0))["n_frames"] == 6  # of 10 s
+    held = [json.loads((out / name).read_text())["identity"] for name in ("evaluation.json", "answers/answers.json")]
+    assert held[0]["thought"] == held[1]["prompt"]["thought"] == "closed"
+    assert held[0]["frames"] == held[1]["protocol"]["frames"] == {"fps": 2.0, "max_frames": 6}
 
 
 def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):

@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
+from gstep.checkpoints import tiny
 from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.header import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
@@ -103,6 +105,14 @@ def setup_of(
     """Return what an actor on the CPU needs to answer about a cache of ``source`` (the tiny model)."""
     config, source = GenerateConfig(questions="q.jsonl", **options), source or ModelSource.resolve("tiny")
     return AnswerSetup(config, source, store, read_live(store), prunings or {"": None}, device="cpu")
+
+
+def thinking_model(folder: Path) -> Path:
+    """Make the tiny model with a chat template that opens a thought, as that of Qwen3-VL-Thinking does."""
+    shutil.copytree(tiny.build("tiny"), folder)
+    with (folder / "chat_template.jinja").open("a") as file:
+        file.write("{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}")
+    return folder
 
 
 def request_about(

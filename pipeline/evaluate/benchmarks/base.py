@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from string import Formatter
@@ -38,6 +38,21 @@ class Split:
     name: str
     title: str
     parts: Mapping[str, str] = field(default_factory=dict)
+
+    def describe_parts(self, present: Collection[object], metric: str) -> str:
+        """Describe over how many parts the score is a mean, and the parts without a question; "" for neither.
+
+        Args:
+            present: the parts that have questions.
+            metric: of the protocol: the score is a mean over parts where it names this split.
+        """
+        missing = [part for part in self.parts if part not in present]
+        lacking = f"no question of {', '.join(missing)}" if missing and present else ""
+        if metric != self.name or not present:
+            return lacking
+        of = f" of the {len(self.parts)}" if self.parts else ""
+        mean = f"the score is the mean over {len(present)}{of}"
+        return f"{lacking}: {mean}, and not the published one" if lacking else f"{mean} {self.title.lower()}s"
 
 
 @dataclass(frozen=True, kw_only=True)

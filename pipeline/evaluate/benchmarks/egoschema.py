@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark
-from pipeline.evaluate.protocols import Prompt, lmms_eval
+from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
 from pipeline.generate.questions import letters
 from pipeline.inputs.tables import UserRow
 
@@ -25,7 +25,7 @@ _ANSWERS, _EGO4D = "subset_answers.json", "uid_to_ego4d.json"
 _REPOSITORY = "of github.com/egoschema/EgoSchema"
 _VIDEOS = f"videos/ (of the hub the unpacked videos_chunked_*.zip), and {_EGO4D} {_REPOSITORY} for errors by video"
 _NEWER, _OLDER = lmms_eval(
-    Prompt("{question}\n{options}\nAnswer with the option's letter from the given choices directly."),
+    PromptTemplate("{question}\n{options}\nAnswer with the option's letter from the given choices directly."),
     "egoschema",
     "egoschema",
 )

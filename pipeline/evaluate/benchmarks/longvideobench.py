@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.protocols import Prompt, lmms_eval
+from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
 from pipeline.inputs.tables import UserRow
 
 _NONE = "N/A"  # an option that is not there; they come last
@@ -30,7 +30,7 @@ LONGVIDEOBENCH = Benchmark(
     name="longvideobench",
     title="LongVideoBench",
     protocols=lmms_eval(
-        Prompt(
+        PromptTemplate(
             "{question}\n{options}\nAnswer with the option's letter from the given choices directly.\n",
             "{letter}. {text}",
         ),

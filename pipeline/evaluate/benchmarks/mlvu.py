@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow, answer_index
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.protocols import Prompt, lmms_eval
+from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
 from pipeline.generate.questions import letters
 from pipeline.inputs.tables import UserRow, UserValue
 
@@ -64,7 +64,7 @@ MLVU_DEV = Benchmark(
     name="mlvu-dev",
     title="MLVU dev",
     protocols=lmms_eval(
-        Prompt("{question}\nOnly give the best option.\nBest option: ("),
+        PromptTemplate("{question}\nOnly give the best option.\nBest option: ("),
         "extract-mcq-answer",
         "mlvu-0.5",
         metric="task_type",
@@ -87,7 +87,7 @@ MLVU_DEV = Benchmark(
 MLVU_TEST = Benchmark(
     name="mlvu-test",
     title="MLVU test",
-    protocols=lmms_eval(Prompt("{question}"), "extract-mcq-answer", "mlvu-0.5", metric="task_type"),
+    protocols=lmms_eval(PromptTemplate("{question}"), "extract-mcq-answer", "mlvu-0.5", metric="task_type"),
     source="the data set MLVU/MLVU_Test of the Hugging Face hub (test-ground-truth/ and, unpacked, video/), or "
     "sy1998/MLVU_Test with its videos unpacked into one folder",
     files=("test-ground-truth/test_mcq_gt.json", "test_mcq_gt.json", "test-*.parquet", "*/test-*.parquet"),

@@ -17,7 +17,7 @@ import re
 
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.protocols import Prompt, lmms_eval
+from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
 from pipeline.inputs.tables import UserRow
 
 _STAR, _STAR_CUT = "star/Charades_v1_480", "star/Charades_segment"
@@ -70,7 +70,7 @@ MVBENCH = Benchmark(
     name="mvbench",
     title="MVBench",
     protocols=lmms_eval(
-        Prompt("Question:{question}\nOption:\n{options}\nOnly give the best option.\n", "({letter}) {text}"),
+        PromptTemplate("Question:{question}\nOption:\n{options}\nOnly give the best option.\n", "({letter}) {text}"),
         "mvbench",
         "mvbench",
         metric="task",

@@ -7,17 +7,17 @@ The layout is that of the data set on the Hugging Face hub; ``videos_*.zip`` hol
 from __future__ import annotations
 
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.protocols import LMMS_EVAL_0_7, Prompt, Protocol, lmms_eval
+from pipeline.evaluate.protocols import LMMS_EVAL_0_7, PromptTemplate, Protocol, lmms_eval
 
 _TASK = "Select the best answer to the following multiple-choice question based on the video{}. Respond with only the "
 _LETTERS = "letter (A, B, C, or D) of the correct option.\n{{question}}\n{{options}}\n{}"
 # lmms-eval's prompt mentions subtitles although the task gives none.
-_LMMS_EVAL = Prompt(
+_LMMS_EVAL = PromptTemplate(
     _TASK.format(" and the subtitles")
     + _LETTERS.format("\nAnswer with the option's letter from the given choices directly.")
 )
-_QWEN3 = {"qwen3_vl": Prompt("Question: {question}\nOptions:\n{options}\nAnswer with the option letter only.")}
-_OFFICIAL = Prompt(_TASK.format("") + _LETTERS.format("The best answer is:"))
+_QWEN3 = {"qwen3_vl": PromptTemplate("Question: {question}\nOptions:\n{options}\nAnswer with the option letter only.")}
+_OFFICIAL = PromptTemplate(_TASK.format("") + _LETTERS.format("The best answer is:"))
 
 VIDEOMME = Benchmark(
     name="videomme",

@@ -136,6 +136,29 @@ def test_the_chat_template_is_found_where_checkpoints_keep_it(folder):
         )
 
 
+@pytest.mark.parametrize("end", ["<think>\n", "<think>"])
+def test_a_tag_that_the_template_opens_is_known_and_closed_where_that_is_asked_for(folder, end):
+    with (folder / "chat_template.jinja").open("a") as file:
+        file.write(f"{{% if add_generation_prompt %}}{{{{ {end!r} }}}}{{% endif %}}")
+    source, visual = ModelSource.resolve(folder), video("tiny")
+    open_, closed = (prompt_builder(source, thought=thought) for thought in ("open", "closed"))
+    assert open_.open_tag == closed.open_tag == "<think>"
+    question = "Why? <think>"  # what a user writes is left alone
+    texts = [text_of("tiny", one.build(question, [visual])) for one in (open_, closed)]
+    assert texts[0].endswith(end) and texts[1] == f"{texts[0].rstrip()}\n\n</think>\n\n"
+    assert closed.policy.describe() == {**open_.policy.describe(), "thought": "closed"}
+    assert "thought" not in open_.policy.describe()  # answers from before there was a choice are asked for so again
+    assert pickle.loads(pickle.dumps(closed)).open_tag == "<think>"  # noqa: S301 - our own bytes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_closing_a_thought_changes_nothing_where_the_template_opens_none(name):
+    plain, closed = (prompt_builder(ModelSource.resolve(name), thought=thought) for thought in ("open", "closed"))
+    assert plain.open_tag == closed.open_tag == "" and closed.policy == plain.policy
+    ids = [one.build("Why? <think>", [video(name)]).input_ids for one in (plain, closed)]
+    assert torch.equal(*ids)
+
+
 def test_a_template_without_a_place_for_videos_is_refused(folder):
     (folder / "chat_template.jinja").write_text("{{ messages[0]['role'] }}: hello")
     with pytest.raises(ValueError, match="no place for 2 videos"):

@@ -12,6 +12,8 @@ def test_unknown_policies_and_options_are_refused():
         builder("tiny", "odd")
     with pytest.raises(ValueError, match="unknown rule"):
         PromptPolicy("original", "transformers-3")
+    with pytest.raises(ValueError, match="unknown thought 'shut'; known: open, closed"):
+        PromptPolicy("original", thought="shut")
     with pytest.raises(ValueError, match="unknown frame_times 'guessed'; known: true, stock"):
         builder("tiny", frame_times="guessed")  # on a model that would not mind
     for wrong in (

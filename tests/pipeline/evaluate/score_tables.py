@@ -11,7 +11,9 @@ from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.scores import SCORE_SCHEMA
 
 _COLUMNS = ("question_id", "cluster", "splits", "method", "retention_ratio", "status", "parsed", "n_options", "score")
-SCHEMA = pa.schema([SCORE_SCHEMA.field(name).with_nullable(True) for name in (*_COLUMNS, "n_kept", "n_total")])
+SCHEMA = pa.schema(
+    [SCORE_SCHEMA.field(name).with_nullable(True) for name in (*_COLUMNS, "n_kept", "n_total", "finish", "weak")]
+)
 
 
 def score_rows(method, ratio, scores, *, clusters=None, splits=None, kept=None):

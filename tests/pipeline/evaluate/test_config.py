@@ -52,6 +52,11 @@ def test_parameters_stand_behind_commas_and_are_part_of_the_label():
         ({"decode_timeout": 0.0}, "--decode-timeout must be a positive number of seconds"),
         ({"dtype": "int8"}, "--dtype must be one of"),
         ({"max_attempts": 0}, "--max-attempts must be at least 1"),  # of all runs
+        ({"fps": 2.0, "num_frames": 8}, "--num-frames and --fps are two ways of sampling"),
+        ({"fps": 0.0}, "--fps must be a positive number"),
+        ({"max_frames": 8}, "--max-frames goes with --fps"),
+        ({"max_video_tokens": 8}, "--max-video-tokens goes with --fps"),
+        ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1"),
         ({"drop_tokens": True, "cache": "c"}, "--drop-tokens deletes the cache in --out"),
     ],
 )
@@ -60,7 +65,7 @@ def test_nonsense_is_refused_by_name(options, message):
         EvaluateConfig(**{"benchmark": "x", **options})
 
 
-@pytest.mark.parametrize("given", [{"limit": 5}, {"drop_tokens": True}])
+@pytest.mark.parametrize("given", [{"limit": 5}, {"drop_tokens": True}, {"fps": 2.0}, {"close_thought": True}])
 def test_what_only_a_benchmark_has_is_refused_where_nothing_is_asked(given):
     for other in ({"score": ["a"]}, {"results": ["r"]}):
         with pytest.raises(UsageError, match="goes with --benchmark"):

@@ -82,6 +82,8 @@ def test_the_record_has_every_method_with_its_scores_and_the_counts(done):
     assert (record["out"], record["files"]) == (done.out, list(done.files)) and record["answers"]["n_ok"] is not None
     rows = done.table.rows
     assert [(row["method"], row["retention_ratio"]) for row in record["scores"]] == [(r.method, r.ratio) for r in rows]
+    assert record["notes"] == list(done.table.remarks) and record["notes"]
+    assert {(row["n_cut"], row["n_weak"]) for row in record["scores"]} == {(0, 0)}
     first = record["scores"][0]
     assert first["scores"].keys() == {column.key for column in done.table.columns}
     assert (first["rel"], first["scores"]["overall"]) == (rows[0].rel.score, rows[0].cells[-1].score)
@@ -97,6 +99,14 @@ def test_the_terminal_shows_every_method_with_its_share_and_the_files(done):
     assert [row[2].strip() for row in rows[1:]] == cells
     assert lines[0].strip() == "T" and lines[-1] == "there: a.md, b.html"
     assert not any("answered" in line for line in lines)
+
+
+def test_the_terminal_counts_cut_and_weakly_read_replies_beside_the_method(done):
+    full, gstep, *others = done.table.rows
+    cut = replace(gstep, tally=replace(gstep.tally, n_cut=4, n_weak=2))
+    text = printed(replace(done, table=replace(done.table, rows=[full, cut, *others])))
+    assert "GSTEP (4 cut, 2 weak)" in text and "Cut: 4 of 90 replies were cut by max_new_tokens" in text
+    assert "GSTEP (" not in printed(done)
 
 
 @pytest.mark.parametrize("text", ["[/easy]", "[red]"])

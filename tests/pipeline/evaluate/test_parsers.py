@@ -8,7 +8,7 @@ LETTERED = ["A. a cat", "B. a dog", "C. a bird", "D. a fish", "E. a horse"]
 BARE = ["a cat", "a dog", "a bird", "a fish", "a horse"]
 MESSY_RULES = ("extract-mcq-answer", "videomme-0.5", "mlvu-0.5", "longvideobench", "mvbench", "egoschema")
 
-# A column a rule, in the order above. "-": names no option (wrong); "?": drawn at random.
+# A column a rule, in the order above. "-": names no option (wrong); "?": drawn at random; "~": inside a word.
 MESSY_REPLIES = {
     "B": "B B B B B B",
     "(B)": "B B B B B B",
@@ -20,13 +20,13 @@ MESSY_REPLIES = {
     "B) a dog": "B B B B B ?",
     "B: a dog": "B B - B B ?",
     "**B**": "B B - B B ?",
-    "Answer: B": "B A - A B B",
+    "Answer: B": "B A~ - A~ B B",
     "The correct answer is B because A shows a cat": "A B - B B B",
-    "Based on the video, the answer is C.": "C B - B C C",
+    "Based on the video, the answer is C.": "C B~ - B~ C C",
     "A dog runs": "A A - A A A",
     "a dog runs": "- - - ? A ?",
-    "Because of the dog": "B B - B - ?",
-    "Both": "B B - B - ?",
+    "Because of the dog": "B~ B~ - B~ - ?",
+    "Both": "B~ B~ - B~ - ?",
     "I don't know": "- - - ? - ?",
     "": "- - - ? - ?",
     "E": "- - E E E E",
@@ -34,7 +34,8 @@ MESSY_REPLIES = {
 
 
 def expected(cell):
-    return Parsed(None, drawn=cell == "?") if cell in "-?" else Parsed("ABCDE".index(cell))
+    in_word, letter = cell.endswith("~"), cell.removesuffix("~")
+    return Parsed(None, drawn=cell == "?") if cell in "-?" else Parsed("ABCDE".index(letter), in_word=in_word)
 
 
 @pytest.mark.parametrize("options", [LETTERED, BARE], ids=["lettered", "bare"])
@@ -62,16 +63,21 @@ def test_a_messy_reply_means_what_the_published_code_says(rule, reply, cell, opt
         ("extract-mcq-answer", "first C: then D) last", "C"),
         ("extract-mcq-answer", "first C) then D last", "C"),
         ("extract-mcq-answer", "first D (A) then (C) last", "C"),
-        ("extract-mcq-answer", "now AND then", "D"),
+        ("extract-mcq-answer", "now AND then", "D~"),
+        ("extract-mcq-answer", "My answer is Carrots", "C~"),
+        ("extract-mcq-answer", "a film in 3D", "D~"),
+        ("extract-mcq-answer", "Seen in the USA.", "A~"),
+        ("extract-mcq-answer", "选B项", "B"),  # no word: Chinese has no spaces
         ("extract-mcq-answer", "'B.'", "B"),
         ("extract-mcq-answer", "C²", "C"),
         ("extract-mcq-answer", "(A) 정답은 C 입니다", "C"),
         ("extract-mcq-answer", "...", "-"),
         ("videomme-0.5", "The answer is D", "D"),
-        ("videomme-0.5", "Best answer: C", "B"),  # the phrase is glued to its neighbour and never removed
+        ("videomme-0.5", "Best answer: C", "B~"),  # the phrase is glued to its neighbour and never removed
         ("videomme-0.5", "Best answer:Best option: C", "C"),
         ("mlvu-0.5", "The answer is B)", "B"),
         ("mlvu-0.5", "(A) or (B)", "A"),
+        ("mlvu-0.5", "NASA) B", "A~"),
         ("mlvu-0.5", "B )", "-"),
         ("mlvu-0.5", ") B", "-"),
         ("mlvu-official", "B", "B"),
@@ -96,7 +102,8 @@ def test_a_messy_reply_means_what_the_published_code_says(rule, reply, cell, opt
         ("egoschema", "It's D, A and B shown", "A"),  # "D," is none of its forms
         ("egoschema", "B is seen, then A, then B again", "B"),
         ("egoschema", "A is B or A here", "B"),  # the last A comes after the last B
-        ("egoschema", "now AND then", "D"),
+        ("egoschema", "now AND then", "D~"),
+        ("egoschema", "(B)ut", "B"),
         ("egoschema", "it is b. a dog", "?"),  # five words
         ("egoschema", "here it is b. a dog", "B"),
         ("egoschema", "here it is just a dog", "?"),  # the option's text counts with its letter alone

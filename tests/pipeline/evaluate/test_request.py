@@ -14,13 +14,18 @@ from pipeline.cache.header import header_bytes, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.request import match_results, prepare, write_results_header
+from pipeline.evaluate.request import (
+    match_results,
+    prepare,
+    write_results_header,
+)
+from pipeline.evaluate.run import answers_config
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
 from pipeline.generate.late_pruning import describe_prunings, resolve_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.prune.recipe import resolve
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.asking import thinking_model, tiny_cache, write_questions
 from tests.pipeline.evaluate.videomme import write_videomme
 
 ROWS = [
@@ -109,6 +114,80 @@ def test_frames_and_their_sizes_go_by_the_model(tmp_path, model, per_frame):
     videos = videomme(tmp_path, model=model).videos
     assert (videos.num_frames, videos.frame_rule) == (32, "round-even")
     assert videos.max_pixels == per_frame * (32 if model == "tiny-qwen3-vl" else 1) > videos.min_pixels > 0
+
+
+def by_time(folder, **options):
+    """Options of a VideoMME whose frames are sampled by time, as the authors of Qwen-VL do."""
+    return videomme(folder, **{"fps": 2.0, "max_frames": 768, "model": "tiny-qwen2-5-vl", **options})
+
+
+def test_frames_by_time_replace_the_protocols_frames_in_the_cache_and_in_the_identity(tmp_path):
+    request, plain = by_time(tmp_path), videomme(tmp_path, model="tiny-qwen2-5-vl")
+    videos = request.videos
+    assert (videos.fps, videos.max_frames, videos.num_frames, videos.frame_rule) == (2.0, 768, None, "truncate")
+    job = resolve(videos, request.objects)
+    sampling = job.identity("float32")["sampling"]
+    assert (sampling["fps"], sampling["max_frames"], "num_frames" in sampling) == (2.0, 768, False)
+    same = {name: value for name, value in plain.identity.items() if name not in ("num_frames", "frames", "pixels")}
+    assert request.identity == {**same, "num_frames": None, "frames": {"fps": 2.0, "max_frames": 768}, "pixels": None}
+    assert plain.identity["num_frames"] == 32 and plain.identity["pixels"]["max_pixels"] == 768 * 28 * 28
+    capped = by_time(tmp_path, max_frames=None, max_video_tokens=24_576)
+    assert capped.identity["frames"] == {"fps": 2.0, "max_frames": 768, "max_video_tokens": 24_576}
+    assert (capped.videos.max_video_tokens, capped.videos.max_pixels) == (24_576, None)
+    assert by_time(tmp_path, max_frames=None, model="tiny").identity["frames"]["max_frames"] == 32  # the family's
+
+
+def test_a_cache_of_frames_by_time_is_not_taken_for_another(tmp_path):
+    request = by_time(tmp_path)
+    job = resolve(request.videos, request.objects)
+    source = ModelSource.resolve("tiny-qwen2-5-vl")
+    made = {"source": source, "newline": None, "identity": job.identity("float32")}
+    tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none", **made)
+    cache = str(tmp_path / "c")
+    assert by_time(tmp_path, cache=cache).videos.fps == 2.0
+    with pytest.raises(IdentityMismatch, match=r"sampling\.max_frames: the cache has 768, this run 64"):
+        by_time(tmp_path, cache=cache, max_frames=64)
+    assert own(tmp_path, fps=2.0).identity["frames"] == {"fps": 2.0, "max_frames": 768}  # read alone
+    with pytest.raises(IdentityMismatch, match=r"letter asks for \{'fps': 1\.0, .* --fps and --max-frames"):
+        own(tmp_path, fps=1.0)
+
+
+@pytest.fixture
+def thinking(tmp_path) -> Path:
+    return thinking_model(tmp_path / "thinking")
+
+
+def test_a_model_that_reasons_is_refused_without_room_for_it(tmp_path, thinking):
+    why = r"ends with <think>.* lmms-eval-0\.7\.3 gives a reply 16 tokens.* --max-new-tokens 2048 or more.* </think>"
+    with pytest.raises(UsageError, match=why):
+        videomme(tmp_path, model=str(thinking))
+    with pytest.raises(UsageError, match="gives a reply 2047 tokens"):
+        videomme(tmp_path, model=str(thinking), max_new_tokens=2047)
+    assert not (tmp_path / "r").exists()
+    request = videomme(tmp_path, model=str(thinking), max_new_tokens=2048)
+    assert request.identity["max_new_tokens"] == 2048 == answers_config(request).max_new_tokens
+    assert json.loads(request.questions["decoding"][0].as_py())["max_new_tokens"] == 2048
+    assert "thought" not in request.identity and not answers_config(request).close_thought
+    closed = videomme(tmp_path, model=str(thinking), close_thought=True)
+    assert closed.identity == {
+        **videomme(tmp_path, model="tiny").identity,
+        "model": closed.identity["model"],
+        "thought": "closed",
+    }
+    assert answers_config(closed).close_thought and answers_config(closed).max_new_tokens == 16
+
+
+def test_closing_a_thought_is_no_part_of_the_identity_where_no_thought_is_opened(tmp_path):
+    assert videomme(tmp_path, close_thought=True).identity == videomme(tmp_path).identity
+
+
+def test_options_are_not_scored_inside_a_thought(tmp_path, thinking):
+    tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none", source=ModelSource.resolve(thinking))
+    asked = {"model": str(thinking), "max_new_tokens": 4096}
+    with pytest.raises(UsageError, match=r"letter scores the options there.* --close-thought") as refused:
+        own(tmp_path, **asked)
+    assert "--max-new-tokens" not in str(refused.value)
+    assert own(tmp_path, **asked, close_thought=True).thought == "closed"
 
 
 def test_what_the_methods_look_at_is_stored_with_the_tokens(tmp_path):

@@ -92,6 +92,21 @@ def test_the_overall_score_is_by_the_protocols_metric():
     assert [row.cells[-1].printed for row in scored] == ["75.0", "50.0"]
 
 
+def test_a_part_that_is_missing_stands_in_every_form_and_a_mean_says_over_how_many(tmp_path):
+    tasks = Split("split", "Task", {"a": "Ay", "b": "Bee", "c": "Cee"})
+    by_task, by_question = own(tasks, metric="split"), own(tasks)
+    store, done = LocalStore(tmp_path), done_with(in_parts("a", "a", "c"))
+    said = "Q: no question of b: the score is the mean over 2 of the 3, and not the published one."
+    table, _ = write_results(store, done, shown(by_task))
+    assert said in table.remarks
+    md, tex, text, html = ((tmp_path / name).read_text() for name in FILES)
+    assert said in md and said in tex and said in html and said in json.loads(text)[0]["notes"]
+    assert "Q: no question of b." in main_table(done, shown(by_question)).remarks
+    whole = done_with(in_parts("a", "b", "c"))
+    assert "Q: the score is the mean over 3 of the 3 tasks." in main_table(whole, shown(by_task)).remarks
+    assert not any("Q: " in line for line in main_table(whole, shown(by_question)).remarks)
+
+
 def test_scores_a_table_for_every_split_and_the_page_are_written_over_those_of_an_earlier_run(tmp_path):
     store = LocalStore(tmp_path)
     write_results(store, done_with(items_of(3)), shown(title="before"))
@@ -304,6 +319,25 @@ def test_results_that_are_damaged_or_half_run_are_refused(tmp_path, capsys, dama
     text = refused(capsys, tmp_path / "paper", *places)
     assert why in text and "mvbench" in text
     assert not (tmp_path / "paper").exists()
+
+
+def test_results_of_an_older_version_are_laid_out_and_said_to_lack_the_counts(tmp_path, capsys):
+    place = results(tmp_path, "videomme", ARMS)
+    broken(lambda rows: rows.drop_columns(["finish", "weak"]))(LocalStore(place).root)
+    numbers, said = laid([place], tmp_path / "paper", capsys)
+    assert numbers["gstep", 0.25, None][3] == "59.0"
+    assert "videomme does not say which replies were cut or read by chance: run its jobs.evaluate again" in said
+
+
+def test_frames_by_time_are_named_and_not_mixed_with_a_number_of_frames(tmp_path, capsys):
+    by_time = {"num_frames": None, "frames": {"fps": 2.0, "max_frames": 768}}
+    place = results(tmp_path, "videomme", ARMS, **by_time)
+    laid([place], tmp_path / "paper", capsys)
+    md, html = ((tmp_path / "paper" / name).read_text() for name in ("tables.md", "report.html"))
+    assert "| *Frames* | 2 a second, at most 768 |" in md
+    assert "1,000 questions, 2 a second, at most 768 frames, p" in html
+    mixed = refused(capsys, tmp_path / "other", place, results(tmp_path, "mvbench", ARMS))
+    assert "num_frames: VideoMME has None, this run 32" in mixed
 
 
 def test_rows_at_other_positions_are_rows_of_their_own(tmp_path, capsys):

@@ -14,7 +14,7 @@ from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import own_benchmark
 from pipeline.evaluate.page import warned_line
 from pipeline.evaluate.parsers import without_reasoning
-from pipeline.evaluate.protocols import LETTER, Prompt, Protocol
+from pipeline.evaluate.protocols import LETTER, PromptTemplate, Protocol
 from pipeline.evaluate.scores import (
     SCORE_SCHEMA,
     Reply,
@@ -55,7 +55,7 @@ def row(answer="B", question_id="q", pruning="none@1", status="ok", **more):
 
 def by(rule, reasoning=()):
     """A protocol that reads replies by a rule."""
-    return Protocol(name="mine", prompt=Prompt("{question}"), parser=rule, reasoning=reasoning)
+    return Protocol(name="mine", prompt=PromptTemplate("{question}"), parser=rule, reasoning=reasoning)
 
 
 def scored(items, *answers, arms=ARMS, rule="letter"):
@@ -113,9 +113,11 @@ def test_what_a_reply_thinks_is_not_read_by_the_protocol_of_lmms_eval_073(reply,
 
 
 def test_where_the_rule_draws_the_score_is_its_expectation_and_nothing_is_right():
-    assert read_reply(item(), row("no idea"), by("egoschema")) == Reply(None, False, pytest.approx(1 / 3))
-    assert read_reply(item(options=("a dog",), answer=0), row("no idea"), by("egoschema")) == Reply(None, False, 1.0)
-    assert read_reply(item(answer=None), row("no idea"), by("egoschema")) == Reply(None, False, 0.0)
+    assert read_reply(item(), row("no idea"), by("egoschema")) == Reply(None, False, pytest.approx(1 / 3), "drawn")
+    assert read_reply(item(options=("a dog",), answer=0), row("no idea"), by("egoschema")) == Reply(
+        None, False, 1.0, "drawn"
+    )
+    assert read_reply(item(answer=None), row("no idea"), by("egoschema")) == Reply(None, False, 0.0, "drawn")
 
 
 def test_a_question_whose_answer_is_no_option_is_never_right():
@@ -134,6 +136,16 @@ def test_a_free_answer_is_right_by_its_text():
     free = item(options=(), answer=None)
     assert read_reply(free, row(" A cat. "), by("letter")) == Reply(None, True, 1.0)
     assert read_reply(free, row("A cat, or a dog."), by("letter")) == Reply(None, False, 0.0)
+
+
+def test_cut_and_weakly_read_replies_stand_in_the_scores():
+    replies = {"1": ("Based on what I", "length"), "2": ("B", "stop"), "3": ("hm", "stop"), "4": ("x", None)}
+    rows = [row(text, question_id=name, finish=finish) for name, (text, finish) in replies.items()]
+    items = [item(name) for name in "1234"]
+    first, second, third, fourth = scored(items, *rows, arms={"none@1": ORIGINAL}, rule="longvideobench")
+    assert [(one["finish"], one["weak"], one["parsed"]) for one in (first, second, third, fourth)] == [
+        ("length", "in-word", 1), ("stop", None, 1), ("stop", "drawn", None), (None, "drawn", None)
+    ]  # fmt: skip
 
 
 def test_counts_of_tokens_come_along_as_far_as_they_are_known():

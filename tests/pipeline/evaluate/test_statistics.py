@@ -159,6 +159,20 @@ def test_failed_unparsed_and_kept_are_counted():
     assert [(one.kept_share, one.unparsed_share, one.tokens) for one in unknown] == [(None, None, None)] * 2
 
 
+def test_cut_and_weakly_read_replies_are_counted_and_older_scores_do_not_say_it():
+    rows = score_rows("gstep", 0.25, [1.0, None, 0.0, 0.2, 1.0])
+    for row, finish, weak in zip(
+        rows, ("length", None, "length", "stop", None), (None, None, "in-word", "drawn", None), strict=True
+    ):
+        row |= {"finish": finish, "weak": weak}
+    scores = score_table(rows)
+    (tally,) = score_matrix(scores, [GSTEP]).tallies
+    assert (tally.n_cut, tally.n_weak, tally.n_replies) == (2, 2, 4)
+    (older,) = score_matrix(scores.drop_columns(["finish", "weak"]), [GSTEP]).tallies
+    assert (older.n_cut, older.n_weak, older.n_answers) == (None, None, 5)
+    assert ((tally + older).n_cut, (tally + tally).n_weak) == (None, 4)
+
+
 @pytest.mark.parametrize(
     ("scores", "what"),
     [([1.0], "no score of question q00001"), ([1.0, 1.0, 0.0], "q00002"), ([1.0, 0.0] * 2, "2 scores")],

@@ -8,7 +8,17 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pipeline.evaluate.table import Cell, ScoredBenchmark, latex, markdown, marks, method_title, printed, results_table
+from pipeline.evaluate.table import (
+    Cell,
+    ScoredBenchmark,
+    latex,
+    markdown,
+    marks,
+    method_title,
+    printed,
+    results_table,
+    titled,
+)
 from tests.pipeline.evaluate.paper_tables import COLUMNS, TABLES, paper_rows
 from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
 
@@ -176,6 +186,25 @@ def test_benchmarks_are_drawn_on_their_own_and_alike_in_every_table():
     assert cells([one], seed=1)[0] != alone
 
 
+def test_cut_and_weakly_read_replies_stand_beside_the_score_in_every_form():
+    rows = score_rows("gstep", 0.25, PRUNED)
+    for row in rows[:5]:
+        row["finish"] = "length"
+    rows[7]["weak"] = "in-word"
+    table = results_table("m", [ScoredBenchmark("B", score_table(score_rows("none", 1.0, FULL), rows))], draws=50)
+    cut, weak = "Cut: 5 of 24 replies were cut by max_new_tokens", "Weak: 1 of 24 replies were read by chance"
+    assert [titled(row) for row in table.rows] == ["Full retention", "GSTEP (5 cut, 1 weak)"]
+    assert row_of(markdown(table), "GSTEP")[-3:] == ["5", "1", "0"]
+    assert r"(5 cut, 1 weak) &" in latex(table)
+    for form in (markdown(table), latex(table).replace("\\_", "_"), json.dumps(table.as_record())):
+        assert cut in form.replace("\\", "") and weak in form
+    record = table.as_record()["rows"]
+    assert [(row["n_cut"], row["n_weak"]) for row in record] == [(0, 0), (5, 1)]
+    older = ScoredBenchmark("B", score_table(rows).drop_columns(["finish", "weak"]))
+    text = results_table("m", [older], draws=50)
+    assert row_of(markdown(text), "GSTEP")[-3:] == ["–", "–", "0"] and "Cut: " not in "".join(text.remarks)
+
+
 ARMS = {
     ("none", 1.0): FULL * TIMES,
     ("fastv,K=3", 0.25): [0.0] * 12 * TIMES,
@@ -215,14 +244,17 @@ def test_markdown_has_each_number_with_its_difference(table):
     text = markdown(table)
     assert row_of(text, "Method") == [
         *("VideoMME Short†", "VideoMME Long", "VideoMME Overall", "R&D", "Avg.", "Rel."),
-        *("Tokens", "Kept", "No option", "Failed"),
+        *("Tokens", "Kept", "No option", "Cut", "Weak", "Failed"),
     ]
     assert row_of(text, "*Questions*")[:4] == ["3", "177", "180 of 2,700", "180"]
     assert row_of(text, "*Videos*")[:4] == ["1", "59", "60", "60"]
     assert row_of(text, "*Protocol*")[:4] == [r"mine \| yours"] * 3 + [""]
-    assert row_of(text, "Full retention") == ["66.7 2 of 3", *["66.7"] * 4, "100.0%", "100", "100.0%", "0.0%", "0"]
+    assert row_of(text, "Full retention") == [
+        *("66.7 2 of 3", *["66.7"] * 4, "100.0%"),
+        *("100", "100.0%", "0.0%", "0", "0", "0"),
+    ]
     short, long, overall, _, mean, rel, *counts = row_of(text, "GSTEP")
-    assert (short, mean, counts) == ("**33.3** 1 of 3", "**65.0**", ["25", "25.0%", "0.0%", "2"])
+    assert (short, mean, counts) == ("**33.3** 1 of 3", "**65.0**", ["25", "25.0%", "0.0%", "0", "0", "2"])
     assert long.startswith("**65.5** ") and rel.startswith(r"**97.5%** -2.5 \[")
     assert re.fullmatch(r"\*\*65\.0\*\* -1\.7 \\\[-\d\.\d, [+-]\d\.\d\\\] ≈", overall)
     assert row_of(text, "FastV, K=3")[2] == "<ins>0.0</ins> -66.7 \\[-75.0, -57.8\\]" or "-66.7" in text

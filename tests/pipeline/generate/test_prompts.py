@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
+from rich.console import Console
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
@@ -18,15 +21,18 @@ from pipeline.generate.engines import load_engine
 from pipeline.generate.late_pruning import LatePruning, PruningSpec, resolve_pruning
 from pipeline.generate.prompts import LruCache, PromptMaker, VideoMemory, n_bytes
 from pipeline.generate.questions import AnswerMode
+from pipeline.generate.run import AnswerRun
 from pipeline.options import EngineOptions
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.recipe import evidence_sources
+from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.runner.heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.asking import setup_of, tiny_cache
+from tests.gstep.language.prompts import text_of
+from tests.pipeline.asking import request_about, setup_of, thinking_model, tiny_cache
 from tests.pipeline.caches import write_shard
 from tests.pipeline.videos import sample
 
@@ -178,6 +184,27 @@ def test_a_pruning_may_have_positions_of_its_own(tmp_path):
         close.positions[0], torch.arange(len(close))
     )
     assert not torch.equal(original.positions, close.positions) and original.extent > close.extent
+
+
+def test_a_thought_is_closed_in_the_prompt_and_in_the_identity_of_the_answers(tmp_path):
+    folder = thinking_model(tmp_path / "thinking")
+    tiny_cache(tmp_path / "c", ("a",), source=ModelSource.resolve(folder))
+
+    def made(**options):
+        job = request_about(
+            tmp_path / "c", [{"question_id": 1, "video_id": "a", "prompt": "Why?"}], model=str(folder), **options
+        )
+        (question,) = (without_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
+        prompts = PromptMaker(job.setup, SimpleNamespace(context_length=10**6), "cpu", Heartbeat("answer"))
+        prompt = prompts.make({**question, "attempts": 1}, AnswerMode.parse(question["decoding"])).prompt
+        said = io.StringIO()
+        AnswerRun(job.options, Console(file=said, width=400)).prepare()
+        return text_of("tiny", prompt), job.identity, "ends with <think>, so the model reasons first" in said.getvalue()
+
+    (plain, before, told), (closed, identity, told_too) = made(), made(close_thought=True)
+    assert told and not told_too
+    assert plain.endswith("<think>\n") and closed == f"{plain}\n</think>\n\n"
+    assert identity == {**before, "prompt": {**before["prompt"], "thought": "closed"}} and "thought" not in before
 
 
 def test_a_video_is_read_once_and_few_are_held(tmp_path):

@@ -217,7 +217,15 @@ def test_seconds_of_a_batch_count_once(job_of):
     job = job_of([{"question_id": name, "video_id": "a", "prompt": "p"} for name in ("ok", "bad")])
     measured = {"load_s": 0.5, "prefill_s": 4.0, "decode_s": 2.0, "batch_size": 2, "n_visual_tokens": 10}
     rows = [
-        {**r, "status": "ok", "attempts": 1, **measured, "n_prompt_tokens": 20 + 10 * i, "n_new_tokens": 3}
+        {
+            **r,
+            "status": "ok",
+            "attempts": 1,
+            **measured,
+            "n_prompt_tokens": 20 + 10 * i,
+            "n_new_tokens": 3,
+            "finish": ("stop", "length")[i],
+        }
         for i, r in enumerate(job.questions.to_pylist())
     ]
     job.store.make()
@@ -226,6 +234,7 @@ def test_seconds_of_a_batch_count_once(job_of):
     assert summary.seconds == {"load": 1.0, "prefill": 4.0, "decode": 2.0}
     assert (summary.visual_tokens, summary.prompt_tokens, summary.new_tokens) == (10, 25, 6)
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
+    assert summary.n_cut == 1 and "6 tokens generated; 1 answers were cut by max_new_tokens" in str(summary)
     first = AnswersTable(job.store).live_of(job.questions.slice(0, 1), job.setup.prunings)
     part = summarise_answers(first, 1, {("ok", None)}, 2.0)
     assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone
