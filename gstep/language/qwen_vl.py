@@ -27,18 +27,21 @@ class Rule:
         text_after_time: Qwen2.5-VL: text goes on behind the largest position of the video, time included; otherwise
             behind the larger side of its grid, so that on a long video the text lies before its last frames.
         whole_seconds: Qwen2.5-VL: the seconds of a temporal patch are cut to an integer before they are multiplied.
+        float64_times: Qwen2.5-VL: they are multiplied in float64, otherwise in float32, which may round a product up to
+            the next integer.
         outer_markers: Qwen3-VL: the template's vision markers around the whole video stay, beside those of each frame.
     """
 
     text_after_time: bool
     whole_seconds: bool
+    float64_times: bool
     outer_markers: bool
 
 
 RULES: Mapping[str, Rule] = {
-    "transformers-5": Rule(text_after_time=False, whole_seconds=False, outer_markers=True),
-    "transformers-4.57": Rule(text_after_time=True, whole_seconds=True, outer_markers=False),
-    "vllm": Rule(text_after_time=True, whole_seconds=False, outer_markers=False),
+    "transformers-5": Rule(text_after_time=False, whole_seconds=False, float64_times=False, outer_markers=True),
+    "transformers-4.57": Rule(text_after_time=True, whole_seconds=True, float64_times=False, outer_markers=False),
+    "vllm": Rule(text_after_time=True, whole_seconds=False, float64_times=True, outer_markers=False),
 }
 
 
@@ -116,6 +119,8 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
             raise ValueError("the cache does not tell the seconds of a temporal patch: prune the video again") from None
         if self.rule.whole_seconds:
             seconds = seconds.long()
+        elif self.rule.float64_times:
+            seconds = seconds.double()
         interval: Tensor = self.config.vision_config.tokens_per_second * seconds
         return (torch.arange(n_frames, device="cpu") * interval).long()
 

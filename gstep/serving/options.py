@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -38,6 +39,10 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1.0),
     "watermarking_config": (None,),
 }
+
+# vLLM's connectors that find a video's keys and values by the hash of its rows, as the source of vLLM 0.32 shows: all
+# but the last by the prefix cache's block hashes. ``kv_offloading_backend=native`` makes one of the first two.
+_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "ExampleConnector")
 
 #: Variables that ``prepare_process`` sets.
 ENVIRONMENT = (*_ENVIRONMENT, *_ON_CPU)
@@ -107,6 +112,60 @@ def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool 
             f"point {PLUGINS}: pip install -e '.[vllm]' on every node"
         )
     register()
+
+
+def room_for_a_video(vllm_config: Any) -> int:
+    """Return the most rows that a video of a prompt may have for an engine with vLLM's configuration."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: PLC0415 - this module is imported without vLLM, too
+    from vllm.multimodal.encoder_budget import MultiModalBudget  # noqa: PLC0415
+
+    return int(MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False).encoder_cache_size)
+
+
+def check_room(engine_args: Any, largest_video: int) -> None:
+    """Raise ModelError where an engine of these EngineArgs would have no room for the largest video in a prompt."""
+    step = engine_args.max_num_batched_tokens
+    if step is None or step >= largest_video:
+        return
+    room = room_for_a_video(engine_args.create_engine_config())  # loads no weights
+    if room < largest_video:
+        raise ModelError(
+            f"max_num_batched_tokens={step} leaves room for videos of {room:,} tokens in a prompt, and the largest has "
+            f"{largest_video:,}: give max_num_batched_tokens={largest_video} or more, or leave it out"
+        )
+
+
+def check_connectors(arguments: Mapping[str, Any]) -> None:
+    """Raise ModelError for arguments of EngineArgs by which one video could be answered from another's keys.
+
+    A connector of keys and values that goes by token ids cannot tell videos apart: their placeholders have equal ids.
+    """
+    if (backend := arguments.get("kv_offloading_backend") or "native") != "native":
+        _refuse_connector(f"kv_offloading_backend={backend}")
+    configs = [arguments.get("kv_transfer_config")]
+    while configs:
+        config = configs.pop()
+        if config is None:
+            continue
+        settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
+        if settings is None:
+            raise ModelError(f"kv_transfer_config={config!r} is no JSON object")
+        name, module = settings.get("kv_connector"), settings.get("kv_connector_module_path")
+        if module is not None:
+            _refuse_connector(f"kv_transfer_config: {name} of {module}")
+        if name == "MultiConnector":
+            configs += (settings.get("kv_connector_extra_config") or {}).get("connectors", [])
+        elif name is not None and name not in _CONNECTORS:
+            _refuse_connector(f"kv_transfer_config: {name}")
+
+
+def _refuse_connector(setting: str) -> None:
+    """Raise ModelError for a setting that brings a connector which is not known to tell videos apart."""
+    raise ModelError(
+        f"{setting}: it is not known to tell two videos apart. The placeholders of all videos have equal token ids, so "
+        "that a connector which finds keys by those answers about one video from another's. Take one that goes by a "
+        f"video's hash ({', '.join(_CONNECTORS)}; kv_offloading_backend=native), or leave it out"
+    )
 
 
 def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from pipeline.generate.answers import (
     write_answers_header,
 )
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import VLLM, choose_batch_size
+from pipeline.generate.engines import ENGINES, VLLM, choose_batch_size
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, stored_tower
 from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
@@ -198,6 +198,9 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         self.forecast.check_ratio(cache_identity["retention_ratio"])
         self.forecast.check_context(self.questions, self.console)
         self.setup = replace(setup, largest_video=self.forecast.largest_video())
+        if config.engine == VLLM:
+            with usage_errors():
+                ENGINES[VLLM].check_room(config, source, self.setup.largest_video)
         self.identity = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
         with store_usage_errors():
             self.match()

@@ -37,6 +37,11 @@ class ServeConfig(PromptOptions, S3Options):
         "an argument of vLLM's own server, e.g. gpu_memory_utilization=0.8; may be repeated",
         metavar="NAME=VALUE",
     )
+    max_tokens_per_video: int | None = option(
+        None,
+        "room for videos of N visual tokens, which may come to the caches later (default: the largest that is there)",
+        metavar="N",
+    )
     held_bytes: int = option(
         2**30, "bytes of tokens that the server, and vLLM's engine, keep in memory for later questions", metavar="N"
     )
@@ -59,6 +64,8 @@ class ServeConfig(PromptOptions, S3Options):
         check(ratio is None or 0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
         check(self.held_bytes >= 2**20, "held_bytes", "at least 1048576", self.held_bytes)
         check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
+        room = self.max_tokens_per_video
+        check(room is None or room >= 1, "max_tokens_per_video", "at least 1", room)
         check(0 < self.port < 65536, "port", "in [1, 65535]", self.port)
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("--api-key must not be empty")
@@ -69,8 +76,8 @@ class ServeConfig(PromptOptions, S3Options):
         self.named_caches()
 
     def engine_params(self) -> dict[str, Json]:
-        """Return the values of ``--engine-param`` by name."""
-        return engine_values(self.engine_param)
+        """Return the values of ``--engine-param`` by name, spelled as vLLM's EngineArgs spells it."""
+        return {name.replace("-", "_"): value for name, value in engine_values(self.engine_param).items()}
 
     def named_caches(self) -> dict[str, str]:
         """Return the place of each ``--cache NAME=PLACE`` by name.

@@ -8,7 +8,7 @@ from typing import Any
 
 from gstep.backbones import choose_runtime
 from gstep.language import PromptBuilder, prompt_builder
-from gstep.serving.options import engine_options, prepare_process
+from gstep.serving.options import check_connectors, engine_options, prepare_process
 from gstep.serving.prompts import engine_input
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
@@ -24,8 +24,10 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
         model: where the cache does not name it: the folder with the weights that it was made with.
         dtype: "auto" is bfloat16 on GPUs and float32 on CPUs.
 
-    Raises UsageError where the cache was made with another model, ModelError where it is not there.
+    Raises UsageError where the cache was made with another model; ModelError where it is not there, and for a connector
+    of keys and values (``kv_transfer_config``) that cannot tell videos apart.
     """
+    check_connectors(more)
     runtime = choose_runtime("auto", dtype)
     tower = partial(stored_tower, cache.store, cache.header)
     source = find_model("the cache", cache.identity["model"], model, read_tower=tower)

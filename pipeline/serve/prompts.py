@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pipeline.errors import UsageError
 from pipeline.generate.model import check_model, check_tokens, stored_tower
 from pipeline.rows import Json, JsonObject
 from pipeline.serve import CONFIG
-from pipeline.serve.videos import ServedVideo, ServedVideos
+from pipeline.serve.videos import ServedVideo, ServedVideos, TooLarge
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -182,8 +183,21 @@ class CachedPrompts:
         ratio = link.retention_ratio if link.retention_ratio is not None else self.served.retention_ratio
         return self.caches[link.cache].find(link.video_id, ratio)
 
-    def prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> Prompt:
-        """Return the prompt of a conversation up to where the model is to speak. Raises ValueError, as the builder."""
+    def prompt(self, conversation: Conversation, videos: Sequence[ServedVideo], room: float = math.inf) -> Prompt:
+        """Return the prompt of a conversation up to where the model is to speak.
+
+        Args:
+            room: visual tokens that a video may have in a prompt.
+
+        Raises ValueError, as the builder, and TooLarge.
+        """
+        for link, video in zip(conversation.links, videos, strict=True):
+            if (n_tokens := self.builder.n_visual([video.visual])) > room:
+                raise TooLarge(
+                    f"{link.video_id!r} has {n_tokens:,} tokens in a prompt, and this server made room for {room:,} at "
+                    "its start: restart the server (--max-tokens-per-video makes room for later ones), or ask for a "
+                    f"smaller {_RATIO}"
+                )
         return self.builder.build_chat(conversation.messages, [video.visual for video in videos])
 
 

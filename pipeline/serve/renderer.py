@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 from fastapi import HTTPException
@@ -13,17 +14,18 @@ from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.renderers.hf import HfRenderer
 
 from gstep.language.types import ChatMessage
+from gstep.serving.options import check_connectors, room_for_a_video
 from gstep.serving.prompts import engine_input
 from pipeline.errors import CorruptShard, UnknownVideo
 from pipeline.serve.gate import VIDEOS
 from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, parts_of, prompts_of
-from pipeline.serve.videos import ServedVideo, StoreAway, VideoGone
+from pipeline.serve.videos import ServedVideo, StoreAway, TooLarge, VideoGone
 
 _READY = "cached_videos_input"  # key of a prompt that needs no further processing
 # Of a request what may be set with a cached video: all else changes prompts in ways that are not looked into here.
 _TAKEN = frozenset(("add_generation_prompt", "tokenize", "return_dict", "cohere_format"))  # the last is the server's
 _LONG = 2**14  # characters, which take some 10 ms: longer texts are tokenized where short ones do not wait for them
-_STATUS = {StoreAway: 503, VideoGone: 410, CorruptShard: 500}
+_STATUS = {StoreAway: 503, TooLarge: 503, VideoGone: 410, CorruptShard: 500}
 
 
 class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
@@ -33,6 +35,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
     """
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
+        check_connectors({"kv_transfer_config": config.kv_transfer_config})  # in whatever way it came to be
         super().__init__(config, tokenizer)
         self._served = ServedCache.from_config(config)
         self._short, self._long = (ThreadPoolExecutor(1, f"prompts-{name}") for name in ("short", "long"))
@@ -61,7 +64,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
             ready = await asyncio.get_running_loop().run_in_executor(pool, self._prompt, found, videos)
         except VLLMValidationError:
             raise
-        except (StoreAway, VideoGone, CorruptShard) as error:
+        except (StoreAway, TooLarge, VideoGone, CorruptShard) as error:
             raise HTTPException(_STATUS[type(error)], str(error)) from error
         except (ValueError, KeyError, TypeError, UnknownVideo) as error:
             raise VLLMValidationError(str(error), parameter="messages") from error
@@ -106,6 +109,11 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         salt = {"cache_salt": prompt["cache_salt"]} if prompt.get("cache_salt") else {}
         return {**ready, "arrival_time": arrival_time, **salt}
 
+    @cached_property
+    def _room(self) -> int:
+        """The visual tokens that a video may have in a prompt, known once the engine has started."""
+        return room_for_a_video(self.config)
+
     def _made(self) -> CachedPrompts:
         """Return the maker of prompts, opened on first use."""
         # Not in __init__: the engine's own process makes a renderer too, and asks it for its tokenizer alone.
@@ -130,7 +138,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
     def _prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> tuple[list[Any], Any]:
         """Return the conversation as vLLM keeps it, and its finished prompt."""
         prompts = self._made()
-        prompt = prompts.prompt(conversation, videos)
+        prompt = prompts.prompt(conversation, videos, self._room)
         ready = engine_input(prompt, prompts.builder.config.video_token_id)
         told = [{"role": message["role"], "content": _text(message)} for message in conversation.messages]
         return told, {"prompt_token_ids": prompt.input_ids.tolist(), _READY: ready}

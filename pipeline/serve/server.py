@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,15 @@ from typing import Any
 
 from gstep.backbones import choose_runtime
 from gstep.language.weights import generation_config
-from gstep.serving.options import ENVIRONMENT, OWN, check_served, engine_options, prepare_process
+from gstep.serving.options import (
+    ENVIRONMENT,
+    OWN,
+    check_connectors,
+    check_room,
+    check_served,
+    engine_options,
+    prepare_process,
+)
 from pipeline.cache.header import read_header
 from pipeline.errors import UsageError, store_usage_errors, usage_errors
 from pipeline.generate.engines.vllm import check_installed, refuse_own
@@ -46,12 +55,20 @@ def serve(config: ServeConfig) -> None:
         print(command_line(arguments, _store_variables(config)))
         return
     from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - tens of seconds to import
-    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
 
-    parser = FlexibleArgumentParser().add_subparsers()
-    parsed = ServeSubcommand().subparser_init(parser).parse_args(arguments)
+    parsed = _parse(arguments)
     ServeSubcommand().validate(parsed)
     ServeSubcommand.cmd(parsed)
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    """Parse the command line of ``vllm serve``."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - as above
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+
+    parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+    parsed: Namespace = parser.parse_args(arguments)
+    return parsed
 
 
 def server_arguments(config: ServeConfig) -> list[str]:
@@ -68,11 +85,15 @@ def server_arguments(config: ServeConfig) -> list[str]:
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
     with usage_errors():
         check_served(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
-    refuse_own(config.engine_params(), _OWN)
+    params = config.engine_params()
+    # vLLM's command line also takes a part of an argument, as in compilation_config.mode=3.
+    refuse_own({name.partition(".")[0]: value for name, value in params.items()}, _OWN)
     with usage_errors():
+        check_connectors(params)
         runtime = choose_runtime("auto", config.dtype)
         prepare_process(runtime.device, config.tensor_parallel, multiprocessing=True)
-        options = engine_options(prompts.source, runtime, prompts.largest_video, config.tensor_parallel)
+        largest = _largest_video(config, prompts)
+        options = engine_options(prompts.source, runtime, largest, config.tensor_parallel)
     del options["disable_log_stats"]
     options |= {
         "generation_config": "auto",  # here the checkpoint's settings are what a request leaves open
@@ -86,13 +107,32 @@ def server_arguments(config: ServeConfig) -> list[str]:
         "middleware": [f"{RequestGate.__module__}.{RequestGate.__name__}"],
         "host": config.host,
         "port": config.port,
-        **config.engine_params(),
+        **params,
     }
     if options.get("api_server_count", options.get("data_parallel_size", 1)) != 1:
         # Each of these processes drains by itself; the one that starts them kills what has not ended by then.
         options["shutdown_timeout"] = math.ceil(config.shutdown_timeout) + _ENDS_S
     model = str(options.pop("model"))
-    return [model, *(word for name, value in options.items() for word in _flag(name, value))]
+    arguments = [model, *(word for name, value in options.items() for word in _flag(name, value))]
+    if "max_num_batched_tokens" in params:
+        from vllm import AsyncEngineArgs  # noqa: PLC0415 - as above
+
+        parsed = _parse(arguments)
+        parsed.model = model
+        with usage_errors():
+            check_room(AsyncEngineArgs.from_cli_args(parsed), largest)
+    return arguments
+
+
+def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
+    """Return the most tokens of a video in a prompt that there must be room for. Raises UsageError for too few."""
+    most, newline = config.max_tokens_per_video, 1 if prompts.builder.needs_newline else 0
+    if most is None:
+        return prompts.largest_video
+    if most + newline < prompts.largest_video:
+        largest = prompts.largest_video - newline
+        raise UsageError(f"--max-tokens-per-video {most}: the caches have a video of {largest}; give that or more")
+    return most + newline
 
 
 def command_line(arguments: Sequence[str], variables: Mapping[str, str]) -> str:

@@ -28,6 +28,10 @@ class VideoGone(Exception):  # noqa: N818
     """An error: the cache names tokens that no longer exist, or has removed the video."""
 
 
+class TooLarge(Exception):  # noqa: N818
+    """An error: the engine has no room for so many tokens of a video, until the server starts anew."""
+
+
 class ServedVideo(NamedTuple):
     """A video as prompts take it.
 

@@ -224,6 +224,8 @@ def test_what_vllm_cannot_answer_is_refused_before_it_is_looked_for(refuse, tmp_
     fastv = [*vllm, "--pruner", "fastv", "--retention-ratio", "0.5", "--pruner-param", "K=1"]
     assert "fastv prunes inside the language model" in refuse(*fastv)
     assert "--positions original needs --engine transformers" in refuse(*vllm, "--positions", "original")
+    lmcache = ["--engine-param", 'kv_transfer_config={"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}']
+    assert "LMCacheConnectorV1: it is not known to tell two videos apart" in refuse(*vllm, *lmcache)
 
 
 def test_the_other_engines_options_are_refused(refuse, tmp_path):

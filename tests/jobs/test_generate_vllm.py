@@ -114,6 +114,15 @@ def test_an_argument_that_vllm_does_not_know_is_refused(cluster, asked, tmp_path
     assert "it follows from the cache" in run_here(generate, [*argv, "dtype=float16"]).stdout
 
 
+def test_an_argument_that_leaves_no_room_for_the_largest_video_is_refused(cluster, asked, tmp_path):
+    tiny_cache(tmp_path / "large", ("a", "b", "c"), shape=(280, 49, 64))  # of which a quarter is cached
+    argv = [str(tmp_path / "large"), *asked[1:], "--out", str(tmp_path / "o"), "--engine", "vllm", "--engine-param"]
+    refused = run_here(generate, [*argv, "max_num_batched_tokens=640"])
+    assert refused.returncode == 2 and "room for videos of 3,149 tokens in a prompt, and the largest has 3,431" in (
+        refused.stdout
+    )
+
+
 def test_quantized_language_models_answer_and_both_models_are_in_the_identity(cluster, asked, tmp_path):
     common = [*asked, "--retention-ratio", "0.1", "--max-new-tokens", "6"]
     assert run_here(generate, [*common, "--out", str(tmp_path / "plain")]).returncode == 0  # as vLLM answers, see above

@@ -13,12 +13,21 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-from gstep.backbones import ModelSource, Runtime
+from gstep.backbones import ModelSource, Runtime, choose_runtime
+from gstep.errors import ModelError
 from gstep.language import Answer, Decoding, Prompt, PromptBuilder, Score
 from gstep.language.prompt import text_ids, tokenizer_of
 from gstep.language.weights import InputEmbeddings, generation_config
 from gstep.pruners.base import Pruner
-from gstep.serving.options import OWN, check_served, engine_options, prepare_process, sampling_params
+from gstep.serving.options import (
+    OWN,
+    check_connectors,
+    check_room,
+    check_served,
+    engine_options,
+    prepare_process,
+    sampling_params,
+)
 from gstep.serving.prompts import engine_input
 from pipeline.errors import UsageError
 from pipeline.generate.engines import EngineDied
@@ -30,6 +39,8 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 SUPPORTED = ">=0.32,<0.33"
+# Engine arguments that decide how large a video may be.
+_SIZES = ("max_num_batched_tokens", "max_model_len", "mm_processor_kwargs")
 _IDS_AT_ONCE = 100  # log-probabilities that one request may ask for; vLLM allows 128
 
 
@@ -64,8 +75,10 @@ class VllmEngine:
 
         arguments = engine_options(source, runtime, largest_video, options.tensor_parallel)
         arguments |= options.engine_params()
+        engine_args = EngineArgs(**arguments)
+        check_room(engine_args, largest_video)
         # The limits of offline use: throughput before latency.
-        engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        engine = LLMEngine.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
         return cls(engine, source, runtime, options.tensor_parallel)
 
     @staticmethod
@@ -75,7 +88,7 @@ class VllmEngine:
         """Raise UsageError for a request that vLLM cannot answer, before anything is loaded.
 
         Raises UsageError for that and where vLLM is missing; ModelError where the checkpoint asks for more than vLLM
-        does.
+        does, and as check_connectors.
         """
         inside = [name or late.pruner.name for name, late in prunings.items() if late and late.inside]
         if inside:
@@ -90,8 +103,27 @@ class VllmEngine:
                 "transformers"
             )
         check_served(source.name, generation_config(source, builder.config))
+        check_connectors(options.engine_params())
         check_installed("--engine vllm")
         _check_params(options.engine_params())
+
+    @staticmethod
+    def check_room(options: EngineOptions, source: ModelSource, largest_video: int) -> None:
+        """Raise ModelError where an engine argument leaves no room for the largest video, as far as this node knows."""
+        params = options.engine_params()
+        if "max_num_batched_tokens" not in params:
+            return
+        prepare_process("cpu", 1)
+        from vllm import EngineArgs  # noqa: PLC0415 - as above
+
+        arguments = engine_options(source, choose_runtime("cpu", "float32"), largest_video)
+        arguments |= {name: params[name] for name in _SIZES if name in params}
+        try:
+            check_room(EngineArgs(**arguments), largest_video)
+        except ModelError:
+            raise
+        except Exception:  # noqa: BLE001 - a node without GPUs cannot tell of every model; the workers look again
+            return
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
         """Return the prompts in the order given, ``most`` at a time: vLLM itself schedules by what its memory holds."""

@@ -35,10 +35,13 @@ def test_positions_of_all_tokens_are_those_of_the_stock_model(name, seconds, n_f
 
 
 def old_positions(prompt, video_token, video, whole_seconds):
-    """As get_rope_index of transformers 4.57 has it for Qwen2.5-VL: what follows starts at the maximum plus one."""
+    """As get_rope_index of transformers 4.57 has it for Qwen2.5-VL, and vLLM, which multiplies in float64.
+
+    What follows starts at the maximum plus one.
+    """
     t, h, w = video.extra["video_grid_thw"]
     seconds = torch.tensor(video.extra["second_per_grid_ts"])
-    seconds = seconds.long() if whole_seconds else seconds
+    seconds = seconds.long() if whole_seconds else seconds.double()
     n_before = prompt.input_ids.tolist().index(video_token)
     n_after = len(prompt) - n_before - t * h * w // 4
     times = (torch.arange(t).view(-1, 1).expand(-1, h * w // 4) * seconds * 2).long().flatten()

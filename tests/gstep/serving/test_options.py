@@ -12,7 +12,14 @@ from gstep.errors import ModelError
 from gstep.language import Decoding
 from gstep.serving import ARCHITECTURES
 from gstep.serving import options as serving
-from gstep.serving.options import OWN, check_served, engine_options, prepare_process, sampling_params
+from gstep.serving.options import (
+    OWN,
+    check_connectors,
+    check_served,
+    engine_options,
+    prepare_process,
+    sampling_params,
+)
 from tests.gstep.llms import FAMILIES
 
 
@@ -92,3 +99,48 @@ def test_what_vllm_does_not_have_is_refused(setting):
     check_served("m", GenerationConfig(repetition_penalty=1.3))
     with pytest.raises(ModelError, match=next(iter(setting))):
         check_served("m", GenerationConfig(**setting))
+
+
+def transfer(name, **more):
+    return {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both", **more}}
+
+
+def several(*names):
+    children = [transfer(name)["kv_transfer_config"] for name in names]
+    return transfer("MultiConnector", kv_connector_extra_config={"connectors": children})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"kv_transfer_config": None, "kv_offloading_backend": "native", "kv_offloading_size": 4},
+        transfer("OffloadingConnector"),
+        several("MooncakeStoreConnector", "SimpleCPUOffloadConnector"),
+        {"kv_transfer_config": SimpleNamespace(kv_connector="ExampleConnector")},  # as vLLM's own class has it
+        {"kv_transfer_config": {"kv_role": "kv_both"}},
+    ],
+)
+def test_connectors_that_go_by_a_videos_hash_are_taken(arguments):
+    check_connectors(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ({"kv_offloading_backend": "lmcache", "kv_offloading_size": 4}, "kv_offloading_backend=lmcache"),
+        (transfer("LMCacheConnectorV1"), "kv_transfer_config: LMCacheConnectorV1"),
+        (transfer("NixlConnector"), "kv_transfer_config: NixlConnector"),
+        (transfer("OffloadingConnector", kv_connector_module_path="mine"), "OffloadingConnector of mine"),
+        (several("OffloadingConnector", "HF3FSKVConnector"), "kv_transfer_config: HF3FSKVConnector"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="FlexKVConnectorV1")}, "FlexKVConnectorV1"),
+    ],
+)
+def test_a_connector_that_may_answer_one_video_from_anothers_keys_is_refused(arguments, setting):
+    with pytest.raises(ModelError, match=rf"{setting}: .* equal token ids.*kv_offloading_backend=native\), or leave"):
+        check_connectors(arguments)
+
+
+def test_a_connector_is_described_by_an_object():
+    with pytest.raises(ModelError, match=r"kv_transfer_config='LMCache' is no JSON object"):
+        check_connectors({"kv_transfer_config": "LMCache"})

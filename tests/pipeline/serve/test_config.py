@@ -31,3 +31,12 @@ def test_an_address_that_is_taken_or_none_of_this_machine_is_one_line():
         check_port(*server.getsockname())
     with pytest.raises(UsageError, match=r"--host 192\.0\.2\.77 --port 8000: .*; name another --host or --port"):
         check_port("192.0.2.77", 8000)
+
+
+def test_room_for_a_video_is_a_count():
+    with pytest.raises(UsageError, match="--max-tokens-per-video must be at least 1"):
+        ServeConfig(cache="c", max_tokens_per_video=0)
+
+
+def test_an_engine_argument_may_be_spelled_as_vllms_command_line_spells_it():
+    assert ServeConfig(cache="c", engine_param=["max-num-seqs=4"]).engine_params() == {"max_num_seqs": 4}

@@ -11,7 +11,7 @@ from pipeline import TokenCache
 from pipeline.errors import UnknownVideo, UsageError
 from pipeline.generate.prompts import n_bytes
 from pipeline.serve.prompts import CachedPrompts, CacheLink, ServedCache
-from pipeline.serve.videos import StoreAway, VideoGone
+from pipeline.serve.videos import StoreAway, TooLarge, VideoGone
 from tests.pipeline.asking import tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.waiting import wait_until
@@ -45,6 +45,18 @@ def text(words):
 
 def user(*parts):
     return {"role": "user", "content": list(parts)}
+
+
+def test_a_video_that_the_engine_has_no_room_for_names_the_remedies(cache):
+    prompts = served(cache)
+    small = video("cache://dir/b.mp4?retention_ratio=0.1")
+    conversation = prompts.read([user(video("cache://a"), small, text("Why?"))])
+    videos = [prompts.find(link).result() for link in conversation.links]
+    n_tokens = prompts.builder.n_visual([videos[0].visual])
+    assert n_tokens == prompts.largest_video == 50  # 49 and the newline
+    prompts.prompt(conversation, videos, n_tokens)
+    with pytest.raises(TooLarge, match=r"'a' has 50 tokens .* room for 49 at .*: restart the server.*retention_ratio"):
+        prompts.prompt(conversation, videos, n_tokens - 1)
 
 
 @pytest.mark.parametrize("ratio", [None, 0.1])

@@ -8,11 +8,16 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 
+from gstep.errors import ModelError
 from jobs import compact, remove
 from pipeline import TokenCache
+from pipeline.errors import UsageError
+from pipeline.serve.config import ServeConfig
+from pipeline.serve.server import server_arguments
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.jobs.processes import family
 from tests.pipeline.asking import SHAPE, tiny_cache
@@ -23,6 +28,8 @@ from tests.waiting import wait_until
 openai = pytest.importorskip("openai")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+LARGE = (280, 49, 64)  # a quarter of it is more than vLLM makes room for by itself
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +216,57 @@ def test_a_store_that_is_away_is_a_503_and_what_is_held_goes_on(client, address,
     with pytest.raises(openai.APIStatusError) as caught:
         ask(client, parts("Who?", "cache://y?cache=more"))
     assert caught.value.status_code in (404, 410)
+
+
+def test_a_video_larger_than_all_at_the_start_is_a_503_and_a_share_of_it_is_answered(client, more):
+    write_shard(TokenCache(more).store, "grown", encoded("grown", random_tokens(7, LARGE), 0.25, "gstep"))
+    wait_until(lambda: status_of(client, parts("Who?", "cache://grown?cache=more")) != 400, "that the server knows it")
+    with pytest.raises(openai.InternalServerError, match=r"'grown' has 3,431 tokens .* restart the server") as caught:
+        ask(client, parts("Who?", "cache://grown?cache=more"))
+    assert caught.value.status_code == 503
+    text, _ = named(client, "Who?", "cache://grown?cache=more&retention_ratio=0.01")
+    assert same(text, expected(more, "Who?", ["grown"], 0.01)[1])
+
+
+def status_of(client, messages):
+    try:
+        ask(client, messages)
+    except openai.APIStatusError as error:
+        return error.status_code
+    return 200
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"max_tokens_per_video": 48}, "--max-tokens-per-video 48: the caches have a video of 49; give that or more"),
+        (
+            {"max_tokens_per_video": 4000, "engine_param": ["max-num-batched-tokens=2k"]},
+            r"=2000 leaves room for videos of 3,149 .* has 4,001: give max_num_batched_tokens=4001 or more",
+        ),
+        ({"engine_param": ["kv-offloading-backend=lmcache"]}, "kv_offloading_backend=lmcache: it is not known to tell"),
+        ({"engine_param": ['kv_transfer_config={"kv_connector": "NixlConnector"}']}, "NixlConnector: it is not known"),
+        ({"engine_param": ["hf-overrides.architectures=x"]}, "hf_overrides: it follows from the cache"),
+    ],
+)
+def test_what_a_server_could_not_answer_right_is_refused_before_it_starts(cache, options, why):
+    with pytest.raises(UsageError, match=why):
+        server_arguments(ServeConfig(cache=str(cache), **options))
+
+
+def test_room_for_larger_videos_is_the_engines(cache):
+    larger = ServeConfig(cache=str(cache), max_tokens_per_video=9000)
+    assert "--max-num-batched-tokens=9001" in server_arguments(larger)  # and the row of the newline
+    params = ["max_num_batched_tokens=640"]
+    assert "--max-num-batched-tokens=640" in server_arguments(ServeConfig(cache=str(cache), engine_param=params))
+
+
+def test_the_renderer_refuses_a_connector_in_whatever_way_it_came(cache):
+    from pipeline.serve.renderer import CachedVideosRenderer  # noqa: PLC0415 - after what is set for vLLM
+
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="LMCacheMPConnector"))
+    with pytest.raises(ModelError, match="LMCacheMPConnector: it is not known"):
+        CachedVideosRenderer(config, None)
 
 
 def test_rows_that_the_engine_never_got_are_sent_again(client, more, address):

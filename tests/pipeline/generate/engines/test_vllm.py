@@ -4,16 +4,20 @@ import dataclasses
 import json
 import os
 import shutil
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
-from gstep.language import Decoding, prompt_builder
+from gstep.errors import ModelError
+from gstep.language import Decoding, Visual, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from pipeline.generate.answerer import Answerer
 from pipeline.generate.engines import EngineDied, load_engine
+from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.options import EngineOptions
@@ -201,6 +205,90 @@ def test_cdpruner_chooses_for_each_question_as_with_the_other_engine(family, tmp
     for answer, other in zip(mine, expected, strict=True):
         assert answer["status"] == "ok" and {k: answer[k] for k in same} == {k: other[k] for k in same}
     assert mine[0]["kept_per_frame"] != mine[1]["kept_per_frame"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3-vl"])
+def test_a_connector_that_goes_by_a_videos_hash_tells_videos_of_equal_token_ids_apart(name, tmp_path):
+    settings = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    settings["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
+    params = {**vllm_here.PARAMS, "enable_prefix_caching": False, "kv_transfer_config": settings}
+    ours, theirs = engines_of(ModelSource.resolve(name), params=params)
+    one, _ = clips(name, 1.0)
+    other = dataclasses.replace(one, tokens=one.tokens.flip(0).contiguous())
+    build = prompt_builder(ModelSource.resolve(name)).build
+    prompts = [build("What is it?", [visual]) for visual in (one, other)]
+    assert torch.equal(prompts[0].input_ids, prompts[1].input_ids)
+    expected = [answer.token_ids for answer in theirs.generate(prompts, [Decoding(max_new_tokens=8)] * 2)]
+    try:
+        for _ in range(2):  # the second time by the connector
+            assert [ours.generate([prompt], [Decoding(8)])[0].token_ids for prompt in prompts] == expected
+    finally:
+        ours.close()
+    assert expected[0] != expected[1] and ours.reused_tokens > len(one.index)
+
+
+def test_an_option_that_leaves_no_room_for_the_largest_video_is_refused_before_weights_are_loaded():
+    source, largest = ModelSource.resolve("tiny-qwen2-5-vl"), 1051  # its processor's own largest item has 1050
+    options = EngineOptions(engine="vllm", engine_param=["max_num_batched_tokens=640"])
+    for refused in (partial(load_engine, options, source, RUNTIME), partial(VllmEngine.check_room, options, source)):
+        with pytest.raises(ModelError, match=r"=640 leaves room for videos of 1,050 .* has 1,051: give .*=1051 or"):
+            refused(largest)
+    VllmEngine.check_room(options, source, 1050)
+    VllmEngine.check_room(EngineOptions(engine="vllm", engine_param=["max_num_batched_tokens=1051"]), source, 1051)
+
+
+@pytest.mark.parametrize(
+    ("n_frames", "total", "fps", "times"),
+    [
+        (8, 250, 25.0, [0, 5, 10, 15]),  # a patch lasts 2.5 s: a time is 2 a second, cut only where it is a position
+        (8, 300, 29.97, [0, 5, 10, 15]),  # 2.5025 s
+        (12, 84, 20.0, [0, 1, 2, 4, 5, 6]),  # 0.7 s, in float32 a little less: 7 would be the product in float32
+        (6, 6, 24.0, [0, 0, 0]),
+    ],
+)
+def test_the_rule_vllm_has_the_positions_of_vllms_own_qwen2_5_vl(n_frames, total, fps, times):
+    """By its own processor, which gets the frames and their rate, and by its own model class."""
+    from vllm import EngineArgs  # noqa: PLC0415 - after what is set for it
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration  # noqa: PLC0415
+    from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: PLC0415
+    from vllm.multimodal.inputs import MultiModalFeatureSpec  # noqa: PLC0415
+
+    source = ModelSource.resolve("tiny-qwen2-5-vl")
+    config = EngineArgs(model=source.pretrained()[0], load_format="safetensors").create_model_config()
+    processor = MULTIMODAL_REGISTRY.create_processor(config)
+    metadata = {
+        "fps": fps,
+        "duration": total / fps,
+        "total_num_frames": total,
+        "frames_indices": [i * total // n_frames for i in range(n_frames)],
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+    frames = np.zeros((n_frames, 56, 84, 3), dtype=np.uint8)
+    items = processor.info.parse_mm_data({"video": [(frames, metadata)]})
+    made = processor("<|vision_start|><|video_pad|><|vision_end|>Why do they?", items)
+    (item,), (place,) = made["mm_kwargs"]["video"], made["mm_placeholders"]["video"]
+    feature = MultiModalFeatureSpec(data=item, modality="video", identifier="v", mm_position=place)
+    model = Qwen2_5_VLForConditionalGeneration.__new__(Qwen2_5_VLForConditionalGeneration)
+    model.__dict__["config"] = config.hf_config
+    ids = list(made["prompt_token_ids"])
+    theirs, delta = model.get_mrope_input_positions(ids, [feature])
+
+    t, h, w = item["video_grid_thw"].data.tolist()
+    n = t * h * w // 4
+    extra = {
+        "video_grid_thw": [t, h, w],
+        "spatial_merge_size": 2,
+        "second_per_grid_ts": 2 / (n_frames / total * fps),
+    }
+    clip = Visual(torch.zeros(n, 64), torch.arange(n), t, h * w // 4, extra=extra)
+    prompt = prompt_builder(source, "original", "vllm").build("Why do they?", [clip])
+    (first, end), place_first = prompt.spans[0], place.offset
+    ours = prompt.positions[:, first:] - prompt.positions[0, first]
+    # Before the video stand the words of the chat template; behind it, the words of both prompts go on by one.
+    assert torch.equal(ours[:, : end - first + 1], (theirs[:, place_first:] - theirs[0, place_first])[:, : n + 1])
+    assert (ours[0, : n : h * w // 4]).tolist() == times
+    assert delta == int(theirs.max()) + 1 - len(ids)
 
 
 def test_an_engine_that_breaks_says_that_it_is_dead(family, monkeypatch):
