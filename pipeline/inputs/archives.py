@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from pipeline.errors import VideoFault
 from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER, LeftOut, is_apple_double
-from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
+from pipeline.inputs.listings import VIDEO_SUFFIXES, is_taken, suffix_of
 from pipeline.inputs.tables import UserValue, carried_json
 
 _BLOCK: Final = tarfile.BLOCKSIZE
@@ -234,12 +234,11 @@ class _Sidecars:
 
     def add(self, name: str, value: UserValue) -> None:
         """Add a member; of several with one name the last counts."""
-        suffix = suffix_of(name)
-        self._values[name[: -len(suffix)], suffix] = name, value
+        self._values[_stem(name), suffix_of(name)] = name, value
 
     def pair(self, videos: Sequence[str]) -> list[str | None]:
         """Return what is carried with each of the ``videos`` as JSON: suffix -> value; None for nothing."""
-        stems = {_stem(name) for name in videos}
+        stems, self._paired = {_stem(name) for name in videos}, set()
         return [self._pair(name, stems) for name in videos]
 
     def unpaired(self) -> Iterator[str]:
@@ -294,11 +293,7 @@ class Zip(Container):
             name, exact, wrong = _decode_name(info, asked.zip_encoding)
             if name.endswith("/"):
                 continue
-            if is_apple_double(name):
-                self._left_out.add(APPLE_DOUBLE, name)
-                continue
-            if suffix_of(name) not in VIDEO_SUFFIXES:
-                self._left_out.add(OTHER, name)
+            if not is_taken(name, VIDEO_SUFFIXES, self._left_out):
                 continue
             if info.flag_bits & 1 or info.compress_type not in _METHODS:
                 wrong = fault("unsupported", "the member is encrypted or not deflated; use zip -0")

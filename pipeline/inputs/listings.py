@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob as globbing
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -70,13 +70,8 @@ def _list(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftO
         for info in objects.list(prefix, deep=True):
             if not (glob is None or info.uri == videos or _segments_match(info.uri.split("/"), glob)):
                 continue
-            name = info.uri.removeprefix(SCHEME)
-            if is_apple_double(name):
-                left_out.add(APPLE_DOUBLE, name)
-            elif suffix_of(info.uri) in suffixes:
+            if is_taken(info.uri.removeprefix(SCHEME), suffixes, left_out):
                 taken.append(info)
-            else:
-                left_out.add(OTHER, name)
         return taken
 
     _, slash, key = videos.removeprefix(SCHEME).partition("/")
@@ -118,6 +113,17 @@ def _parent(uri: str) -> str:
 def suffix_of(uri: str) -> str:
     """Return the end of a name that says what a file is, in lower case: ".mp4"."""
     return PurePosixPath(uri).suffix.lower()
+
+
+def is_taken(name: str, suffixes: Collection[str], left_out: LeftOut, shown: str = "") -> bool:
+    """Return whether a file is taken by its name; count it as ``shown`` (by default its name) where it is not."""
+    if is_apple_double(name):
+        left_out.add(APPLE_DOUBLE, shown or name)
+    elif suffix_of(name) in suffixes:
+        return True
+    else:
+        left_out.add(OTHER, shown or name)
+    return False
 
 
 def listed_policy(uri: str) -> str | None:

@@ -24,8 +24,16 @@ from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, NamedContainer
-from pipeline.inputs.left_out import APPLE_DOUBLE, ARCHIVES, OTHER, LeftOut, is_apple_double, say_counts
-from pipeline.inputs.listings import VIDEO_SUFFIXES, expanded, list_videos, listed_policy, root_prefix, suffix_of
+from pipeline.inputs.left_out import ARCHIVES, LeftOut, say_counts
+from pipeline.inputs.listings import (
+    VIDEO_SUFFIXES,
+    expanded,
+    is_taken,
+    list_videos,
+    listed_policy,
+    root_prefix,
+    suffix_of,
+)
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE
@@ -264,17 +272,13 @@ def _videos_or_containers(
     paths: Iterable[Path], root: Path, judge: Judge, forms: frozenset[str], left_out: LeftOut
 ) -> Listed | None:
     """List the videos among some files, or else the containers; None where there are neither."""
-    videos, containers = list[Path](), list[Path]()
+    videos, containers, known = list[Path](), list[Path](), VIDEO_SUFFIXES | forms
     for path in paths:
         suffix = path.suffix.lower()
-        if is_apple_double(str(path.relative_to(root))):
-            left_out.add(APPLE_DOUBLE, str(path))
-        elif suffix in VIDEO_SUFFIXES:
-            videos.append(path)
-        elif suffix in forms:
-            containers.append(path)
-        elif not path.is_dir():
-            left_out.add(OTHER, str(path))
+        if suffix not in known and path.is_dir():
+            continue  # which a glob matches too
+        if is_taken(str(path.relative_to(root)), known, left_out, str(path)):
+            (videos if suffix in VIDEO_SUFFIXES else containers).append(path)
     if videos:
         _leave_archives([str(path) for path in containers], str(root), left_out)
     places = (_place(path, root, judge) for path in sorted(videos or containers))
