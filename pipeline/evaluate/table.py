@@ -1,28 +1,27 @@
-"""The table of results, rows methods by ratios and positions, columns benchmarks and Rel.: Markdown, LaTeX and JSON.
+"""The table of results, rows methods by ratios and positions, columns benchmarks and Rel.
 
-A number stands beside its difference to full retention with the 95 % interval of that difference. Tables 1, 2 and 4 of
-the GSTEP paper are such tables of several benchmarks.
+A number stands beside its difference to that of a reference method, with the 95 % interval of that difference. Several
+seeds of a method are one row. Tables 1, 2 and 4 of the GSTEP paper are such tables of several benchmarks.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
 
+from pipeline.errors import UsageError
 from pipeline.evaluate.statistics import (
     FEWEST_VIDEOS,
     ORIGINAL,
     OUTSIDE,
-    SIGNIFICANT,
     AnswerCounts,
     Estimate,
     Floats,
@@ -31,19 +30,20 @@ from pipeline.evaluate.statistics import (
     ScoreMatrix,
     arms_of,
     estimates,
-    holm,
+    is_named,
     relative,
     score_matrix,
+    split_seed,
 )
 from pipeline.rows import JsonObject
 
 Mark = Literal["best", "second", ""]
 OVERALL = "overall"  # key of a benchmark's last column
-NOISE = "≈"
+UNCLEAR = "unclear"
 FEW = "†"
 NONE = "–"
-_COUNTS = ("Tokens", "Kept", "No option", "Cut", "Weak", "Failed")  # the last columns in Markdown
-_FULL = 0  # index of the arm of full retention
+_FULL = 0  # index of the row of full retention, and of its arm
+_PRINTED_0 = 0.05  # smaller differences are printed as 0.0
 _POSITIONS = ",positions="
 _TITLES = {
     "fastv": "FastV",
@@ -73,6 +73,7 @@ class ScoredBenchmark:
         n_questions: of the whole benchmark; None where it has no fixed number.
         made_of: what else the scores were made of, by name, such as frames and protocol.
         notes: sentences about it that belong below the table.
+        names: of methods from elsewhere, by import path.
     """
 
     title: str
@@ -82,6 +83,7 @@ class ScoredBenchmark:
     n_questions: int | None = None
     made_of: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,68 +121,85 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A number of the table, in percent, and its difference to full retention in points before rounding.
+    """A number of the table, in percent, and its difference to the reference in points before rounding.
 
     Attributes:
         score: before rounding; of Rel. the mean of ratios of printed scores, as in the paper.
         printed: to one decimal; Rel. with its %.
         mark: "best" of its block and column, "second" the next distinct printed value; ties share it.
-        right: questions that were answered right; None for a mean over parts and for Rel.
-        difference: None in the row of full retention, and without that row.
-        low: lower end of the difference's 95 % interval; None, like its upper end and p, where there is none.
+        spread: standard deviation over the seeds whose mean the number is; None for a single seed.
+        difference: None where the row is compared with no other.
+        low: lower end of the difference's 95 % interval; None, like its upper end, where there is none.
         high: its upper end.
-        p: two-sided, adjusted for the other methods of the block (Holm).
+        unclear: whether that interval, as it is printed, holds 0; None without an interval.
     """
 
     score: float
     printed: str
     mark: Mark = ""
-    right: float | None = None
+    spread: float | None = None
     difference: float | None = None
     low: float | None = None
     high: float | None = None
-    p: float | None = None
+    unclear: bool | None = None
 
     @property
-    def noise(self) -> bool:
-        """Whether the difference is within noise."""
-        return self.p is not None and self.p >= SIGNIFICANT
+    def spread_text(self) -> str:
+        """The spread over seeds as it stands behind the number; "" for a single seed."""
+        return "" if self.spread is None else f" ± {printed(self.spread)}"
+
+    @property
+    def difference_text(self) -> str:
+        """What stands beside the number: its difference to the reference with the interval; "" without one."""
+        if self.difference is None:
+            return ""
+        if self.low is None or self.high is None:
+            return signed(self.difference)
+        unclear = f" {UNCLEAR}" if self.unclear else ""
+        return f"{signed(self.difference)} [{signed(self.low)}, {signed(self.high)}]{unclear}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The results of one method at one ratio; counts are over all benchmarks.
+    """The results of one method at one ratio; counts are over all benchmarks and seeds.
 
     Attributes:
-        method: with its parameters, without positions.
+        title: the method's name as printed, with its positions where they are not the model family's.
+        method: with its parameters, without positions, and without the seed where it has several.
         positions: "" where they are the model family's own.
+        seeds: whose mean the numbers are.
         cells: of each column; None where the method was not run.
         mean: of the printed overall scores; None where a benchmark is missing.
         rel: Rel.; None where a benchmark is missing, or its full retention is (or scores 0).
     """
 
+    title: str
     method: str
     positions: str
     ratio: float
+    seeds: Sequence[int]
     cells: Sequence[Cell | None]
     mean: Cell | None
     rel: Cell | None
     tally: AnswerCounts
 
-    @property
-    def title(self) -> str:
-        """The method's name as printed, with its positions where they are not the model family's."""
-        name = "Full retention" if self.method == ORIGINAL.method else method_title(self.method)
-        return f"{name}, {self.positions} positions" if self.positions else name
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResultsTable:
-    """The table of results: ``rows`` begin with full retention; ``draws`` and ``seed`` are of the intervals."""
+    """The table of results.
+
+    Attributes:
+        rows: full retention first.
+        reference: the method of the rows that other rows are compared with.
+        ours: the method that LaTeX shows as its author's own; None for none.
+        draws, seed: of the intervals.
+    """
 
     title: str
     columns: Sequence[Column]
     rows: Sequence[Row]
+    reference: str
+    ours: str | None
     draws: int
     seed: int
     notes: Sequence[str] = ()
@@ -221,10 +240,10 @@ class ResultsTable:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences that belong below the table: few videos, cut and weakly read replies, then its notes."""
-        lines, few = list[str](), [column.text for column in self.columns if column.few]
-        if few:
-            lines.append(f"{FEW} Fewer than {FEWEST_VIDEOS} videos ({', '.join(few)}): neither interval nor p.")
+        """Sentences that belong below the table: differences, few videos, cut and weakly read replies, its notes."""
+        lines = list(self._about_differences())
+        if any(column.few for column in self.columns):
+            lines.append(f"{FEW} Fewer than {FEWEST_VIDEOS} videos: no interval.")
         tally = sum((row.tally for row in self.rows), AnswerCounts())
         of = f"of {tally.n_replies:,} replies were"
         if tally.n_cut:
@@ -232,6 +251,23 @@ class ResultsTable:
         if tally.n_weak:
             lines.append(f"Weak: {tally.n_weak:,} {of} read by chance: drawn, or by a letter inside a word.")
         return [*lines, *self.notes]
+
+    def _about_differences(self) -> Iterator[str]:
+        """Yield sentences about seeds and differences, as far as the table has any."""
+        cells = [cell for row in self.rows for cell in self.numbers(row) if cell]
+        if any(cell.spread is not None for cell in cells):
+            yield "±: standard deviation over the seeds whose mean stands there; an interval is of videos alone."
+        count = sum(cell.low is not None for cell in cells)
+        if any(cell.difference is not None for cell in cells):
+            title = next(row.title for row in self.rows if row.method == self.reference)
+            drawn = f", with the 95 % interval of {self.draws:,} draws of whole videos (seed {self.seed})"
+            yield f"Beside a number: its paired difference to {title} in points{drawn if count else ''}."
+        if count:
+            unclear = f"{UNCLEAR.capitalize()}: the interval holds 0. " if any(cell.unclear for cell in cells) else ""
+            yield (
+                f"{unclear}The table has {count:,} intervals, uncorrected: where no method differs, 1 in 20 leaves 0 "
+                "out by chance."
+            )
 
     def as_record(self) -> JsonObject:
         """Return the whole table, JSON-able."""
@@ -242,18 +278,20 @@ class ResultsTable:
                 for column in self.columns
             ],
             "rows": [self._record(row) for row in self.rows],
+            "reference": self.reference,
             "draws": self.draws,
             "seed": self.seed,
             "notes": list(self.remarks),
         }
 
     def _record(self, row: Row) -> JsonObject:
-        """Return a row, JSON-able: each number with its difference, interval and p."""
+        """Return a row, JSON-able: each number with its difference and interval."""
         cells = zip(self.columns, row.cells, strict=True)
         return {
             "method": row.method,
             "positions": row.positions or None,
             "retention_ratio": row.ratio,
+            "seeds": list(row.seeds),
             "scores": {column.key: vars(cell) for column, cell in cells if cell is not None},
             "mean": None if row.mean is None else vars(row.mean),
             "rel": None if row.rel is None else vars(row.rel),
@@ -266,11 +304,23 @@ class ResultsTable:
         }
 
 
+class _Group(NamedTuple):
+    """A row before its numbers: method, positions and ratio, and the numbers of its arms, one for each seed."""
+
+    method: str
+    positions: str
+    ratio: float
+    seeds: list[int]
+    arms: list[int]
+
+
 def results_table(
     title: str,
     benchmarks: Sequence[ScoredBenchmark],
     *,
     methods: Sequence[str] | None = None,
+    reference: str | None = None,
+    ours: str | None = None,
     draws: int = 10_000,
     seed: int = 0,
     notes: Sequence[str] = (),
@@ -281,23 +331,34 @@ def results_table(
         title: what was pruned: the model.
         benchmarks: in the order of their columns.
         methods: in the order of rows, others are left out; None: all, in order of first appearance.
+        reference: the method that others are compared with; None: gstep, else the first, and full retention where there
+            is one method alone.
+        ours: the method that LaTeX marks as ours.
         draws: of whole videos. A benchmark's draws depend on the seed and its title alone.
         seed: of the draws.
         notes: sentences that belong below the table.
 
-    Raises ValueError where two benchmarks share a title, or the scores of one are not paired (score_matrix).
+    Raises ValueError where two benchmarks share a title, or the scores of one are not paired (score_matrix); UsageError
+    for a reference or ``ours`` that is no row.
     """
     titles = [benchmark.title for benchmark in benchmarks]
     if not titles or len(set(titles)) < len(titles):
         raise ValueError(f"benchmarks need different titles, for each is drawn on its own: {titles}")
     arms = [ORIGINAL, *_ordered(benchmarks, methods)]
+    groups = _groups(arms)
+    reference = _reference(groups, reference)
+    ours = None if ours is None else _row_named(groups, ours, "ours")
+    against = [_row_against(groups, row, reference) for row in range(len(groups))]
     matrices = [score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
-    columns, cells, overall = list[Column](), list[list[Cell | None]](), list[Estimate]()
+    columns, cells, overall, seeds = list[Column](), list[list[Cell | None]](), list[Estimate](), list[Estimate]()
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
         parts = _parts(benchmark, matrix)
+        part_Qs = [part_Q for *_, part_Q in parts]
         generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
-        measured = estimates(matrix.scores, matrix.clusters, [part_Q for *_, part_Q in parts], draws, generator)
-        for (key, name, part_Q), numbers in zip(parts, measured, strict=True):
+        mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
+        measured = estimates(mean_AQ, matrix.clusters, part_Qs, draws, generator)
+        of_seeds = estimates(matrix.scores, matrix.clusters, part_Qs, 0, generator)
+        for (key, name, part_Q), numbers, of_arms in zip(parts, measured, of_seeds, strict=True):
             columns.append(
                 Column(
                     key=key if len(benchmarks) == 1 else f"{benchmark.title}: {key}",
@@ -309,29 +370,42 @@ def results_table(
                     made_of=benchmark.made_of,
                 )
             )
-            cells.append(_compared(arms, numbers, _scores(matrix.scores, part_Q, numbers)))
+            shown = _spread(groups, [_cell(100 * value) for value in numbers.value.tolist()], of_arms.value)
+            cells.append(_compared(against, numbers, _marked(groups, shown)))
         overall.append(measured[-1])
+        seeds.append(of_seeds[-1])
     last = [c for c, column in enumerate(columns) if column.key.endswith(OVERALL)]
-    by_arm = list(zip(*cells, strict=True))
-    of_overall = [[row[c] for c in last] for row in by_arm]
-    rel = _compared(arms, relative(overall, _FULL), [rel_of(row, of_overall[_FULL]) for row in of_overall])
-    mean = _marked(arms, [_mean_of(row) for row in of_overall])
-    tallies = [sum(of_arm, AnswerCounts()) for of_arm in zip(*(matrix.tallies for matrix in matrices), strict=True)]
-    rows = []
-    for a, arm in enumerate(arms):
-        method, _, positions = arm.method.partition(_POSITIONS)
-        row = Row(
-            method=method,
-            positions=positions,
-            ratio=arm.ratio,
-            cells=by_arm[a],
-            mean=mean[a],
-            rel=rel[a],
-            tally=tallies[a],
+    by_row = list(zip(*cells, strict=True))
+    of_overall = [[row[c] for c in last] for row in by_row]
+    rels = _spread(groups, [rel_of(row, of_overall[_FULL]) for row in of_overall], relative(seeds, _FULL).value)
+    rel = _compared(against, relative(overall, _FULL), _marked(groups, rels))
+    means = _spread(groups, [_mean_of(row) for row in of_overall], np.mean([one.value for one in seeds], axis=0))
+    mean = _marked(groups, means)
+    names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
+    rows = [
+        Row(
+            title=_row_title(group, names),
+            method=group.method,
+            positions=group.positions,
+            ratio=group.ratio,
+            seeds=group.seeds,
+            cells=by_row[i],
+            mean=mean[i],
+            rel=rel[i],
+            tally=sum((matrix.tallies[a] for matrix in matrices for a in group.arms), AnswerCounts()),
         )
-        rows.append(row)
-    notes = [*notes, *(f"{benchmark.title}: {note}" for benchmark in benchmarks for note in benchmark.notes)]
-    return ResultsTable(title=title, columns=columns, rows=rows, draws=draws, seed=seed, notes=notes)
+        for i, group in enumerate(groups)
+    ]
+    return ResultsTable(
+        title=title,
+        columns=columns,
+        rows=rows,
+        reference=reference,
+        ours=ours,
+        draws=draws,
+        seed=seed,
+        notes=[*notes, *(f"{benchmark.title}: {note}" for benchmark in benchmarks for note in benchmark.notes)],
+    )
 
 
 def printed(percent: float) -> str:
@@ -362,12 +436,80 @@ def marks(shown: Sequence[Cell | None]) -> list[Mark]:
 
 
 def _ordered(benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None) -> list[MethodAtRatio]:
-    """Return the arms but full retention: by falling ratio, then by positions, then in the order of ``methods``."""
-    found = dict.fromkeys(arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL)
-    names = {arm: arm.method.partition(_POSITIONS) for arm in found}
-    order = list(dict.fromkeys(name for name, *_ in names.values()) if methods is None else methods)
-    kept = [arm for arm in found if names[arm][0] in order]
-    return sorted(kept, key=lambda arm: (-arm.ratio, names[arm][2], order.index(names[arm][0])))
+    """Return the arms but full retention: by falling ratio, then positions, then in the order of ``methods``, by seed.
+
+    A method without a seed stands for all of its seeds.
+    """
+    arms = dict.fromkeys(arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL)
+    labels = {arm: arm.method.partition(_POSITIONS) for arm in arms}
+    order = list(dict.fromkeys(split_seed(label)[0] for label, *_ in labels.values())) if methods is None else methods
+
+    def place(arm: MethodAtRatio) -> int | None:
+        return next((i for i, name in enumerate(order) if is_named(name, labels[arm][0])), None)
+
+    kept = [
+        (-arm.ratio, labels[arm][2], i, split_seed(arm.method)[1] or 0, arm)
+        for arm in arms
+        if (i := place(arm)) is not None
+    ]
+    return [arm for *_, arm in sorted(kept)]
+
+
+def _groups(arms: Sequence[MethodAtRatio]) -> list[_Group]:
+    """Return the rows of arms in the order of ``_ordered``: the seeds of a method are one row."""
+
+    def row_of(a: int) -> tuple[float, str, str]:
+        label, _, positions = arms[a].method.partition(_POSITIONS)
+        return arms[a].ratio, positions, split_seed(label)[0]
+
+    groups = []
+    for (ratio, positions, name), numbers in groupby(range(len(arms)), key=row_of):
+        members = list(numbers)
+        label = name if len(members) > 1 else arms[members[0]].method.partition(_POSITIONS)[0]
+        seeds = [split_seed(arms[a].method)[1] or 0 for a in members]
+        groups.append(_Group(label, positions, ratio, seeds, members))
+    return groups
+
+
+def _reference(groups: Sequence[_Group], name: str | None) -> str:
+    """Return the method of the rows that others are compared with. Raises UsageError where it has none."""
+    if name is not None:
+        return _row_named(groups, name, "reference")
+    methods = list(dict.fromkeys(group.method for group in groups[_FULL + 1 :]))
+    return ORIGINAL.method if len(methods) < 2 else "gstep" if "gstep" in methods else methods[0]
+
+
+def _row_named(groups: Sequence[_Group], name: str, option: str) -> str:
+    """Return the method of the rows that a user's ``name`` means. Raises UsageError where there is none."""
+    methods = list(dict.fromkeys(group.method for group in groups))
+    for method in methods:
+        if is_named(name, method):
+            return method
+    raise UsageError(f"--{option} {name}: no row of the table; there are {', '.join(methods)}")
+
+
+def _row_against(groups: Sequence[_Group], row: int, reference: str) -> int | None:
+    """Return the row of the reference that a row is compared with, at its ratio and positions; None for no row.
+
+    A method that prunes inside the model has one row, whatever the positions of others.
+    """
+    if reference == ORIGINAL.method or row == _FULL:
+        return None if row == _FULL else _FULL
+    same = [i for i, one in enumerate(groups) if one.method == reference and one.ratio == groups[row].ratio]
+    if row in same:
+        return None
+    exact = [i for i in same if groups[i].positions == groups[row].positions]
+    return next(iter(exact), same[0] if len(same) == 1 else None)
+
+
+def _row_title(group: _Group, names: Mapping[str, str]) -> str:
+    """Return a row's method as printed, with the number of its seeds, and its positions where they are not usual."""
+    if group.method == ORIGINAL.method:
+        return "Full retention"
+    path, *parameters = group.method.split(",")
+    title = method_title(",".join([names.get(path, path), *parameters]))
+    title += f", {len(group.seeds)} seeds" if len(group.seeds) > 1 else ""
+    return f"{title}, {group.positions} positions" if group.positions else title
 
 
 def _parts(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Ints]]:
@@ -382,15 +524,16 @@ def _parts(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, s
     return [*parts, (OVERALL, "Overall" if benchmark.columns else benchmark.title, whole)]
 
 
-def _scores(scores_AQ: Floats, part_Q: Ints, numbers: Estimate) -> list[Cell | None]:
-    """Return the printed percentage of each arm, None where it was not scored."""
-    plain = not np.any(part_Q > 0)  # of a mean over parts a count of right answers says nothing
-    right_A = scores_AQ[:, part_Q != OUTSIDE].sum(1).tolist()
+def _cell(score: float) -> Cell | None:
+    """Return the cell of a percentage, None where it is nan: the row was not scored."""
+    return None if math.isnan(score) else Cell(score=score, printed=printed(score))
+
+
+def _spread(groups: Sequence[_Group], shown: Sequence[Cell | None], value_A: Floats) -> list[Cell | None]:
+    """Return a column's cells with the spread of the seeds' numbers, given as shares for each arm."""
     return [
-        None
-        if math.isnan(value)
-        else Cell(score=100 * value, printed=printed(100 * value), right=right if plain else None)
-        for value, right in zip(numbers.value.tolist(), right_A, strict=True)
+        replace(cell, spread=100 * float(np.std(value_A[group.arms], ddof=1))) if cell and len(group.arms) > 1 else cell
+        for group, cell in zip(groups, shown, strict=True)
     ]
 
 
@@ -403,32 +546,28 @@ def _mean_of(cells: Sequence[Cell | None]) -> Cell | None:
     return Cell(score=mean, printed=printed(mean))
 
 
-def _same_block(arms: Sequence[MethodAtRatio]) -> list[list[int]]:
-    """Return the numbers of the arms at the same ratio and positions, without full retention."""
-    others = range(_FULL + 1, len(arms))  # in the order of _ordered
-    found = groupby(others, key=lambda a: (arms[a].ratio, arms[a].method.partition(_POSITIONS)[2]))
-    return [list(block) for _, block in found]
-
-
-def _marked(arms: Sequence[MethodAtRatio], shown: Sequence[Cell | None]) -> list[Cell | None]:
-    """Return a column's cells with their marks."""
+def _marked(groups: Sequence[_Group], shown: Sequence[Cell | None]) -> list[Cell | None]:
+    """Return a column's cells with their marks in each block, rows of the same ratio and positions."""
     cells = list(shown)
-    for block in _same_block(arms):
-        for a, mark in zip(block, marks([shown[a] for a in block]), strict=True):
-            cells[a] = (one := cells[a]) and replace(one, mark=mark)
+    others = range(_FULL + 1, len(groups))
+    for _, block in groupby(others, key=lambda i: (groups[i].ratio, groups[i].positions)):
+        rows = list(block)
+        for i, mark in zip(rows, marks([shown[i] for i in rows]), strict=True):
+            cells[i] = (cell := cells[i]) and replace(cell, mark=mark)
     return cells
 
 
-def _compared(arms: Sequence[MethodAtRatio], numbers: Estimate, shown: Sequence[Cell | None]) -> list[Cell | None]:
-    """Return a column's cells with their marks and comparisons; the methods of a block are one family of tests."""
-    cells = _marked(arms, shown)
-    for block in _same_block(arms):
-        found = [numbers.difference(a, _FULL) for a in block]
-        for a, by, p in zip(block, found, holm([by.p for by in found]), strict=True):
-            if (one := cells[a]) and not math.isnan(by.value):
-                low, high = (None if math.isnan(end) else 100 * end for end in (by.low, by.high))
-                known = None if math.isnan(p) else p
-                cells[a] = replace(one, difference=100 * by.value, low=low, high=high, p=known)
+def _compared(against: Sequence[int | None], numbers: Estimate, shown: Sequence[Cell | None]) -> list[Cell | None]:
+    """Return a column's cells with the difference of each row to the row that it is compared with."""
+    cells = list(shown)
+    for i, (cell, other) in enumerate(zip(shown, against, strict=True)):
+        if cell is None or other is None or math.isnan((by := numbers.difference(i, other)).value):
+            continue
+        ends: dict[str, Any] = {}
+        if not math.isnan(by.low):
+            low, high = 100 * by.low, 100 * by.high
+            ends = {"low": low, "high": high, "unclear": low < _PRINTED_0 and high > -_PRINTED_0}
+        cells[i] = replace(cell, difference=100 * by.value, **ends)
     return cells
 
 
@@ -449,193 +588,6 @@ def _asked(column: Column) -> str:
     return f"{column.n_questions:,}" + (f" of {column.n_whole:,}" if partly else "")
 
 
-def titled(row: Row) -> str:
-    """Return a row's title, followed by the numbers of its failed, cut and weakly read answers if there are any."""
-    counts = {"failed": row.tally.n_failed, "cut": row.tally.n_cut, "weak": row.tally.n_weak}
-    told = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-    return f"{row.title} ({told})" if told else row.title
-
-
-def difference_text(cell: Cell, n_questions: int | None) -> str:
-    """Return what stands beside a number: its difference to full retention with the interval, or n of N right.
-
-    Args:
-        n_questions: of the column, where its videos are too few for an interval.
-    """
-    if n_questions is not None and cell.right is not None:
-        return f"{round(cell.right, 2):g} of {n_questions:,}"
-    if cell.difference is None:
-        return ""
-    if cell.low is None or cell.high is None:
-        return signed(cell.difference)
-    return f"{signed(cell.difference)} [{signed(cell.low)}, {signed(cell.high)}]{f' {NOISE}' if cell.noise else ''}"
-
-
 def signed(points: float) -> str:
     """Format points to one decimal with their sign, except what rounds to 0."""
-    return f"{points:+.1f}" if abs(points) >= 0.05 else "0.0"
-
-
-def percent(share: float | None) -> str:
-    """Format a share in percent, a dash for None."""
-    return NONE if share is None else f"{100 * share:.1f}%"
-
-
-def legend(table: ResultsTable) -> str:
-    """Return the sentences that explain the table."""
-    return (
-        "Bold: best of a block, underlined: second; ties share the mark. Beside a number: its difference to full "
-        f"retention in points, with the 95 % interval of {table.draws:,} paired draws of whole videos (seed "
-        f"{table.seed}); {NOISE} within noise (p is {SIGNIFICANT} or more after Holm's rule over the methods of the "
-        f"block, which the intervals do not have). With fewer than {FEWEST_VIDEOS} videos: right answers of all. "
-        "Rel.: mean over benchmarks of the score relative to full retention, from printed scores. Kept: share of the "
-        "visual tokens, mean over answers. No option: replies that name none. Cut: replies that max_new_tokens ended. "
-        "Weak: replies whose option is drawn at random, or is a letter inside a word. Failed answers count as wrong."
-    )
-
-
-def markdown(table: ResultsTable) -> str:
-    """Return the table as GitHub Markdown."""
-    width = len(table.titles)
-    lines = [
-        *table_head(["Method", *table.titles, *_COUNTS]),
-        *(
-            table_row([f"*{name}*", *map(escape_markdown, texts), *[""] * (width - len(texts) + len(_COUNTS))])
-            for name, texts in table.made_of
-        ),
-        _markdown_row(table, table.original),
-    ]
-    for heading, rows in table.blocks:
-        lines.append(table_row([f"*{escape_markdown(heading)}*", *[""] * (width + len(_COUNTS))]))
-        lines += [_markdown_row(table, row) for row in rows]
-    below = [legend(table), *table.remarks]
-    return "\n\n".join([f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, below)]) + "\n"
-
-
-def _markdown_row(table: ResultsTable, row: Row) -> str:
-    """Return a row of the Markdown table."""
-    few: list[int | None] = [column.n_questions if column.few else None for column in table.columns]
-    cells = []
-    for cell, n_questions in zip(table.numbers(row), [*few, *[None] * 2][: len(table.titles)], strict=True):
-        if cell is None:
-            cells.append(NONE)
-            continue
-        number = {"best": f"**{cell.printed}**", "second": f"<ins>{cell.printed}</ins>", "": cell.printed}[cell.mark]
-        cells.append(f"{number} {escape_markdown(difference_text(cell, n_questions))}".rstrip())
-    tally = row.tally
-    tokens = NONE if tally.tokens is None else f"{tally.tokens:,.0f}"
-    counts = [NONE if n is None else f"{n:,}" for n in (tally.n_cut, tally.n_weak, tally.n_failed)]
-    shares = (percent(tally.kept_share), percent(tally.unparsed_share))
-    return table_row([escape_markdown(row.title), *cells, tokens, *shares, *counts])
-
-
-def table_head(titles: Sequence[str]) -> Iterator[str]:
-    """Yield the two lines that begin a Markdown table."""
-    yield table_row([escape_markdown(title) for title in titles])
-    yield "|---|" + "---:|" * (len(titles) - 1)
-
-
-def table_row(cells: Sequence[str]) -> str:
-    """Return a line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
-
-
-def escape_markdown(text: str) -> str:
-    """Convert text to one line of Markdown that shows it literally."""
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", _one_line(text))
-
-
-def _one_line(text: str) -> str:
-    """Replace line breaks and repeated spaces by one space."""
-    return re.sub(r"\s+", " ", text)
-
-
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    FEW: r"\dag{}",
-    NONE: "--",
-    "↓": r"$\downarrow$",
-    "↑": r"$\uparrow$",
-    "<": "$<$",
-    ">": "$>$",
-    **{sign: "\\" + sign for sign in "&%$#_{}"},
-}
-
-
-def escape_latex(text: str) -> str:
-    """Convert text to one line of LaTeX that sets it literally."""
-    return "".join(_LATEX.get(sign, sign) for sign in _one_line(text))
-
-
-def latex(table: ResultsTable) -> str:
-    """Return the scores as the paper's tabular; it needs the packages booktabs and multirow."""
-    width = len(table.titles) + 1
-    lines = [
-        f"% {_one_line(table.title)}",
-        r"% Needs booktabs and multirow.",
-        rf"\begin{{tabular}}{{l {'c' * (width - 1)}}}",
-        r"\toprule",
-        *_latex_head(table),
-    ]
-    for heading, rows in [("Original Model (100%)", [table.original]), *table.blocks]:
-        text = escape_latex(heading)
-        lines += [r"\midrule", rf"\multicolumn{{{width}}}{{c}}{{\textit{{{text}}}}} \\"]
-        for row in rows:
-            title = escape_latex(titled(row))
-            title = title.replace("GSTEP", _bold("GSTEP (Ours)"), 1) if row.method == "gstep" else title
-            lines.append(" & ".join([title, *map(_latex_number, table.numbers(row))]) + r" \\")
-    lines.append(r"\bottomrule")
-    made_of = [f"{name}: {'; '.join(_by_column(table.columns, texts))}." for name, texts in table.made_of]
-    below = rf"\multicolumn{{{width}}}{{p{{0.95\linewidth}}}}{{\footnotesize "
-    lines += [rf"{below}{escape_latex(text)}}} \\" for text in (*made_of, *table.remarks)]
-    return "\n".join([*lines, r"\end{tabular}"]) + "\n"
-
-
-def _latex_head(table: ResultsTable) -> list[str]:
-    """Return the LaTeX lines of column titles: two where columns of a benchmark are spanned by its title, else one."""
-    rest = table.titles[len(table.columns) :]
-    by_benchmark = groupby(table.columns, key=lambda column: column.benchmark)
-    spans = [(name, [f"{one.title}{FEW if one.few else ''}" for one in columns]) for name, columns in by_benchmark]
-    if all(len(titles) == 1 for _, titles in spans):
-        flat = ["Method", *(title for _, titles in spans for title in titles), *rest]
-        return [" & ".join(_bold(escape_latex(title)) for title in flat) + r" \\"]
-    upper, lower, rules, start = [_two_rows("Method")], [""], [], 2
-    for name, titles in spans:
-        if len(titles) == 1:
-            upper.append(_two_rows(titles[0]))
-            lower.append("")
-        else:
-            upper.append(rf"\multicolumn{{{len(titles)}}}{{c}}{{{_bold(escape_latex(name))}}}")
-            lower += [_bold(escape_latex(title)) for title in titles]
-            rules.append(rf"\cmidrule(lr){{{start}-{start + len(titles) - 1}}}")
-        start += len(titles)
-    upper, lower = [*upper, *map(_two_rows, rest)], [*lower, *[""] * len(rest)]
-    return [" & ".join(upper) + r" \\", " ".join(rules), " & ".join(lower) + r" \\"]
-
-
-def _two_rows(title: str) -> str:
-    """Return LaTeX of a column title that takes both lines."""
-    return rf"\multirow{{2}}{{*}}{{{_bold(escape_latex(title))}}}"
-
-
-def _latex_number(cell: Cell | None) -> str:
-    """Return a number in LaTeX: best bold, second underlined."""
-    if cell is None:
-        return "--"
-    text = escape_latex(cell.printed)
-    return {"best": _bold(text), "second": rf"\underline{{{text}}}", "": text}[cell.mark]
-
-
-def _bold(text: str) -> str:
-    """Return LaTeX of bold text."""
-    return rf"\textbf{{{text}}}"
-
-
-def _by_column(columns: Sequence[Column], texts: Sequence[str]) -> list[str]:
-    """Return each column's title with its text; the text alone, once, where all columns share it."""
-    said = [(column.text, text) for column, text in zip(columns, texts, strict=True) if text]
-    if len({text for _, text in said}) == 1 and len(said) > 1:
-        return [said[0][1]]
-    return [f"{title} {text}" for title, text in said]
+    return f"{points:+.1f}" if abs(points) >= _PRINTED_0 else "0.0"
