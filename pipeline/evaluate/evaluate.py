@@ -61,9 +61,10 @@ class Evaluation:
         return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
 
     def as_record(self) -> JsonObject:
-        """Return the outcome JSON-able: files, scores of the tables, counts of videos and answers."""
+        """Return the outcome JSON-able: files, the main table and its scores, counts of videos and answers."""
         answers, videos = self.done.answers, self.done.videos
         return {
+            **({} if self.table is None else self.table.as_record()),
             "out": self.out,
             "files": self.files,
             "scores": [] if self.table is None else list(scores_of(self.table)),

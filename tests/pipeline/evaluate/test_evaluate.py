@@ -84,6 +84,7 @@ def test_the_record_has_every_method_with_its_scores_and_the_counts(done):
     assert [(row["method"], row["retention_ratio"]) for row in record["scores"]] == [(r.method, r.ratio) for r in rows]
     assert record["notes"] == list(done.table.remarks) and record["notes"]
     assert {(row["n_cut"], row["n_weak"]) for row in record["scores"]} == {(0, 0)}
+    assert record["rows"] == json.loads(json.dumps(done.table.as_record()["rows"])) and record["reference"] == "gstep"
     first = record["scores"][0]
     assert first["scores"].keys() == {column.key for column in done.table.columns}
     assert (first["rel"], first["scores"]["overall"]) == (rows[0].rel.score, rows[0].cells[-1].score)
