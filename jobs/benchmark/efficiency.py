@@ -23,7 +23,7 @@ from jobs.benchmark.shared import figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, seldom, share
 from jobs.frame.json_document import Done
 from pipeline.evaluate.forms import escape_latex
-from pipeline.evaluate.table import method_title
+from pipeline.evaluate.tabulate import method_title
 from pipeline.options import ATTN, DEVICES, DTYPES
 
 Row = dict[str, Any]  # an arm's figures by name, JSON-able

@@ -14,7 +14,7 @@ from pipeline.options import DTYPES, EngineOptions, check, option, positive
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
-FULL = "none"  # full retention, with which methods are compared
+FULL = "none"  # full retention
 #: ``--positions`` -> the positions that every method is asked at; None is the model family's.
 POSITIONS: Mapping[str, tuple[str | None, ...]] = {
     "auto": (None,),

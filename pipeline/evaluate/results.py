@@ -27,7 +27,8 @@ from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_named, score_matrix
 from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
-from pipeline.evaluate.table import ResultsTable, ScoredBenchmark, results_table
+from pipeline.evaluate.table import ResultsTable
+from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
 from pipeline.generate.late_pruning import parse_pruning_grid
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.evaluate.benchmarks.items import AnnotationFault
 from pipeline.evaluate.page import report_page
-from pipeline.evaluate.table import ScoredBenchmark, results_table
+from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
 from tests.pipeline.evaluate.score_tables import items_of, scores_of
 
 HOSTILE = "</script><script>x()</script> {{ 7 * 7 }} <!-- &amp; 'a' \"b\""

@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.forms import latex, markdown, titled
-from pipeline.evaluate.table import Cell, ScoredBenchmark, marks, method_title, printed, results_table
+from pipeline.evaluate.table import Cell, printed
+from pipeline.evaluate.tabulate import ScoredBenchmark, marks, method_title, results_table
 from tests.pipeline.evaluate.paper_tables import COLUMNS, TABLES, paper_rows
 from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
 
