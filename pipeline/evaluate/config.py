@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
-from pipeline.evaluate.statistics import is_named
+from pipeline.evaluate.statistics import is_named, split_seed
 from pipeline.generate.late_pruning import PruningSpec, parse_pruning_grid
 from pipeline.options import DTYPES, EngineOptions, check, option, positive
 
@@ -180,11 +181,16 @@ class EvaluateConfig(EngineOptions):
         if self.drop_tokens and self.cache is not None:
             raise UsageError("--drop-tokens deletes the cache in --out; one that --cache names is yours to delete")
         self._check_frames()
-        labels = [FULL, *dict.fromkeys(one.method_label for one in self.grid().values() if one)]
-        for name in ("reference", "ours") if self.benchmark is not None else ():
-            given = getattr(self, name)
-            if given is not None and not any(is_named(given, label.partition(",positions=")[0]) for label in labels):
-                raise UsageError(f"--{name} {given} is none of the methods; there are {', '.join(labels)}")
+        self._check_rows({one.method_label.partition(",positions=")[0] for one in self.grid().values() if one})
+
+    def _check_rows(self, labels: Collection[str]) -> None:
+        """Raise UsageError where an option names a method that is no row, before hours go into the others."""
+        seeds = Counter(split_seed(label)[0] for label in labels)
+        rows = {FULL, *(label if seeds[name := split_seed(label)[0]] == 1 else name for label in labels)}
+        for option_name in ("reference", "ours") if self.benchmark is not None else ():
+            given = getattr(self, option_name)
+            if given is not None and not any(is_named(given, row) for row in rows):
+                raise UsageError(f"--{option_name} {given} is no row of the table; there are {', '.join(sorted(rows))}")
 
     def _check_frames(self) -> None:
         """Raise UsageError where the options of frames do not go together."""

@@ -24,7 +24,7 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.forms import titled
 from pipeline.evaluate.page import warned_line
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, write_results_header
+from pipeline.evaluate.request import EvaluateRequest, match_results, prepare
 from pipeline.evaluate.results import Presentation, write_results
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, drop_tokens, score_answers
 from pipeline.evaluate.submissions import write_submissions
@@ -141,9 +141,7 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     done = score_answers(config)
     if done.n_left_out:
         console.print(f"note: {done.n_left_out} questions have no answer to compare with, and are left out")
-    store.make()
-    write_results_header(store, identity)
-    table, files = write_results(store, done, _shown_of_answers(config))
+    table, files = write_results(store, done, _shown_of_answers(config), identity)
     return Evaluation(done=done, table=table, out=config.out, files=files)
 
 

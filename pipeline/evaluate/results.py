@@ -22,7 +22,7 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.forms import latex, markdown
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.protocols import QUESTIONS
-from pipeline.evaluate.request import RESULTS_HEADER, read_results_header
+from pipeline.evaluate.request import RESULTS_HEADER, read_results_header, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_named, score_matrix
@@ -71,8 +71,14 @@ class Presentation:
     seed: int = 0
 
 
-def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> tuple[ResultsTable, list[str]]:
-    """Write scores, tables and page into ``store``; return the main table and the file names. Raises OSError."""
+def write_results(
+    store: Store, done: ScoredQuestions, shown: Presentation, identity: JsonObject | None = None
+) -> tuple[ResultsTable, list[str]]:
+    """Write scores, tables and page into ``store``; return the main table and the file names. Raises OSError.
+
+    ``identity`` becomes the header of a new place. Raises UsageError (nothing was written) for a reference that is no
+    row.
+    """
     tables = tables_of(done, shown)
     page = report_page(
         tables,
@@ -82,6 +88,8 @@ def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> t
         scores=done.scores,
         described=shown.described,
     )
+    if identity is not None:
+        write_results_header(store, identity)
     store.put(SCORES, write_parquet(done.scores))
     return tables[0], [SCORES, *_write_tables(store, tables, page)]
 
