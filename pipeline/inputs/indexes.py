@@ -36,7 +36,7 @@ from pipeline.inputs.left_out import LeftOut
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inputs.tables import number_of
-from pipeline.keys import column_keys, find, repeated
+from pipeline.keys import column_keys, find, mark_key, repeated
 from pipeline.rows import Json
 from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
@@ -44,6 +44,7 @@ from pipeline.storage.stores import INDEXES, Store
 _NOTE_S = 10.0  # seconds between two lines of progress
 _FIRST_LOOK = 256  # members, after which it is first looked whether they are enough
 _VERSION: Final = 2  # of kept indexes; others are made anew
+_SUFFIX: Final = ".json.zlib"
 _KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
 _BEYOND: Final = 2**53  # bytes that no file has, as of a manifest; sums of fewer stay numbers of 64 bits
 _CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
@@ -172,7 +173,7 @@ class Indexing:
         if index is None:
             return None
         self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
-        return _table(place, index.members, self.asked)
+        return _table(place, index.members, self.asked, index.mark)
 
     def _index(self, place: NamedContainer, file: RandomFile, kept: _Index | None) -> _Index | None:
         """Return the index of an open container; None where it is left out. Raises as ``_rows``, and OSError."""
@@ -184,13 +185,14 @@ class Indexing:
             self._n_read += 1
         container = FORMS[suffix_of(place.uri)](file)
         index, complete = self._members(place, container)
+        index = index._replace(mark=self._mark(place, file))
         with self._counting:
             self.unit = max(self.unit, container.unit)
             if container.note is not None and suffix_of(place.uri) not in self._notes:
                 self._notes.add(suffix_of(place.uri))
                 self.say(f"note: {place.uri}: {printable(container.note)}")
         if complete:
-            self._keep(place, index._replace(mark=self._mark(place, file)))
+            self._keep(place, index)
         return index
 
     def _mark(self, place: NamedContainer, file: RandomFile) -> str:
@@ -263,11 +265,11 @@ class Indexing:
 def _name(uri: str) -> str:
     """Return the name of a container's kept index."""
     digest = hashlib.blake2b(uri.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return f"{INDEXES}/{digest}.json.zlib"
+    return f"{INDEXES}/{digest}{_SUFFIX}"
 
 
-def _table(place: NamedContainer, members: Sequence[Member], asked: ContainerOptions) -> pa.Table:
-    """Return the members of a container as MANIFEST_SCHEMA."""
+def _table(place: NamedContainer, members: Sequence[Member], asked: ContainerOptions, mark: str = "") -> pa.Table:
+    """Return the members of a container as MANIFEST_SCHEMA; ``mark`` is the container's, for members without one."""
     rows = suffix_of(place.uri) in OF_COLUMNS
     members = [_bounded(member) for member in members]
     if asked.clips_from is not None or rows:
@@ -285,6 +287,8 @@ def _table(place: NamedContainer, members: Sequence[Member], asked: ContainerOpt
         "size": [member.size for member in members],
         "source_offset": [member.offset for member in members],
         "fault": [member.fault for member in members],
+        # A table that was changed has other uris.
+        "mark": [None if rows else mark_key(member.mark or mark) for member in members],
     }
     return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 

@@ -42,6 +42,7 @@ from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.left_out import say_counts
 from pipeline.inputs.manifest import given_manifest, read_manifest
+from pipeline.options import read_ids
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
@@ -51,6 +52,7 @@ from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.prune.recipe import resolve
 from pipeline.prune.resources import Resources, files_bytes, planned_workers, shortfalls
 from pipeline.prune.resume import (
+    check_redo,
     of_shard,
     remaining,
     retry_candidates,
@@ -118,6 +120,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._objects = Objects.from_environment(config.s3_endpoint)
         self.store, self.run_id = store_at(config.out, self._objects), new_run_id()
         check_out(self.store)
+        self._redo = None if config.redo is None else pa.array(read_ids("redo", config.redo), pa.string())
         with store_usage_errors():
             if not self.store.exists(HEADER) and self.store.taken():
                 raise NotACache(
@@ -151,6 +154,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         for kind, remedy in self.indexing.left_out.remedies.items():
             count = self.indexing.left_out.counts()[kind]
             self.say(f"note: left out: {say_counts({kind: count})}. {remedy}")
+        self._listed = None if self.indexing.left else listed
         self.manifest = of_shard(listed, config.part())
         if len(listed) and not len(self.manifest) and not self.indexing.left:
             raise UsageError(f"--shard {config.shard}: none of the {len(listed)} videos are in it")
@@ -170,7 +174,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             )
         if lost := self.ledger.lost(self._committed):
             self.say(f"warning: {lost_line(len(lost), lost)}")
-        todo, self.tally = remaining(self.manifest, self.ledger, self.options, self._objects)
+        if self._redo is not None:
+            check_redo(self._redo, self._listed, self.ledger, self.options)
+        todo, self.tally = remaining(self.manifest, self.ledger, self.options, self._objects, self._redo)
         for line in skipped_lines(self.tally, self.options):
             self.say(line)
         known, self._n_waiting = within_limit(todo, self.options.limit)
@@ -179,7 +185,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def _select(self, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
         """Return the videos of this run among those of a container, and the rows of those to process."""
         mine = of_shard(videos, self.options.part())
-        return mine, remaining(mine, self.ledger, self.options, self._objects).todo
+        return mine, remaining(mine, self.ledger, self.options, self._objects, self._redo).todo
 
     def refuse_empty(self, todo: Discovery) -> None:
         """Raise UsageError where no container that was opened holds a video, and no other is named."""
