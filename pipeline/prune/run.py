@@ -195,7 +195,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def process(self, todo: Discovery) -> None:
         with todo:
-            self._todo, n_videos = todo, todo.expected()
+            self._todo, self._is_estimated = todo, not todo.is_complete
+            n_videos = todo.expected()
             device, dtype = self._begin(n_videos)
             record: JsonObject = {
                 **provenance(self.run_id, _RECORDED_VERSIONS),
@@ -203,13 +204,16 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 "device": device,
                 "dtype": dtype,
                 "videos": n_videos,
+                "estimated": self._is_estimated,
             }
             self.run_file = RunFile(self.store, record)
             with self.run_file:
                 try:
                     self.stream(todo)
                     todo.check()
-                    self.run_file.note(videos=len(todo), left_out=cast(JsonObject, self.indexing.left_out.as_record()))
+                    self.run_file.note(
+                        videos=len(todo), estimated=False, left_out=cast(JsonObject, self.indexing.left_out.as_record())
+                    )
                     again = retry_candidates(todo.found().todo, self.retryable, self.options.max_attempts)
                     self._try_elsewhere(Discovery.of(again))
                 except LimitReached as reached:
@@ -356,6 +360,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         Too many videos failed alike, by no fault of theirs, and no worker does better.
         """
         self._todo.check()
+        if self._is_estimated and self._todo.is_complete:
+            self._is_estimated = False
+            self.run_file.save(videos=len(self._todo), estimated=False)
         if self.facts is not None:
             self.facts.check_limit()
         if self._without or not report.failing or not self._outside:
