@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -260,6 +260,42 @@ class Indexing:
             self.store.put(_name(place.uri), zlib.compress(data, 1))
         except OSError as error:  # no fault of the container's
             raise RunFailed(f"{self.store}: the index of {place.uri} cannot be kept: {error}") from error
+
+
+def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = ()) -> list[str]:
+    """Take members out of the kept indexes, with what is carried with them; return the names of deleted indexes.
+
+    An index is deleted, and made anew when it is wanted, where it cannot be read, or where a member may have an id of
+    ``ids`` and its place is not among ``uris``: an id does not tell which folder was named. Raises OSError.
+    """
+    deleted, ends = list[str](), frozenset(ids)
+    names = store.names(INDEXES, _SUFFIX) if ids or uris else []
+    if not ids:
+        names = sorted(set(names) & {_name(uri.partition("#")[0]) for uri in uris})
+    for name, data in zip(names, store.read_all(names), strict=True):
+        try:
+            told, *members = json.loads(zlib.decompress(data))
+            if told[0] != _VERSION:
+                raise ValueError(told[0])
+            places = [f"{told[1]}#{member[0]}" for member in members]
+            gone = [member[0] for member, place in zip(members, places, strict=True) if place in uris]
+            left = [member for member, place in zip(members, places, strict=True) if place not in uris]
+            doubtful = any(not ends.isdisjoint(_ends(f"{told[1]}/{member[0]}")) for member in left)
+        except (ValueError, TypeError, LookupError, zlib.error):
+            doubtful, left, gone = True, [], []
+        if doubtful:
+            store.delete(name)
+            deleted.append(name)
+        elif gone:
+            left_out = LeftOut(*told[3:])
+            left_out.forget(gone)
+            store.put(name, zlib.compress(json.dumps([[*told[:3], left_out.as_record()], *left]).encode(), 1))
+    return deleted
+
+
+def _ends(path: str) -> Iterator[str]:
+    """Yield what remains of a path behind each of its slashes."""
+    return (path[place + 1 :] for place, letter in enumerate(path) if letter == "/")
 
 
 def _name(uri: str) -> str:

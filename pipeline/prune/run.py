@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
+import numpy as np
 import pyarrow as pa
 from ray.actor import ActorHandle
 from rich.console import Console
@@ -22,7 +23,7 @@ from rich.console import Console
 from gstep.backbones import family_of
 from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.header import HEADER, codec_of, deepstack_levels, fingerprint, header_bytes, made_with, read_header
-from pipeline.cache.live import TIMED, Ledger
+from pipeline.cache.live import REMOVED, TIMED, Ledger
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.token_shard import token_shard_id
@@ -39,7 +40,7 @@ from pipeline.errors import (
 )
 from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.discovery import Discovery
-from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.indexes import Indexing, forget_members
 from pipeline.inputs.left_out import say_counts
 from pipeline.inputs.manifest import given_manifest, read_manifest
 from pipeline.options import read_ids
@@ -176,6 +177,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self.say(f"warning: {lost_line(len(lost), lost)}")
         if self._redo is not None:
             check_redo(self._redo, self._listed, self.ledger, self.options)
+        self._forget_removed(self.manifest)
         todo, self.tally = remaining(self.manifest, self.ledger, self.options, self._objects, self._redo)
         for line in skipped_lines(self.tally, self.options):
             self.say(line)
@@ -184,8 +186,20 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def _select(self, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
         """Return the videos of this run among those of a container, and the rows of those to process."""
+        self._forget_removed(videos)
         mine = of_shard(videos, self.options.part())
         return mine, remaining(mine, self.ledger, self.options, self._objects, self._redo).todo
+
+    def _forget_removed(self, videos: pa.Table) -> None:
+        """Take removed videos out of indexes that were made since, and out of the names of what is left out."""
+        if not self.indexing.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
+            return
+        rows = self.ledger.find(videos["video_id"])
+        removed = rows >= 0
+        removed[removed] = self.ledger.removed(rows[removed])
+        gone = videos.filter(pa.array(removed))
+        self.indexing.left_out.forget(gone["video_id"].to_pylist())
+        forget_members(self.store, set(gone["uri"].filter(gone["source_offset"].is_valid()).to_pylist()))
 
     def refuse_empty(self, todo: Discovery) -> None:
         """Raise UsageError where no container that was opened holds a video, and no other is named."""
