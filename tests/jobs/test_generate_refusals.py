@@ -40,10 +40,15 @@ def test_not_a_cache(refuse):
 
 def test_questions_with_problems(refuse, ask, tmp_path):
     tiny_cache(tmp_path / "c")
-    assert "q.jsonl, line 1: prompt must be text" in refuse(rows=[{"question_id": 1, "video_id": "a"}])
+    assert "prompt is missing; the row has: question_id, video_id" in refuse(rows=[{"question_id": 1, "video_id": "a"}])
     assert "1 question_ids repeat" in refuse(rows=[QUESTION] * 2)
     assert "none.csv: cannot be read" in refuse("--questions", str(tmp_path / "none.csv"))
     assert generate.main([str(tmp_path / "c")]) == 2  # no --questions
+    assert "--ask and --questions do not go together" in refuse("--ask", "Why?")
+    for texts in ("--ask", " "), ("--ask", "Why?", "--ask", "Why?"):
+        assert generate.main([str(tmp_path / "c"), "--out", str(tmp_path / "o"), *texts]) == 2
+    tiny_cache(tmp_path / "none", (), failed=("bad",))
+    assert generate.main([str(tmp_path / "none"), "--ask", "Why?", "--out", str(tmp_path / "o")]) == 2
 
 
 def test_another_model(refuse, tmp_path):
