@@ -140,12 +140,12 @@ def test_every_video_is_asked_the_same_without_a_file_and_goes_on_so(cache, tmp_
     )
     assert set(answers) == {f"{video}#{text}" for video in VIDEOS for text in ("300f2329", "9de66f2c")}
     assert [answers[row["question_id"]] for row in first.to_pylist()] == first.to_pylist()  # none asked again
+    summary = answer_questions(cache, ask=["Why?"], out=tmp_path / "o", retention_ratio=0.10, max_new_tokens=6)
+    assert (summary.n_ok, summary.n_new) == (2, 0)
     forbid_ray(monkeypatch)
     capsys.readouterr()
     assert generate.main([*asked[:3], *asked[5:]]) == 0
     assert "2 of 2 questions have their answers already" in capsys.readouterr().err
-    summary = answer_questions(cache, ask=["Why?"], out=tmp_path / "o", retention_ratio=0.10, max_new_tokens=6)
-    assert (summary.n_ok, summary.n_new) == (2, 0)
 
 
 def test_neither_batches_nor_workers_nor_formats_change_an_answer(first, cache, tmp_path):
