@@ -193,11 +193,31 @@ def exit_code_of(
     """Run the work and return its exit code: 1 where it failed, 2 where it was refused, 130 where it was interrupted.
 
     Each of these prints a line that says why. ``document`` is whether ``--json`` is given: then stdout gets what the
-    work returns with its exit code, or the error.
+    work returns with its exit code, or the error. A command that is interrupted once more leaves at once.
     """
     interruption = _Interruption(lambda: console.print(interrupted, highlight=False))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interruption)
+    exit_code = 130
+    try:
+        exit_code = _do_work(work, console, interruption, failed, refused, interrupted, document)
+    except KeyboardInterrupt:  # another one, while the first was told of
+        interruption.say()
+    finally:
+        interruption.end(exit_code)
+    return exit_code
+
+
+def _do_work(
+    work: Callable[[], int | Done],
+    console: Console,
+    interruption: _Interruption,
+    failed: Errors,
+    refused: Errors,
+    interrupted: str,
+    document: bool,
+) -> int:
+    """Do the work as ``exit_code_of`` says, up to the end of its printing."""
     with stdout_as_stderr() if document else nullcontext() as stdout:
         try:
             done = _finish(work, console, failed, refused)
@@ -292,18 +312,42 @@ def wide_console() -> Console:
 
 
 class _Interruption:
-    """A signal handler that raises KeyboardInterrupt, after printing that at once: SIGKILL may follow in seconds."""
+    """A signal handler that raises KeyboardInterrupt, after printing that at once: SIGKILL may follow in seconds.
+
+    The second signal raises too, so that a claim is given back; the third ends the process. Once the work has ended,
+    the first does: Ray and Python would print a traceback of what they do at exit.
+    """
 
     def __init__(self, say: Callable[[], object]) -> None:
         self._say, self._said = say, False
+        self._n_signals, self._exit_code = 0, 130
+        self._ended = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._n_signals += 1
+        if self._ended or self._n_signals > 2:
+            os._exit(self._exit_code)
         with suppress(RuntimeError):  # the signal came in the middle of another print; the line is printed at the end
             self.say()
         raise KeyboardInterrupt
+
+    def end(self, exit_code: int) -> None:
+        """Note that the work has ended, with this exit code, where this process is the command's own."""
+        if self._ended or not _is_command():
+            return
+        with suppress(OSError, ValueError):  # stdout is closed, or its reader gone
+            sys.stdout.flush()
+        self._exit_code, self._ended = exit_code, True
 
     def say(self) -> None:
         """Print that the command is interrupted, unless that was printed already."""
         if not self._said:
             self._say()
             self._said = True
+
+
+def _is_command() -> bool:
+    """Return whether this process runs a command alone, rather than a program that calls its ``main``."""
+    spec = sys.modules["__main__"].__spec__
+    by_module = spec is not None and spec.name.partition(".")[0] == "jobs"
+    return by_module or Path(sys.argv[0]).name == "gstep-cache"

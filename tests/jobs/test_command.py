@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jobs import prune
+from jobs import command, prune
 from jobs.command import LogConsole, count, exit_code_of, file_in_folder, share
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
+from tests.interpreter import run_python
 
 
 def code_of(work, **more) -> tuple[int, str]:
@@ -60,6 +61,54 @@ def test_sigterm_is_an_interruption():
         return 0
 
     assert code_of(work) == (130, "interrupted")
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_ctrl_c_ends_the_clean_up_and_raises_nothing(monkeypatch):
+    done = []
+
+    def work() -> int:
+        try:
+            interrupt()
+        finally:
+            done.append("clean-up began")
+            interrupt()
+            done.append("clean-up ended")
+        return 0
+
+    assert code_of(work) == (130, "interrupted") and done == ["clean-up began"]
+    monkeypatch.setattr(command, "error_record", lambda *about: interrupt())  # while the first is handled
+    assert code_of(interrupt) == (130, "interrupted")
+
+
+LEAVING = """
+import atexit, os, signal, sys
+from rich.console import Console
+from jobs.command import exit_code_of
+
+def work():
+    sys.stdout.write("result")
+    return {code}
+
+def leave():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("unreachable")
+
+atexit.register(leave)
+sys.argv[0] = "{name}"
+sys.exit(exit_code_of(work, Console(stderr=True)))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_ctrl_c_once_the_work_has_ended_leaves_at_once_with_its_exit_code(code):
+    left = run_python("-c", LEAVING.format(code=code, name="/bin/gstep-cache"))
+    assert (left.returncode, left.stdout, left.stderr) == (code, "result", "")
+    program = run_python("-c", LEAVING.format(code=code, name="mine.py"))  # a program of the user's goes on
+    assert "KeyboardInterrupt" in program.stderr
 
 
 @pytest.fixture
