@@ -127,7 +127,7 @@ def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
         if name in identity:
             yield name, flat(identity[name])
     if counts.n_warned:
-        yield "warnings", warned_answers(counts.n_warned)
+        yield "warnings", warned_answers(counts)
     yield "questions", f"{counts.n_ok} answered, {counts.n_failed} failed"
     tokens = f"{counts.visual_tokens:.0f} visual of {counts.prompt_tokens:.0f} in a prompt on average"
     yield "tokens", f"{tokens}, {counts.new_tokens:,} generated"
