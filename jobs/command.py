@@ -321,11 +321,12 @@ class _Interruption:
         return self._first < math.inf
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - self._first > _SAME_SIGNAL_S:
-            self._leave("interrupted again: ended at once")
-        if not self.came:
-            self._first = time.monotonic()
-            threading.Thread(target=self._end_in_time, name="interrupted", daemon=True).start()
+        if self.came:
+            if time.monotonic() - self._first >= _SAME_SIGNAL_S:
+                self._leave("interrupted again: ended at once")
+            return
+        self._first = time.monotonic()
+        threading.Thread(target=self._end_in_time, name="interrupted", daemon=True).start()
         with suppress(RuntimeError):  # the signal came in the middle of another print; the line is printed at the end
             self.say()
         raise KeyboardInterrupt

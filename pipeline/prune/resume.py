@@ -206,9 +206,11 @@ def retry_candidates(todo: pa.Table, failed: Mapping[str, int], max_attempts: in
 
 
 def at_hand(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
-    """Select the rows of ``todo`` (TODO_SCHEMA) whose file, or container, is there now; one request a remote one."""
-    if not len(todo):
-        return todo
+    """Select the rows of ``todo`` (TODO_SCHEMA) whose file, or container, is there now; one request a remote one.
+
+    Not those that are faults of the manifest or the index, which no worker has tried to read.
+    """
+    todo = todo.filter(todo["fault"].is_null())
     offsets, uris = todo["source_offset"].to_pylist(), todo["uri"].to_pylist()
     files = [uri if offset is None else uri.partition("#")[0] for uri, offset in zip(uris, offsets, strict=True)]
     names = list(dict.fromkeys(files))
