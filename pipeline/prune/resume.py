@@ -218,7 +218,7 @@ def at_hand(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
         sizes = dict(zip(names, Sizes(objects).of(names), strict=True))
     except UsageError:  # the store refuses all
         return todo.slice(0, 0)
-    return todo.filter(pa.array([sizes[file] >= 0 for file in files]))
+    return todo.filter(pa.array([sizes[file] >= 0 for file in files], pa.bool_()))
 
 
 def skipped_lines(tally: ManifestCounts, config: PruneConfig) -> list[str]:
