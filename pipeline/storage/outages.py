@@ -41,6 +41,11 @@ class Outages:
         self._workers: dict[str, Outage] = {}
         self._noted: dict[str, Outage] = {}
 
+    def clear(self) -> None:
+        """Forget what was noted: of a store that nobody asks any more nobody learns that it answers."""
+        for noted in (self._here, self._workers, self._noted):
+            noted.clear()
+
     def failed(self, outage: Outage) -> None:
         """Take a request that failed in a way which another try may not."""
         self._here.setdefault(outage.place, outage)
@@ -84,7 +89,8 @@ OUTAGES = Outages()
 
 @contextmanager
 def saying_outages(say: Callable[[str], object]) -> Iterator[None]:
-    """Let ``say`` have the lines about outages inside the context."""
+    """Let ``say`` have the lines about outages that begin inside the context."""
+    OUTAGES.clear()
     before, OUTAGES.say = OUTAGES.say, say
     try:
         yield

@@ -49,6 +49,14 @@ def test_an_outage_that_workers_and_driver_notice_is_one(lines):
     assert len(said) == 2
 
 
+def test_an_outage_before_a_run_is_not_the_runs():
+    OUTAGES.failed(OLD)
+    said: list[str] = []
+    with saying_outages(said.append):
+        OUTAGES.take_reports([])
+    assert said == []
+
+
 def test_a_request_waits_for_a_store_that_comes_back_and_says_so(monkeypatch):
     monkeypatch.setattr(s3, "_MAX_DELAY_S", 0.02)
     monkeypatch.setattr(outages, "NOTED_S", 0.0)
