@@ -142,6 +142,7 @@ class Driver(ABC, Generic[O, T, S]):
             return self._run()
 
     def _run(self) -> S:
+        """Do the steps of a run in their order."""
         try:
             self.prepare()
             chosen = " ".join(f"{name}={value}" for name, value in self.options.chosen().items())
