@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,25 +64,51 @@ def test_sigterm_is_an_interruption():
     assert code_of(work) == (130, "interrupted")
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_second_ctrl_c_ends_the_clean_up_and_raises_nothing(monkeypatch):
-    done = []
+@pytest.mark.parametrize(("signals", "last"), [(2, "interrupted again: ended at once"), (1, "a request does not end")])
+def test_an_interrupt_that_is_swallowed_ends_the_process_at_the_next_one_and_in_time(
+    monkeypatch, tmp_path, signals, last
+):
+    """In a process of its own, which it ends."""
+    monkeypatch.setattr(command, "_SAME_SIGNAL_S", 0.0)
+    monkeypatch.setattr(command, "_MAX_STOP_S", 60.0 if signals == 2 else 0.2)
 
     def work() -> int:
-        try:
-            interrupt()
-        finally:
-            done.append("clean-up began")
-            interrupt()
-            done.append("clean-up ended")
+        for _ in range(signals):
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.pause()
+        signal.pause()
         return 0
 
-    assert code_of(work) == (130, "interrupted") and done == ["clean-up began"]
-    monkeypatch.setattr(command, "error_record", lambda *about: interrupt())  # while the first is handled
-    assert code_of(interrupt) == (130, "interrupted")
+    pid = os.fork()
+    if pid == 0:
+        with (tmp_path / "log").open("w", buffering=1) as log:
+            exit_code_of(work, Console(file=log))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith(last)
+
+
+def test_an_error_behind_an_interrupt_is_a_line_and_not_its_end():
+    def work(error: Exception):
+        def fail() -> int:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.pause()
+            except KeyboardInterrupt:
+                raise error from None
+            return 0
+
+        return fail
+
+    assert code_of(work(RunFailed("the store")), failed=(RunFailed,)) == (130, "interrupted\nfailed: the store")
+    assert code_of(work(OSError("the store"))) == (130, "interrupted\nfailed: the store")
+
+
+def test_what_could_not_be_written_is_said_of_an_interrupt():
+    interrupt = KeyboardInterrupt()
+    interrupt.add_note("the record was not written")
+    assert code_of(raising(interrupt)) == (130, "interrupted\nthe record was not written")
 
 
 LEAVING = """
