@@ -23,4 +23,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2_5_vl": Family("gstep.backbones.qwen2_5_vl:Qwen2_5VL", "gstep.language.qwen_vl:Qwen2_5Prompts"),
     "qwen3_vl": Family("gstep.backbones.qwen3_vl:Qwen3VL", "gstep.language.qwen_vl:Qwen3Prompts"),
+    "qwen3_vl_moe": Family("gstep.backbones.qwen3_vl:Qwen3VLMoe", "gstep.language.qwen_vl:Qwen3Prompts"),
+    "qwen3_5": Family("gstep.backbones.qwen3_vl:Qwen3_5", "gstep.language.qwen_vl:Qwen3Prompts"),
+    "qwen3_5_moe": Family("gstep.backbones.qwen3_vl:Qwen3_5Moe", "gstep.language.qwen_vl:Qwen3Prompts"),
 }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
+from gstep.checkpoints.experts import fuse_experts, fused_name
 from gstep.checkpoints.random_weights import random_tensors
 from gstep.checkpoints.tensors import TensorSource, read_tensors
 from gstep.errors import ModelError
@@ -183,7 +184,7 @@ def load_weights(
     device: str,
     dtype: torch.dtype,
 ) -> None:
-    """Give a module on the meta device those weights from disk that its state dict names.
+    """Give a module on the meta device those weights from disk that its state dict names, experts in its form.
 
     Of a source without weight files they are random (ModelSource.random).
 
@@ -198,9 +199,10 @@ def load_weights(
         return
 
     def wanted(key: str) -> str | None:
-        return next((name for name in names(key) if name in expected), None)
+        return next((name for name in names(key) if name in expected or fused_name(name) in expected), None)
 
     tensors = read_tensors(source, wanted, device=device, dtype=dtype)
+    fuse_experts(tensors, expected)
     if missing := [name for name in expected if name not in tensors]:
         raise ModelError(f"{source.name!r} has no {_first_few(missing)}: download the whole checkpoint")
     wrong = [

@@ -133,7 +133,7 @@ class Qwen3Prompts(QwenPrompts):
 
     def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
         super().__init__(config, tokenizer, chat_template, policy)
-        self.deepstack_levels = len(config.vision_config.deepstack_visual_indexes)
+        self.deepstack_levels = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         start, end = (int(getattr(config, f"vision_{name}_token_id")) for name in ("start", "end"))
         self._start, self._end = (str(tokenizer.convert_ids_to_tokens(i)) for i in (start, end))
 

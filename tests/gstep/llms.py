@@ -20,7 +20,8 @@ from tests.pipeline.videos import sample
 QUESTION = "What is happening in this video?"
 GREEDY = Decoding(max_new_tokens=12)
 
-FAMILIES = ("tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl")
+FAMILIES = ("tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl", "tiny-qwen3-vl-moe", "tiny-qwen3-5", "tiny-qwen3-5-moe")
+RECURRENT = ("tiny-qwen3-5", "tiny-qwen3-5-moe")  # a token leaves its trace in a state that no mask takes back
 SECONDS = 1.3  # of a temporal patch: no whole number, so that cutting it shows
 FLOAT32 = choose_runtime("cpu", "float32", "sdpa")
 

@@ -25,7 +25,7 @@ def video(name, n_frames=5, index=None, seconds=1.3, grid=GRID):
         "second_per_grid_ts": seconds,
         "patch_timestamps": [0.25 + seconds * t for t in range(n_frames)],
     }
-    levels = 3 if name == "tiny-qwen3-vl" else 0
+    levels = 3 if name.startswith("tiny-qwen3-vl") else 0
     return Visual(tokens, index, n_frames, per_frame, extra, (tokens,) * levels)
 
 

@@ -20,7 +20,7 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.fastv import FastV
 from gstep.pruners.random import Random
 from gstep.types import budget_for
-from tests.gstep.llms import FAMILIES, encode, ids_of, kept_index
+from tests.gstep.llms import FAMILIES, RECURRENT, encode, llm, ids_of, kept_index
 
 LAYERS = 5
 K = 3
@@ -28,7 +28,7 @@ RATIO = 0.25
 GREEDY = Decoding(max_new_tokens=8)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if name not in RECURRENT])
 def name(request):
     return request.param
 
@@ -270,7 +270,13 @@ class Merging(Attended):
         (Merging(), "merges tokens: inside of a model they can only be dropped"),
     ],
 )
-def test_what_cannot_prune_inside_of_a_model_is_refused(method, why):
+def test_what_cannot_prune_inside_of_a_model_is_refused(loaded, method, why):
     with pytest.raises(ValueError, match=why):
-        check_layer(method, LAYERS, 0)
-    assert check_layer(Attended(depth=4), LAYERS, 4) == 4
+        check_layer(method, loaded.model.config)
+    assert check_layer(Attended(depth=4), loaded.model.config) == 4
+
+
+@pytest.mark.parametrize("model", RECURRENT)
+def test_a_model_with_linear_attention_is_refused_by_name(model):
+    with pytest.raises(ValueError, match="fastv .* has layers of linear attention"):
+        check_layer(FastV(K=2), llm(model).model.config)
