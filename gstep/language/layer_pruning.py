@@ -160,7 +160,10 @@ def check_layer(method: Pruner, config: Any) -> int:
     pruned there.
     """
     text = config.get_text_config()
-    n_layers, deepstack_levels = text.num_hidden_layers, len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+    n_layers, deepstack_levels = (
+        text.num_hidden_layers,
+        len(getattr(config.vision_config, "deepstack_visual_indexes", ())),
+    )
     layer = method.layer
     if layer is None or layer < 1:
         raise ValueError(f"method {method.name} prunes before layer {layer}: inside of a model that is 1 at least")

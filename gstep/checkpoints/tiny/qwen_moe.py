@@ -68,7 +68,9 @@ def _qwen3_5_weights(config: Mapping[str, Any]) -> Weights:
             _gated_mlp(draw, f"{layer}.mlp", width, text["intermediate_size"])
     draw.weights[f"{model}.norm.weight"] = draw.uniform((width,), 0.05)
     draw.linear("lm_head", text["vocab_size"], width, gain=2, bias=False)
-    draw.weights["lm_head.weight"][: len(SPECIAL)] *= np.float32(0.5)  # else some answers would end with their first token
+    draw.weights["lm_head.weight"][: len(SPECIAL)] *= np.float32(
+        0.5
+    )  # else some answers would end with their first token
     return draw.weights
 
 
@@ -129,10 +131,10 @@ def _model(name: str, architecture: str, weights: Any, text: Mapping[str, Any], 
 _LINEAR: Mapping[str, Any] = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 16,
+    "linear_key_head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_value_head_dim": 64,
     "eos_token_id": SPECIAL.index("<|im_end|>"),
     "head_dim": 64,
     "rope_scaling": None,
@@ -149,7 +151,7 @@ QWEN3_VL_MOE = _model(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
     _qwen3_moe_weights,
-    {**_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    {**_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
     thinks=False,
 )
 QWEN3_5 = _model("qwen3_5", "Qwen3_5ForConditionalGeneration", _qwen3_5_weights, _LINEAR, thinks=True)

@@ -116,7 +116,7 @@ class VllmEngine:
         prepare_process("cpu", 1)
         from vllm import EngineArgs  # noqa: PLC0415 - as above
 
-        arguments = engine_options(source, choose_runtime("cpu", "float32"), largest_video)
+        arguments = engine_options(source, choose_runtime("cpu", "bfloat16"), largest_video)
         arguments |= {name: params[name] for name in _SIZES if name in params}
         try:
             check_room(EngineArgs(**arguments), largest_video)

@@ -9,7 +9,10 @@ import torch
 from transformers import (
     LlavaOnevisionForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from gstep.backbones import Runtime, family_of
@@ -22,8 +25,11 @@ STOCK = {
     "tiny": LlavaOnevisionForConditionalGeneration,
     "tiny-qwen2-5-vl": Qwen2_5_VLForConditionalGeneration,
     "tiny-qwen3-vl": Qwen3VLForConditionalGeneration,
+    "tiny-qwen3-vl-moe": Qwen3VLMoeForConditionalGeneration,
+    "tiny-qwen3-5": Qwen3_5ForConditionalGeneration,
+    "tiny-qwen3-5-moe": Qwen3_5MoeForConditionalGeneration,
 }
-QWEN = ["tiny-qwen2-5-vl", "tiny-qwen3-vl"]
+QWEN = [name for name in STOCK if name != "tiny"]
 AT_LAST = {"token_attention": LAST_LAYER, "token_key": LAST_LAYER}
 MERGED = {"token_attention": MERGED_QUERIES}
 

@@ -135,9 +135,9 @@ def test_a_ragged_batch_gives_what_single_runs_give(name, prompts, share_prefix)
     assert answers[1].finish == "length"  # so one row ends before the others
     batched = llm(name).logits(prompts)
     for whole, last in zip(batched, llm(name).logits(prompts, last=2), strict=True):  # shares what prompts share
-        torch.testing.assert_close(last, whole[-2:], atol=2e-5, rtol=0)
+        torch.testing.assert_close(last, whole[-2:], atol=5e-5, rtol=0)
     for prompt, logits in zip(prompts, batched, strict=True):
-        torch.testing.assert_close(logits, llm(name).logits([prompt])[0], atol=2e-5, rtol=0)
+        torch.testing.assert_close(logits, llm(name).logits([prompt])[0], atol=5e-5, rtol=0)
 
 
 @contextmanager

@@ -69,7 +69,9 @@ def test_a_tied_head_is_the_embedding(name, folder, video):
 
 def test_missing_weights_are_named(name, folder):
     with changed_tensors(folder) as tensors:
-        parts = re.compile(r"layers\.1\.mlp\.(experts\.(1\.)?)?(gate_)?up_proj(\.weight)?$")  # of one expert where it can
+        parts = re.compile(
+            r"layers\.1\.mlp\.(experts\.(1\.)?)?(gate_)?up_proj(\.weight)?$"
+        )  # of one expert where it can
         for key in [key for key in tensors if parts.search(key)]:
             del tensors[key]
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.(experts\.gate_up_proj|up_proj\.weight)"):
