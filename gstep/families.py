@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, Family] = {
     "llava_onevision": Family(
         "gstep.backbones.llava_onevision:LlavaOnevision", "gstep.language.llava_onevision:LlavaOnevisionPrompts"
     ),
+    "internvl": Family("gstep.backbones.internvl:InternVL", "gstep.language.internvl:InternVLPrompts"),
     "qwen2_5_vl": Family("gstep.backbones.qwen2_5_vl:Qwen2_5VL", "gstep.language.qwen_vl:Qwen2_5Prompts"),
     "qwen3_vl": Family("gstep.backbones.qwen3_vl:Qwen3VL", "gstep.language.qwen_vl:Qwen3Prompts"),
     "qwen3_vl_moe": Family("gstep.backbones.qwen3_vl:Qwen3VLMoe", "gstep.language.qwen_vl:Qwen3Prompts"),

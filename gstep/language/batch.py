@@ -106,11 +106,18 @@ class Batch:
         return torch.cat([counts[None], self.positions])
 
 
-def encoder_outputs(visuals: Sequence[Visual], device: str | torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the ``mm_encoder_outputs`` of transformers for a batch's placeholders, from its first row to its last."""
+def encoder_outputs(
+    visuals: Sequence[Visual], device: str | torch.device, dtype: torch.dtype, modality: str = "video"
+) -> dict[str, Any]:
+    """Return the ``mm_encoder_outputs`` of transformers for a batch's placeholders, from its first row to its last.
+
+    ``modality`` is "image" on InternVL, which takes frames as images.
+    """
     from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: PLC0415 - seconds to import
 
     tokens = [visual.tokens.to(device, dtype) for visual in visuals]
+    if modality == "image":
+        return {modality: BaseModelOutputWithPooling(pooler_output=torch.cat(tokens))}
     newlines = [visual.newline for visual in visuals if visual.newline is not None]
     if newlines:  # LLaVA-OneVision takes one row [1, sum K, D], newlines included
         lines = [part for t, newline in zip(tokens, newlines, strict=True) for part in (t, newline.to(t)[None])]

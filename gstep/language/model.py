@@ -17,7 +17,7 @@ from gstep.language.batch import MASK_ELEMENTS, Batch, batches_by_cost, encoder_
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
 from gstep.language.layer_pruning import CACHE, PruneInside, visual_places
 from gstep.language.prompt import text_ids, tokenizer_of
-from gstep.language.types import Answer, Decoding, Prompt, Score
+from gstep.language.types import Answer, Decoding, Prompt, Score, placeholder_of
 from gstep.language.weights import ends_of, load_llm
 from gstep.pruners.base import Pruner
 
@@ -198,7 +198,7 @@ class LanguageModel:
     def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
         """Make the pruning context for a batch of prompts, marking which of their tokens are visual."""
         batch = Batch.of(prompts)
-        video = int(self.model.config.video_token_id)
+        _, video = placeholder_of(self.model.config)
         prunable = torch.zeros_like(batch.mask, dtype=torch.bool)
         for row, prompt in enumerate(prompts):
             kept = [len(visual.index) for visual in prompt.visuals]
@@ -296,7 +296,8 @@ class LanguageModel:
             CACHE: past,
         }
         if visuals := [visual for prompt in prompts for visual in prompt.visuals]:
-            inputs["mm_encoder_outputs"] = encoder_outputs(visuals, self.device, self.model.dtype)
+            modality, _ = placeholder_of(self.model.config)
+            inputs["mm_encoder_outputs"] = encoder_outputs(visuals, self.device, self.model.dtype, modality)
         return inputs
 
     def _config(self, decodings: Sequence[Decoding]) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors.numpy import save_file
 
 from gstep.checkpoints.tiny import tokenizer
+from gstep.checkpoints.tiny.internvl import INTERNVL
 from gstep.checkpoints.tiny.llava_onevision import LLAVA_ONEVISION, SIGLIP
 from gstep.checkpoints.tiny.parts import TinyModel, Weights
 from gstep.checkpoints.tiny.qwen import QWEN2_5_VL, QWEN3_VL
@@ -32,6 +33,7 @@ TINY: Mapping[str, TinyModel] = {
     "tiny-qwen3-vl-moe": QWEN3_VL_MOE,
     "tiny-qwen3-5": QWEN3_5,
     "tiny-qwen3-5-moe": QWEN3_5_MOE,
+    "tiny-internvl": INTERNVL,
 }
 #: Checkpoints that are no models of videos by themselves; single tensors are taken from them.
 PARTS: Mapping[str, TinyModel] = {"tiny-siglip": SIGLIP}

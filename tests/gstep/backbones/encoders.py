@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import torch
 from transformers import (
+    InternVLForConditionalGeneration,
     LlavaOnevisionForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5ForConditionalGeneration,
@@ -28,14 +29,15 @@ STOCK = {
     "tiny-qwen3-vl-moe": Qwen3VLMoeForConditionalGeneration,
     "tiny-qwen3-5": Qwen3_5ForConditionalGeneration,
     "tiny-qwen3-5-moe": Qwen3_5MoeForConditionalGeneration,
+    "tiny-internvl": InternVLForConditionalGeneration,
 }
-QWEN = [name for name in STOCK if name != "tiny"]
+QWEN = [name for name in STOCK if "qwen" in name]
 AT_LAST = {"token_attention": LAST_LAYER, "token_key": LAST_LAYER}
 MERGED = {"token_attention": MERGED_QUERIES}
 
 
 def asked_of(model):
-    return AT_LAST if model == "tiny" else MERGED
+    return AT_LAST if model == "tiny" else MERGED if model in QWEN else {}
 
 
 def frames_for(source, n_frames=5, shape=(18, 26), seed=0):
@@ -64,6 +66,8 @@ def stock_features(source, frames, dtype, at_once=None):
 def features_of(stock, preprocessor, frames, dtype):
     if isinstance(preprocessor, FixedSizePreprocessor):
         pixels = preprocessor.normalise(frames, "cpu", dtype)
+        if not hasattr(stock.model, "get_video_features"):  # InternVL
+            return [stock.model.get_image_features(pixels, return_dict=True).pooler_output.flatten(0, 1)]
         rows = stock.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
         return [rows[: 196 * len(frames)]]  # some versions put the newline behind them
     patches = preprocessor.patches(frames, "cpu", dtype)

@@ -11,7 +11,7 @@ import torch
 
 from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.evidence import label
-from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, STOCK, asked_of, frames_for, stock_features
+from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, QWEN, STOCK, asked_of, frames_for, stock_features
 from tests.gstep.reading import count_reading
 from tests.paths import ROOT
 
@@ -98,7 +98,7 @@ def crowded(model: str, room: int):
     return backbone, memory
 
 
-@pytest.mark.parametrize(("model", "alone"), [(name, 1 if name == "tiny" else 2) for name in STOCK])
+@pytest.mark.parametrize(("model", "alone"), [(name, 2 if name in QWEN else 1) for name in STOCK])
 def test_a_cpu_takes_one_frame_or_temporal_patch_at_a_time_and_a_gpu_a_batch(model, alone):
     frames = frames_for(ModelSource.resolve(model), 12)
     for room, sizes in ((0, [alone] * (12 // alone)), (99, [8, 4])):

@@ -14,7 +14,7 @@ from gstep.errors import ModelError
 from tests.gstep.llms import FAMILIES
 from tests.gstep.reading import changed_json, changed_tensors
 
-TOWER = {name: "vision_tower" if name == "tiny" else "visual" for name in FAMILIES}
+TOWER = {name: "visual" if "qwen" in name else "vision_tower" for name in FAMILIES}
 
 
 def test_a_folders_identity_is_its_content(folder, tmp_path):

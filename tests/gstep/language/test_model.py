@@ -11,6 +11,7 @@ from transformers import AutoModelForImageTextToText
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, LanguageModel, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
+from gstep.language.types import placeholder_of
 from tests.gstep.llms import FLOAT32, GREEDY, QUESTION, RECURRENT, encode, ids_of, kept_index, llm, stock, stock_inputs
 from tests.gstep.reading import changed_json
 
@@ -63,7 +64,7 @@ def masked(name, source, video, index, question=QUESTION):
     """The unpruned prompt, the pruned one, and the mask [1,L] of the unpruned one that leaves the same tokens."""
     builder = prompt_builder(source, "original")
     whole, pruned = builder.build(question, [video.visual]), builder.build(question, [video.keep(index)])
-    places = (whole.input_ids == stock(name).config.video_token_id).nonzero()[:, 0]
+    places = (whole.input_ids == placeholder_of(stock(name).config)[1]).nonzero()[:, 0]
     mask = torch.ones(len(whole), dtype=torch.long)
     mask[places[: len(video.visual.index)]] = 0
     mask[places[index]] = 1  # LLaVA-OneVision has the newline behind these
@@ -93,7 +94,7 @@ def test_kept_tokens_are_read_as_the_stock_model_reads_their_vectors(name, sourc
     prompt = prompt_builder(source, "original").build(QUESTION, [kept])
     model = stock(name)
     vectors = model.get_input_embeddings()(prompt.input_ids).detach().clone()
-    visual = (prompt.input_ids == model.config.video_token_id).nonzero()[:, 0]
+    visual = (prompt.input_ids == placeholder_of(model.config)[1]).nonzero()[:, 0]
     lines = [kept.tokens] if kept.newline is None else [kept.tokens, kept.newline[None]]
     vectors[visual] = torch.cat(lines)
     with torch.no_grad():
@@ -256,7 +257,7 @@ def test_half_precision_is_the_stock_models(name, source, video, prompts):
     whole = AutoModelForImageTextToText.from_pretrained(source.pretrained()[0], dtype=torch.bfloat16).eval()
     prompt = prompt_builder(source).build(QUESTION, [video.visual])
     with torch.no_grad():
-        outputs = encoder_outputs(prompt.visuals, "cpu", torch.bfloat16)
+        outputs = encoder_outputs(prompt.visuals, "cpu", torch.bfloat16, placeholder_of(whole.config)[0])
         ids, positions = prompt.input_ids[None], Batch.of([prompt]).position_ids()
         expected = whole(
             input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, mm_encoder_outputs=outputs

@@ -10,6 +10,7 @@ import torch
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.language import prompt_builder
+from gstep.language.types import placeholder_of
 from tests.gstep.language.prompts import QWEN, builder, text_of, video
 from tests.gstep.llms import FAMILIES, RECURRENT, stock
 from tests.gstep.synthetic import defaults
@@ -23,7 +24,7 @@ def test_the_kept_tokens_stand_where_they_stood(name):
     whole, pruned = make("And then?", [whole_video]), make("And then?", [video(name, index=index)])
     again = pickle.loads(pickle.dumps(builder(name, "original")))  # noqa: S301 - our own bytes
     assert torch.equal(again.build("And then?", [whole_video]).positions, whole.positions)
-    places = (whole.input_ids == stock(name).config.video_token_id).nonzero()[:, 0]
+    places = (whole.input_ids == placeholder_of(stock(name).config)[1]).nonzero()[:, 0]
     keep = torch.ones(len(whole), dtype=torch.bool)
     keep[places[: len(whole_video.index)]] = False
     keep[places[torch.tensor(index)]] = True
@@ -39,7 +40,7 @@ def test_contiguous_positions_count_what_is_there(name):
 
 
 def test_the_default_is_contiguous_for_llava_and_original_for_qwen():
-    assert [builder(name).policy.positions for name in FAMILIES] == ["contiguous", *["original"] * 5]
+    assert [builder(name).policy.positions for name in FAMILIES] == ["contiguous", *["original"] * 5, "contiguous"]
     assert builder("tiny").policy.describe().keys() == {"positions", "rule", "chat_template"}
 
 
@@ -70,7 +71,7 @@ def test_the_ids_are_those_of_the_whole_text(name):
     whole = maker.tokenizer(maker.tokenizer.decode(prompt.input_ids), add_special_tokens=False).input_ids
     assert prompt.input_ids.tolist() == whole
     assert maker.n_visual([video(name, index=[0, 1, 2])]) == (4 if name == "tiny" else 3)
-    assert (prompt.input_ids == stock(name).config.video_token_id).sum() == maker.n_visual(prompt.visuals)
+    assert (prompt.input_ids == placeholder_of(stock(name).config)[1]).sum() == maker.n_visual(prompt.visuals)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -81,7 +82,7 @@ def test_a_placeholder_in_a_question_is_text_and_cannot_pass_for_a_video(name, k
     prompt = maker.build(f"What is a {token}, and {token}{token}?", asked, system=f"Say {token}.")
     text = maker.tokenizer.decode(prompt.input_ids)
     assert f"What is a {token}, and {token}{token}?" in text and f"Say {token}." in text
-    ids = {maker.config.video_token_id, maker.config.image_token_id}
+    ids = {maker.placeholder_id, maker.config.image_token_id}
     assert sum(i in ids for i in prompt.input_ids.tolist()) == maker.n_visual(asked)
     without = maker.build("What?", asked)
     assert prompt.spans[0][1] - prompt.spans[0][0] == without.spans[0][1] - without.spans[0][0]
