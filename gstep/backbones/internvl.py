@@ -133,7 +133,7 @@ class InternVLBackbone(Backbone):
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
         """Encode videos of [t,448,448,3] uint8 together, each to [t,256,D]."""
         tokens = self.encode_chunk(torch.cat([*videos]), evidence).tokens
-        return [VisualTokens(part) for part in tokens.split([len(frames) for frames in videos])]
+        return [VisualTokens(part) for part in torch.split(tokens, [len(frames) for frames in videos])]
 
     @property
     def layers(self) -> Sequence[nn.Module]:

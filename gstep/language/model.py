@@ -296,8 +296,7 @@ class LanguageModel:
             CACHE: past,
         }
         if visuals := [visual for prompt in prompts for visual in prompt.visuals]:
-            modality, _ = placeholder_of(self.model.config)
-            inputs["mm_encoder_outputs"] = encoder_outputs(visuals, self.device, self.model.dtype, modality)
+            inputs["mm_encoder_outputs"] = encoder_outputs(visuals, self.model)
         return inputs
 
     def _config(self, decodings: Sequence[Decoding]) -> Any:

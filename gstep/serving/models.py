@@ -44,13 +44,13 @@ class _CachedLevels(_Cached):
     """The mixin that also takes deepstack levels, though there is no vision tower."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         if self.use_deepstack:  # type: ignore[has-type]
             return
         config = self.config  # type: ignore[attr-defined]
         self.use_deepstack = True
         self.deepstack_num_level = len(config.vision_config.deepstack_visual_indexes)
-        self.multiscale_dim = self.visual_dim * self.deepstack_num_level
+        self.multiscale_dim = self.visual_dim * self.deepstack_num_level  # type: ignore[attr-defined]
         self.deepstack_input_embeds = [
             torch.zeros(vllm_config.scheduler_config.max_num_batched_tokens, config.text_config.hidden_size)
             for _ in range(self.deepstack_num_level)

@@ -109,7 +109,16 @@ INTERNVL = TinyModel(
         "vision_feature_select_strategy": "default",
     },
     weights=_weights,
-    tokenizer=TinyTokenizer(_SPECIAL, _CHAT_TEMPLATE),
+    tokenizer=TinyTokenizer(
+        _SPECIAL,
+        _CHAT_TEMPLATE,
+        named={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    ),
     processor_files={
         "generation_config.json": {
             "eos_token_id": _SPECIAL.index("<|im_end|>"),

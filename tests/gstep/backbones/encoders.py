@@ -26,12 +26,15 @@ STOCK = {
     "tiny": LlavaOnevisionForConditionalGeneration,
     "tiny-qwen2-5-vl": Qwen2_5_VLForConditionalGeneration,
     "tiny-qwen3-vl": Qwen3VLForConditionalGeneration,
-    "tiny-qwen3-vl-moe": Qwen3VLMoeForConditionalGeneration,
     "tiny-qwen3-5": Qwen3_5ForConditionalGeneration,
-    "tiny-qwen3-5-moe": Qwen3_5MoeForConditionalGeneration,
     "tiny-internvl": InternVLForConditionalGeneration,
 }
 QWEN = [name for name in STOCK if "qwen" in name]
+# Mixtures of experts, whose towers are those of the dense models.
+EVERY = STOCK | {
+    "tiny-qwen3-vl-moe": Qwen3VLMoeForConditionalGeneration,
+    "tiny-qwen3-5-moe": Qwen3_5MoeForConditionalGeneration,
+}
 AT_LAST = {"token_attention": LAST_LAYER, "token_key": LAST_LAYER}
 MERGED = {"token_attention": MERGED_QUERIES}
 
@@ -51,7 +54,7 @@ def frames_for(source, n_frames=5, shape=(18, 26), seed=0):
 @cache
 def _stock_model(name, path, dtype):
     """Load a tiny model by from_pretrained, once; nothing may change it."""
-    return STOCK[name].from_pretrained(path, dtype=dtype)
+    return EVERY[name].from_pretrained(path, dtype=dtype)
 
 
 def stock_features(source, frames, dtype, at_once=None):

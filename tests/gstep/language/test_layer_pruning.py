@@ -79,9 +79,7 @@ def forward(loaded, prompt, **more):
             input_ids=batch.input_ids,
             attention_mask=batch.mask,
             position_ids=batch.position_ids(),
-            mm_encoder_outputs=encoder_outputs(
-                prompt.visuals, "cpu", torch.float32, placeholder_of(loaded.model.config)[0]
-            ),
+            mm_encoder_outputs=encoder_outputs(prompt.visuals, loaded.model),
             use_cache=True,
             **{CACHE: DynamicCache(config=loaded.model.config.get_text_config())},
             **more,

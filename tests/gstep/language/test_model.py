@@ -257,7 +257,7 @@ def test_half_precision_is_the_stock_models(name, source, video, prompts):
     whole = AutoModelForImageTextToText.from_pretrained(source.pretrained()[0], dtype=torch.bfloat16).eval()
     prompt = prompt_builder(source).build(QUESTION, [video.visual])
     with torch.no_grad():
-        outputs = encoder_outputs(prompt.visuals, "cpu", torch.bfloat16, placeholder_of(whole.config)[0])
+        outputs = encoder_outputs(prompt.visuals, whole)
         ids, positions = prompt.input_ids[None], Batch.of([prompt]).position_ids()
         expected = whole(
             input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, mm_encoder_outputs=outputs

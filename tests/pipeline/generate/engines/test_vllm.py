@@ -63,7 +63,7 @@ def clips(name, ratio):
 
 
 def policies(name):
-    if name == "tiny":
+    if "qwen" not in name:
         return [("contiguous", "transformers-5")]
     return [("original", "transformers-5"), ("original", "vllm"), ("contiguous", "transformers-4.57")]
 
