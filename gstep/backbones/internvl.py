@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
 from gstep.backbones.preprocess import FixedSizePreprocessor
-from gstep.backbones.runtime import Runtime, check_loaded, empty_model, load_weights
+from gstep.backbones.runtime import NameRule, Runtime, check_loaded, empty_model, load_weights
 from gstep.errors import ModelError
 from gstep.types import VisualTokens
 
@@ -42,12 +42,16 @@ class InternVL(ModelFamily):
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> InternVLBackbone:
         preprocessor = self.preprocessor()
-        model = empty_model(self.source.stock_config(), runtime)
-        del model.language_model
-        load_weights(model, self.source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
+        model, names = self.empty_tower(runtime)
+        load_weights(model, self.source, names, device=runtime.device, dtype=runtime.dtype)
         check_loaded(model)
         model.eval().requires_grad_(False)
         return InternVLBackbone(self, model, preprocessor, runtime, frame_batch)
+
+    def empty_tower(self, runtime: Runtime) -> tuple[Any, NameRule]:
+        model: Any = empty_model(self.source.stock_config(), runtime)
+        del model.language_model
+        return model, _names_in_memory
 
     def preprocessor(self) -> FixedSizePreprocessor:
         source = self.source

@@ -96,3 +96,9 @@ class Qwen3_5Moe(Qwen3_5):  # noqa: N801 - the family's name
     """The Qwen3.5 and 3.6 mixtures of experts (35B-A3B, 122B-A10B, 397B-A17B)."""
 
     model_type = "qwen3_5_moe"
+
+
+class Qwen4Exp(Qwen3_5):
+    """The Qwen4-Exp family: the tower of Qwen3.5. Its language model reads n-grams of token ids, and is not asked."""
+
+    model_type = "qwen4_exp"
