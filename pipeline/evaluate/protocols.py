@@ -111,9 +111,10 @@ _QWEN3_0_7 = ModelRules(_HELPFUL, _ROUNDED, _QWEN3_PIXELS, "stock")
 _QWEN3_0_5 = ModelRules(None, _ROUNDED, _QWEN3_PIXELS, "stock")
 
 #: lmms-eval 0.7.3, the classes that ``--model llava_onevision``, ``qwen2_5_vl`` and ``qwen3_vl`` run (chat before
-#: simple); the last runs the mixtures of experts, too. Of Qwen2.5-VL's template the system text is the same one. A video with fewer than 32 frames ends in an error
-#: on Qwen3-VL there; here it is treated as on Qwen2.5-VL. The times that Qwen3-VL reads are the stock processor's, of
-#: the places and the average frames a second that qwen-vl-utils gives it.
+#: simple; the last runs the mixtures of experts, too). Of Qwen2.5-VL's template the system text is the same one. A
+#: video with fewer than 32 frames ends in an error on Qwen3-VL there; here it is treated as on Qwen2.5-VL. The times
+#: that Qwen3-VL reads are the stock processor's, of the places and the average frames a second that qwen-vl-utils gives
+#: it.
 LMMS_EVAL_0_7: Mapping[str, ModelRules] = {
     "llava_onevision": ModelRules(_HELPFUL),
     "qwen2_5_vl": _QWEN2_5_VL,
