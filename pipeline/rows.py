@@ -150,7 +150,7 @@ VideoRow = VideoRecord
 
 
 class QuestionRecord(TypedDict, total=False):
-    """A question to be asked: a row of the questions file, the pruning it is asked under, and the attempt."""
+    """A question to be asked: what a row of the questions file asks, the pruning it is asked under, and the attempt."""
 
     question_id: str
     video_ids: list[str]
@@ -158,7 +158,6 @@ class QuestionRecord(TypedDict, total=False):
     choices: list[str]
     target: str
     decoding: str
-    question_extra: str
     pruning: str
     attempts: int
 

@@ -11,7 +11,6 @@ The driver of a run keeps the live row of every video in a ``Ledger``, 95 bytes 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.cache.near_ids import did_you_mean_id
 from pipeline.cache.schema import KEY_COLUMNS, LATER
 from pipeline.cache.table import TableFile, VideosTable, add_places, empty_rows, table_files
 from pipeline.cache.token_shard import ids_in_footer, run_of
@@ -30,7 +30,7 @@ from pipeline.errors import ON_THE_GPU, CorruptShard
 from pipeline.errors import OUTSIDE as OUTSIDE_CLASSES
 from pipeline.keys import find, keys_of, tie_keys
 from pipeline.rows import BY_DECODING, VideoRow
-from pipeline.storage.stores import Store
+from pipeline.storage.stores import Store, request_threads
 
 #: Columns of the hash of an id.
 ID_COLUMNS = ("id_high", "id_low")
@@ -132,6 +132,11 @@ def fill_nulls(column: pa.ChunkedArray, value: float = 0) -> NDArray[Any]:
 def ok_rows(rows: pa.Table) -> pa.Table:
     """Select the rows of videos that have tokens."""
     return rows.filter(pc.equal(rows["status"], "ok"))
+
+
+def ids_to_name(rows: pa.Table) -> pa.ChunkedArray:
+    """Return the ids of rows that a message may name: those that were not removed."""
+    return rows.filter(pc.not_equal(rows["status"], "removed"))["video_id"]
 
 
 def in_shard_order(rows: pa.Table) -> pa.Table:
@@ -306,6 +311,11 @@ class Ledger:
         """Return whether these rows [n] are failures."""
         return np.equal(self.columns["state"][rows], FAILED)
 
+    def failed_by(self, rows: NDArray[np.int64], error_class: str) -> NDArray[np.bool_]:
+        """Return whether these rows [n] are failures of a class."""
+        number = self.classes.index(error_class) if error_class in self.classes else _MAX_CLASSES
+        return np.equal(self.columns["fault"][rows], number)
+
     def removed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether the videos of these rows [n] were removed for good."""
         return np.equal(self.columns["state"][rows], REMOVED)
@@ -380,6 +390,7 @@ LIVE_COLUMNS = (*RULE_COLUMNS, "video_id", "error_class", "n_tokens", "hidden_si
 _OPENED = 16  # sorted files whose ends are kept in memory, some 2 MB each
 _TRIES = 5  # attempts to open a table whose files another run merges
 _FEW = 256  # up to so many videos are searched for one by one
+_MAX_IDS = 2**22  # ids that are looked through for likely ones: a second on a disk
 
 
 class RowPlace(NamedTuple):
@@ -446,7 +457,7 @@ class LiveVideos:
         files = [file for file in self.sorted if file.holds(high)]
         look = partial(self._find_in_sorted, video_id, high)
         if len(files) > 1 and self.table.store.folder is None:  # so that the delays do not add up
-            with ThreadPoolExecutor(len(files)) as pool:
+            with request_threads(len(files)) as pool:
                 places += [place for place in pool.map(look, files) if place is not None]
         else:
             places += [place for place in map(look, files) if place is not None]
@@ -488,6 +499,19 @@ class LiveVideos:
             live = self.small["row"].filter(pc.equal(self.small["shard"], name))
             tables.append(add_places(rows, name).take(live))
         return pa.concat_tables(tables)
+
+    def near(self, video_id: str) -> str:
+        """Return ``"; did you mean A?"`` with the ids nearest to one that has no row, or "".
+
+        Reads the ids of sorted files, up to _MAX_IDS of them. Raises as ``find``.
+        """
+        columns = ("video_id", "status")
+        parts, n_rows = [self.small.select(columns)], len(self.small)
+        for file in self.sorted:
+            n_rows += file.rows
+            if n_rows <= _MAX_IDS and (opened := self.table.open_sorted(file.name)) is not None:
+                parts += opened.parts(columns)
+        return did_you_mean_id(video_id, ids_to_name(pa.concat_tables(parts)))
 
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
         """Return ``columns`` of the live rows of these videos, with ``shard`` and ``row``, in any order.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from pipeline.inputs.forms import Containers, spot_of
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import request_threads
 from pipeline.video.source import no_answer, sample_source
 
 _AT_ONCE = 32  # files and containers that are looked into at a time
@@ -32,7 +32,7 @@ def are_replaced(rows: Sequence[ManifestRow], samples: Sequence[int], objects: O
     for number, row in enumerate(rows):
         groups[row["uri"] if row["source_offset"] is None else row["uri"].partition("#")[0]].append(number)
     replaced = [False] * len(rows)
-    with ThreadPoolExecutor(min(_AT_ONCE, len(groups) or 1)) as pool:
+    with request_threads(min(_AT_ONCE, len(groups) or 1)) as pool:
         look = partial(_look, rows, samples, objects)
         for numbers, found in zip(groups.values(), pool.map(look, groups.values()), strict=True):
             for number, is_replaced in zip(numbers, found, strict=True):

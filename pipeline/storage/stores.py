@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -28,6 +28,18 @@ NOTE = ".running"  # how the notes of runs end; see pipeline.runner.claim
 TEMPORARY = ".tmp-"  # how the name of a file begins that is not complete yet
 INDEXES = "sources"  # the folder of a cache that keeps the indexes of containers, a file each
 _READERS = 16
+
+
+@contextmanager
+def request_threads(most: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool of threads for requests; an exception, as of Ctrl-C, does not wait for those under way."""
+    pool = ThreadPoolExecutor(most)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 class FileInfo(NamedTuple):
@@ -294,7 +306,7 @@ class ObjectStore:
         return self.objects.read(self._uri(name))
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
-        with ThreadPoolExecutor(_READERS) as pool:  # many small files cost latency, so they are read in parallel
+        with request_threads(_READERS) as pool:  # many small files cost latency, so they are read in parallel
             for start in range(0, len(names), 8 * _READERS):
                 yield from pool.map(self.read, names[start : start + 8 * _READERS])
 

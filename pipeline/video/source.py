@@ -15,7 +15,6 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from pipeline.rows import VideoRow
 from pipeline.storage.downloads import hand_over
 from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import request_threads
 from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.video.frame_folders import FileState, sample_file, source_bytes, source_state
 from pipeline.video.sandbox import DecodeSandbox
@@ -211,12 +211,9 @@ class Sizes:
         """Yield the state of each object. Raises UsageError as ``states``."""
         if not uris:
             return
-        pool = ThreadPoolExecutor(_ASKED)
-        try:
+        with request_threads(_ASKED) as pool:
             for start in range(0, len(uris), 8 * _ASKED):  # a map sends all its requests even after an error
                 yield from self._counted(pool.map(self._head, uris[start : start + 8 * _ASKED]))
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def _counted(self, answers: Iterable[FileState | OSError]) -> Iterator[FileState]:
         """Yield states while counting refusals in a row. Raises UsageError after too many."""
