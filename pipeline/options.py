@@ -190,7 +190,19 @@ class PrunerOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(RunOptions):
+class CodeOptions:
+    """The option of commands that go on from what a user's own method has made."""
+
+    on_changed: str = option(
+        "refuse",
+        "what to do where a method of your own has other code now than what is there was made with: refuse, or redo "
+        "all that it made",
+        choices=("refuse", "redo"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(RunOptions, CodeOptions):
     """The options of runs that answer questions, about the engine that computes the answers."""
 
     engine: str = option(

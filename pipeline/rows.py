@@ -146,7 +146,7 @@ VideoRow = VideoRecord
 
 
 class QuestionRecord(TypedDict, total=False):
-    """A question to be asked: a row of the questions file, the pruning it is asked under, and the attempt."""
+    """A question to be asked: a row of the questions file, the pruning it is asked under, its code, and the attempt."""
 
     question_id: str
     video_ids: list[str]
@@ -156,6 +156,7 @@ class QuestionRecord(TypedDict, total=False):
     decoding: str
     question_extra: str
     pruning: str
+    code: str
     attempts: int
 
 

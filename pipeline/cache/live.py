@@ -208,8 +208,8 @@ class Ledger:
         return len(self.columns["high"])
 
     @property
-    def foreign(self) -> list[str]:
-        """Files of another identity, whose rows are left out."""
+    def foreign(self) -> dict[str, str | None]:
+        """Files of another identity, whose rows are left out -> the fingerprint of that identity."""
         return self._table.foreign
 
     def refresh(self) -> Ledger:

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import Final, NotRequired, TypedDict, cast, get_args
+from typing import Final, NamedTuple, NotRequired, TypedDict, cast, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.cache.changed_code import match_identity, refuse_changed_code, without_unknown_code
 from pipeline.cache.header import (
     CacheIdentity,
     ModelIdentity,
     PrunerIdentity,
-    differences,
     header_bytes,
     read_header_file,
 )
@@ -31,13 +31,14 @@ from pipeline.cache.live import best_first, states_of
 from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.cache.table import check_content, small_name
-from pipeline.errors import CorruptShard, IdentityMismatch, NotAnswers, QuestionFaultClass, QuestionsChanged
+from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged
 from pipeline.generate.config import GenerateConfig
-from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
+from pipeline.rows import AnswerRecord, Json, JsonObject, QuestionRecord, without_nulls
 from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
 KEYS = ("question_id", "pruning")
+_LIVE_KEYS = (*KEYS, "code")  # rows that other code made of one question are beside each other
 _MERGED = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
@@ -58,6 +59,7 @@ ANSWER_SCHEMA = pa.schema(
         column("choices", pa.list_(pa.string()), "its choices; null for an open question"),
         column("target", pa.string(), "the right answer, as the questions file says it (its column answer)"),
         column("pruning", pa.string(), "method@ratio that pruned for this answer; null where the cache holds it so"),
+        column("code", pa.string(), "hash of the code of your own methods that pruned for this answer; null for none"),
         column("status", pa.string(), "'ok' or 'failed'", nullable=False),
         column("error_class", pa.string(), " ".join(get_args(QuestionFaultClass))),
         column("error_message", pa.string(), "at most 1 KB, printable"),
@@ -141,7 +143,6 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
     ``path`` is a folder or ``s3://bucket/prefix``. Raises NotAnswers, CorruptShard where a shard was damaged, OSError.
     """
     store = store or store_at(path)
-    read_answers_header(store)
     return AnswersTable(store).live().select(ANSWER_SCHEMA.names)
 
 
@@ -164,36 +165,74 @@ def check_place(store: Store) -> None:
         raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
 
 
-def match_answers(store: Store, identity: AnswersIdentity) -> None:
-    """Raise IdentityMismatch if the place holds answers of other settings; a place without an answer is free."""
-    if store.exists(HEADER):
-        stored = read_answers_header(store)["identity"]
-        if AnswersTable(store).names():
-            check_identity(store, stored, identity)
+class MatchedIdentity(NamedTuple):
+    """The settings of the answers that a run makes.
 
-
-def check_identity(store: Store, stored: AnswersIdentity, wanted: AnswersIdentity) -> None:
-    """Raise IdentityMismatch if answers with the settings ``stored`` cannot be mixed with ``wanted`` ones.
-
-    Every difference counts, except prunings that only one of the two has.
+    Attributes:
+        identity: without the code of a method where the answers that are there do not say theirs.
+        changed: whether other code made answers that are there; these do not count with this identity.
     """
-    if PRUNINGS in stored and PRUNINGS in wanted:
-        both = stored[PRUNINGS].keys() & wanted[PRUNINGS].keys()
-        stored = {**stored, PRUNINGS: {name: stored[PRUNINGS][name] for name in both}}
-        wanted = {**wanted, PRUNINGS: {name: wanted[PRUNINGS][name] for name in both}}
-    if wrong := differences(stored, wanted, has="the answers have"):
-        raise IdentityMismatch(
-            f"{store} holds answers made with other settings, and one place holds one kind:\n  "
-            + "\n  ".join(wrong)
-            + "\nUse the settings of the answers, or another --out."
-        )
+
+    identity: AnswersIdentity
+    changed: bool
+
+
+def match_answers(
+    store: Store, wanted: AnswersIdentity, *, redo: bool = False, compared: Collection[str] | None = None
+) -> MatchedIdentity:
+    """Match the ``wanted`` settings with those of the answers in a place; a place without an answer is free.
+
+    Every difference in the keys ``compared`` (None: in all) counts, except prunings that only one of the two has, and
+    code of which no question has its answer. With ``redo`` no code counts.
+
+    Raises IdentityMismatch where they differ.
+    """
+    if not store.exists(HEADER) or not AnswersTable(store).names():
+        return MatchedIdentity(wanted, changed=False)
+    held = read_answers_header(store)["identity"]
+    if not redo:
+        wanted = cast(AnswersIdentity, without_unknown_code(held, wanted))
+    stored, asked = (_common(one, held, wanted, compared) for one in (held, wanted))
+    refusal = f"{store} holds answers made with other settings, and one place holds one kind"
+    changed = match_identity(stored, asked, refusal, has="the answers have", redo=redo)
+    if changed and not redo:
+        live = AnswersTable(store).live()
+        answered = pc.unique(live.filter(pc.equal(live["status"], "ok"))["pruning"]).to_pylist()
+        prunings = wanted.get(PRUNINGS)
+        if any(code_of(held, name) != code_of(wanted, name) for name in answered if not prunings or name in prunings):
+            refuse_changed_code(store, changed, "answers")
+    return MatchedIdentity(wanted, changed=bool(changed))
+
+
+def _common(
+    one: AnswersIdentity, held: AnswersIdentity, wanted: AnswersIdentity, compared: Collection[str] | None
+) -> JsonObject:
+    """Return what is compared of ``one`` of two settings."""
+    kept: dict[str, Json] = {key: value for key, value in one.items() if compared is None or key in compared}  # type: ignore[misc]
+    if PRUNINGS in held and PRUNINGS in wanted:
+        kept[PRUNINGS] = {
+            name: cast(Json, late)
+            for name, late in one[PRUNINGS].items()
+            if name in held[PRUNINGS].keys() & wanted[PRUNINGS].keys()
+        }
+    return kept
+
+
+def code_of(identity: AnswersIdentity, pruning: str | None) -> str | None:
+    """Return the hashes of the users' own code that answers under a pruning depend on, None where there is none."""
+    late = identity[PRUNINGS].get(pruning or "") if PRUNINGS in identity else identity.get("pruner")
+    pruners = [identity["cache"].get("pruner") if "cache" in identity else None, late]
+    return " ".join(code for pruner in pruners if (code := (pruner or {}).get("code"))) or None
 
 
 class AnswersTable:
-    """The committed rows of a table of answers, kept in memory; shards never change, so each is read once."""
+    """The committed rows of a table of answers, kept in memory; shards never change, so each is read once.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    Rows that other code made than ``identity`` names are not live; None is the identity that the header has.
+    """
+
+    def __init__(self, store: Store, identity: AnswersIdentity | None = None) -> None:
+        self._store, self._identity = store, identity
         self._tables: dict[str, pa.Table] = {}
 
     def names(self) -> list[str]:
@@ -217,8 +256,12 @@ class AnswersTable:
         return names
 
     def live(self) -> pa.Table:
-        """Return the live row of every question under every pruning, by question_id."""
-        return select_live(self.rows())
+        """Return the live row of every question under every pruning, by question_id. Raises NotAnswers."""
+        rows = select_live(self.rows())
+        identity = read_answers_header(self._store)["identity"] if self._identity is None else self._identity
+        codes = {name: code_of(identity, name) for name in pc.unique(rows["pruning"]).to_pylist()}
+        wanted = pa.array([codes[name] for name in rows["pruning"].to_pylist()], pa.string())
+        return rows.filter(pc.equal(pc.fill_null(rows["code"], ""), pc.fill_null(wanted, "")))
 
     def live_of(self, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
         """Return the live rows of these questions under these prunings; the name "" is no pruning."""
@@ -229,13 +272,13 @@ class AnswersTable:
 
 
 def select_live(rows: pa.Table) -> pa.Table:
-    """Select the live row of each question and pruning from rows of ANSWER_SCHEMA, sorted by question_id.
+    """Select the live row of each question, pruning and code from rows of ANSWER_SCHEMA, sorted by question_id.
 
     The rule is that of videos: ok before failed, most attempts; then the earliest run, and the first answer.
     """
     if len(rows) == 0:
         return rows
-    *ids, run, answer = (_ranks(rows[name]) for name in (*KEYS, "run_id", "answer"))
+    *ids, run, answer = (_ranks(rows[name]) for name in (*_LIVE_KEYS, "run_id", "answer"))
     order = best_first(ids, states_of(rows["status"]), rows["attempts"].to_numpy(), [run, answer])
     changes = [column[order][1:] != column[order][:-1] for column in ids]
     return rows.take(pa.array(order[np.append(True, np.logical_or.reduce(changes))]))
@@ -303,6 +346,8 @@ def _parse(store: Store, name: str, data: bytes) -> pa.Table:
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
         table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
         metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == _MERGED}
+        if "code" not in table.schema.names:  # made before there was the column
+            table = table.add_column(ANSWER_SCHEMA.get_field_index("code"), "code", pa.nulls(len(table), pa.string()))
         return table.cast(ANSWER_SCHEMA).replace_schema_metadata(metadata)
     lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
     return pa.Table.from_pylist([json.loads(line) for line in lines if line], schema=ANSWER_SCHEMA)
@@ -319,7 +364,7 @@ def remaining_questions(
     store: Store,
     live: pa.Table,
     questions: pa.Table,
-    prunings: Collection[str],
+    codes: Mapping[str, str | None],
     config: GenerateConfig,
     cached: Collection[str],
 ) -> list[QuestionRecord]:
@@ -330,6 +375,7 @@ def remaining_questions(
 
     Args:
         live: of the answers in ``store``, the live rows of these questions under these prunings.
+        codes: the prunings, and the code that each depends on (``code_of``).
         cached: ids of videos with tokens.
 
     Raises QuestionsChanged where a question that has an answer is another one now.
@@ -342,7 +388,7 @@ def remaining_questions(
         done[answer_key(row)] = kept, describe_change(by_id[row["question_id"]], row)
     remaining: list[QuestionRecord] = []
     changed: list[str] = []
-    for question in _pair_with_prunings(by_id.values(), prunings):
+    for question in _pair_with_prunings(by_id.values(), codes):
         answer, change = done.get(answer_key(question), (None, None))
         if answer is None:
             remaining.append({**question, "attempts": 1})
@@ -357,11 +403,14 @@ def remaining_questions(
     return remaining
 
 
-def _pair_with_prunings(questions: Iterable[QuestionRecord], prunings: Collection[str]) -> Iterator[QuestionRecord]:
+def _pair_with_prunings(
+    questions: Iterable[QuestionRecord], codes: Mapping[str, str | None]
+) -> Iterator[QuestionRecord]:
     """Yield every question under every pruning; the prunings of one question follow each other."""
     for question in questions:
-        for pruning in prunings:
-            yield {**question, "pruning": pruning} if pruning else question
+        for pruning, code in codes.items():
+            named: QuestionRecord = {**question, "pruning": pruning} if pruning else question
+            yield named if code is None else {**named, "code": code}
 
 
 def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:

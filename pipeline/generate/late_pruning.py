@@ -20,6 +20,7 @@ from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
+from pipeline.cache.changed_code import check_code
 from pipeline.cache.header import CacheIdentity, declared_method, describe_method
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.answers import LateIdentity
@@ -88,6 +89,7 @@ class LatePruning:
         evidence: what the method takes from the cache besides the tokens: (name, as the cache is asked for it).
         seed: of methods that draw.
         positions: of the kept tokens in a prompt; None is the run's.
+        code: the hash of the code of a user's own method, which workers must have too.
     """
 
     pruner: Pruner
@@ -96,11 +98,12 @@ class LatePruning:
     evidence: tuple[tuple[str, str], ...] = ()
     seed: int = 0
     positions: str | None = None
+    code: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Serialise by the method's name, not its class: a worker that cannot import the method then says so."""
         method, params = method_name(type(self.pruner)), self.pruner.params()
-        rest = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions)
+        rest = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions, self.code)
         return _unpickle, (method, params, *rest)
 
     @property
@@ -111,6 +114,8 @@ class LatePruning:
     def describe(self) -> LateIdentity:
         """Return the method's part of the answers' identity, JSON-able."""
         described = cast(LateIdentity, describe_method(self.pruner))
+        if self.code is not None:
+            described["code"] = self.code
         if self.pruner.seeded:
             described["seed"] = self.seed
         if self.text_tower is not None:
@@ -165,8 +170,10 @@ class LatePruning:
 
 
 def _unpickle(method: str, params: JsonObject, *rest: Any) -> LatePruning:
-    """Make a LatePruning from its method's name and parameters, as ``__reduce__`` describes it."""
-    return LatePruning(make_pruner(method, **params), *rest)
+    """Make a LatePruning from its method's name and parameters, as ``__reduce__`` describes it. Raises UsageError."""
+    late = LatePruning(make_pruner(method, **params), *rest)
+    check_code(type(late.pruner), late.code)
+    return late
 
 
 def resolve_pruning(
@@ -182,7 +189,7 @@ def resolve_pruning(
     """
     method = spec.method
     pruner = read_pruner(method, spec.params, family=family_of(source).variant)
-    describe_method(pruner)  # it must go into the identity of the answers
+    code = describe_method(pruner).get("code")  # raises if it cannot go into the identity of the answers
     if not is_whole(cache_identity):
         raise UsageError(
             f"--pruner {method} chooses among all visual tokens as the encoder made them, and this cache holds what "
@@ -193,7 +200,7 @@ def resolve_pruning(
     evidence = () if pruner.layer is not None else evidence_columns(method, pruner, cache_identity)
     tower = _text_tower(method, pruner, evidence, spec.siglip, cache_identity, source)
     ratio = pruner.nominal_ratio(spec.retention_ratio)
-    return LatePruning(pruner, ratio, tower, evidence, spec.seed, spec.positions)
+    return LatePruning(pruner, ratio, tower, evidence, spec.seed, spec.positions, code)
 
 
 def describe_prunings(

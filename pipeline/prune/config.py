@@ -62,7 +62,8 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     on_changed: str = option(
         "refuse",
-        "what to do with a cached video whose uri, size or clip differs now",
+        "what to do with a cached video whose uri, size or clip differs now, or which other code of your own --decoder "
+        "read; redo also encodes a whole cache again whose own --pruner has other code now (skip does not)",
         choices=("refuse", "skip", "redo"),
     )
     shard: str | None = option(

@@ -27,6 +27,7 @@ from gstep.backbones.preprocess import as_frames
 from gstep.errors import is_out_of_memory
 from gstep.evidence import is_per_frame, name_of
 from gstep.lazy import importing_much
+from pipeline.cache.changed_code import check_code
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem
 from pipeline.errors import VideoFault
@@ -48,6 +49,7 @@ class EncodeSetup:
     retention_ratio: float
     seed: int = 0
     pruner_params: dict[str, Json] = field(default_factory=dict)  # as the method's class takes them
+    pruner_code: str | None = None  # of a user's own method: the hash that the cache's identity has
     evidence: dict[str, str] = field(default_factory=dict)  # to be stored, label -> where in the encoder
     device: str = "auto"
     dtype: str = "auto"
@@ -104,6 +106,7 @@ class VideoEncoder:
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
+        check_code(type(self._pruner), setup.pruner_code)
         frame_batch = {} if setup.batch_frames is None else {"frame_batch": setup.batch_frames}
         if backbone is None:
             with self._compiling():
