@@ -221,8 +221,9 @@ def _common(
 def code_of(identity: AnswersIdentity, pruning: str | None) -> str | None:
     """Return the hashes of the users' own code that answers under a pruning depend on, None where there is none."""
     late = identity[PRUNINGS].get(pruning or "") if PRUNINGS in identity else identity.get("pruner")
-    pruners = [identity["cache"].get("pruner") if "cache" in identity else None, late]
-    return " ".join(code for pruner in pruners if (code := (pruner or {}).get("code"))) or None
+    cached = identity["cache"].get("pruner") if "cache" in identity else None
+    codes = [pruner.get("code") for pruner in (cached, late) if pruner is not None]
+    return " ".join(code for code in codes if code) or None
 
 
 class AnswersTable:

@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import ray
 
-from jobs import prune, remove, verify
+from jobs import evaluate, generate, inspect, merge, prune, remove, reprune, verify
 from pipeline import TokenCache
 from pipeline.cache.header import read_header
+from pipeline.generate.answers import read_answers
+from pipeline.prune.run import PruneRun
 from pipeline.runner.prefork.server import start_server
 from tests.jobs.faults import tiny_videos
 from tests.jobs.jobs import environment, run_here
 from tests.paths import ROOT
+from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.rays import growing_ray
 
 pytestmark = pytest.mark.slow
@@ -133,3 +136,116 @@ def test_other_code_is_refused_with_its_file_and_redo_makes_the_whole_cache_agai
     assert "nothing to do" in pruned(videos, out)
     checked = run_here(verify, [str(out)])
     assert checked.returncode == 0, checked.stdout
+
+
+@pytest.fixture
+def whole(tmp_path) -> Path:
+    tiny_cache(tmp_path / "whole", ("a", "b"), ratio=1.0, method="none")
+    return tmp_path / "whole"
+
+
+ASKED = [
+    {"question_id": name, "video_id": name, "prompt": "Which?", "choices": ["x", "y", "z"], "answer": "x"}
+    for name in ("a", "b")
+]
+
+
+def scored(out: Path) -> dict[tuple[str, str], tuple[list[float], str]]:
+    rows = read_answers(out / "answers").to_pylist()
+    return {(row["pruning"], row["question_id"]): (row["choice_scores"], row["run_id"]) for row in rows}
+
+
+def test_an_evaluation_asks_only_what_the_changed_method_had_answered(own, whole, tmp_path):
+    questions, out = write_questions(tmp_path / "q.jsonl", ASKED), tmp_path / "r"
+    argv = ["--benchmark", str(questions), "--cache", str(whole), "--out", str(out), "--draws", "100"]
+    argv += ["--method", "gstep", "norms:Mine", "--retention-ratio", "0.1"]
+
+    def evaluated(*options: str, code: int = 0) -> str:
+        done = run_here(evaluate, [*argv, *options])
+        assert done.returncode == code, done.stdout
+        return " ".join(done.stdout.split())
+
+    evaluated()
+    first = scored(out)
+    own.write(SMALLEST)
+    said = evaluated(code=2)
+    assert f"norms:Mine in {own.file}" in said and "--on-changed redo" in said
+    assert scored(out) == first
+    evaluated("--on-changed", "redo")
+    second = scored(out)
+    mine = {key for key in first if key[0] == "norms:Mine@0.1"}
+    assert len(mine) == 2 and all(second[key][0] != first[key][0] for key in mine)
+    assert {key: second[key] for key in second.keys() - mine} == {key: first[key] for key in first.keys() - mine}
+    assert "nothing to do" in evaluated() and scored(out) == second
+    own.write(METHOD)  # the answers of this code are still there
+    assert "nothing to do" in evaluated("--on-changed", "redo") and scored(out) == first
+    assert "nothing to do" in evaluated()
+
+
+def test_answers_of_one_method_are_asked_again_as_a_whole(own, whole, tmp_path):
+    questions, out = write_questions(tmp_path / "q.jsonl", ASKED), tmp_path / "answers"
+    argv = [str(whole), "--questions", str(questions), "--out", str(out), "--pruner", "norms:Mine"]
+    argv += ["--retention-ratio", "0.1"]
+    assert run_here(generate, argv).returncode == 0
+    first = scored(tmp_path)
+    own.write(SMALLEST)
+    refused = run_here(generate, argv)
+    assert refused.returncode == 2 and "--on-changed redo" in refused.stdout
+    assert run_here(generate, [*argv, "--on-changed", "redo"]).returncode == 0
+    second = scored(tmp_path)
+    assert first.keys() == second.keys() and all(second[key][0] != first[key][0] for key in first)
+
+
+def test_a_repruned_cache_is_made_again_by_other_code(own, whole, tmp_path):
+    out = tmp_path / "small"
+    argv = [str(whole), "--out", str(out), "--pruner", "norms:Mine", "--retention-ratio", "0.25"]
+    assert run_here(reprune, argv).returncode == 0
+    assert kept_largest(out) == {True}
+    own.write(SMALLEST)
+    refused = run_here(reprune, argv)
+    assert refused.returncode == 2 and f"norms:Mine in {own.file}" in " ".join(refused.stdout.split())
+    assert run_here(reprune, [*argv, "--on-changed", "redo"]).returncode == 0
+    assert kept_largest(out) == {False} and not TokenCache(out).foreign_files
+    fresh = [str(whole), "--out", str(tmp_path / "other"), "--pruner", "norms:Mine", "--retention-ratio", "0.25"]
+    own.write(METHOD)
+    assert run_here(reprune, fresh).returncode == 0
+    mixed = run_here(merge, [str(out), str(tmp_path / "other"), "--out", str(tmp_path / "both")])
+    assert mixed.returncode == 2 and "pruner.code" in mixed.stdout
+
+
+def test_a_cache_that_does_not_say_its_code_is_gone_on_with_and_redo_makes_it_say(own, videos, tmp_path):
+    """As versions before wrote it."""
+    out = tmp_path / "c"
+    pruned(videos, out)
+    store = TokenCache(out).store
+    header = read_header(store)
+    del header["identity"]["pruner"]["code"]
+    shutil.rmtree(out)
+    tiny_cache(out, ("v000.mp4",), **{"identity": header["identity"], "deepstack_levels": 0})
+    assert run_here(inspect, [str(out)]).returncode == 0
+    pruned(videos, out, "--on-changed", "skip")
+    assert len(TokenCache(out).video_ids) == 3 and not TokenCache(out).foreign_files
+    assert "code" not in read_header(store)["identity"]["pruner"]
+    pruned(videos, out, "--on-changed", "redo")
+    assert "code" in read_header(store)["identity"]["pruner"] and len(TokenCache(out).video_ids) == 3
+
+
+def test_a_run_that_is_stopped_half_way_of_a_redo_leaves_one_code_alone(own, videos, tmp_path, monkeypatch):
+    out = tmp_path / "c"
+    pruned(videos, out)
+    own.write(SMALLEST)
+    commit = PruneRun.commit
+
+    def stopped(run, number, rows):
+        if number == 1:
+            raise OSError("the store is gone")
+        commit(run, number, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PruneRun, "commit", stopped)
+        pruned(videos, out, "--on-changed", "redo", "--videos-per-shard", "1", code=1)
+    assert kept_largest(out) == {False} and len(TokenCache(out).video_ids) == 1
+    assert TokenCache(out).foreign_files
+    assert "2 videos in" in pruned(videos, out)  # the same cache by now: no word is needed
+    assert kept_largest(out) == {False} and len(TokenCache(out).video_ids) == 3
+    assert not TokenCache(out).foreign_files and run_here(verify, [str(out)]).returncode == 0
