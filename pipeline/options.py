@@ -116,7 +116,7 @@ class RunOptions(S3Options):
         None,
         "end with exit code 1 if more {item}s fail: a count (10) or a share (0.05 or 5%%) (default: all but one; in "
         "jobs.prune 10 or 5%% for failures that are no fault of a video: io, memory of a GPU), or if one fails as "
-        "internal",
+        "internal or own-code",
         metavar="LIMIT",
     )
     stall_timeout: float = option(

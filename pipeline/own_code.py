@@ -50,10 +50,10 @@ def file_of(kind: type) -> str:
     return str(getattr(sys.modules.get(kind.__module__), "__file__", None) or f"module {kind.__module__}")
 
 
-def describe_own_error(error: BaseException, kind: type) -> str | None:
-    """Return "FILE:LINE: ERROR" where a user's class is to blame for ``error``; None for any other error.
+def locate_own_error(error: BaseException, kind: type) -> str | None:
+    """Return FILE:LINE where a user's class is to blame for ``error``; None for any other error.
 
-    FILE:LINE is the innermost frame in the user's code; for a wrong selection it is the method's ``select``.
+    It is the innermost frame in the user's code; for a wrong selection it is the method's ``select``.
     """
     if not is_own(kind):
         return None
@@ -64,7 +64,7 @@ def describe_own_error(error: BaseException, kind: type) -> str | None:
     if place is None and isinstance(error, WrongSelection):
         code: CodeType = kind.select.__code__  # type: ignore[attr-defined]
         place = f"{code.co_filename}:{code.co_firstlineno}"
-    return None if place is None else f"{place}: {type(error).__name__}: {error}"
+    return place
 
 
 class _Module:

@@ -161,7 +161,8 @@ class Answerer:
         except EngineDied as error:
             give_up_process(batch[0].row["question_id"], error)
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
-            fault = unforeseen_fault(batch[0].row["question_id"], error)
+            inside = batch[0].inside
+            fault = unforeseen_fault(batch[0].row["question_id"], error, None if inside is None else inside[0])
         # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
         out_of_memory = fault.fault_class == "out-of-memory"
         self._short |= out_of_memory

@@ -25,6 +25,7 @@ from pipeline.cache.header import CacheIdentity, declared_method, describe_metho
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.answers import LateIdentity
 from pipeline.options import named_values
+from pipeline.own_method import prune_tokens
 from pipeline.rows import JsonObject
 
 
@@ -140,6 +141,8 @@ class LatePruning:
         Args:
             text_embedding: [Q,De] of the question on the device, for a method that asks for it, in the space of the
                 cached ``image_embedding``; without one, in that of the visual tokens.
+
+        Raises as ``prune_tokens``.
         """
 
         def by_frame(values: Tensor) -> Tensor:  # [T*N,...] -> [T,N,...]
@@ -152,7 +155,7 @@ class LatePruning:
         }
         if text_embedding is not None:
             evidence = {"text_embedding": text_embedding, "image_embedding": tokens, **evidence}
-        return self.pruner.prune(VisualTokens(tokens, evidence), self.retention_ratio, seed=self.seed)
+        return prune_tokens(self.pruner, VisualTokens(tokens, evidence), self.retention_ratio, self.seed)
 
     def reduce(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
         """Return a whole video reduced to its selected tokens.

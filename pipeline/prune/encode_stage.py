@@ -30,7 +30,8 @@ from gstep.lazy import importing_much
 from pipeline.cache.changed_code import check_code
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem
-from pipeline.errors import VideoFault
+from pipeline.errors import MethodFails, OwnCodeError, VideoFault
+from pipeline.own_method import prune_tokens
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
@@ -135,7 +136,7 @@ class VideoEncoder:
         Args:
             frames: [t,h,w,3], as the preprocessor resized them.
 
-        Raises VideoFault, whatever happens.
+        Raises VideoFault, whatever happens, but MethodFails where a user's own method fails for every video.
         """
         video_id = record["video_id"]
         loaded = _guarded("encode", video_id, lambda: self._loaded(frames))
@@ -205,7 +206,9 @@ class VideoEncoder:
         """Prune tokens as ``pruned``; return what is kept and the seconds."""
         with self._turn(self._pruning, self._prunes) as turn:
             try:
-                pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
+                pruned = prune_tokens(self._pruner, visual, self._setup.retention_ratio, self._setup.seed)
+            except OwnCodeError as error:
+                raise VideoFault("own-code", str(error), stage="prune") from None
             except ValueError as error:
                 raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
         return pruned, turn.seconds
@@ -311,10 +314,10 @@ class VideoEncoder:
 
 
 def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
-    """Return ``work()``; convert whatever it raises to a VideoFault of this stage and video."""
+    """Return ``work()``; convert whatever it raises to a VideoFault of this stage and video, but for MethodFails."""
     try:
         return work()
-    except VideoFault:
+    except (VideoFault, MethodFails):
         raise
     except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
         exit_after_gpu_fault(video_id, error)

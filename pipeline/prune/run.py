@@ -247,6 +247,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         with usage_errors():
             if not self.store.names(VIDEOS, ".parquet"):
                 self.store.put(HEADER, header_bytes(recipe.header(dtype, family_of(recipe.source).static())))
+                self.ledger = Ledger(self.store, made_with(self.store))  # not of a header that was there before
             stages = recipe.stages(device, dtype)
             encode = replace(stages.encode, tower_hash=tower_hash(recipe.source))
         self.stages = replace(stages, encode=encode)

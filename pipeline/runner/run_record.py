@@ -21,7 +21,7 @@ from rich.text import Text
 
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.token_shard import run_of, token_shard_id
-from pipeline.errors import Fault, UsageError, printable
+from pipeline.errors import BUGS, Fault, UsageError, printable
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
 
@@ -189,7 +189,7 @@ class Outcome:
         bad = (
             self.n_missing
             or not self.n_ok
-            or "internal" in self.failures
+            or BUGS & self.failures.keys()
             or max(self.n_failed, self.n_new_failed) > failure_limit
             or (outside_limit is not None and self.n_outside > outside_limit)
         )

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
+from pipeline.own_code import locate_own_error
 from pipeline.rows import BY_DECODING
 from pipeline.video.containers import missing_bytes, open_regular, overstated_table, sniff
 from pipeline.video.damage import check_decodable
@@ -334,8 +335,13 @@ def counted_warnings() -> Iterator[Callable[[], int]]:
 
 
 def fault_of(error: Exception, backend: str | None) -> VideoFault:
-    """Convert an exception raised while a video was read to a VideoFault."""
-    return VideoFault(_fault_class(error), _describe_error(error), backend=backend)
+    """Convert an exception raised while a video was read to a VideoFault; a user's decoder is named with its line."""
+    fault, message = _fault_class(error), _describe_error(error)
+    if fault == "internal" and backend is not None and ":" in backend:
+        with suppress(Exception):  # importing the decoder may be what failed
+            if (place := locate_own_error(error, load_decoder(backend))) is not None:
+                fault, message = "own-code", f"{place}: {message}, in the decoder {backend}"
+    return VideoFault(fault, message, backend=backend)
 
 
 def _fault_class(error: Exception) -> FaultClass:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from functools import partial
@@ -249,3 +250,26 @@ def test_a_run_that_is_stopped_half_way_of_a_redo_leaves_one_code_alone(own, vid
     assert "2 videos in" in pruned(videos, out)  # the same cache by now: no word is needed
     assert kept_largest(out) == {False} and len(TokenCache(out).video_ids) == 3
     assert not TokenCache(out).foreign_files and run_here(verify, [str(out)]).returncode == 0
+
+
+BUG = METHOD.replace("return tokens.flatten", "tokens = tokens.flipp(0)\n    return tokens.flatten")
+LINE = BUG[: BUG.index("tokens.flipp")].count("\n") + 1
+
+
+def test_a_bug_in_a_method_ends_the_run_at_its_first_video_with_file_and_line(own, videos, whole, tmp_path):
+    own.write(BUG)
+    said = pruned(videos, tmp_path / "c", code=1)
+    (why,) = re.findall("failed: (.*)", said)
+    assert f"{own.file}:{LINE}: AttributeError: 'Tensor' object has no attribute 'flipp', in the method norms:Mine" in why
+    questions, out = write_questions(tmp_path / "q.jsonl", ASKED), tmp_path / "answers"
+    argv = [str(whole), "--questions", str(questions), "--out", str(out), "--pruner", "norms:Mine"]
+    argv += ["--retention-ratio", "0.1"]
+    done = run_here(generate, argv)
+    assert done.returncode == 1 and f"{own.file}:{LINE}: AttributeError" in done.stdout
+    done = run_here(reprune, [str(whole), "--out", str(tmp_path / "small"), "--pruner", "norms:Mine"])
+    assert done.returncode == 1 and f"{own.file}:{LINE}: AttributeError" in done.stdout
+
+    own.write(METHOD)  # the same commands go on: nothing was made with the bug
+    pruned(videos, tmp_path / "c")
+    assert kept_largest(tmp_path / "c") == {True}
+    assert run_here(generate, argv).returncode == 0
