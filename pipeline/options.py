@@ -48,6 +48,17 @@ def check(ok: bool, name: str, wanted: str, value: object) -> None:
         raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, got {value!r}")
 
 
+def check_ratio(name: str, value: float | None) -> None:
+    """Raise UsageError, which names the flag, unless a share of the tokens is in (0, 1] or None."""
+    if value is not None and not 0.0 < value <= 1.0:
+        raise UsageError(f"--{name.replace('_', '-')} must be in (0, 1], got {value!r}{likely_share(value)}")
+
+
+def likely_share(value: float) -> str:
+    """Return "; did you mean 25%?" for the number of a percentage without its sign, else ""."""
+    return f"; did you mean {value:g}%?" if 1.0 < value <= 100.0 else ""
+
+
 def check_choices(config: Any) -> None:
     """Raise UsageError if a field's value is none of its ``choices``; a configuration file skips the flags' check."""
     for item in fields(config):

@@ -456,7 +456,7 @@ def describe_answered(
     text = f"{n_answered} of {n_questions} questions have their answers already"
     if not n_failed:
         return [text]
-    lines = [f"{text}, {n_failed} of them as errors"]
-    if config.retry_failed:
-        lines.append(f"note: they have had their {config.max_attempts} attempts; raise --max-attempts for more")
-    return lines
+    if not config.retry_failed:
+        return [f"{text}, {n_failed} of them as errors (--retry-failed asks them again)"]
+    attempts = f"note: they have had their {config.max_attempts} attempts; raise --max-attempts for more"
+    return [f"{text}, {n_failed} of them as errors", attempts]

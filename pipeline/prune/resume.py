@@ -202,7 +202,8 @@ def skipped_lines(tally: ManifestCounts, config: PruneConfig) -> list[str]:
     """Return lines for the user about videos that this run leaves alone, and those left for later by a limit."""
     there, lines = tally.done + tally.failed, []
     if there:
-        errors = f", {tally.failed} of them as errors" if tally.failed else ""
+        again = "" if config.retry_failed else " (--retry-failed tries them again)"
+        errors = f", {tally.failed} of them as errors{again}" if tally.failed else ""
         lines.append(f"{there} of {there + tally.n_todo} videos are in the cache already{errors}")
     if tally.failed and config.retry_failed:
         lines.append(f"note: they have had their {config.max_attempts} attempts; raise --max-attempts for more")

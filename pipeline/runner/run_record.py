@@ -215,7 +215,7 @@ class Outcome:
 
     def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
         """Make a table of the failures by class, with one example and the remedy of each."""
-        table = Table(title=f"failed {item}s", title_justify="left", show_edge=False)
+        table = Table(title=f"failed {item}s (--retry-failed tries them again)", title_justify="left", show_edge=False)
         for name in ("class", f"{item}s", "example", "remedy"):
             table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
         for name, count in self.failures.items():

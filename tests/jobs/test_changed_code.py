@@ -260,7 +260,7 @@ def test_a_bug_in_a_method_ends_the_run_at_its_first_video_with_file_and_line(ow
     own.write(BUG)
     said = pruned(videos, tmp_path / "c", code=1)
     (why,) = re.findall("failed: (.*)", said)
-    assert f"{own.file}:{LINE}: AttributeError: 'Tensor' object has no attribute 'flipp', in the method norms:Mine" in why
+    assert f"{own.file}:{LINE}: AttributeError: 'Tensor' object has no attribute 'flipp', in the method norms" in why
     questions, out = write_questions(tmp_path / "q.jsonl", ASKED), tmp_path / "answers"
     argv = [str(whole), "--questions", str(questions), "--out", str(out), "--pruner", "norms:Mine"]
     argv += ["--retention-ratio", "0.1"]
