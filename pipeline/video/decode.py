@@ -30,7 +30,7 @@ from pipeline.own_code import locate_own_error
 from pipeline.rows import BY_DECODING
 from pipeline.video.containers import missing_bytes, open_regular, overstated_table, sniff
 from pipeline.video.damage import check_decodable
-from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder
+from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder, version_of
 from pipeline.video.frame_folders import JPEGS, fingerprint_frames, frame_names, index_frames, whole_frames
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_repeated, snapped
@@ -249,9 +249,10 @@ class _Decoding:
             chosen = snapped(chosen, index.timestamps, keyframes, sampling.snap_to_keyframes_s)
         self.backend = backend
         self._announce(backend)
-        with closing(load_decoder(backend)(index)) as decoder:
+        kind = load_decoder(backend)
+        with closing(kind(index)) as decoder:
             frames = self._resized(decoder.read(np.unique(chosen)), chosen, index)
-            version = str(decoder.version)
+            version = version_of(backend, kind) if ":" in backend else str(decoder.version)
         return DecodedVideo(
             frames=frames,
             frame_indices=chosen,

@@ -8,9 +8,11 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import ray
+import torch
 
 from jobs import evaluate, generate, inspect, merge, prune, remove, reprune, verify
 from pipeline import TokenCache
@@ -273,3 +275,48 @@ def test_a_bug_in_a_method_ends_the_run_at_its_first_video_with_file_and_line(ow
     pruned(videos, tmp_path / "c")
     assert kept_largest(tmp_path / "c") == {True}
     assert run_here(generate, argv).returncode == 0
+
+
+DECODER = """
+from pipeline.video.decoders import PyavDecoder
+
+SHADE = 1
+
+
+class Shaded(PyavDecoder):
+    version = "1"
+
+    def read(self, indices):
+        for frames in super().read(indices):
+            yield frames // SHADE
+"""
+
+
+def test_videos_that_other_code_of_a_decoder_read_are_refused_skipped_or_read_again(own, videos, tmp_path):
+    file, out = own.file.with_name("shades.py"), tmp_path / "c"
+    argv = [str(videos), "--out", str(out), "--num-frames", "2", "--decoder", "shades:Shaded"]
+
+    def read(code: str, *options: str) -> CompletedProcess[str]:
+        file.write_text(code)
+        shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
+        sys.modules.pop("shades", None)
+        return run_here(prune, [*argv, *options])
+
+    def tokens() -> torch.Tensor:
+        return TokenCache(out).get("v000.mp4").tokens
+
+    assert read(DECODER).returncode == 0
+    first = tokens()
+    assert "nothing to do" in read(f"# the same\n{DECODER}").stdout
+    darker = DECODER.replace("SHADE = 1", "SHADE = 4")
+    refused = read(darker)
+    assert refused.returncode == 2 and "v000.mp4: shades:Shaded, which read it, has other code now" in refused.stdout
+    assert "nothing to do" in read(darker, "--on-changed", "skip").stdout and torch.equal(tokens(), first)
+    assert read(darker, "--on-changed", "redo").returncode == 0 and not torch.equal(tokens(), first)
+    assert "nothing to do" in read(darker).stdout
+
+    argv += ["--out", str(tmp_path / "new")]
+    assert read(darker.replace("frames // SHADE", "frames.halved()")).returncode == 1
+    row = TokenCache(tmp_path / "new").metadata("v000.mp4")
+    said = f"{file}:12: AttributeError: 'numpy.ndarray' object has no attribute 'halved', in the decoder shades:Shaded"
+    assert (row["error_class"], row["error_stage"], row["error_message"]) == ("own-code", "decode", said)
