@@ -4,7 +4,7 @@ The videos table may have many rows of a video. A video's live row is the first 
 failed, most attempts, most rewritten, smallest tie_break). The rule looks at nothing but rows, so files may come in any
 order, twice, or late. TokenCache, resume, inspect, verify and merge all take it from here.
 
-The driver of a run keeps the live row of every video in a ``Ledger``, 79 bytes each, and takes in each file once.
+The driver of a run keeps the live row of every video in a ``Ledger``, 80 bytes each, and takes in each file once.
 ``LiveVideos`` keeps rows of small files alone, and searches a sorted file when a video is asked for.
 """
 

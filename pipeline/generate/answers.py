@@ -258,8 +258,8 @@ class AnswersTable:
 
     def live(self) -> pa.Table:
         """Return the live row of every question under every pruning, by question_id. Raises NotAnswers."""
-        rows = select_live(self.rows())
         identity = read_answers_header(self._store)["identity"] if self._identity is None else self._identity
+        rows = select_live(self.rows())
         codes = {name: code_of(identity, name) for name in pc.unique(rows["pruning"]).to_pylist()}
         wanted = pa.array([codes[name] for name in rows["pruning"].to_pylist()], pa.string())
         return rows.filter(pc.equal(pc.fill_null(rows["code"], ""), pc.fill_null(wanted, "")))

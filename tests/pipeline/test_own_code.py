@@ -112,11 +112,16 @@ def test_without_source_it_is_of_the_bytecode() -> None:
         del sys.modules["own_notebook"]
 
 
-def test_only_a_users_class_is_to_blame() -> None:
-    assert (
-        not is_own(type(make_pruner("gstep"))) and is_own(type(test_only_a_users_class_is_to_blame).__class__) is False
-    )
-    try:
-        int("x")
-    except ValueError as error:
-        assert locate_own_error(error, type(make_pruner("gstep"))) is None
+class Failing:
+    """A class of a user, which this test is."""
+
+    def select(self) -> int:
+        return int("x")
+
+
+def test_the_innermost_line_of_the_users_is_to_blame_and_no_line_of_the_package() -> None:
+    line, gstep = Failing.select.__code__.co_firstlineno + 1, type(make_pruner("gstep"))
+    with pytest.raises(ValueError, match="invalid literal") as raised:
+        Failing().select()
+    assert locate_own_error(raised.value, Failing) == f"{__file__}:{line}"
+    assert locate_own_error(raised.value, gstep) is None and is_own(Failing) and not is_own(gstep)
