@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -32,6 +33,9 @@ EXIT_CODES = """\
 Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the run failed, or too many {item}s did;
 2 the request was refused and nothing was started; 130 interrupted.
 """
+# After a signal: another one so soon is the same, sent to a group and by a wrapper. What a run writes last has 15 s,
+# and the rest of its end 10 more; threads that Python waits for at exit have a few.
+_SAME_SIGNAL_S, _MAX_STOP_S, _MAX_EXIT_S, _LOOK_S = 1.0, 25.0, 3.0, 0.2
 _SHORT_WIDTH = 118  # columns of the help of the usual options, which fits one screen of text so
 
 
@@ -196,19 +200,27 @@ def exit_code_of(
     Each of these prints a line that says why. ``document`` is whether ``--json`` is given: then stdout gets what the
     work returns with its exit code, or the error.
     """
-    interruption = _Interruption(lambda: console.print(interrupted, highlight=False))
+    interruption = _Interruption(partial(console.print, highlight=False, markup=False, soft_wrap=True), interrupted)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interruption)
     with stdout_as_stderr() if document else nullcontext() as stdout:
         try:
             done = _finish(work, console, failed, refused)
+            if interruption.came and done.exit_code:  # an error on the way out, or of what was cut off
+                raise KeyboardInterrupt
         except KeyboardInterrupt as error:
             interruption.say()
+            interruption.say_notes(error)
             done = Done(130, error_record(error, interrupted))
         except Exception as error:
             if document:
                 print_document(error_record(error), stdout)
-            raise
+            if not interruption.came:
+                raise
+            console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            return 130
+        finally:
+            interruption.working = False
         try:
             if document:
                 print_document(done.record, stdout)
@@ -293,12 +305,29 @@ def wide_console() -> Console:
 
 
 class _Interruption:
-    """A signal handler that raises KeyboardInterrupt, after printing that at once: SIGKILL may follow in seconds."""
+    """A signal handler that raises KeyboardInterrupt, after printing that at once: SIGKILL may follow in seconds.
 
-    def __init__(self, say: Callable[[], object]) -> None:
-        self._say, self._said = say, False
+    A second signal ends the process, and so does the time when what is left to do does not end: a request that hangs in
+    a thread, or a library that swallows the exception, holds no process up.
+    """
+
+    def __init__(self, say: Callable[[str], object], text: str) -> None:
+        self._say, self._text, self._said = say, text, False
+        self._first = math.inf  # when the first signal came
+        self.working = True
+
+    @property
+    def came(self) -> bool:
+        """Whether a signal has come."""
+        return self._first < math.inf
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            if time.monotonic() - self._first >= _SAME_SIGNAL_S:
+                self._leave("interrupted again: ended at once")
+            return
+        self._first = time.monotonic()
+        threading.Thread(target=self._end_in_time, name="interrupted", daemon=True).start()
         with suppress(RuntimeError):  # the signal came in the middle of another print; the line is printed at the end
             self.say()
         raise KeyboardInterrupt
@@ -306,5 +335,27 @@ class _Interruption:
     def say(self) -> None:
         """Print that the command is interrupted, unless that was printed already."""
         if not self._said:
-            self._say()
+            self._say(self._text)
             self._said = True
+
+    def say_notes(self, error: BaseException) -> None:
+        """Print what an exception has noted of the last writes."""
+        for note in getattr(error, "__notes__", ()):
+            self._say(note)
+
+    def _end_in_time(self) -> None:
+        """End the process once its time is over, while the work goes on or Python waits for threads; runs in a thread.
+
+        The time after the work is short.
+        """
+        while self.working and time.monotonic() - self._first < _MAX_STOP_S:
+            time.sleep(_LOOK_S)
+        time.sleep(0 if self.working else _MAX_EXIT_S)
+        if self.working or not threading.main_thread().is_alive():  # else a program goes on that called the command
+            self._leave(f"ended {time.monotonic() - self._first:.0f} s after the signal: a request does not end")
+
+    def _leave(self, why: str) -> NoReturn:
+        """End the process with a last line, whatever its threads do."""
+        with suppress(Exception):
+            self._say(why)
+        os._exit(130)

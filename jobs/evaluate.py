@@ -17,8 +17,10 @@ examples:
   python -m jobs.evaluate --benchmark videomme --data Video-MME --model llava-hf/llava-onevision-qwen2-7b-ov-hf \\
       --method gstep vidcom2 fps --retention-ratio .10 .15 .20 .25 --out results
   python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep fastv,K=3
+  python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep random,seed=0..4
   python -m jobs.evaluate --score answers answers-10            score what jobs.generate answered
   python -m jobs.evaluate --results r/videomme r/mlvu r/mvbench --out table            one table of several benchmarks
+  python -m jobs.evaluate --results r/videomme --reference vidcom2 --out pairs         differences to another method
 
 The same command again goes on where the last one stopped; more methods or ratios are answered beside those that are
 there. --out gets scores.parquet, tables.md, tables.tex, tables.json and report.html.
@@ -52,15 +54,15 @@ def _evaluate(config: EvaluateConfig, console: Console) -> Done:
 
 def _lay_out(config: EvaluateConfig, console: Console) -> Done:
     """Write and print one table of the results in several folders."""
+    from pipeline.evaluate.forms import markdown  # noqa: PLC0415
     from pipeline.evaluate.results import lay_out  # noqa: PLC0415
-    from pipeline.evaluate.table import markdown  # noqa: PLC0415
 
     laid, say = lay_out(config), saying(console)
     for line in laid.missing:
         say(f"note: {line}")
-    print(markdown(laid.table))
+    print(markdown(*laid.tables))
     say(f"{laid.out}: {', '.join(laid.files)}")
-    return Done(0, {"out": laid.out, "files": laid.files, "missing": laid.missing, **laid.table.as_record()})
+    return Done(0, {"out": laid.out, "files": laid.files, "missing": laid.missing, **laid.tables[0].as_record()})
 
 
 if __name__ == "__main__":

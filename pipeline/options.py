@@ -121,7 +121,7 @@ class RunOptions(S3Options):
     )
     retry_failed: bool = option(False, "try failed {item}s again", group="failures and progress")
     max_attempts: int = option(
-        3, "attempts at a {item} in all, by --retry-failed and by a run's second pass on other nodes", metavar="N"
+        3, "attempts at a {item} in all, by --retry-failed and by a run's second pass", metavar="N"
     )
     max_failed: str | None = option(
         None,

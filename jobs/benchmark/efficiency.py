@@ -22,7 +22,8 @@ from jobs.benchmark.efficiency_bench import ArmResult, Bench, Measurement, Sampl
 from jobs.benchmark.shared import figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, seldom, share
 from jobs.frame.json_document import Done
-from pipeline.evaluate.table import escape_latex, method_title
+from pipeline.evaluate.forms import escape_latex
+from pipeline.evaluate.tabulate import method_title
 from pipeline.options import ATTN, DEVICES, DTYPES
 
 Row = dict[str, Any]  # an arm's figures by name, JSON-able
@@ -223,8 +224,7 @@ def table3(results: Sequence[ArmResult], title: str, memory: str) -> str:
         pruned = rf"Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)"
         lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{\textit{{{pruned}}}}} \\"]
         for result in block:
-            name = escape_latex(method_title(result.arm.method))
-            lines.append(_latex_row(r"\textbf{GSTEP (Ours)}" if name == "GSTEP" else name, _latex_cells(result, full)))
+            lines.append(_latex_row(escape_latex(method_title(result.arm.method)), _latex_cells(result, full)))
     note = escape_latex(f"{len(full.online)} questions a line; memory: {memory}.")
     lines += [r"\bottomrule", rf"\multicolumn{{5}}{{p{{0.95\linewidth}}}}{{\footnotesize {note}}} \\"]
     return "\n".join([*lines, r"\end{tabular}"]) + "\n"

@@ -318,7 +318,7 @@ def _s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
         access = {"aws_access_key_id": "read", "aws_secret_access_key": "read", "region_name": "us-east-1"}
         client = boto3.client("s3", endpoint_url=address, **access)
         client.create_bucket(Bucket=BUCKET)
-        yield _CountedObjects(patience=1.0, endpoint_url=address, **access), client
+        yield _CountedObjects(patience=1.0, answered=True, endpoint_url=address, **access), client
     finally:
         server.terminate()
         server.wait()

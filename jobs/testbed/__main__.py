@@ -1,4 +1,4 @@
-"""The testbed: made-up videos with questions (the benchmark `shapes`), and methods compared on them."""
+"""The testbed: made-up videos with questions (the benchmark `shapes`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jobs.command import Parser, add_commands, exit_code_of
-from jobs.testbed import compare, make
+from jobs.testbed import make
 
 EPILOG = """\
 examples:
@@ -16,12 +16,11 @@ examples:
   python -m jobs.testbed make harder --videos 300 --hardness dim clutter pan --seed 1 --picture harder.png
   python -m jobs.evaluate --benchmark shapes --data shapes --model shapes --method gstep vidcom2 \\
       --retention-ratio .25 .10
-  python -m jobs.testbed compare results --method gstep --against vidcom2
 
 The same command again writes the same bytes. Exit code: 0 all is written; 1 a file could not be written; 2 the request
 was refused; 130 interrupted (the same command goes on).
 """
-COMMANDS = {"make": make, "compare": compare}
+COMMANDS = {"make": make}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ The driver of a run keeps the live row of every video in a ``Ledger``, 80 bytes 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from pipeline.errors import ON_THE_GPU, CorruptShard
 from pipeline.errors import OUTSIDE as OUTSIDE_CLASSES
 from pipeline.keys import find, keys_of, tie_keys
 from pipeline.rows import BY_DECODING, VideoRow
-from pipeline.storage.stores import Store
+from pipeline.storage.stores import Store, request_threads
 
 #: Columns of the hash of an id.
 ID_COLUMNS = ("id_high", "id_low")
@@ -314,6 +313,11 @@ class Ledger:
         """Return whether these rows [n] are failures."""
         return np.equal(self.columns["state"][rows], FAILED)
 
+    def failed_by(self, rows: NDArray[np.int64], error_class: str) -> NDArray[np.bool_]:
+        """Return whether these rows [n] are failures of a class."""
+        number = self.classes.index(error_class) if error_class in self.classes else _MAX_CLASSES
+        return np.equal(self.columns["fault"][rows], number)
+
     def removed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether the videos of these rows [n] were removed for good."""
         return np.equal(self.columns["state"][rows], REMOVED)
@@ -454,7 +458,7 @@ class LiveVideos:
         files = [file for file in self.sorted if file.holds(high)]
         look = partial(self._find_in_sorted, video_id, high)
         if len(files) > 1 and self.table.store.folder is None:  # so that the delays do not add up
-            with ThreadPoolExecutor(len(files)) as pool:
+            with request_threads(len(files)) as pool:
                 places += [place for place in pool.map(look, files) if place is not None]
         else:
             places += [place for place in map(look, files) if place is not None]

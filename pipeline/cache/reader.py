@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from pipeline.cache.token_shard import TokenRows, TokenShard, index_order
 from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, RatioNotCached, RemovedVideo, UnknownVideo
 from pipeline.rows import JSON_COLUMNS, VideoRow
 from pipeline.storage.random_access import Fetched, LoadedOnce
-from pipeline.storage.stores import Store, store_at
+from pipeline.storage.stores import Store, request_threads, store_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -455,14 +455,11 @@ def _touch(before: TokenRows, after: TokenRows) -> bool:
 
 def map_in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Iterator[R]:
     """Yield ``work`` of each item in order, done by threads; behind what is yielded at most ``ahead`` are begun."""
-    pool = ThreadPoolExecutor(threads)
     waiting: deque[Future[R]] = deque()
-    try:
+    with request_threads(threads) as pool:
         for item in items:
             waiting.append(pool.submit(work, item))
             if len(waiting) > ahead:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -34,7 +34,7 @@ from pipeline.cache.schema import (
 from pipeline.cache.table import build_table, small_file
 from pipeline.errors import RunFailed
 from pipeline.rows import VideoRecord
-from pipeline.storage.stores import Store
+from pipeline.storage.stores import Store, request_threads
 
 SHARD_BYTES = 256 * 10**6  # of the stored tokens in a shard that is written anew, about
 _AT_ONCE = 16  # requests to the store
@@ -136,7 +136,7 @@ def _find_missing(store: Store, names: Sequence[str]) -> list[str]:
     """Return which of these files the store lacks; a driver with many writers asks for many, which a store delays."""
     if len(names) <= 1:
         return [name for name in names if not store.exists(name)]
-    with ThreadPoolExecutor(min(_AT_ONCE, len(names))) as pool:
+    with request_threads(min(_AT_ONCE, len(names))) as pool:
         return [name for name, exists in zip(names, pool.map(store.exists, names), strict=True) if not exists]
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
+from pipeline.evaluate.statistics import is_named, split_seed
 from pipeline.generate.late_pruning import PruningSpec, parse_pruning_grid
 from pipeline.options import DTYPES, EngineOptions, check, check_ratio, option, positive
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
-FULL = "none"  # full retention, with which methods are compared
+FULL = "none"  # full retention
 #: ``--positions`` -> the positions that every method is asked at; None is the model family's.
 POSITIONS: Mapping[str, tuple[str | None, ...]] = {
     "auto": (None,),
-    "close": ("contiguous",),
+    "contiguous": ("contiguous",),
     "original": ("original",),
     "both": ("contiguous", "original"),
 }
@@ -91,7 +93,8 @@ class EvaluateConfig(EngineOptions):
     dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
     method: list[str] = option(
         [],
-        f"pruning methods: {', '.join(METHODS)}, or module:Class of your own; parameters behind commas, fastv,K=3 "
+        f"pruning methods: {', '.join(METHODS)}, or module:Class of your own; parameters behind commas, fastv,K=3; "
+        "random,seed=0..4 is five seeds, whose mean is one row "
         f"(default: {' '.join(DEFAULT_METHODS)}); full retention is always there",
         metavar="METHOD",
         several=True,
@@ -106,11 +109,20 @@ class EvaluateConfig(EngineOptions):
     )
     positions: str = option(
         "auto",
-        "positions of the kept tokens: counted anew (close), as before pruning (original), or rows of each (both); "
-        "auto is the model family's: close for LLaVA-OneVision, original for Qwen",
+        "positions of the kept tokens: as before pruning (original), counted anew (contiguous) or rows of each (both); "
+        "auto is the model family's: contiguous for LLaVA-OneVision, original for Qwen",
         choices=tuple(POSITIONS),
     )
-    seed: int = option(0, "seed of the methods that draw random numbers, and of the intervals", metavar="N")
+    seed: int = option(
+        0, "seed of the intervals, and of methods that draw random numbers and name no seed", metavar="N"
+    )
+    reference: str | None = option(
+        None,
+        "the method that others are compared with; none: full retention (default: gstep, else the first method; full "
+        "retention where there is one method)",
+        metavar="METHOD",
+    )
+    ours: str | None = option(None, "the method that tables.tex marks as ours", metavar="METHOD")
     out: str = option(
         "results",
         "the results to create or to continue: a folder or s3://bucket/prefix",
@@ -121,7 +133,7 @@ class EvaluateConfig(EngineOptions):
         None, "the cache of all tokens to create or reuse (default: cache in --out)", metavar="CACHE"
     )
     drop_tokens: bool = option(False, "delete the cache in --out once every question is answered")
-    draws: int = option(10_000, "bootstrap samples of videos for intervals and p-values", metavar="N")
+    draws: int = option(10_000, "bootstrap samples of videos for intervals", metavar="N")
     num_frames: int | None = option(None, "frames a video (default: the protocol's)", metavar="T", group="videos")
     fps: float | None = option(
         None,
@@ -169,7 +181,16 @@ class EvaluateConfig(EngineOptions):
         if self.drop_tokens and self.cache is not None:
             raise UsageError("--drop-tokens deletes the cache in --out; one that --cache names is yours to delete")
         self._check_frames()
-        self.grid()
+        self._check_rows({one.method_label.partition(",positions=")[0] for one in self.grid().values() if one})
+
+    def _check_rows(self, labels: Collection[str]) -> None:
+        """Raise UsageError where an option names a method that is no row, before hours go into the others."""
+        seeds = Counter(split_seed(label)[0] for label in labels)
+        rows = {FULL, *(label if seeds[name := split_seed(label)[0]] == 1 else name for label in labels)}
+        for option_name in ("reference", "ours") if self.benchmark is not None else ():
+            given = getattr(self, option_name)
+            if given is not None and not any(is_named(given, row) for row in rows):
+                raise UsageError(f"--{option_name} {given} is no row of the table; there are {', '.join(sorted(rows))}")
 
     def _check_frames(self) -> None:
         """Raise UsageError where the options of frames do not go together."""

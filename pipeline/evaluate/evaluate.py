@@ -21,13 +21,14 @@ from pipeline.errors import BUGS, RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.forms import titled
 from pipeline.evaluate.page import warned_line
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, write_results_header
+from pipeline.evaluate.request import EvaluateRequest, match_results, prepare
 from pipeline.evaluate.results import Presentation, write_results
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, drop_tokens, score_answers
 from pipeline.evaluate.submissions import write_submissions
-from pipeline.evaluate.table import ResultsTable, titled
+from pipeline.evaluate.table import NONE, Cell, ResultsTable
 from pipeline.generate.summary import render_answers
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
@@ -66,9 +67,10 @@ class Evaluation:
         return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
 
     def as_record(self) -> JsonObject:
-        """Return the outcome JSON-able: files, scores of the tables, counts of videos and answers."""
+        """Return the outcome JSON-able: files, the main table and its scores, counts of videos and answers."""
         answers, videos = self.done.answers, self.done.videos
         return {
+            **({} if self.table is None else self.table.as_record()),
             "out": self.out,
             "files": self.files,
             "scores": [] if self.table is None else list(scores_of(self.table)),
@@ -145,9 +147,7 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     done = score_answers(config)
     if done.n_left_out:
         console.print(f"note: {done.n_left_out} questions have no answer to compare with, and are left out")
-    store.make()
-    write_results_header(store, identity)
-    table, files = write_results(store, done, _shown_of_answers(config))
+    table, files = write_results(store, done, _shown_of_answers(config), identity)
     return Evaluation(done=done, table=table, out=config.out, files=files)
 
 
@@ -173,6 +173,9 @@ def _shown(request: EvaluateRequest, done: ScoredQuestions) -> Presentation:
         described=request.identity,
         facts=[*_facts(request, done), *_machine()],
         token_bytes=request.token_bytes,
+        names=request.names,
+        reference=request.config.reference,
+        ours=request.config.ours,
         draws=request.config.draws,
         seed=request.config.seed,
     )
@@ -186,6 +189,8 @@ def _shown_of_answers(config: EvaluateConfig) -> Presentation:
         benchmark=own,
         described={"protocol": "as jobs.generate asked", "parser": LETTER.parser},
         facts=_machine(),
+        reference=config.reference,
+        ours=config.ours,
         draws=config.draws,
         seed=config.seed,
     )
@@ -243,10 +248,15 @@ def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
         table.add_column(Text(name), justify="right")
     for rows in ([results.original], *(rows for _, rows in results.blocks)):
         for row in rows:
-            cells = [cell.printed if cell else "-" for cell in results.numbers(row)[first:]]
+            cells = [_two_lines(cell) for cell in results.numbers(row)[first:]]
             table.add_row(Text(titled(row)), f"{100 * row.ratio:g} %", *cells, end_section=row is rows[-1])
     yield table
     for remark in results.remarks:
         yield Text(remark)
     if first:
         yield Text(f"the {first} splits are in tables.md")
+
+
+def _two_lines(cell: Cell | None) -> Text:
+    """Return a number for the terminal, over its difference to the reference."""
+    return Text(f"{cell.printed}{cell.spread_text}\n{cell.difference_text}".rstrip() if cell else NONE)

@@ -13,17 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.evaluate.benchmarks.items import AnnotationFault
+from pipeline.evaluate.forms import COUNTS, MARKS, percent, titled
 from pipeline.evaluate.statistics import ORIGINAL
-from pipeline.evaluate.table import (
-    NONE,
-    Cell,
-    ResultsTable,
-    Row,
-    difference_text,
-    legend,
-    percent,
-    titled,
-)
+from pipeline.evaluate.table import NONE, ResultsTable, Row
 from pipeline.html_pages import environment
 from pipeline.rows import JsonObject
 
@@ -81,12 +73,12 @@ def report_page(
         described: the settings that all results share, JSON-able.
     """
     made = environment("pipeline.evaluate")
-    made.globals |= {"cells": _cells, "titled": titled, "percent": percent, "none": NONE}
+    made.globals |= {"titled": titled, "percent": percent, "none": NONE}
     return made.get_template("results.html").render(
         tables=tables,
         facts=facts,
         chart=_chart(tables[0], token_bytes),
-        legend=legend(tables[0]),
+        legend=f"{MARKS} {COUNTS}",
         faults=list(_fault_lines(faults)),
         failures=[] if scores is None else list(_failure_lines(scores)),
         warned=None if scores is None else warned_line(scores),
@@ -108,14 +100,6 @@ def warned_line(scores: pa.Table) -> str:
         f"{len(warned):,} of {len(scores):,} answers, about {videos:,} videos, come from frames that were decoded with "
         "warnings and may be damaged"
     )
-
-
-def _cells(table: ResultsTable, row: Row) -> list[tuple[Cell | None, str]]:
-    """Return the numbers of a row, each with the text beside it."""
-    few: list[int | None] = [column.n_questions if column.few else None for column in table.columns]
-    numbers = table.numbers(row)
-    few += [None] * (len(numbers) - len(few))
-    return [(one, difference_text(one, n) if one else "") for one, n in zip(numbers, few, strict=True)]
 
 
 def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:

@@ -6,6 +6,7 @@ Answers come from a cache of all tokens. An evaluation makes the cache with the 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from rich.console import Console
 from gstep.backbones import ModelSource, family_of
 from gstep.evidence import HEAD_SOURCES, pairs
 from gstep.language import PromptBuilder, prompt_builder
-from gstep.pruners import read_pruner
+from gstep.methods import METHODS
+from gstep.pruners import find_method
 from pipeline.cache.changed_code import REDO
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import HEADER, CacheIdentity, differences, header_bytes, read_header, read_header_file
@@ -31,7 +33,15 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, Protocol
 from pipeline.evaluate.scores import question_table
 from pipeline.generate.answer_setup import without_evidence
-from pipeline.generate.answers import PRUNINGS, AnswersIdentity, LateIdentity, MatchedIdentity, match_answers
+from pipeline.generate.answers import HEADER as ANSWERS_HEADER
+from pipeline.generate.answers import (
+    PRUNINGS,
+    AnswersIdentity,
+    LateIdentity,
+    MatchedIdentity,
+    match_answers,
+    read_answers_header,
+)
 from pipeline.generate.engines import ENGINES, describe_engine
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_whole, resolve_pruning
 from pipeline.generate.model import check_model, choose_model
@@ -104,11 +114,19 @@ class EvaluateRequest:
         return BFLOAT16.token_bytes(width, levels) if width else None
 
     @property
+    def names(self) -> dict[str, str]:
+        """The own names of methods from elsewhere by import path, where no other method has the same."""
+        kinds = {one.method: find_method(one.method) for one in self.grid.values() if one and one.method not in METHODS}
+        names = Counter([*METHODS, *(kind.name for kind in kinds.values())])
+        return {path: kind.name for path, kind in kinds.items() if names[kind.name] == 1}
+
+    @property
     def about(self) -> JsonObject:
-        """The facts that results may differ in: the model's name, a hash of the questions, bytes of a cached token."""
+        """The facts that results may differ in: names, a hash of the questions, the bytes of a cached token."""
         asked = [[item.question_id, item.question, item.options, item.expected] for item in self.loaded.items]
         annotations = digest(json.dumps(sorted(asked, key=str)).encode())
-        return {"model": self.source.name, "annotations": annotations, "token_bytes": self.token_bytes}
+        names: JsonObject = {"names": self.names} if self.names else {}
+        return {"model": self.source.name, "annotations": annotations, "token_bytes": self.token_bytes, **names}
 
     @property
     def title(self) -> str:
@@ -149,7 +167,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     with usage_errors():
         builder = prompt_builder(source, thought="closed" if config.close_thought else "open")
     _check_thought(protocol, loaded, source, builder)
-    grid = _arms(config, source, builder)
+    grid = _arms(config, source, builder, store_at(config.in_out(ANSWERS_FOLDER), objects))
     videos = videos_of(config, grid, protocol, source, cache, held)
     if held is not None and videos is None:
         check_frames(config, protocol, source, cache, held)
@@ -249,12 +267,14 @@ def _check_thought(protocol: Protocol, loaded: LoadedQuestions, source: ModelSou
     )
 
 
-def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder) -> Grid:
-    """Return the arms that this model is asked under.
+def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, answers: Store) -> Grid:
+    """Return the arms that this model is asked under, by the labels of their answers.
 
     Positions stay out of the names of methods where they are the model family's, and of methods that prune inside the
     model, which sees all tokens.
     """
+    with store_usage_errors():
+        held = read_answers_header(answers)["identity"].get(PRUNINGS, {}) if answers.exists(ANSWERS_HEADER) else {}
     with usage_errors():
         usual, variant = builder.policy.positions, family_of(source).variant
         arms: dict[str, PruningSpec | None] = {}
@@ -262,10 +282,21 @@ def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder) -
             if one is None:
                 arms[label] = None
                 continue
-            inside = read_pruner(one.method, one.params, family=variant).layer is not None
-            asked = replace(one, positions=None) if inside or one.positions == usual else one
-            arms[asked.label] = asked
+            spec, pruner = one.read(variant)
+            usual_here = pruner.layer is not None or spec.positions == usual
+            spec = replace(spec, positions=None) if usual_here else spec
+            arms[_answers_label(spec, held)] = spec
     return arms
+
+
+def _answers_label(spec: PruningSpec, held: Mapping[str, LateIdentity | None]) -> str:
+    """Return the label of an arm's answers; answers of a seed were once labelled without the seed."""
+    plain = replace(spec, seed=0).label
+    if (old := held.get(plain)) is None:
+        return spec.label
+    if old.get("seed", 0) == spec.seed:
+        return plain
+    return replace(spec, params={**spec.params, "seed": str(spec.seed)}, seed=0).label
 
 
 def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:

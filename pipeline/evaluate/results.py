@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import PurePath
-from typing import cast
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,14 +19,16 @@ from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.forms import latex, markdown
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.protocols import QUESTIONS
-from pipeline.evaluate.request import RESULTS_HEADER, read_results_header
+from pipeline.evaluate.request import RESULTS_HEADER, read_results_header, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
-from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, score_matrix
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_named, score_matrix
 from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
-from pipeline.evaluate.table import ResultsTable, ScoredBenchmark, latex, markdown, results_table
+from pipeline.evaluate.table import ResultsTable
+from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
 from pipeline.generate.late_pruning import parse_pruning_grid
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
@@ -52,7 +55,8 @@ class Presentation:
         described: the identity of the results, JSON-able.
         facts: (name, value) about model, cache and run.
         token_bytes: that a cache stores for a token; None where it is not known.
-        draws, seed: of the intervals.
+        names: of methods from elsewhere, by import path.
+        reference, ours, draws, seed: as of results_table.
     """
 
     title: str
@@ -60,14 +64,22 @@ class Presentation:
     described: JsonObject
     facts: Sequence[tuple[str, str]] = ()
     token_bytes: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    reference: str | None = None
+    ours: str | None = None
     draws: int = 10_000
     seed: int = 0
 
 
-def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> tuple[ResultsTable, list[str]]:
-    """Write scores, tables and page into ``store``; return the main table and the file names. Raises OSError."""
-    splits = [split for split in shown.benchmark.splits[1:] if _parts(done, split)]
-    tables = [main_table(done, shown), *(_table(done, shown, split) for split in splits)]
+def write_results(
+    store: Store, done: ScoredQuestions, shown: Presentation, identity: JsonObject | None = None
+) -> tuple[ResultsTable, list[str]]:
+    """Write scores, tables and page into ``store``; return the main table and the file names. Raises OSError.
+
+    ``identity`` becomes the header of a new place. Raises UsageError (nothing was written) for a reference that is no
+    row.
+    """
+    tables = tables_of(done, shown)
     page = report_page(
         tables,
         shown.facts,
@@ -76,20 +88,48 @@ def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> t
         scores=done.scores,
         described=shown.described,
     )
+    if identity is not None:
+        write_results_header(store, identity)
     store.put(SCORES, write_parquet(done.scores))
     return tables[0], [SCORES, *_write_tables(store, tables, page)]
 
 
-def main_table(done: ScoredQuestions, shown: Presentation) -> ResultsTable:
-    """Compute the results table: a column for each part of the benchmark's first split, then the whole."""
-    splits = shown.benchmark.splits
-    return replace(_table(done, shown, splits[0] if splits else None), title=shown.title)
+def tables_of(done: ScoredQuestions, shown: Presentation) -> list[ResultsTable]:
+    """Compute the results tables, one for each split of the benchmark."""
+    scored = replace(_scored(shown.benchmark, shown.described, done.scores), names=shown.names)
+    return _split_tables(shown.title, scored, shown.benchmark.splits, **_options(shown))
+
+
+def _options(given: Presentation | EvaluateConfig) -> dict[str, Any]:
+    """Return the options of results_table that evaluations have too."""
+    return {name: getattr(given, name) for name in ("reference", "ours", "draws", "seed")}
+
+
+def _split_tables(title: str, scored: ScoredBenchmark, splits: Sequence[Split], **options: Any) -> list[ResultsTable]:
+    """Compute a benchmark's tables: one with the parts of its first split and the whole, then its other splits."""
+    tables = [results_table(title, [_in_parts(scored, splits[0]) if splits else scored], **options)]
+    parted = [(split.title, _in_parts(scored, split)) for split in splits[1:]]
+    return [*tables, *(results_table(f"{title}: {name}", [one], **options) for name, one in parted if one.columns)]
+
+
+def _in_parts(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
+    """Return the benchmark with a column for each part of a split that has questions.
+
+    It has none where the parts are too many to show, or one of them is the whole.
+    """
+    values = pc.map_lookup(scored.scores["splits"], split.name, "first")
+    present = values.unique().drop_null().to_pylist()
+    parts = [(part, title) for part, title in split.parts.items() if part in present]
+    parts += [(part, part) for part in sorted(present) if part not in split.parts]
+    if len(parts) > _MOST_PARTS or (len(parts) == 1 and not values.null_count):
+        parts = []
+    return replace(scored, columns=[(f"{split.name}={part}", title) for part, title in parts])
 
 
 def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str) -> list[str]:
     """Write tables and page, of which LaTeX has the first table alone; return the file names."""
     texts = {
-        TABLES_MD: "\n".join(map(markdown, tables)),
+        TABLES_MD: markdown(*tables),
         TABLES_TEX: latex(tables[0]),
         TABLES_JSON: json.dumps([table.as_record() for table in tables], indent=1, ensure_ascii=False) + "\n",
         REPORT: page,
@@ -99,32 +139,8 @@ def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str) -> li
     return list(texts)
 
 
-def _table(done: ScoredQuestions, shown: Presentation, split: Split | None) -> ResultsTable:
-    """Compute the results table with a column for each part of ``split``, then the whole."""
-    name, parts = ("", []) if split is None else (split.name, _parts(done, split))
-    scored = _scored(shown.benchmark, shown.described, done.scores, name, parts)
-    title = f"{shown.title}: {split.title}" if split and parts else shown.title
-    return results_table(title, [scored], draws=shown.draws, seed=shown.seed)
-
-
-def _parts(done: ScoredQuestions, split: Split) -> list[tuple[str, str]]:
-    """Return (part, title) of a split's parts that have questions, or nothing if they are too many to show."""
-    present = dict.fromkeys(item.splits[split.name] for item in done.loaded.items if split.name in item.splits)
-    named = [(part, title) for part, title in split.parts.items() if part in present]
-    others = [(part, part) for part in sorted(present) if part not in split.parts]
-    found = [*named, *others]
-    return found if len(found) <= _MOST_PARTS else []
-
-
-def _scored(
-    benchmark: Benchmark, identity: JsonObject, scores: pa.Table, split: str, parts: Iterable[tuple[str, str]]
-) -> ScoredBenchmark:
-    """Return a benchmark's scores for a table, with the settings that the table names.
-
-    Args:
-        identity: of the results.
-        parts: (part, title) of those parts of the ``split`` that have columns.
-    """
+def _scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -> ScoredBenchmark:
+    """Return a benchmark's scores for a table without splits, with the settings of ``identity`` that it names."""
     named = {"Frames": _frames(identity), "Protocol": str(identity.get("protocol", ""))}
     metric, notes = str(identity.get("metric", QUESTIONS)), list[str]()
     for one in benchmark.splits:
@@ -133,7 +149,6 @@ def _scored(
     return ScoredBenchmark(
         title=benchmark.title,
         scores=scores,
-        columns=[(f"{split}={part}", title) for part, title in parts],
         mean_over=None if metric == QUESTIONS else metric,
         n_questions=benchmark.n_questions,
         made_of={name: text for name, text in named.items() if text},
@@ -150,9 +165,9 @@ def _frames(identity: JsonObject) -> str:
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A table of several benchmarks: its ``files`` below ``out``, and lines about ``missing`` results."""
+    """A table of several benchmarks, or the tables of one: ``files`` below ``out``, lines about ``missing`` results."""
 
-    table: ResultsTable
+    tables: Sequence[ResultsTable]
     missing: Sequence[str]
     out: str
     files: Sequence[str]
@@ -190,24 +205,22 @@ class _Results:
 
     def scored(self, ratios: Sequence[float]) -> ScoredBenchmark:
         """Return the scores at these ratios (none: all) and full retention for a table."""
-        first = Split("", "")
-        if self.benchmark.name in _SPLIT_IN_PAPER and self.benchmark.splits:
-            first = self.benchmark.splits[0]
         kept = {round(ratio, 9) for ratio in (*ratios, 1.0)}
         rows = [not ratios or round(ratio, 9) in kept for ratio in self.scores["retention_ratio"].to_pylist()]
-        scored = _scored(
-            self.benchmark, self.identity, self.scores.filter(pa.array(rows)), first.name, first.parts.items()
-        )
+        scored = _scored(self.benchmark, self.identity, self.scores.filter(pa.array(rows)))
         annotations = str(self.about.get("annotations", "")).rpartition(":")[2][:8]
         more = {"Annotations": annotations, "Scores": "of its server" if self.benchmark.submission else ""}
-        return replace(scored, made_of={**scored.made_of, **{name: text for name, text in more.items() if text}})
+        made_of = {**scored.made_of, **{name: text for name, text in more.items() if text}}
+        return replace(scored, made_of=made_of, names=cast(Mapping[str, str], self.about.get("names", {})))
 
 
 def lay_out(config: EvaluateConfig) -> LaidOut:
     """Write one table of the results in several places, in their order: Markdown, LaTeX, JSON and a page.
 
-    ``method`` and ``retention_ratio`` choose rows and their order. Raises UsageError (nothing was written) for a place
-    without results or with damaged ones, for two of one benchmark, and for unlike models, frames or protocols.
+    The results of a single place get a table for each split, as its evaluation wrote them. ``method`` and
+    ``retention_ratio`` choose rows and their order. Raises UsageError (nothing was written) for a place without results
+    or with damaged ones, for two of one benchmark, for unlike models, frames or protocols, and for a reference that is
+    no row.
     """
     objects = Objects.from_environment(config.s3_endpoint)
     store = store_at(config.out, objects)
@@ -215,23 +228,28 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
         raise NotResults(f"{store} exists and holds something else than {TABLES_JSON}: name another place with --out")
     found = [_read(place, objects) for place in config.results]
     _check_alike(found)
-    methods = [parse_pruning_grid([method], [1.0])[0].method_label for method in config.method]
+    methods = [spec.method_label for spec in parse_pruning_grid(config.method, [1.0])]
     there = dict.fromkeys(arm for one in found for arm in arms_of(one.scores))
     ratios = config.retention_ratio or sorted({arm.ratio for arm in there if arm != ORIGINAL}, reverse=True)
-    asked = [MethodAtRatio(method, ratio) for method in methods for ratio in ratios]
+    asked = list[MethodAtRatio]()
+    for name, ratio in product(methods, ratios):
+        seeds = [arm for arm in there if is_named(name, arm.method) and arm.ratio == ratio]
+        asked += seeds or [MethodAtRatio(name, ratio)]
     missing = [line for one in found for line in _missing(one, asked or list(there))]
-    table = results_table(
-        found[0].model,
-        [one.scored(config.retention_ratio) for one in found],
-        methods=methods or None,
-        draws=config.draws,
-        seed=config.seed,
-        notes=missing,
-    )
+    scored = [one.scored(config.retention_ratio) for one in found]
+    options = {**_options(config), "methods": methods or None, "notes": missing}
+    if len(found) == 1:
+        tables = _split_tables(found[0].model, scored[0], found[0].benchmark.splits, **options)
+    else:
+        parted = [
+            _in_parts(one, of.benchmark.splits[0]) if of.benchmark.name in _SPLIT_IN_PAPER else one
+            for one, of in zip(scored, found, strict=True)
+        ]
+        tables = [results_table(found[0].model, parted, **options)]
     token_bytes = found[0].about.get("token_bytes")
-    page = report_page([table], _facts(found), token_bytes=token_bytes if isinstance(token_bytes, int) else None)
+    page = report_page(tables, _facts(found), token_bytes=token_bytes if isinstance(token_bytes, int) else None)
     store.make()
-    return LaidOut(table, missing, config.out, _write_tables(store, [table], page))
+    return LaidOut(tables, missing, config.out, _write_tables(store, tables, page))
 
 
 def _check_alike(found: Sequence[_Results]) -> None:

@@ -284,7 +284,9 @@ def _arm(identity: AnswersIdentity) -> MethodAtRatio:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
     described = identity.get("pruner") or identity["cache"]["pruner"]
     snap = _sampling(identity).get(_SNAP)
-    label = _label(described["method"], described["params"]) + ("" if snap is None else f",{_SNAP}={snap:g}")
+    label = _label(described["method"], described["params"])
+    label += f",seed={seed}" if (seed := described.get("seed", 0)) else ""
+    label += "" if snap is None else f",{_SNAP}={snap:g}"
     codec = codec_of(identity["cache"])
     return MethodAtRatio(
         label if codec is BFLOAT16 else f"{label},token_codec={codec.name}", float(identity["retention_ratio"])

@@ -1,14 +1,16 @@
-"""Scores of methods on the same questions: means, and the intervals and p of paired differences between methods.
+"""Scores of methods on the same questions: means, and paired differences between methods with their intervals.
 
 Questions about one video are not independent, so a bootstrap draws whole videos (clusters) with replacement. One draw
-serves all methods, ratios and columns: differences are paired. Below ``FEWEST_VIDEOS`` percentiles of draws miss the
-true difference too often, and there is neither interval nor p. Shapes: A arms (a method at a ratio), Q questions,
-G videos, P parts (questions that are averaged before the mean over parts: MLVU's tasks), R draws.
+serves all methods, ratios and columns: differences are paired, and another method beside a pair changes nothing of it.
+Below ``FEWEST_VIDEOS`` percentiles of draws miss the true difference too often, and there is no interval. Shapes: A
+arms (a method at a ratio), Q questions, G videos, P parts (questions that are averaged before the mean over parts:
+MLVU's tasks), R draws.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,10 +23,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FEWEST_VIDEOS = 20
-SIGNIFICANT = 0.05  # a difference with a smaller adjusted p is significant
 OUTSIDE = -1  # the part of a question that a column leaves out
 _TINY = 1e-9  # smaller differences are rounding errors, since scores differ by 1/n or not at all
 _CHUNK = 512  # draws at a time, because their counts of videos take the memory
+_SEED = re.compile(r",seed=(\d+)(?=,|$)")  # in a method's label; a seed of 0 is left out
 
 
 class MethodAtRatio(NamedTuple):
@@ -34,8 +36,20 @@ class MethodAtRatio(NamedTuple):
     ratio: float
 
 
-#: Full retention, which methods are compared with.
+#: Full retention.
 ORIGINAL = MethodAtRatio("none", 1.0)
+
+
+def split_seed(label: str) -> tuple[str, int | None]:
+    """Split the label of a method into the label without its seed, and the seed; None where the label names none."""
+    seed = _SEED.search(label)
+    return _SEED.sub("", label), int(seed[1]) if seed else None
+
+
+def is_named(name: str, label: str) -> bool:
+    """Return whether a user's ``name`` of a method means this label; a name without a seed means every seed."""
+    (method, seed), (other, own) = split_seed(name), split_seed(label)
+    return method == other and seed in (None, own or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,16 +209,15 @@ class Difference(NamedTuple):
 
     Attributes:
         value: of the scores as they are.
-        low: lower end of the 95 % interval; nan, like its upper end and p, below FEWEST_VIDEOS videos, and where the
-            difference is the same in every video, which shows nothing of its error.
+        low: lower end of the 95 % interval, which is not corrected for other comparisons; nan, like its upper end,
+            below FEWEST_VIDEOS videos, and where the difference is the same in every video, which shows nothing of its
+            error.
         high: its upper end.
-        p: two-sided.
     """
 
     value: float
     low: float
     high: float
-    p: float
 
 
 @dataclass(frozen=True)
@@ -222,15 +235,13 @@ class Estimate:
     n_videos: int
 
     def difference(self, arm: int, reference: int) -> Difference:
-        """Return arm ``arm``'s number minus that of ``reference``, with interval and p."""
+        """Return arm ``arm``'s number minus that of ``reference``, with its interval."""
         value = float(self.value[arm] - self.value[reference])
         drawn_R = self.drawn[:, arm] - self.drawn[:, reference]
         drawn_R = drawn_R[np.isfinite(drawn_R)]
         if self.n_videos < FEWEST_VIDEOS or not len(drawn_R) or np.ptp(drawn_R) < _TINY:
-            return Difference(value, math.nan, math.nan, math.nan)
-        low, high = np.quantile(drawn_R, [0.025, 0.975], method="inverted_cdf").tolist()
-        smaller = min(int(np.sum(drawn_R <= _TINY)), int(np.sum(drawn_R >= -_TINY)))
-        return Difference(value, low, high, min(1.0, 2 * (smaller + 1) / (len(drawn_R) + 1)))
+            return Difference(value, math.nan, math.nan)
+        return Difference(value, *np.quantile(drawn_R, [0.025, 0.975], method="inverted_cdf").tolist())
 
 
 def estimates(
@@ -291,14 +302,3 @@ def relative(overall: Sequence[Estimate], full: int) -> Estimate:
         values = [one.value / (one.value[full] or math.nan) for one in overall]
         drawn = [one.drawn / np.where(one.drawn[:, [full]] == 0, math.nan, one.drawn[:, [full]]) for one in overall]
     return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(one.n_videos for one in overall))
-
-
-def holm(p: Sequence[float]) -> list[float]:
-    """Adjust the p-values of one family of tests by Holm's step-down method (1979); nan stays nan and is no test."""
-    adjusted = np.full(len(p), math.nan)
-    tests = [i for i in np.argsort(p, kind="stable") if not math.isnan(p[i])]
-    largest = 0.0
-    for rank, i in enumerate(tests):
-        largest = max(largest, (len(tests) - rank) * p[i])
-        adjusted[i] = min(1.0, largest)
-    return adjusted.tolist()

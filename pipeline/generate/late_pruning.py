@@ -7,6 +7,7 @@ question's, and the rest is read from the cache.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -18,7 +19,7 @@ from gstep.backbones import BACKBONES, ModelSource, TextTowerSource, family_of
 from gstep.evidence import HEAD_SOURCES, PER_FRAME, name_of
 from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
-from gstep.pruners import method_name, read_pruner
+from gstep.pruners import find_method, method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.changed_code import check_code
 from pipeline.cache.header import CacheIdentity, declared_method, describe_method
@@ -35,7 +36,7 @@ class PruningSpec:
 
     Attributes:
         method: its name, or ``module:Class``.
-        params: its parameters, as text.
+        params: its parameters, as text; of a method that draws maybe its ``seed`` (see ``read``).
         siglip: the SigLIP checkpoint of methods that compare patches with the question.
         seed: of methods that draw.
         positions: of the kept tokens, "contiguous" or "original"; None is the run's.
@@ -55,15 +56,29 @@ class PruningSpec:
 
     @property
     def method_label(self) -> str:
-        """The method's name with the given parameters, sorted by name, and its positions if it has its own."""
-        positions = [] if self.positions is None else [f"positions={self.positions}"]
-        return ",".join([self.method, *(f"{name}={value}" for name, value in sorted(self.params.items())), *positions])
+        """The method's name with the given parameters, sorted by name, and seed and positions if it has its own."""
+        own = {"seed": self.seed or None, "positions": self.positions}
+        named = [*sorted(self.params.items()), *((name, value) for name, value in own.items() if value is not None)]
+        return ",".join([self.method, *(f"{name}={value}" for name, value in named)])
+
+    def read(self, family: str) -> tuple[PruningSpec, Pruner]:
+        """Return this pruning with its seed out of the parameters, 0 where nothing is drawn; and its method.
+
+        Raises ValueError for an unknown method or parameter.
+        """
+        kind, params, seed = find_method(self.method), dict(self.params), self.seed
+        if kind.seeded and "seed" not in kind.__dataclass_fields__ and "seed" in params:
+            if not (text := params.pop("seed")).isdecimal():
+                raise ValueError(f"method {self.method!r}: seed must be a whole number, or FIRST..LAST; got {text!r}")
+            seed = int(text)
+        spec = replace(self, params=params, seed=seed if kind.seeded else 0)
+        return spec, read_pruner(self.method, params, family=family)
 
 
 def parse_pruning_grid(
     methods: Iterable[str], ratios: Iterable[float], siglip: str | None = None, seed: int = 0
 ) -> list[PruningSpec]:
-    """Parse each METHOD[,NAME=VALUE...] and pair it with each ratio from the largest.
+    """Parse each METHOD[,NAME=VALUE...] and pair it with each ratio from the largest; seed=0..4 is five methods.
 
     Raises UsageError for a malformed one.
     """
@@ -72,7 +87,12 @@ def parse_pruning_grid(
     for text in methods:
         method, *given = (part.strip() for part in text.split(","))
         params = named_values(given, f"--method {text}: a parameter")
-        specs += [PruningSpec(method, ratio, params, siglip, seed) for ratio in largest_first]
+        several = [params]
+        if ends := re.fullmatch(r"(\d+)\.\.(\d+)", params.get("seed", "")):
+            several = [{**params, "seed": str(number)} for number in range(int(ends[1]), int(ends[2]) + 1)]
+        if not several:
+            raise UsageError(f"--method {text}: the first seed is larger than the last")
+        specs += [PruningSpec(method, ratio, one, siglip, seed) for one in several for ratio in largest_first]
     return specs
 
 
@@ -190,8 +210,8 @@ def resolve_pruning(
     Raises UsageError where the cache does not hold what the method needs, or the model cannot be pruned so; ValueError
     for an unknown method or parameter.
     """
+    spec, pruner = spec.read(family_of(source).variant)
     method = spec.method
-    pruner = read_pruner(method, spec.params, family=family_of(source).variant)
     code = describe_method(pruner).get("code")  # raises if it cannot go into the identity of the answers
     if not is_whole(cache_identity):
         raise UsageError(

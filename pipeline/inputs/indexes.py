@@ -10,7 +10,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -39,7 +38,7 @@ from pipeline.inputs.tables import number_of
 from pipeline.keys import column_keys, find, repeated
 from pipeline.rows import Json
 from pipeline.storage.s3 import ObjectInfo, Objects
-from pipeline.storage.stores import INDEXES, Store
+from pipeline.storage.stores import INDEXES, Store, request_threads
 
 _NOTE_S = 10.0  # seconds between two lines of progress
 _FIRST_LOOK = 256  # members, after which it is first looked whether they are enough
@@ -123,7 +122,7 @@ class Indexing:
         """
         told = time.monotonic()
         n_videos = 0
-        with ThreadPoolExecutor(self.at_once) as pool:
+        with request_threads(self.at_once) as pool:
             begun = (pool.submit(self._rows, place, objects) for place in places)
             reading = deque(islice(begun, self.at_once))
             try:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.live import Ledger
-from pipeline.errors import SourceChanged
+from pipeline.errors import SourceChanged, UsageError
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
 from pipeline.prune.config import PruneConfig
@@ -33,6 +33,7 @@ class ManifestCounts(NamedTuple):
         redone: changed videos, which are done again.
         done: cached videos, which are left alone.
         failed: failed videos, which are left alone.
+        unread: those of them that could not be read (io) and have attempts left.
     """
 
     new: int = 0
@@ -40,6 +41,7 @@ class ManifestCounts(NamedTuple):
     redone: int = 0
     done: int = 0
     failed: int = 0
+    unread: int = 0
 
     @property
     def n_todo(self) -> int:
@@ -80,7 +82,8 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
             old = ledger.read(int(state.rows[place]))
             examples.append(_difference(part.slice(place, 1).to_pylist()[0], old, int(state.sizes[place])))
         redone = state.changed & (config.on_changed == "redo")
-        kept = state.known & ~state.failed & ~redone, state.failed & ~state.retried
+        left_alone = state.failed & ~state.retried
+        kept = state.known & ~state.failed & ~redone, left_alone, left_alone & state.unread
         tally += [kind.sum() for kind in (~state.known, state.retried, redone, *kept)]
         todo.append(_selected(part, state, ~state.known | state.retried | redone))
     sizes.finish()
@@ -106,6 +109,7 @@ class _Comparison(NamedTuple):
         sizes: the bytes of the file now, if they are known and matter; -1 elsewhere.
         changed: whether it is an ok row of another file, size or clip, or of other code of a user's own decoder.
         retried: whether it is an error row that is to be tried again.
+        unread: whether it is an error row of class io, and has attempts left.
     """
 
     rows: NDArray[np.int64]
@@ -115,6 +119,7 @@ class _Comparison(NamedTuple):
     sizes: NDArray[np.int64]
     changed: Mask
     retried: Mask
+    unread: Mask
 
 
 def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: Sizes) -> _Comparison:
@@ -148,7 +153,9 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
         changed[:] = False
     # A failed row holds no tokens to protect. A file that was mended, or was missing, gets all its attempts anew.
     retried = failed & config.retry_failed & (~spent | another | resized)
-    return _Comparison(rows, known, failed, attempts, sizes, changed, retried)
+    unread = np.zeros_like(known)
+    unread[known] = ledger.failed_by(rows[known], "io") & ~spent[known]
+    return _Comparison(rows, known, failed, attempts, sizes, changed, retried, unread)
 
 
 def _other_decoder_code(ledger: Ledger, decoder: str) -> Mask:
@@ -209,6 +216,22 @@ def retry_candidates(todo: pa.Table, failed: Mapping[str, int], max_attempts: in
     return part.set_column(place, part.schema.field(place), attempts)
 
 
+def at_hand(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
+    """Select the rows of ``todo`` (TODO_SCHEMA) whose file, or container, is there now; one request a remote one.
+
+    Not those that are faults of the manifest or the index, which no worker has tried to read.
+    """
+    todo = todo.filter(todo["fault"].is_null())
+    offsets, uris = todo["source_offset"].to_pylist(), todo["uri"].to_pylist()
+    files = [uri if offset is None else uri.partition("#")[0] for uri, offset in zip(uris, offsets, strict=True)]
+    names = list(dict.fromkeys(files))
+    try:
+        sizes = dict(zip(names, Sizes(objects).of(names), strict=True))
+    except UsageError:  # the store refuses all
+        return todo.slice(0, 0)
+    return todo.filter(pa.array([sizes[file] >= 0 for file in files], pa.bool_()))
+
+
 def skipped_lines(tally: ManifestCounts, config: PruneConfig) -> list[str]:
     """Return lines for the user about videos that this run leaves alone, and those left for later by a limit."""
     there, lines = tally.done + tally.failed, []
@@ -216,6 +239,11 @@ def skipped_lines(tally: ManifestCounts, config: PruneConfig) -> list[str]:
         again = "" if config.retry_failed else " (--retry-failed tries them again)"
         errors = f", {tally.failed} of them as errors{again}" if tally.failed else ""
         lines.append(f"{there} of {there + tally.n_todo} videos are in the cache already{errors}")
+    if tally.unread and not config.retry_failed:
+        lines.append(
+            f"note: {tally.unread} videos failed for infrastructure reasons (I/O) in earlier runs: --retry-failed "
+            "tries them again"
+        )
     if tally.failed and config.retry_failed:
         lines.append(f"note: they have had their {config.max_attempts} attempts; raise --max-attempts for more")
     if config.limit is not None and config.limit < tally.n_todo:

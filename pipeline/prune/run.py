@@ -1,7 +1,7 @@
 """One prune run: videos are decoded, encoded and pruned, and written; the driver commits shard by shard.
 
 ``PruneRun`` overrides the steps of ``pipeline.runner.driver``. All videos are tried on all nodes first. Videos that
-failed where most videos failed are tried once more on the other nodes.
+failed where most videos failed are tried once more on the other nodes, and videos that could not be read on all.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.prune.recipe import resolve
 from pipeline.prune.resources import Resources, files_bytes, planned_workers, shortfalls
 from pipeline.prune.resume import (
+    at_hand,
     of_shard,
     remaining,
     retry_candidates,
@@ -96,6 +97,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         facts: what the run has taken; None until it begins to process.
         failed: failed video -> attempts that it has had.
         retryable: the same of videos that may succeed on another machine.
+        unread: the same of those that could not be read, which may succeed at another time.
         fetched: bytes of videos that were read from stores.
     """
 
@@ -107,7 +109,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.facts: Facts | None = None
         self.failed: dict[str, int] = {}
         self.retryable: dict[str, int] = {}
+        self.unread: dict[str, int] = {}
         self.fetched = 0
+        self._is_again = False  # whether this is the second pass
         self._without: Mapping[str, str] = {}  # nodes that the graph leaves out: id -> host
         self._reports: list[WorkerReport] = []  # the last ones of the graphs
         self._outside: Counter[FaultClass] = Counter()  # failures from outside the videos
@@ -183,10 +187,11 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return Discovery(self.indexing, self._objects, self._select, known, self.options.limit)
 
     def _begin_anew(self) -> None:
-        """Begin the cache anew with the code that its method has now. Raise UsageError where it has other videos."""
+        """Begin the cache anew with the code that its method has now. Raise UsageError where others' tokens would go."""
         ledger = Ledger(self.store, made_with(self.store)).refresh()
-        rows = np.unique(ledger.find(self._listed["video_id"]))
-        others = np.setdiff1d(np.flatnonzero(~ledger.removed(np.arange(len(ledger)))), rows)
+        with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
+        with_tokens = with_tokens[~ledger.removed(with_tokens)]
+        others = np.setdiff1d(with_tokens, ledger.find(self._listed["video_id"]))
         if len(others) and not self.indexing.left:
             example = ledger.read(int(others[0]))["video_id"]
             raise UsageError(
@@ -231,8 +236,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                     self.stream(todo)
                     todo.check()
                     self.run_file.note(videos=len(todo), left_out=cast(JsonObject, self.indexing.left_out.as_record()))
-                    again = retry_candidates(todo.found().todo, self.retryable, self.options.max_attempts)
-                    self._try_elsewhere(Discovery.of(again))
+                    self._try_again(todo)
                 except LimitReached as reached:
                     self.run_file.note(ended_by=str(reached))
                     self.say(f"note: {reached}: what is done is written; the same command goes on")
@@ -261,20 +265,23 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._header = self.store.read(HEADER)
         self._made_with = fingerprint(json.loads(self._header)["identity"])
 
-    def _try_elsewhere(self, again: Discovery) -> None:
-        """Try failed videos once more, without the nodes where most failed, if there are such nodes and others."""
+    def _try_again(self, todo: Discovery) -> None:
+        """Try failed videos once more: without the nodes where most failed, else those that could not be read."""
         without: dict[str, str] = {}
         for report in self._reports:
             without |= failing_nodes(report.tried)
-        if not without or not len(again):
-            return  # the second attempt would go like the first
         hosts = ", ".join(sorted(set(without.values())))
-        if not self._can_run_on(resources_without(without)):
-            self.say(f"note: {len(again)} videos failed, many on {hosts}, and no other node is there to try them again")
-            return
-        self.say(f"note: {len(again)} videos that failed are tried again without {hosts}, where most did")
-        self._without = without
-        self.stream(again)
+        elsewhere = bool(without) and self._can_run_on(resources_without(without))
+        attempts = self.options.max_attempts
+        again = retry_candidates(todo.found().todo, self.retryable if elsewhere else self.unread, attempts)
+        if elsewhere:
+            self._without, why = without, f"that failed are tried again without {hosts}, where most did"
+        else:  # a file that is gone would fail again, for the start of all workers
+            again, why = at_hand(again, self._objects), "that could not be read (io) are there now, and are tried again"
+        if len(again):
+            self.say(f"note: {len(again)} videos {why}")
+            self._is_again = True
+            self.stream(Discovery.of(again))
 
     def _can_run_on(self, cluster: Mapping[str, float]) -> bool:
         """Return whether a cluster with these resources can run all stages."""
@@ -329,6 +336,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self.failed.pop(record["video_id"], None)
         self.failed |= {record["video_id"]: record["attempts"] for record in failed}
         self.retryable |= {record["video_id"]: record["attempts"] for record in filter(may_succeed_elsewhere, failed)}
+        self.unread |= {record["video_id"]: record["attempts"] for record in failed if record["error_class"] == "io"}
         for record in filter(failed_from_outside, records):
             self._outside[record["error_class"]] += 1
             self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
@@ -380,7 +388,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._todo.check()
         if self.facts is not None:
             self.facts.check_limit()
-        if self._without or not report.failing or not self._outside:
+        if self._is_again or not report.failing or not self._outside:
             return None
         ((fault, count),) = self._outside.most_common(1)
         if count <= self._limit_alike:
@@ -390,7 +398,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def graph_ended(self, report: WorkerReport) -> None:
         self._reports.append(report)
-        self.run_file.save(out_of_service=[worker for one in self._reports for worker in one.out_of_service])
+        self.run_file.note(out_of_service=[worker for one in self._reports for worker in one.out_of_service])
 
     def unfinished(self, items: Discovery) -> Discovery:
         return Discovery.of(unfinished(items.all().todo, self.ledger.refresh(), self.failed))

@@ -8,7 +8,6 @@ last these files are merged, which leaves out superseded rows. After an interrup
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal, NamedTuple
@@ -27,7 +26,7 @@ from pipeline.rewrite.rewrite import check_place
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
 from pipeline.runner.run_record import RUNS, RunFile, new_run_id
-from pipeline.storage.stores import LocalStore, Store
+from pipeline.storage.stores import LocalStore, Store, request_threads
 
 OnEqual = Literal["rule", "refuse"]
 _COLUMNS = ("video_id", *RULE_COLUMNS, "clip_key", "source_size", "earlier_attempts", "token_shard", "checksum")
@@ -191,7 +190,7 @@ def _take_live_tokens(
     done.videos, done.equal = len(order), len(rows) - len(order)
     for number, source in enumerate(held):
         names = live.filter(pc.equal(live["cache"], number))["token_shard"].unique().to_pylist()
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with request_threads(_THREADS) as pool:
             for taken, n_bytes in enumerate(pool.map(partial(_take, source, out), names), 1):
                 done.linked += n_bytes == 0
                 done.copied += n_bytes is not None and n_bytes > 0

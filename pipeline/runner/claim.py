@@ -16,10 +16,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
+from types import TracebackType
 from typing import TypedDict, cast
 
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.rows import JsonObject
+from pipeline.runner.last_writes import write_last
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS
 from pipeline.storage.stores import NOTE, Store
@@ -99,26 +101,36 @@ class Claim:
                     self._refuse(name, other)
             self._me["checked"] = True
             self._beat(self._store)
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            self._leave_at(error)
             raise
         self._heart.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._ended.set()
-        self._heart.join(self._heartbeat_s)
-        self._leave()
+        if error is not None:
+            self._leave_at(error)
+            return
+        with suppress(OSError):  # it goes stale instead
+            self._leave()
 
     def tell(self, progress: Progress) -> None:
         """Put the run's numbers into its note when that is next written."""
         self._me["progress"] = asdict(progress)
 
+    def _leave_at(self, error: BaseException) -> None:
+        """Delete this run's note before an error leaves it."""
+        if why := write_last(error, self._leave):
+            stale_s = MISSED * self._heartbeat_s
+            error.add_note(f"the note of this run was not deleted, and holds no other up in {stale_s:g} s: {why}")
+
     def _leave(self) -> None:
-        """Delete this run's note."""
+        """Delete this run's note, once no sign of life can come behind that. Raises OSError."""
         _OPEN.discard(self._me["run_id"])
-        with suppress(OSError):  # it goes stale instead; what ended the run is what counts
-            self._store.delete(self._name)
+        if self._heart.ident is not None:
+            self._heart.join(self._heartbeat_s)
+        self._store.delete(self._name)
 
     def _beat(self, store: Store) -> None:
         """Write this run's note again, with a higher count."""

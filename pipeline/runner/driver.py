@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sized
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
@@ -28,19 +29,20 @@ from pipeline.options import RunOptions
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import check_device, root_cause
 from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
+from pipeline.runner.last_writes import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
 from pipeline.runner.monitor import Monitor
 from pipeline.runner.progress import reporter
 from pipeline.runner.run_record import Outcome, RunFile
 from pipeline.runner.shards import TICK_S, RunGraph, Shard, Shards
 from pipeline.runner.stages import Plan, end_workers
 from pipeline.runner.watchdog import ClusterChanged, Fetcher, Growth, Watchdog, still_running
+from pipeline.storage.outages import OUTAGES, saying_outages
 from pipeline.storage.stores import Store
 
 O = TypeVar("O", bound=RunOptions)  # noqa: E741 - beside T and S
 T = TypeVar("T", bound=Sized)
 S = TypeVar("S", bound=Outcome)
-#: How long an interrupted run waits for shards that are being written: schedulers send SIGKILL after half a minute.
-LEAVE_S = 15.0
+_RECORD_S = 3.0  # of the time for the last writes those of the record and the note get this much
 
 
 class Driver(ABC, Generic[O, T, S]):
@@ -136,6 +138,11 @@ class Driver(ABC, Generic[O, T, S]):
 
         Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
         """
+        with saying_outages(self.say):
+            return self._run()
+
+    def _run(self) -> S:
+        """Do the steps of a run in their order."""
         try:
             self.prepare()
             chosen = " ".join(f"{name}={value}" for name, value in self.options.chosen().items())
@@ -190,6 +197,7 @@ class GraphRun(Generic[T]):
         self._driver, self._items, self._plan, self._heartbeats = driver, items, plan, heartbeats
         self._progress = reporter(driver.console, len(items), options.log_interval, plan.wording)
         self._first_shard = driver.n_shards
+        self._n_taken = 0  # items that came out of the graph
         self._growth = Growth(plan, options.max_gpus)
 
     def run(self) -> None:
@@ -210,17 +218,30 @@ class GraphRun(Generic[T]):
                 self._drain(graph, shards)
             except (RunFailed, ClusterChanged, KeyboardInterrupt) as ending:
                 if shards.unwritten and not isinstance(ending.__cause__, OSError):  # a failed store would fail again
-                    driver.say(f"stopping: what is done is written first, in {LEAVE_S:g} s at most")
-                    with suppress(OSError, ray.exceptions.RayError, RunFailed):
-                        for shard in shards.rest(LEAVE_S):
-                            self._commit(shard)
+                    self._write_rest(shards, ending)
                 raise
             finally:
                 report = self._watchdog.last()
+                OUTAGES.take_reports(report.outages)
                 driver.monitor.look(report, self._progress.at)
                 driver.graph_ended(report)
                 for worker in report.out_of_service:
                     driver.say(f"note: out of service: {worker}")
+
+    def _write_rest(self, shards: Shards, ending: BaseException) -> None:
+        """Write and commit what is done, in a part of the time that the last writes of ``ending`` have."""
+        driver, item = self._driver, self._plan.wording.item
+        driver.say(f"stopping: what is done is written first, in {LAST_WRITES_S:g} s at most")
+        why = NO_ANSWER
+        with suppress(OSError, ray.exceptions.RayError, RunFailed):
+            for shard in shards.rest(seconds_left(ending) - _RECORD_S):
+                if isinstance(ending, ClusterChanged):  # the run goes on
+                    self._commit(shard)
+                elif failure := write_last(ending, partial(self._commit, shard), _RECORD_S):
+                    why = failure
+                    break
+        if n_left := self._n_taken - self._progress.at.done:
+            ending.add_note(f"{n_left} {item}s that are done were not written. The next run does them again: {why}")
 
     def _drain(self, graph: RunGraph, shards: Shards) -> None:
         """Take what comes out of the graph, have it written, and commit it, until all is committed."""
@@ -231,6 +252,7 @@ class GraphRun(Generic[T]):
                     self._look_when_due()
                     if not batches.ended and shards.has_room() and (batch := batches.next(TICK_S)) is not None:
                         shards.take(batch)
+                        self._n_taken += batch.n_items
                         done.through(batch.n_items)
                     for shard in shards.written():
                         self._commit(shard)
@@ -258,6 +280,7 @@ class GraphRun(Generic[T]):
         driver, progress = self._driver, self._progress
         self._watchdog.grow(len(self._items))
         report = self._watchdog.read()
+        OUTAGES.take_reports(report.outages)
         progress.stages(report)
         driver.monitor.look(report, progress.at)
         if (why := driver.give_up(report)) is not None:

@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 
 from gstep.errors import is_out_of_memory
 from pipeline.runner.heartbeats import REPORT_S, SELDOM_S, ProgressDelta, Worker
+from pipeline.storage.outages import OUTAGES, Outage
 
 _ANSWER_S = 10.0
 POISON = 2  # deaths with one item in hand after which the item is given to no other process
@@ -76,6 +77,7 @@ class Heartbeat:
         self.one_died = False
         self._held: list[HeldItems] = []
         self._reported: list[str] = []  # the items that the last report said are held
+        self._reported_outages: tuple[Outage, ...] = ()
         self._reporting = threading.RLock()  # reports must be sent in the order in which things happened
 
     def start(self) -> None:
@@ -169,6 +171,7 @@ class Heartbeat:
             with self._reporting:
                 self._count_time()
                 idle = self._delta._replace(up_s=0.0) == ProgressDelta() and self._held_items() == self._reported
+                idle &= OUTAGES.report() == self._reported_outages
                 if not idle or self._delta.up_s >= _IDLE_S:
                     self._report()
 
@@ -205,10 +208,10 @@ class Heartbeat:
         """Send the held items and counts to the actor without waiting for it; a dead actor fails no item."""
         if self._heartbeats is None:
             return
-        held = self._held_items()
+        held, outages = self._held_items(), OUTAGES.report()
         with suppress(Exception):  # a dead actor or a full backlog must not fail an item
-            self._heartbeats.state.remote(self._stage, self._me, held, self._delta)
-            self._delta, self._reported = ProgressDelta(), held
+            self._heartbeats.state.remote(self._stage, self._me, held, self._delta, outages)
+            self._delta, self._reported, self._reported_outages = ProgressDelta(), held, outages
 
     @cached_property
     def _me(self) -> Worker:

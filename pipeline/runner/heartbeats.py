@@ -18,6 +18,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from pipeline.storage.outages import Outage
+
 
 class Worker(NamedTuple):
     """The sender of a report: one name for all processes of an actor or attempts of a task, and where this one runs."""
@@ -96,6 +98,7 @@ class WorkerReport:
         busy_s: stage -> those of them in which they had something in hand.
         faults: how often items failed, by stage, host and error class; again where they were tried again.
         deaths: the last processes of workers that died.
+        outages: stores that do not answer a worker, each since the first worker noticed.
     """
 
     inside: dict[str, list[str]] = field(default_factory=dict)
@@ -110,6 +113,7 @@ class WorkerReport:
     busy_s: dict[str, float] = field(default_factory=dict)
     faults: dict[FailureKind, int] = field(default_factory=dict)
     deaths: list[Death] = field(default_factory=list)
+    outages: list[Outage] = field(default_factory=list)
 
 
 _RESTARTS = 3
@@ -180,13 +184,24 @@ class Heartbeats:
         self._left, self._made = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
         self._up_s, self._busy_s = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
         self._faults: Counter[FailureKind] = Counter()
+        self._outages: dict[Worker, Collection[Outage]] = {}
         self._moves = 0
         self._failure: str | None = None
 
     @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
-    def state(self, stage: str, worker: Worker, held: Sequence[str], delta: ProgressDelta) -> None:
-        """Record the items that a worker of ``stage`` holds now, and its counts since its last report."""
+    def state(
+        self,
+        stage: str,
+        worker: Worker,
+        held: Sequence[str],
+        delta: ProgressDelta,
+        outages: Collection[Outage] = (),
+    ) -> None:
+        """Record a worker of ``stage``: its items now, its counts since its last report, stores that do not answer."""
         self._processes[stage][worker.name] = worker
+        self._outages.pop(worker, None)
+        if outages:
+            self._outages[worker] = outages
         if held:
             self._held[stage][worker.name] = held
         else:
@@ -312,7 +327,15 @@ class Heartbeats:
             busy_s=dict(self._busy_s),
             faults=dict(self._faults),
             deaths=list(self._dead),
+            outages=self._current_outages(),
         )
+
+    def _current_outages(self) -> list[Outage]:
+        """Return what processes that still run have reported of stores, the first report of each store."""
+        last = {process for workers in self._processes.values() for process in workers.values()}
+        running = [worker for worker in self._outages if worker in last and self._node_lives(worker.node)]
+        outages = sorted((outage for worker in running for outage in self._outages[worker]), key=lambda it: -it.since)
+        return list({outage.place: outage for outage in outages}.values())
 
 
 @contextmanager

@@ -8,9 +8,9 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict
@@ -23,6 +23,7 @@ from pipeline.cache.schema import TOKENS
 from pipeline.cache.token_shard import run_of, token_shard_id
 from pipeline.errors import BUGS, Fault, UsageError, printable
 from pipeline.rows import Json, JsonObject
+from pipeline.runner.last_writes import write_last
 from pipeline.storage.stores import Store
 
 RUNS = "runs"
@@ -63,9 +64,12 @@ class RunFile:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
-        # An unreachable store must not hide the error that ended the run.
-        with suppress(OSError) if kind is not None else nullcontext():
-            self.save(status=status, ended=now(), error=None if value is None else printable(str(value)))
+        if value is None:
+            self.save(status=status, ended=now(), error=None)
+        else:  # an unreachable store must not hide the error that ended the run
+            save = partial(self.save, status=status, ended=now(), error=printable(str(value)))
+            if why := write_last(value, save):
+                value.add_note(f"the end of this run was not written to its record: {why}")
 
     def note(self, **news: Json) -> None:
         """Add facts that are written with the record's next save."""

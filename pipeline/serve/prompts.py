@@ -23,6 +23,7 @@ from pipeline.generate.model import check_model, check_tokens, stored_tower
 from pipeline.rows import Json, JsonObject
 from pipeline.serve import CONFIG
 from pipeline.serve.videos import ServedVideo, ServedVideos, TooLarge
+from pipeline.storage.stores import store_at
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -143,11 +144,13 @@ class CachedPrompts:
 
     def _opened(self, place: str) -> ServedVideos:
         """Open a cache that fits the model, refreshed at intervals. Raises UsageError where it does not fit."""
-        first = TokenCache(place)
+        # A request is answered with a 503 when its store is away, and not after minutes.
+        opened = partial(TokenCache, place, store=store_at(place).impatient())
+        first = opened()
         check_model(first.store, first.identity["model"], self.source, partial(stored_tower, first.store, first.header))
         check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
         _check_ratio(first, self.served.retention_ratio)
-        return ServedVideos(partial(TokenCache, place), self.served.refresh_seconds, self.served.held_bytes)
+        return ServedVideos(opened, self.served.refresh_seconds, self.served.held_bytes)
 
     def close(self) -> None:
         """Stop refreshing the caches."""

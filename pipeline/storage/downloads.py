@@ -91,11 +91,9 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
     def __next__(self) -> bytes:
         if not self._left:
             raise StopIteration
-        began = time.monotonic()
         with self._errors():
             piece = self._piece()
             self._at, self._left, self._since = self._at + len(piece), self._left - len(piece), self._since + len(piece)
-            self._spent_s += time.monotonic() - began
             if self._spent_s > _GRACE_S + self._length / _SLOWEST:
                 done = self._length - self._left
                 raise OSError(errno.ETIMEDOUT, f"only {done} of {self._length} bytes came in time")
@@ -104,6 +102,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
     def _piece(self) -> bytes:
         """Read the next piece, from a new connection where the last one broke."""
         while True:
+            began = time.monotonic()  # a store that is away may take minutes to be asked again
             try:
                 return bytes(self._body.read(_CHUNK))
             except self._broken:
@@ -111,6 +110,8 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
                 self._since = 0
                 if self._resumes > _RESUMES or self._mark is None:
                     raise
+            finally:
+                self._spent_s += time.monotonic() - began
             answer = self._ask(f"bytes={self._at}-{self._last}", self._mark)
             self._body = answer["Body"]
             if not answer.get("ContentRange", "").startswith(f"bytes {self._at}-"):

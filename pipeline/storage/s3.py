@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -27,10 +29,19 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
 from pipeline.storage.downloads import Download, hand_over
+from pipeline.storage.outages import OUTAGES, Outage
 
 SCHEME = "s3://"
 _RETRIES = 4  # how often a range whose download broke is asked for again
 _CONNECT_S, _SILENT_S = 10, 60  # how long a store may take to accept a connection, and to send the next bytes
+# How long a request is tried again. A store that has answered before comes back; one that never did may be a wrong
+# address, and 500 may be the answer for good. The time between two tries doubles up to the last number.
+OUTAGE_S, _DOUBTFUL_S, _MAX_DELAY_S = 300.0, 20.0, 20.0
+_AWAY = frozenset({429, 502, 503, 504})
+_AWAY_CODES = frozenset(
+    {"SlowDown", "RequestTimeout", "RequestLimitExceeded", "BandwidthLimitExceeded", "RequestThrottled"}
+    | {"Throttling", "ThrottlingException", "ThrottledException", "TooManyRequestsException"}
+)
 _NUMBERS: Mapping[int, int] = {
     401: errno.EACCES,
     403: errno.EACCES,
@@ -92,18 +103,20 @@ class Slice(NamedTuple):
 class Objects:
     """The client of S3 stores with this run's settings. It pickles, its repr hides secrets, threads may share it.
 
-    Every method takes ``s3://bucket/key`` and retries what is worth it a few times. Raises OSError
-    (FileNotFoundError, PermissionError, FileExistsError) that names the URI.
+    Every method takes ``s3://bucket/key``, and tries again for minutes what a store that is busy or away does not
+    answer (``pipeline.storage.outages``). Raises OSError (FileNotFoundError, PermissionError, FileExistsError) that
+    names the URI.
     """
 
-    def __init__(self, *, patience: float = 1.0, **settings: str | None) -> None:
+    def __init__(self, *, patience: float = 1.0, answered: bool = False, **settings: str | None) -> None:
         """Take ``settings``, keywords of boto3 (see ``_ENVIRONMENT``).
 
-        boto3 searches for what is missing. ``patience`` scales how long a store may take, and how often it is asked.
+        boto3 searches for what is missing. ``patience`` scales how long a store may take; below 1 it is asked twice.
+        ``answered`` is whether it has ever answered these settings.
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
-        self._patience = patience
+        self._patience, self._answered = patience, answered
         self._made: tuple[int, Any] | None = None  # (process, client)
 
     @classmethod
@@ -121,10 +134,10 @@ class Objects:
 
     def impatient(self) -> Objects:
         """Return a client that gives up after two tries of 14 seconds, for requests that are useless when late."""
-        return Objects(patience=0.2, **self._settings)
+        return Objects(patience=0.2, answered=self._answered, **self._settings)
 
     def __reduce__(self) -> tuple[Callable[[], Objects], tuple[()]]:
-        return partial(Objects, patience=self._patience, **self._settings), ()
+        return partial(Objects, patience=self._patience, answered=self._answered, **self._settings), ()
 
     def __repr__(self) -> str:
         return "Objects(...)"
@@ -257,9 +270,36 @@ class Objects:
         """Return this process's boto3 client; one inherited by a fork would share connections with the parent."""
         if self._made is None or self._made[0] != os.getpid():
             client = _connect(dict(self._settings), self._patience)
+            client.meta.events.register("before-call.s3", _note_start)
+            client.meta.events.register_first("needs-retry.s3", self._delay)
             client.meta.events.register_first("needs-retry.s3", partial(_renew, client, self._settings))
             self._made = os.getpid(), client
         return self._made[1]
+
+    def _delay(
+        self,
+        response: tuple[Any, Mapping[str, Any]] | None,
+        attempts: int,
+        caught_exception: Exception | None,
+        request_dict: Mapping[str, Any],
+        **_: object,
+    ) -> float | None:
+        """Return the seconds until botocore sends a request again; None where its answer stands.
+
+        botocore's own policy ends after seconds, and sooner where many requests of a process fail.
+        """
+        place: str = request_dict["context"][_PLACE]
+        sent: float = request_dict["context"][_SENT]
+        self._answered |= response is not None
+        failure = _describe_failure(response, caught_exception)
+        if failure is None:
+            OUTAGES.answered(place)
+            return None
+        OUTAGES.failed(Outage(place, sent, failure.why))
+        tried_s, longest_s = time.time() - sent, OUTAGE_S if self._answered and failure.ends else _DOUBTFUL_S
+        if attempts >= 2 and (self._patience < 1 or tried_s >= longest_s):
+            return None
+        return random.uniform(0.5, 1) * min(_MAX_DELAY_S, 0.2 * 1.6**attempts)
 
     @contextmanager
     def _errors(self, uri: str) -> Iterator[None]:
@@ -335,13 +375,41 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
         "response_checksum_validation": "when_required",
     }
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": max(2, round(6 * patience))},
+        retries={"mode": "standard", "total_max_attempts": 1},  # ``Objects._delay`` decides
         connect_timeout=_CONNECT_S * patience,
         read_timeout=_SILENT_S * patience,
         max_pool_connections=64,  # above every pool of threads here: urllib3 logs the endpoint where it is passed
         **(other if "endpoint_url" in settings else {}),
     )
     return session.client("s3", config=config, **settings)
+
+
+class _Failure(NamedTuple):
+    """The failure of a request that another try may not meet, and whether failures of its kind end some time."""
+
+    why: str
+    ends: bool
+
+
+def _describe_failure(response: tuple[Any, Mapping[str, Any]] | None, error: Exception | None) -> _Failure | None:
+    """Return the failure of a request, without endpoint and secrets; None for one whose answer stands."""
+    from botocore.exceptions import ConnectionError, HTTPClientError  # noqa: A004, PLC0415 - only where a store is used
+
+    if response is None:
+        return _Failure(type(error).__name__, True) if isinstance(error, ConnectionError | HTTPClientError) else None
+    status, code = response[0].status_code, response[1].get("Error", {}).get("Code", "")
+    if status in _AWAY or code in _AWAY_CODES:
+        return _Failure(f"{status} {code}" if code not in ("", str(status)) else str(status), True)
+    return _Failure(f"{status} {code}", False) if status == 500 else None
+
+
+_PLACE, _SENT = "gstep_place", "gstep_sent"  # keys of a request's context
+
+
+def _note_start(params: Mapping[str, Any], context: dict[str, Any], **_: object) -> None:
+    """Note with a request where it goes and when it was first sent."""
+    bucket = context["input_params"]["Bucket"]
+    context |= {_PLACE: f"{SCHEME}{bucket}", _SENT: time.time()}
 
 
 def _renew(

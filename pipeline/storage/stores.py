@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -27,6 +27,18 @@ from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_object
 NOTE = ".running"  # how the notes of runs end; see pipeline.runner.claim
 INDEXES = "sources"  # the folder of a cache that keeps the indexes of containers, a file each
 _READERS = 16
+
+
+@contextmanager
+def request_threads(most: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool of threads for requests; an exception, as of Ctrl-C, does not wait for those under way."""
+    pool = ThreadPoolExecutor(most)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 class FileInfo(NamedTuple):
@@ -292,7 +304,7 @@ class ObjectStore:
         return self.objects.read(self._uri(name))
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
-        with ThreadPoolExecutor(_READERS) as pool:  # many small files cost latency, so they are read in parallel
+        with request_threads(_READERS) as pool:  # many small files cost latency, so they are read in parallel
             for start in range(0, len(names), 8 * _READERS):
                 yield from pool.map(self.read, names[start : start + 8 * _READERS])
 

@@ -15,7 +15,6 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from pipeline.errors import UsageError, VideoFault, printable
 from pipeline.rows import VideoRow
 from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import request_threads
 from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sandbox import DecodeSandbox
@@ -187,12 +187,9 @@ class Sizes:
         """Yield the size of each object, -1 for a missing one. Raises UsageError as ``of``."""
         if not uris:
             return
-        pool = ThreadPoolExecutor(_ASKED)
-        try:
+        with request_threads(_ASKED) as pool:
             for start in range(0, len(uris), 8 * _ASKED):  # a map sends all its requests even after an error
                 yield from self._counted(pool.map(self._head, uris[start : start + 8 * _ASKED]))
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def _counted(self, answers: Iterable[int | OSError]) -> Iterator[int]:
         """Yield sizes while counting refusals in a row. Raises UsageError after too many."""

@@ -4,12 +4,13 @@ import argparse
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from jobs import prune
+from jobs import command, prune
 from jobs.command import LogConsole, count, exit_code_of, file_in_folder, share
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
@@ -60,6 +61,53 @@ def test_sigterm_is_an_interruption():
         return 0
 
     assert code_of(work) == (130, "interrupted")
+
+
+@pytest.mark.parametrize(("signals", "last"), [(2, "interrupted again: ended at once"), (1, "a request does not end")])
+def test_an_interrupt_that_is_swallowed_ends_the_process_at_the_next_one_and_in_time(
+    monkeypatch, tmp_path, signals, last
+):
+    """In a process of its own, which it ends."""
+    monkeypatch.setattr(command, "_SAME_SIGNAL_S", 0.0)
+    monkeypatch.setattr(command, "_MAX_STOP_S", 60.0 if signals == 2 else 0.2)
+
+    def work() -> int:
+        for _ in range(signals):
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.pause()
+        signal.pause()
+        return 0
+
+    pid = os.fork()
+    if pid == 0:
+        with (tmp_path / "log").open("w", buffering=1) as log:
+            exit_code_of(work, Console(file=log))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith(last)
+
+
+def test_an_error_behind_an_interrupt_is_a_line_and_not_its_end():
+    def work(error: Exception):
+        def fail() -> int:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.pause()
+            except KeyboardInterrupt:
+                raise error from None
+            return 0
+
+        return fail
+
+    assert code_of(work(RunFailed("the store")), failed=(RunFailed,)) == (130, "interrupted\nfailed: the store")
+    assert code_of(work(OSError("the store"))) == (130, "interrupted\nfailed: the store")
+
+
+def test_what_could_not_be_written_is_said_of_an_interrupt():
+    interrupt = KeyboardInterrupt()
+    interrupt.add_note("the record was not written")
+    assert code_of(raising(interrupt)) == (130, "interrupted\nthe record was not written")
 
 
 @pytest.fixture

@@ -133,10 +133,15 @@ def test_the_same_command_again_asks_nothing_and_more_methods_join_those_there(r
         evaluated(data, out, *GRID)
     assert scores_of(out).equals(before)
     asked = everything_asked(out)
-    evaluated(data, out, "--method", "gstep", "uniform", "--retention-ratio", "0.25")
+    evaluated(data, out, "--method", "gstep", "random", "--retention-ratio", "0.25", "--seed", "1")
+    evaluated(data, out, "--method", "gstep", "random,seed=0..1", "--retention-ratio", "0.25")
     more = everything_asked(out)
-    assert {pruning for _, pruning in (more - asked)} == {"uniform@0.25"} and set(more.values()) == {1}
-    assert {row["method"] for row in scores_of(out).to_pylist()} == {"none", "gstep", "uniform"}
+    assert {pruning for _, pruning in (more - asked)} == {"random@0.25", "random,seed=1@0.25"}
+    assert set(more.values()) == {1}
+    kept = {row["pruning"]: row["kept_per_frame"] for row in read_answers(out / "answers").to_pylist()}
+    assert kept["random@0.25"] != kept["random,seed=1@0.25"]
+    assert {row["method"] for row in scores_of(out).to_pylist()} == {"none", "gstep", "random", "random,seed=1"}
+    assert "| Random, 2 seeds |" in (out / "tables.md").read_text()
     evaluated(data, out, *GRID)  # nothing is lost by having asked for less in between
     assert everything_asked(out) == more and scores_of(out).equals(before)
 

@@ -40,10 +40,22 @@ def one_node():
 
 
 def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node, tmp_path):
-    """One of four decoders, on the only node: what it does not get is done by the others."""
+    """One of four decoders, on the only node: what it does not get is done by the others.
+
+    A second attempt would be made at the files, which are there.
+    """
     ids = tiny_videos(tmp_path / "videos", 96)
     Path(tmp_path / "videos" / "bad").mkdir()
-    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), *OPTIONS, "--decode-workers", "4"]
+    argv = [
+        str(tmp_path / "videos"),
+        "--out",
+        str(tmp_path / "c"),
+        *OPTIONS,
+        "--decode-workers",
+        "4",
+        "--max-attempts",
+        "1",
+    ]
     done = run_here(prune, argv)
     failed = TokenCache(tmp_path / "c").failed
     assert set(failed.values()) == {"io"}, done.stdout

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import ray
 
 from jobs import prune
 from pipeline import TokenCache
 from pipeline.storage.stores import ObjectStore
-from tests.jobs.faults import OPTIONS, Visible, files, tiny_videos
+from tests.jobs.faults import OPTIONS, Driver, Visible, files, tiny_videos
 from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
 from tests.pipeline.flaky import ALWAYS, FlakyProxy
@@ -32,7 +36,7 @@ PATIENCE_S = 30
 @pytest.fixture(scope="module")
 def cluster():
     with ray_here({"num_cpus": 2}):
-        yield
+        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +136,125 @@ def test_a_store_that_is_busy_loses_replies_and_breaks_off_has_one_copy_of_all(v
     assert [len(fault.paths) for fault in faults] == [fault.times for fault in faults]
     assert sorted(visible.check_rows(TokenCache(store.root, store=store))) == visible.ids
     assert "Uploads" not in proxy.server.client.list_multipart_uploads(Bucket=proxy.server.bucket)
+
+
+def stop_soon() -> None:
+    """Give this driver's last writes less time, so that the tests need not wait as long as an operator."""
+    from jobs import command  # noqa: PLC0415 - in the driver's process alone
+    from pipeline.runner import driver, last_writes  # noqa: PLC0415
+
+    command._SAME_SIGNAL_S = 0.0
+    last_writes.LAST_WRITES_S, driver._RECORD_S = 3.0, 1.0
+
+
+@pytest.mark.parametrize("kind", ["stall", 503, "cut"])
+def test_a_stop_ends_with_130_while_the_store_is_away_and_says_what_is_not_written(visible, stopped, kind):
+    driver = stopped.driver(kind)
+    os.kill(driver.pid, signal.SIGTERM)
+    assert driver.wait() == 130, driver.output
+    assert "Traceback" not in driver.output and "failed:" not in driver.output
+    for line in (
+        "videos that are done were not written",
+        "the end of this run was not written",
+        "the note of this run",
+    ):
+        assert driver.output.count(line) == 1, driver.output
+    stopped.proxy.away.clear()
+    assert visible.check_rows(stopped.cache())
+
+
+def test_a_second_signal_ends_the_run_at_once_and_the_next_run_goes_on(visible, stopped, videos):
+    driver = stopped.driver("stall")
+    os.kill(driver.pid, signal.SIGTERM)
+    driver.until(lambda: "stopping: " in driver.output, "the first signal")
+    os.kill(driver.pid, signal.SIGTERM)
+    assert driver.wait() == 130, driver.output
+    assert "interrupted again: ended at once" in driver.output and "was not written" not in driver.output
+    stopped.proxy.away.clear()
+    before = visible.check_rows(stopped.cache())
+    _, done = run_on(stopped.proxy, videos, "stopped")
+    assert done.returncode == 0 and f"{len(before)} of {len(visible.ids)} videos are in the cache" in done.stdout
+    assert sorted(visible.check_rows(stopped.cache())) == visible.ids
+
+
+class Stopped:
+    """A cache on a store that goes away below runs."""
+
+    def __init__(self, proxy: FlakyProxy, videos: Path, address: str, folder: Path) -> None:
+        self.proxy, self._address, self._folder, self._n = proxy, address, folder, 0
+        options = ["--decoder", "tests.jobs.hostile:SlowDecoder", "--videos-per-shard", "2", "--decode-workers", "1"]
+        self._argv = [str(videos), "--out", proxy.server.uri("stopped"), *OPTIONS, *options]
+
+    def cache(self) -> TokenCache:
+        root = self.proxy.server.uri("stopped")
+        return TokenCache(root, store=ObjectStore(root, self.proxy.server.objects()))
+
+    def driver(self, kind: int | str) -> Driver:
+        """Start a run, and let the store be away once it has committed something; return it when it has noticed."""
+        store, self._n = ObjectStore(self.proxy.server.uri("stopped"), self.proxy.server.objects()), self._n + 1
+        log, environ = self._folder / f"log{self._n}", self.proxy.environment()
+        wanted, self.proxy.n_away = len(store.names("videos", ".parquet")) + 1, 0
+        driver = Driver(self._argv, log, stop_soon, **{**environ, "RAY_ADDRESS": self._address})
+        driver.until(lambda: len(store.names("videos", ".parquet")) >= wanted, "a commit")
+        self.proxy.away["/stopped/"] = kind
+        driver.until(lambda: self.proxy.n_away, "a request that fails")
+        return driver
+
+
+@pytest.fixture(scope="module")
+def stopped(proxy, videos, cluster, tmp_path_factory) -> Stopped:
+    return Stopped(proxy, videos, cluster, tmp_path_factory.mktemp("stopped"))
+
+
+def test_an_outage_of_the_corpus_alone_costs_no_video_and_is_said_once(proxy, videos, cluster, tmp_path):
+    """One node, whose workers alone read the corpus."""
+    for path in sorted(videos.glob("*.mp4"))[:6]:
+        proxy.server.upload(f"corpus/{path.name}", path.read_bytes())
+    argv = [
+        proxy.server.uri("corpus/"),
+        "--out",
+        str(tmp_path / "c"),
+        *OPTIONS,
+        "--stall-timeout",
+        "40",
+        "--decode-timeout",
+        "30",
+    ]
+    proxy.away["/corpus/v"] = 503
+    try:
+        (tmp_path / "log").touch()
+        driver = Driver(argv, tmp_path / "log", **{**proxy.environment(), "RAY_ADDRESS": cluster})
+        driver.until(lambda: "fails since" in driver.output, "a line about the outage")
+    finally:
+        proxy.away.clear()
+    assert driver.wait() == 0, driver.output
+    assert driver.output.count(f"the store s3://{proxy.server.bucket} fails since") == 1, driver.output
+    assert driver.output.count(f"the store s3://{proxy.server.bucket} answers again") == 1, driver.output
+    cache = TokenCache(tmp_path / "c")
+    assert [cache.metadata(video_id)["attempts"] for video_id in cache.video_ids] == [1] * 6
+
+
+def test_a_video_that_could_not_be_read_is_tried_again_at_the_end_and_one_that_is_gone_is_not(proxy, videos, tmp_path):
+    """One node, as each task of a Slurm array has."""
+    names = [path.name for path in sorted(videos.glob("*.mp4"))[:6]]
+    for name in names:
+        proxy.server.upload(f"unread/{name}", (videos / name).read_bytes())
+    listed = [{"video_id": name, "uri": proxy.server.uri(f"unread/{name}")} for name in (*names, "gone.mp4")]
+    pq.write_table(pa.Table.from_pylist(listed), tmp_path / "manifest.parquet")
+    argv = [str(tmp_path / "manifest.parquet"), "--out", str(tmp_path / "c"), *OPTIONS, "--max-failed", "1"]
+    argv += ["--video-root", proxy.server.uri("unread")]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in proxy.environment().items():
+            patch.setenv(name, value)
+        proxy.fail("GET", f"/unread/{names[0]}", 403)
+        done = run_here(prune, argv)
+        assert done.returncode == 0 and done.stdout.count("1 videos that could not be read (io) are there now") == 1
+        cache = TokenCache(tmp_path / "c")
+        assert cache.video_ids == names and cache.failed == {"gone.mp4": "io"}
+        assert [cache.metadata(name)["attempts"] for name in names] == [2, *[1] * 5]
+        later = run_here(prune, argv)
+    assert later.returncode == 0, later.stdout
+    assert "1 videos failed for infrastructure reasons (I/O) in earlier runs: --retry-failed tries" in later.stdout
 
 
 def test_a_store_that_refuses_is_asked_once(visible, videos, proxy):

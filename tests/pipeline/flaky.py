@@ -47,6 +47,8 @@ class FlakyProxy:
     def __init__(self, server: S3Server) -> None:
         self.server = server
         self.expired = ""  # the session token that is good no more
+        self.away: dict[str, int | str] = {}  # part of a path -> what all requests for such paths meet: an outage
+        self.n_away = 0  # the requests that met it
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
         self.stalled, self._ended = threading.Event(), threading.Event()
@@ -78,6 +80,9 @@ class FlakyProxy:
     def fault_for(self, method: str, path: str) -> int | str | None:
         """Return what is to happen to the request that just came, if anything."""
         path = unquote(path)
+        if (kind := next((kind for part, kind in self.away.items() if part in path), None)) is not None:
+            self.n_away += 1
+            return kind
         with self._lock:
             met = [fault for fault in self._faults if (fault.method, path) in {(method, p) for p in fault.paths}]
             for fault in met or self._faults:

@@ -1,9 +1,12 @@
 """The options of an evaluation: nonsense is refused by name, and the grid is all that every question is asked under."""
 
+from dataclasses import fields
+
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.config import DEFAULT_METHODS, DEFAULT_RATIOS, FULL_LABEL, EvaluateConfig
+from pipeline.evaluate.config import DEFAULT_METHODS, DEFAULT_RATIOS, FULL_LABEL, POSITIONS, EvaluateConfig
+from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import PruningSpec
 
 
@@ -35,6 +38,18 @@ def test_parameters_stand_behind_commas_and_are_part_of_the_label():
     assert asked["fastv,K=1@0.25"] != asked["fastv,K=3@0.25"] and len(asked) == 4
 
 
+def test_seeds_are_methods_of_their_own_and_a_range_of_them_is_short_for_each():
+    assert list(grid("random,seed=0..2", "fps")) == [
+        FULL_LABEL, "random,seed=0@0.25", "random,seed=1@0.25", "random,seed=2@0.25", "fps@0.25"
+    ]  # fmt: skip
+    assert grid("random,seed=1", "gstep", reference="random").keys() == {FULL_LABEL, "random,seed=1@0.25", "gstep@0.25"}
+
+
+def test_positions_have_the_words_of_jobs_generate():
+    choices = {one.name: set(one.metadata["choices"]) for one in fields(GenerateConfig) if one.name == "positions"}
+    assert set(POSITIONS) - {"both"} == choices["positions"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -57,6 +72,11 @@ def test_parameters_stand_behind_commas_and_are_part_of_the_label():
         ({"max_frames": 8}, "--max-frames goes with --fps"),
         ({"max_video_tokens": 8}, "--max-video-tokens goes with --fps"),
         ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1"),
+        ({"reference": "fps"}, "--reference fps is no row of the table; there are gstep, none, random"),
+        ({"ours": "gstep,alpha=1"}, "--ours gstep,alpha=1 is no row of the table"),
+        ({"method": ["random,seed=3..1"]}, "--method random,seed=3..1: the first seed is larger than the last"),
+        ({"method": ["gstep", "random,seed=1..2"], "reference": "random,seed=1"}, "there are gstep, none, random$"),
+        ({"positions": "close"}, "--positions must be one of .*contiguous"),
         ({"drop_tokens": True, "cache": "c"}, "--drop-tokens deletes the cache in --out"),
     ],
 )

@@ -18,7 +18,7 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import prepare
-from pipeline.evaluate.results import Presentation, main_table
+from pipeline.evaluate.results import Presentation, tables_of
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
@@ -45,7 +45,7 @@ def done() -> Evaluation:
     scores = scores_of(items, ["gstep", "fastv,K=3"], [0.25, 0.1])
     evaluated = ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (), len(items)), scores=scores)
     shown = Presentation(title="T", benchmark=OWN, described={}, draws=100)
-    return Evaluation(done=evaluated, table=main_table(evaluated, shown), out="there", files=["a.md", "b.html"])
+    return Evaluation(done=evaluated, table=tables_of(evaluated, shown)[0], out="there", files=["a.md", "b.html"])
 
 
 def code(done, asked: AnswerSummary | None, videos: Summary | None = None, **options) -> int:
@@ -84,6 +84,7 @@ def test_the_record_has_every_method_with_its_scores_and_the_counts(done):
     assert [(row["method"], row["retention_ratio"]) for row in record["scores"]] == [(r.method, r.ratio) for r in rows]
     assert record["notes"] == list(done.table.remarks) and record["notes"]
     assert {(row["n_cut"], row["n_weak"]) for row in record["scores"]} == {(0, 0)}
+    assert record["rows"] == json.loads(json.dumps(done.table.as_record()["rows"])) and record["reference"] == "gstep"
     first = record["scores"][0]
     assert first["scores"].keys() == {column.key for column in done.table.columns}
     assert (first["rel"], first["scores"]["overall"]) == (rows[0].rel.score, rows[0].cells[-1].score)
@@ -92,11 +93,15 @@ def test_the_record_has_every_method_with_its_scores_and_the_counts(done):
 
 def test_the_terminal_shows_every_method_with_its_share_and_the_files(done):
     lines = printed(done).splitlines()
-    rows = [line.split("│") for line in lines if "│" in line]
+    whole = [line.split("│") for line in lines if "│" in line]
+    rows = [row for row in whole if row[0].strip()]
     assert [row[0].strip() for row in rows] == ["Full retention", "GSTEP", "FastV, K=3", "GSTEP", "FastV, K=3"]
     assert [row[1].strip() for row in rows] == ["100 %", "25 %", "25 %", "10 %", "10 %"]
     cells = [row.cells[0].printed for row in done.table.rows[1:]]
     assert [row[2].strip() for row in rows[1:]] == cells
+    beside = [row[2].strip() for row in whole if not row[0].strip()]  # below the number
+    assert beside == [row.cells[0].difference_text for row in done.table.rows if row.method == "fastv,K=3"]
+    assert [line.strip() for line in lines if "paired difference to GSTEP" in line] == [done.table.remarks[0]]
     assert lines[0].strip() == "T" and lines[-1] == "there: a.md, b.html"
     assert not any("answered" in line for line in lines)
 
@@ -147,6 +152,25 @@ def test_answers_that_are_there_become_results_without_ray(places, tmp_path):
     assert places[0] in done.table.title and done.out == str(tmp_path / "r")
 
 
+def test_answers_under_several_seeds_are_one_row(places, tmp_path):
+    seeds = [
+        generated(
+            tmp_path / "c",
+            tmp_path / f"r{seed}",
+            ROWS,
+            replies,
+            pruner="random",
+            retention_ratio=0.25,
+            pruner_seed=seed,
+        )
+        for seed, replies in ((0, "BBBB"), (4, "AAAA"))
+    ]
+    done = scored([*places, *seeds], tmp_path / "r")
+    _, _, random = done.table.rows
+    assert (random.title, random.seeds, random.cells[-1].printed) == ("Random, 2 seeds", [0, 4], "50.0")
+    assert set(done.done.scores["method"].to_pylist()) == {"none", "gstep", "random", "random,seed=4"}
+
+
 def test_the_same_answers_may_be_scored_again_and_others_need_another_place(places, tmp_path):
     scored(places, tmp_path / "r")
     scored(places, tmp_path / "r", seed=3)
@@ -157,6 +181,8 @@ def test_the_same_answers_may_be_scored_again_and_others_need_another_place(plac
 def test_what_is_refused_writes_nothing(places, tmp_path):
     with pytest.raises(UsageError, match="is there twice"):
         scored([places[0], places[0]], tmp_path / "r")
+    with pytest.raises(UsageError, match="--reference fps: no row of the table; there are none, gstep"):
+        scored(places, tmp_path / "r", reference="fps")
     assert not (tmp_path / "r").exists()
     before = sorted(path.name for path in Path(places[0]).rglob("*"))
     with pytest.raises(NotResults):

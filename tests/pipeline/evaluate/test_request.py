@@ -2,7 +2,9 @@
 
 import io
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import ray
@@ -21,10 +23,11 @@ from pipeline.evaluate.request import (
 )
 from pipeline.evaluate.run import answers_config
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
-from pipeline.generate.late_pruning import describe_prunings, resolve_pruning
+from pipeline.generate.late_pruning import PruningSpec, describe_prunings, resolve_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.prune.recipe import resolve
 from pipeline.storage.stores import LocalStore
+from tests.jobs.poison import Poison
 from tests.pipeline.asking import thinking_model, tiny_cache, write_questions
 from tests.pipeline.evaluate.videomme import write_videomme
 
@@ -32,6 +35,13 @@ ROWS = [
     {"question_id": 1, "video_id": "a", "prompt": "What?", "choices": ["x", "y"], "answer": "y"},
     {"question_id": 2, "video_id": ["a", "b"], "prompt": "Why?", "answer": "because"},
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy(Poison):
+    """A method that still has the name of the method that it was copied from."""
+
+    name: ClassVar[str] = "gstep"
 
 
 def whole(folder, name="c", **header):
@@ -76,7 +86,7 @@ def test_ids_that_the_cache_does_not_have_are_said_before_a_model_is_loaded(tmp_
     ("positions", "labels"),
     [
         ("auto", ["gstep@0.25", "fastv@0.25"]),
-        ("close", ["gstep@0.25", "fastv@0.25"]),  # the family's own, which the names do not say
+        ("contiguous", ["gstep@0.25", "fastv@0.25"]),  # the family's own, which the names do not say
         ("original", ["gstep,positions=original@0.25", "fastv@0.25"]),
         ("both", ["gstep@0.25", "gstep,positions=original@0.25", "fastv@0.25"]),
     ],
@@ -250,13 +260,51 @@ def answers_of(request, *question_ids) -> None:
         commit_answers(store, "run", 0, rows)
 
 
-def test_a_method_that_means_something_else_than_in_the_answers_is_refused(tmp_path):
-    """Nothing might be left to ask under it, and old answers would be shown as those of another seed."""
+def test_two_seeds_stand_in_one_place_and_methods_that_draw_nothing_have_none(tmp_path):
     whole(tmp_path)
     answers_of(own(tmp_path, method=["random", "gstep"]), "1")
-    with pytest.raises(IdentityMismatch, match=r"prunings\.random@0\.25\.seed: the answers have 0, this run 1"):
-        own(tmp_path, method=["random"], seed=1)
-    assert own(tmp_path, method=["gstep", "uniform"], seed=1).config.seed == 1  # methods that draw nothing
+    more = own(tmp_path, method=["random,seed=0..1", "gstep"], seed=5)
+    assert list(more.grid) == ["none@1", "random@0.25", "random,seed=1@0.25", "gstep@0.25"]
+    assert [one.seed for one in more.grid.values() if one] == [0, 1, 0]
+    assert list(own(tmp_path, method=["random", "uniform"], seed=5).grid) == [
+        *("none@1", "random,seed=5@0.25", "uniform@0.25")
+    ]
+    with pytest.raises(UsageError, match="unknown parameter seed of method 'gstep'"):
+        own(tmp_path, method=["gstep,seed=1"])
+    with pytest.raises(UsageError, match="seed must be a whole number"):
+        own(tmp_path, method=["random,seed=x"])
+
+
+def test_answers_of_a_seed_that_their_label_does_not_say_are_those_of_the_recorded_seed(tmp_path):
+    """Once --seed was no part of a label, and a place had one seed."""
+    whole(tmp_path)
+    first = own(tmp_path, method=["random"], seed=3)
+    old = {"none@1": None, "random@0.25": first.grid["random,seed=3@0.25"]}
+    answers_of(replace(first, grid=old), "1")
+    again = own(tmp_path, method=["random,seed=0..3"])
+    assert list(again.grid) == [
+        *("none@1", "random,seed=0@0.25", "random,seed=1@0.25", "random,seed=2@0.25", "random@0.25")
+    ]
+    assert [one.method_label for one in again.grid.values() if one] == [
+        *("random", "random,seed=1", "random,seed=2", "random,seed=3")
+    ]
+
+
+def test_a_method_that_means_something_else_than_in_the_answers_is_refused(tmp_path):
+    """Nothing might be left to ask under it, and old answers would be shown as those of another parameter."""
+    whole(tmp_path)
+    request = own(tmp_path, method=["gstep"])
+    other = PruningSpec("gstep", 0.25, {"alpha": "0.3"})
+    answers_of(replace(request, grid={"none@1": None, "gstep@0.25": other}), "1")
+    with pytest.raises(IdentityMismatch, match=r"prunings\.gstep@0\.25\.params\.alpha: the answers have 0\.3"):
+        own(tmp_path, method=["gstep"])
+
+
+def test_an_own_method_is_named_as_its_class_says_where_no_other_has_the_name(tmp_path):
+    whole(tmp_path)
+    request = own(tmp_path, method=["tests.jobs.poison:Poison", f"{__name__}:Copy"])
+    assert request.names == request.about["names"] == {"tests.jobs.poison:Poison": "poison"}
+    assert "names" not in own(tmp_path).about
 
 
 @pytest.mark.parametrize(

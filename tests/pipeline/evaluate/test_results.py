@@ -15,7 +15,7 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import write_results_header
-from pipeline.evaluate.results import Presentation, main_table, write_results
+from pipeline.evaluate.results import Presentation, tables_of, write_results
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.storage.stores import LocalStore
@@ -48,6 +48,10 @@ def shown(benchmark: Benchmark = VIDEOMME, **more) -> Presentation:
 
 def own(*splits: Split, metric: str = "questions") -> Benchmark:
     return Benchmark(name="q", title="Q", protocols=(replace(LETTER, metric=metric),), splits=splits)
+
+
+def main_table(done: ScoredQuestions, presentation: Presentation):
+    return tables_of(done, presentation)[0]
 
 
 def titles(table) -> list[str]:
@@ -122,6 +126,42 @@ def test_scores_a_table_for_every_split_and_the_page_are_written_over_those_of_a
     page = (tmp_path / "report.html").read_text()
     assert "<title>T" in page and "there is no data/nine.mp4" in page and "a fact &amp; more" in page
     assert "11 MB" in page and "1,568 tokens" in page  # a quarter of 6,272 tokens of 7 KB
+
+
+def test_what_is_said_below_tables_stands_once_and_no_table_is_the_whole_again(tmp_path):
+    """All questions are short and of one domain: no column and no table says that of the whole once more."""
+    table, _ = write_results(LocalStore(tmp_path), done_with(items_of(1, 4)), shown())
+    text = (tmp_path / "tables.md").read_text()
+    assert titles(table) == ["VideoMME"]
+    assert [line for line in text.splitlines() if line.startswith("### ")] == ["### T", "### T: Task"]
+    for said in ("Bold: best", "paired difference to GSTEP", "Fewer than 20 videos"):
+        assert text.count(said) == 1, said
+
+
+def test_another_pair_is_asked_of_results_that_are_there_and_has_the_numbers_it_would_have_had(tmp_path, capsys):
+    own_name = "mine:Mine,p=2"
+    items, store = items_of(60), LocalStore(tmp_path / "r")
+    scores = scores_of(items, ["gstep", "uniform", own_name], [0.25])
+    done = ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (), len(items)), scores=scores)
+    identity = {"benchmark": "videomme", "model": MODEL, "num_frames": 32, "protocol": "p"}
+    named = {"names": {"mine:Mine": "my-method"}}
+    write_results_header(store, identity, {"model": "a/model", **named})
+    for reference in ("gstep", "uniform"):
+        write_results(store, done, shown(reference=reference, described=identity, **named))
+        tables = json.loads((tmp_path / "r" / "tables.json").read_text())
+        argv = ["--results", str(store.root), "--out", str(tmp_path / reference), "--draws", "100"]
+        argv += ["--reference", reference] if reference != "gstep" else []
+        assert evaluate.main([*argv, "--ours", own_name]) == 0, capsys.readouterr().err
+        later = json.loads((tmp_path / reference / "tables.json").read_text())
+        assert len(later) == len(tables) == 3  # durations, domains, tasks
+        assert [[row["scores"] for row in one["rows"]] for one in later] == [
+            [row["scores"] for row in one["rows"]] for one in tables
+        ]
+        text, latex = ((tmp_path / reference / name).read_text() for name in FILES[:2])
+        assert f"difference to {reference.replace('gstep', 'GSTEP').replace('uniform', 'Uniform')} in" in text
+        assert r"\textbf{my-method, p=2 (Ours)}" in latex and "GSTEP (Ours)" not in latex and "mine:" not in latex
+    assert evaluate.main(["--results", str(store.root), "--reference", "fps", "--out", str(tmp_path / "x")]) == 2
+    assert "--reference fps: no row of the table" in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
 MODEL = {"type": "llava_onevision", "weights": "hub:a/model@sha"}

@@ -8,17 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pipeline.evaluate.table import (
-    Cell,
-    ScoredBenchmark,
-    latex,
-    markdown,
-    marks,
-    method_title,
-    printed,
-    results_table,
-    titled,
-)
+from pipeline.errors import UsageError
+from pipeline.evaluate.forms import latex, markdown, titled
+from pipeline.evaluate.table import Cell, printed
+from pipeline.evaluate.tabulate import ScoredBenchmark, marks, method_title, results_table
 from tests.pipeline.evaluate.paper_tables import COLUMNS, TABLES, paper_rows
 from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
 
@@ -81,31 +74,131 @@ def many(arms):
     return score_table(*(score_rows(*arm, scores * TIMES, clusters=VIDEOS) for arm, scores in arms.items()))
 
 
-def test_a_number_is_compared_with_full_retention_and_p_adjusted_over_the_block():
-    nothing = [0.0] * 11
-    arms = {("none", 1.0): FULL, ("gstep", 0.25): PRUNED, ("fastv", 0.25): [1.0, *nothing], ("fastv", 0.1): PRUNED}
-    table = results_table("m", [ScoredBenchmark("B", many(arms))], draws=999)
-    (_, (gstep, fastv)), (_, (alone,)) = table.blocks
-    cell = gstep.cells[0]
-    assert (cell.printed, cell.mark, fastv.cells[0].mark, cell.right) == ("50.0", "best", "second", 90)
-    assert cell.difference == pytest.approx(-100 / 6) and -30 < cell.low < cell.difference < cell.high < -4
-    assert (alone.cells[0].p, cell.p, fastv.cells[0].p) == pytest.approx((0.004, 0.004, 2 * 0.002)) and not cell.noise
-    assert (gstep.rel.printed, gstep.rel.difference) == ("75.0%", pytest.approx(-25))  # 50.0 / 66.7
-    assert table.original.cells[0].difference is None
+ONE = [1.0, *[0.0] * 11]
+COMPARED = {
+    ("none", 1.0): FULL,
+    ("gstep", 0.25): PRUNED,
+    ("fastv", 0.25): ONE,
+    ("fps", 0.25): bits("100 101 110 010"),
+    ("gstep", 0.1): ONE,
+    ("fastv", 0.1): PRUNED,
+}
+
+
+def compared(arms=COMPARED, **options):
+    """The differences of a table of these arms by (method, ratio); the table."""
+    table = results_table("m", [ScoredBenchmark("B", many(arms))], **{"draws": 999, **options})
+    cells = {(row.method, row.ratio): row.cells[0] for row in table.rows}
+    return {arm: (cell.difference, cell.low, cell.high, cell.unclear) for arm, cell in cells.items()}, table
+
+
+def test_a_number_is_compared_with_the_reference_at_its_ratio():
+    by, table = compared()
+    assert table.reference == "gstep" and by["none", 1.0] == by["gstep", 0.25] == by["gstep", 0.1] == (None,) * 4
+    difference, low, high, unclear = by["fastv", 0.25]
+    assert difference == pytest.approx(-500 / 12) and low < difference < high < 0 and unclear is False
+    assert by["fastv", 0.1][0] == pytest.approx(500 / 12) and by["fps", 0.25][0] == pytest.approx(0)
+    assert by["fps", 0.25][1] < 0 < by["fps", 0.25][2] and by["fps", 0.25][3] is True
+    (_, (_, fastv, _)), _ = table.blocks
+    assert (fastv.rel.printed, fastv.rel.difference) == ("12.4%", pytest.approx(-62.5))  # 8.3 / 66.7, and of shares
+
+
+def test_the_same_differences_stand_in_every_form_with_a_word_where_they_are_unclear_and_their_number():
+    by, table = compared()
+    text, tex, record = markdown(table), latex(table), json.loads(json.dumps(table.as_record(), allow_nan=False))
+    assert record["reference"] == "gstep" and record["notes"] == list(table.remarks)
+    for row in record["rows"]:
+        cell = row["scores"]["overall"]
+        assert (
+            tuple(cell[name] for name in ("difference", "low", "high", "unclear"))
+            == by[row["method"], row["retention_ratio"]]
+        )
+    fps = re.search(r"^\| FPS \|.*", text, re.M)[0].replace("\\", "")
+    shown = table.blocks[0][1][2].cells[0].difference_text
+    assert re.fullmatch(r"0\.0 \[-\d+\.\d, \+\d+\.\d\] unclear", shown) and shown in fps
+    assert shown.replace("-", "$-$") in tex
+    said = (
+        "Unclear: the interval holds 0. The table has 6 intervals, uncorrected: where no method differs, 1 in 20 leaves"
+    )
+    for form in (text, tex, " ".join(table.remarks)):
+        assert said in form and "paired difference to GSTEP in points, with the 95" in form
+        assert not {"p-value", "Holm", "≈"} & set(form.split())
+
+
+def test_another_method_beside_a_pair_changes_nothing_of_it():
+    few = {arm: scores for arm, scores in COMPARED.items() if arm[0] != "fps"}
+    more = {**COMPARED, ("vidcom2", 0.25): FULL, ("random", 0.25): [0.5] * 12}
+    (first, _), (second, _), (third, _) = compared(few), compared(), compared(more)
+    for arm in few:
+        assert first[arm] == second[arm] == third[arm]
+
+
+def test_any_pair_can_be_asked_and_the_other_way_round():
+    by, table = compared(reference="fastv")
+    assert table.reference == "fastv" and "difference to FastV in points" in markdown(table)
+    there, back = by["gstep", 0.25], compared()[0]["fastv", 0.25]
+    assert there[:3] == pytest.approx([-back[0], -back[2], -back[1]], abs=0.01)
+    by, table = compared(reference="none")
+    assert by["gstep", 0.25][0] == pytest.approx(-100 / 6) and "difference to Full retention" in markdown(table)
+    for option in ("reference", "ours"):
+        with pytest.raises(
+            UsageError, match=f"--{option} cdpruner: no row of the table; there are none, gstep, fastv, fps"
+        ):
+            compared(**{option: "cdpruner"})
+
+
+def test_without_gstep_the_first_method_is_the_reference_and_a_lone_one_is_compared_with_full_retention():
+    others = {arm: scores for arm, scores in COMPARED.items() if arm[0] != "gstep"}
+    assert compared(others)[1].reference == "fastv"
+    lone = {arm: scores for arm, scores in COMPARED.items() if arm[0] in ("none", "gstep")}
+    assert compared(lone)[1].reference == "none" and compared(lone)[0]["gstep", 0.25][0] == pytest.approx(-100 / 6)
+
+
+def test_an_interval_that_is_printed_as_reaching_0_is_unclear():
+    shares = np.linspace(0, 1, 180).tolist()
+    arms = {("a", 0.25): shares, ("b", 0.25): [share + 1e-4 * (i % 2) for i, share in enumerate(shares)]}
+    scores = score_table(*(score_rows(*arm, s, clusters=VIDEOS) for arm, s in arms.items()))
+    cell = results_table("m", [ScoredBenchmark("B", scores)], draws=500).rows[2].cells[0]
+    assert 0 < cell.low < cell.high < 0.05 and cell.difference_text == "0.0 [0.0, 0.0] unclear"
+
+
+def test_several_seeds_are_one_row_with_mean_and_spread():
+    seeds = {("random", 0.25): PRUNED, ("random,seed=1", 0.25): ONE, ("random,seed=7", 0.25): FULL}
+    by, table = compared({**seeds, ("none", 1.0): FULL, ("gstep", 0.25): PRUNED})
+    assert [(row.title, row.method, row.seeds) for row in table.rows[1:]] == [
+        ("Random, 3 seeds", "random", [0, 1, 7]),
+        ("GSTEP", "gstep", [0]),
+    ]
+    cell, rel = table.rows[1].cells[0], table.rows[1].rel
+    numbers = np.array([50, 100 / 12, 200 / 3])
+    assert (cell.score, cell.spread) == pytest.approx((numbers.mean(), numbers.std(ddof=1)))
+    assert by["random", 0.25][0] == pytest.approx(numbers.mean() - 50)
+    assert rel.spread == pytest.approx(100 * numbers.std(ddof=1) / (200 / 3))
+    assert table.rows[1].tally.n_answers == 3 * 180
+    number = f"{cell.printed}</ins> ± 30.0"
+    assert number in markdown(table) and r" $\pm$ 30.0" in latex(table) and r"$\pm$: standard deviation" in latex(table)
+    record = table.as_record()["rows"][1]
+    assert (record["seeds"], record["scores"]["overall"]["spread"]) == ([0, 1, 7], cell.spread)
+    assert table.rows[2].cells[0].spread is None and "±" not in markdown(compared()[1])
+    two = {("none", 1.0): FULL, ("gstep", 0.25): PRUNED, ("random,seed=7", 0.25): FULL}
+    alone = compared(two, reference="random")[1]
+    assert [row.title for row in alone.rows[1:]] == ["GSTEP", "Random, seed=7"] and alone.reference == "random,seed=7"
+    chosen = compared({("none", 1.0): FULL, **seeds}, methods=["random,seed=1", "random,seed=7"])[1]
+    assert [row.seeds for row in chosen.rows[1:]] == [[1, 7]]
 
 
 @pytest.mark.parametrize(("n_videos", "there"), [(2, False), (19, False), (20, True), (60, True)])
-def test_a_number_about_few_videos_has_counts_and_no_interval(n_videos, there):
+def test_a_number_about_few_videos_has_no_interval_and_no_draw_is_told_of(n_videos, there):
     generator = np.random.default_rng(n_videos)
     videos = [f"v{min(i, n_videos - 1):02}" for i in range(60)]
     arms = {arm: generator.integers(0, 2, 60).astype(float).tolist() for arm in (("none", 1.0), ("gstep", 0.25))}
     scores = score_table(*(score_rows(*arm, s, clusters=videos) for arm, s in arms.items()))
     table = results_table("m", [ScoredBenchmark("B", scores)], draws=100)
     cell = table.rows[1].cells[0]
-    assert (cell.low is not None) is (cell.p is not None) is there
-    right = f"{sum(arms['gstep', 0.25]):g} of 60"
-    assert (right in markdown(table)) is not there
-    assert ("† Fewer than 20 videos (B)" in markdown(table)) is not there
+    assert cell.difference is not None and (cell.low is not None) is (cell.unclear is not None) is there
+    for text in (markdown(table), latex(table), " ".join(table.remarks)):
+        assert ("draws of whole videos" in text) is ("uncorrected" in text) is there
+        assert ("Fewer than 20 videos: no interval" in text) is not there
 
 
 def worked_case(**more):
@@ -150,7 +243,6 @@ def test_the_overall_score_may_weigh_tasks_alike():
     table = results_table("m", [ScoredBenchmark("MLVU", worked_case(), mean_over="task")], draws=50)
     assert table.original.cells[0].score == pytest.approx(100 * (6 / 9 + 2 / 3) / 2)
     assert table.rows[1].cells[0].score == pytest.approx(100 * (6 / 9 + 0) / 2)
-    assert table.rows[1].cells[0].right is None
 
 
 def test_rel_is_missing_where_full_retention_scores_nothing_or_was_not_run():
@@ -161,6 +253,7 @@ def test_rel_is_missing_where_full_retention_scores_nothing_or_was_not_run():
         row = table.rows[1]
         assert (table.original.rel, row.rel) == (None, None)
         assert (table.original.cells[0] is None) == (row.cells[0].difference is None) == without
+        assert any("paired difference" in text for text in table.remarks) is not without
         assert row.cells[0].printed == "50.0"
 
 
@@ -223,7 +316,7 @@ def table():
     )
     columns, made_of = [("duration=short", "Short"), ("duration=long", "Long")], {"Protocol": "mine | yours"}
     benchmarks = [ScoredBenchmark("VideoMME", first, columns, None, 2700, made_of), ScoredBenchmark("R&D", second)]
-    return results_table("LLaVA_OV", benchmarks, draws=999)
+    return results_table("LLaVA_OV", benchmarks, reference="fastv,K=3", ours="gstep", draws=999)
 
 
 def row_of(text, label):
@@ -250,18 +343,18 @@ def test_markdown_has_each_number_with_its_difference(table):
     assert row_of(text, "*Videos*")[:4] == ["1", "59", "60", "60"]
     assert row_of(text, "*Protocol*")[:4] == [r"mine \| yours"] * 3 + [""]
     assert row_of(text, "Full retention") == [
-        *("66.7 2 of 3", *["66.7"] * 4, "100.0%"),
+        *(*["66.7"] * 5, "100.0%"),
         *("100", "100.0%", "0.0%", "0", "0", "0"),
     ]
     short, long, overall, _, mean, rel, *counts = row_of(text, "GSTEP")
-    assert (short, mean, counts) == ("**33.3** 1 of 3", "**65.0**", ["25", "25.0%", "0.0%", "0", "0", "2"])
-    assert long.startswith("**65.5** ") and rel.startswith(r"**97.5%** -2.5 \[")
-    assert re.fullmatch(r"\*\*65\.0\*\* -1\.7 \\\[-\d\.\d, [+-]\d\.\d\\\] ≈", overall)
-    assert row_of(text, "FastV, K=3")[2] == "<ins>0.0</ins> -66.7 \\[-75.0, -57.8\\]" or "-66.7" in text
+    assert (short, mean, counts) == ("**33.3** +33.3", "**65.0**", ["25", "25.0%", "0.0%", "0", "0", "2"])
+    assert long.startswith("**65.5** +65.5 ") and rel.startswith(r"**97.5%** +97.5 \[")
+    assert re.fullmatch(r"\*\*65\.0\*\* \+65\.0 \\\[\+\d\d\.\d, \+\d\d\.\d\\\]", overall)
+    assert row_of(text, "FastV, K=3")[2] == "<ins>0.0</ins>"  # the reference
     assert row_of(text, r"mine\|a\_b")[3:6] == ["–", "–", "–"]
     headings = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| *Pruning")]
     assert headings == ["*Pruning Ratio (↓ 75%)*", "*Pruning Ratio (↓ 87.5%)*"]
-    assert "999 paired draws of whole videos (seed 0)" in text and "≈ within noise" in text
+    assert "999 draws of whole videos (seed 0)" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
 
@@ -269,7 +362,7 @@ def test_markdown_has_each_number_with_its_difference(table):
 @pytest.mark.parametrize("form", [markdown, latex])
 def test_no_name_breaks_a_line(table, form):
     lines = form(table).count("\n")
-    rows = [table.rows[0], replace(table.rows[1], method="a\nb\r\u2028c"), *table.rows[2:]]
+    rows = [table.rows[0], replace(table.rows[1], title="a\nb\r\u2028c"), *table.rows[2:]]
     broken = replace(table, title="two\nlines", rows=rows)
     assert form(broken).count("\n") == lines and "a b c" in form(broken)
 
@@ -287,8 +380,13 @@ def test_latex_is_the_papers_tabular(table):
     assert r"\multicolumn{7}{c}{\textit{Original Model (100\%)}} \\" in lines
     assert r"Full retention & 66.7 & 66.7 & 66.7 & 66.7 & 66.7 & 100.0\% \\" in lines
     assert r"\multicolumn{7}{c}{\textit{Pruning Ratio ($\downarrow$ 75\%)}} \\" in lines
-    best = r" & ".join(rf"\textbf{{{n}}}" for n in ("33.3", "65.5", "65.0", "65.0", "65.0", r"97.5\%"))
-    assert rf"\textbf{{GSTEP (Ours)}} (2 failed) & {best} \\" in lines
+    (ours,) = (line for line in lines if line.startswith(r"\textbf{GSTEP (Ours)} (2 failed) & "))
+    short, long, _, _, mean, rel = ours.removesuffix(r" \\").split(" & ")[1:]
+    assert (short, mean) == (r"\shortstack{\textbf{33.3}\\{\tiny +33.3}}", r"\textbf{65.0}")
+    assert long.startswith(r"\shortstack{\textbf{65.5}\\{\tiny +65.5 [+") and rel.startswith(
+        r"\shortstack{\textbf{97.5\%}\\{\tiny +97.5"
+    )
+    assert "(Ours)" not in latex(replace(table, ours=None))
     assert r"FastV, K=3 & " + " & ".join([r"\underline{0.0}"] * 5) + r" & \underline{0.0\%} \\" in lines
     assert r"mine|a\_b & \textbf{33.3} & \textbf{50.3} & \textbf{50.0} & -- & -- & -- \\" in lines
     rows = [line for line in lines if line.endswith(r"\\") and "multicolumn" not in line]
@@ -305,4 +403,4 @@ def test_a_table_is_written_as_json(table):
     row = written["rows"][2]
     assert (row["method"], row["retention_ratio"], row["positions"], row["n_failed"]) == ("gstep", 0.25, None, 2)
     cell = row["scores"]["VideoMME: overall"]
-    assert cell["printed"] == "65.0" and cell["low"] < cell["difference"] < cell["high"] and 0 < cell["p"] <= 1
+    assert cell["printed"] == "65.0" and cell["low"] < cell["difference"] < cell["high"] and cell["unclear"] is False

@@ -62,8 +62,8 @@ def test_answers_bind_once_there_is_one(cache):
 
 def test_a_pruning_is_told_from_others_by_method_parameters_and_ratio():
     asked = PruningSpec("fastvid", 0.25, {"c": "3", "b": "0.5"}, seed=7)
-    assert (asked.label, asked.method_label) == ("fastvid,b=0.5,c=3@0.25", "fastvid,b=0.5,c=3")
-    assert PruningSpec("fastvid", 0.25, {"b": "0.5", "c": "3"}).label == asked.label  # in whatever order they are named
+    assert (asked.label, asked.method_label) == ("fastvid,b=0.5,c=3,seed=7@0.25", "fastvid,b=0.5,c=3,seed=7")
+    assert PruningSpec("fastvid", 0.25, {"b": "0.5", "c": "3"}, seed=7).label == asked.label  # in whatever order
     assert (PruningSpec("none", 1.0).label, PruningSpec("mine:Own", 0.10).label) == ("none@1", "mine:Own@0.1")
 
 
@@ -94,7 +94,7 @@ def test_a_grid_says_what_each_of_its_prunings_is(whole):
     )
     described = job.identity[PRUNINGS]
     assert described["none@1"] is None and described["gstep,alpha=0.5@0.25"]["params"]["alpha"] == 0.5
-    assert described["random@0.25"]["seed"] == 3 and "seed" not in described["gstep,alpha=0.5@0.25"]
+    assert described["random,seed=3@0.25"]["seed"] == 3 and "seed" not in described["gstep,alpha=0.5@0.25"]
     assert job.identity["protocol"] == "mine" and "pruner" not in job.identity
     assert json.loads(json.dumps(job.identity)) == job.identity
 
@@ -116,9 +116,9 @@ def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
     ("before", "after", "why"),
     [
         (
-            late("random", seed=0),
-            late("random", seed=1),
-            r"prunings\.random@0\.25\.seed: the answers have 0, this run 1",
+            {"mine": PruningSpec("random", 0.25)},
+            {"mine": PruningSpec("random", 0.25, seed=1)},
+            r"prunings\.mine\.seed: the answers have 0, this run 1",
         ),
         (
             {"mine": PruningSpec("gstep", 0.25, {"alpha": "0.5"})},

@@ -11,7 +11,7 @@ from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import ManifestCounts, remaining, retry_candidates, unfinished
+from pipeline.prune.resume import ManifestCounts, at_hand, remaining, retry_candidates, skipped_lines, unfinished
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
@@ -193,6 +193,33 @@ def test_a_file_that_was_missing_is_mended_by_being_there(folder):
     assert len(remaining(manifest, Ledger(store).refresh(), config).todo) == 0
     (folder / "b.mp4").write_bytes(b"there")
     assert remaining(manifest, Ledger(store).refresh(), config).todo["attempts"].to_pylist() == [3]
+
+
+def test_videos_that_could_not_be_read_in_earlier_runs_are_named_with_the_remedy(folder, live):
+    """Not those that failed by what they are (b), or have had all their attempts."""
+    write_shard(LocalStore(folder / "cache"), "later", encoded_failure("c.mp4", VideoFault("io", "no answer")))
+
+    def lines(**options) -> str:
+        config = PruneConfig(**options)
+        return "\n".join(skipped_lines(remaining(read_manifest(str(folder)), live, config).tally, config))
+
+    live.refresh()
+    named = "note: 1 videos failed for infrastructure reasons (I/O) in earlier runs: --retry-failed tries them again"
+    assert named in lines()
+    assert "infrastructure" not in lines(retry_failed=True) + lines(max_attempts=1)
+
+
+def test_what_can_be_tried_again_is_there_now(server, folder):
+    rows = [
+        {"video_id": "a", "uri": str(folder / "a.mp4")},
+        {"video_id": "b", "uri": str(folder / "none.mp4")},
+        {"video_id": "c", "uri": server.upload("c.mp4")},
+        {"video_id": "d", "uri": server.uri("none.mp4")},
+        *({"video_id": name, "uri": f"{server.uri('x.tar')}#{name}.mp4", "source_offset": 512} for name in "ef"),
+    ]
+    server.upload("x.tar")
+    again = at_hand(pa.Table.from_pylist(rows, TODO_SCHEMA), server.objects())
+    assert again["video_id"].to_pylist() == ["a", "c", "e", "f"] and server.counts() == {"HEAD": 3}
 
 
 def test_only_failed_objects_without_attempts_left_cost_a_request_more(server, s3_live):

@@ -25,6 +25,7 @@ from pipeline.runner.heartbeats import (
     Worker,
     heartbeats_of,
 )
+from pipeline.storage.outages import Outage
 from tests.jobs.processes import assert_all_gone
 from tests.pipeline.rays import PLAIN, handle_of, heartbeats_here, ray_here
 from tests.waiting import wait_until
@@ -202,6 +203,18 @@ def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
     tried(good, 1, 0)
     tried(bad, 2, 0)
     assert not heartbeats.rests("decode", bad)
+
+
+def test_a_store_that_does_not_answer_workers_is_reported_since_the_first_noticed_until_none_does():
+    heartbeats, delta = Heartbeats(STAGES, Clock()), ProgressDelta()
+    first, later = (Outage("s3://b", since, "503 SlowDown") for since in (50.0, 70.0))
+    heartbeats.state("decode", worker("a"), ["x"], delta, [later])
+    heartbeats.state("decode", worker("b"), ["y"], delta, [first])
+    assert heartbeats.read().outages == [first]
+    heartbeats.state("decode", worker("b"), ["y"], delta)
+    assert heartbeats.read().outages == [later]
+    heartbeats.start("decode", worker("a")._replace(pid=2))  # the process that noticed has died
+    assert heartbeats.read().outages == []
 
 
 def test_files_that_nobody_has_put_nobody_out_of_service():

@@ -1,0 +1,185 @@
+"""The forms of the table of results as text: Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from pipeline.evaluate.table import FEW, NONE, Cell, Column, ResultsTable, Row
+
+_COUNTS = ("Tokens", "Kept", "No option", "Cut", "Weak", "Failed")  # the last columns in Markdown
+MARKS = (
+    "Bold: best of a block, underlined: second; ties share the mark. Rel.: mean over benchmarks of the score relative "
+    "to full retention, from printed scores."
+)
+COUNTS = (
+    "Kept: share of the visual tokens, mean over answers. No option: replies that name none. Cut: replies that "
+    "max_new_tokens ended. Weak: replies whose option is drawn at random, or is a letter inside a word. Failed "
+    "answers count as wrong."
+)
+
+
+def titled(row: Row) -> str:
+    """Return a row's title, followed by the numbers of its failed, cut and weakly read answers if there are any."""
+    counts = {"failed": row.tally.n_failed, "cut": row.tally.n_cut, "weak": row.tally.n_weak}
+    told = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    return f"{row.title} ({told})" if told else row.title
+
+
+def percent(share: float | None) -> str:
+    """Format a share in percent, a dash for None."""
+    return NONE if share is None else f"{100 * share:.1f}%"
+
+
+def markdown(*tables: ResultsTable) -> str:
+    """Return tables as GitHub Markdown; what is said below several of them stands once."""
+    sections, known = list[str](), set[str]()
+    for table in tables:
+        width = len(table.titles) + len(_COUNTS)
+        heads = [(f"*{name}*", texts) for name, texts in table.made_of]
+        lines = [*table_head(["Method", *table.titles, *_COUNTS])]
+        lines += [
+            table_row([name, *map(escape_markdown, texts), *[""] * (width - len(texts))]) for name, texts in heads
+        ]
+        lines.append(_markdown_row(table, table.original))
+        for heading, rows in table.blocks:
+            lines.append(table_row([f"*{escape_markdown(heading)}*", *[""] * width]))
+            lines += [_markdown_row(table, row) for row in rows]
+        new = [text for text in table.remarks if text not in known]
+        known.update(new)
+        sections += [f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, new)]
+    return "\n\n".join([*sections, escape_markdown(f"{MARKS} {COUNTS}")]) + "\n"
+
+
+def _markdown_row(table: ResultsTable, row: Row) -> str:
+    """Return a row of the Markdown table."""
+    cells = []
+    for cell in table.numbers(row):
+        if cell is None:
+            cells.append(NONE)
+            continue
+        number = {"best": f"**{cell.printed}**", "second": f"<ins>{cell.printed}</ins>", "": cell.printed}[cell.mark]
+        cells.append(f"{number}{cell.spread_text} {escape_markdown(cell.difference_text)}".rstrip())
+    tally = row.tally
+    tokens = NONE if tally.tokens is None else f"{tally.tokens:,.0f}"
+    counts = [NONE if n is None else f"{n:,}" for n in (tally.n_cut, tally.n_weak, tally.n_failed)]
+    shares = (percent(tally.kept_share), percent(tally.unparsed_share))
+    return table_row([escape_markdown(row.title), *cells, tokens, *shares, *counts])
+
+
+def table_head(titles: Sequence[str]) -> Iterator[str]:
+    """Yield the two lines that begin a Markdown table."""
+    yield table_row([escape_markdown(title) for title in titles])
+    yield "|---|" + "---:|" * (len(titles) - 1)
+
+
+def table_row(cells: Sequence[str]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def escape_markdown(text: str) -> str:
+    """Convert text to one line of Markdown that shows it literally."""
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", _one_line(text))
+
+
+def _one_line(text: str) -> str:
+    """Replace line breaks and repeated spaces by one space."""
+    return re.sub(r"\s+", " ", text)
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    FEW: r"\dag{}",
+    NONE: "--",
+    "±": r"$\pm$",
+    "↓": r"$\downarrow$",
+    "↑": r"$\uparrow$",
+    "<": "$<$",
+    ">": "$>$",
+    **{sign: "\\" + sign for sign in "&%$#_{}"},
+}
+
+
+def escape_latex(text: str) -> str:
+    """Convert text to one line of LaTeX that sets it literally."""
+    return "".join(_LATEX.get(sign, sign) for sign in _one_line(text))
+
+
+def latex(table: ResultsTable) -> str:
+    """Return the scores as the paper's tabular; it needs the packages booktabs and multirow."""
+    width = len(table.titles) + 1
+    lines = [
+        f"% {_one_line(table.title)}",
+        r"% Needs booktabs and multirow.",
+        rf"\begin{{tabular}}{{l {'c' * (width - 1)}}}",
+        r"\toprule",
+        *_latex_head(table),
+    ]
+    for heading, rows in [("Original Model (100%)", [table.original]), *table.blocks]:
+        text = escape_latex(heading)
+        lines += [r"\midrule", rf"\multicolumn{{{width}}}{{c}}{{\textit{{{text}}}}} \\"]
+        for row in rows:
+            title = escape_latex(titled(row))
+            if row.method == table.ours:
+                title = _bold(f"{escape_latex(row.title)} (Ours)") + escape_latex(titled(row).removeprefix(row.title))
+            lines.append(" & ".join([title, *map(_latex_number, table.numbers(row))]) + r" \\")
+    lines.append(r"\bottomrule")
+    made_of = [f"{name}: {'; '.join(_by_column(table.columns, texts))}." for name, texts in table.made_of]
+    below = rf"\multicolumn{{{width}}}{{p{{0.95\linewidth}}}}{{\footnotesize "
+    lines += [rf"{below}{escape_latex(text)}}} \\" for text in (*made_of, *table.remarks, MARKS)]
+    return "\n".join([*lines, r"\end{tabular}"]) + "\n"
+
+
+def _latex_head(table: ResultsTable) -> list[str]:
+    """Return the LaTeX lines of column titles: two where columns of a benchmark are spanned by its title, else one."""
+    rest = table.titles[len(table.columns) :]
+    by_benchmark = groupby(table.columns, key=lambda column: column.benchmark)
+    spans = [(name, [f"{one.title}{FEW if one.few else ''}" for one in columns]) for name, columns in by_benchmark]
+    if all(len(titles) == 1 for _, titles in spans):
+        flat = ["Method", *(title for _, titles in spans for title in titles), *rest]
+        return [" & ".join(_bold(escape_latex(title)) for title in flat) + r" \\"]
+    upper, lower, rules, start = [_two_rows("Method")], [""], [], 2
+    for name, titles in spans:
+        if len(titles) == 1:
+            upper.append(_two_rows(titles[0]))
+            lower.append("")
+        else:
+            upper.append(rf"\multicolumn{{{len(titles)}}}{{c}}{{{_bold(escape_latex(name))}}}")
+            lower += [_bold(escape_latex(title)) for title in titles]
+            rules.append(rf"\cmidrule(lr){{{start}-{start + len(titles) - 1}}}")
+        start += len(titles)
+    upper, lower = [*upper, *map(_two_rows, rest)], [*lower, *[""] * len(rest)]
+    return [" & ".join(upper) + r" \\", " ".join(rules), " & ".join(lower) + r" \\"]
+
+
+def _two_rows(title: str) -> str:
+    """Return LaTeX of a column title that takes both lines."""
+    return rf"\multirow{{2}}{{*}}{{{_bold(escape_latex(title))}}}"
+
+
+def _latex_number(cell: Cell | None) -> str:
+    """Return a number in LaTeX, best bold, second underlined, over its difference to the reference."""
+    if cell is None:
+        return "--"
+    text = escape_latex(cell.printed)
+    text = {"best": _bold(text), "second": rf"\underline{{{text}}}", "": text}[cell.mark]
+    text += escape_latex(cell.spread_text)
+    beside = escape_latex(cell.difference_text).replace("-", "$-$")
+    return rf"\shortstack{{{text}\\{{\tiny {beside}}}}}" if beside else text
+
+
+def _bold(text: str) -> str:
+    """Return LaTeX of bold text."""
+    return rf"\textbf{{{text}}}"
+
+
+def _by_column(columns: Sequence[Column], texts: Sequence[str]) -> list[str]:
+    """Return each column's title with its text; the text alone, once, where all columns share it."""
+    said = [(column.text, text) for column, text in zip(columns, texts, strict=True) if text]
+    if len({text for _, text in said}) == 1 and len(said) > 1:
+        return [said[0][1]]
+    return [f"{title} {text}" for title, text in said]

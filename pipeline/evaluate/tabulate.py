@@ -1,0 +1,330 @@
+"""The table of results from scores: rows of methods at ratios, their numbers, and differences to a reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.errors import UsageError
+from pipeline.evaluate.statistics import (
+    ORIGINAL,
+    OUTSIDE,
+    AnswerCounts,
+    Estimate,
+    Floats,
+    Ints,
+    MethodAtRatio,
+    ScoreMatrix,
+    arms_of,
+    estimates,
+    is_named,
+    relative,
+    score_matrix,
+    split_seed,
+)
+from pipeline.evaluate.table import FULL_ROW, PRINTED_0, Cell, Column, Mark, ResultsTable, Row, printed
+
+OVERALL = "overall"  # key of a benchmark's last column
+_POSITIONS = ",positions="
+_TITLES = {
+    "fastv": "FastV",
+    "fastvid": "FastVID",
+    "cdpruner": "CDPruner",
+    "visionzip": "VisionZip",
+    "vidcom2": "VidCom2",
+    "gstep": "GSTEP",
+    "novelty": "Novelty",
+    "random": "Random",
+    "uniform": "Uniform",
+    "topk": "Top-k",
+    "fps": "FPS",
+}
+
+
+@dataclass(frozen=True)
+class ScoredBenchmark:
+    """The scores of a benchmark and how they are shown.
+
+    Attributes:
+        title: as printed.
+        scores: rows of ``scores.parquet``.
+        columns: (SPLIT=VALUE, title) of the parts to show before the overall score: ("duration=short", "Short").
+        mean_over: a split whose values weigh the same in the overall score, however many questions each has (MLVU's and
+            MVBench's tasks); None: all questions weigh the same.
+        n_questions: of the whole benchmark; None where it has no fixed number.
+        made_of: what else the scores were made of, by name, such as frames and protocol.
+        notes: sentences about it that belong below the table.
+        names: of methods from elsewhere, by import path.
+    """
+
+    title: str
+    scores: pa.Table
+    columns: Sequence[tuple[str, str]] = ()
+    mean_over: str | None = None
+    n_questions: int | None = None
+    made_of: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Group(NamedTuple):
+    """A row before its numbers: method, positions and ratio, and the place of its arms, one for each seed."""
+
+    method: str
+    positions: str
+    ratio: float
+    seeds: list[int]
+    arms: slice
+
+
+def results_table(
+    title: str,
+    benchmarks: Sequence[ScoredBenchmark],
+    *,
+    methods: Sequence[str] | None = None,
+    reference: str | None = None,
+    ours: str | None = None,
+    draws: int = 10_000,
+    seed: int = 0,
+    notes: Sequence[str] = (),
+) -> ResultsTable:
+    """Compute the table of results for one or several benchmarks.
+
+    Args:
+        title: what was pruned: the model.
+        benchmarks: in the order of their columns.
+        methods: in the order of rows, others are left out; None: all, in order of first appearance.
+        reference: the method that others are compared with; None: gstep, else the first, and full retention where there
+            is one method alone.
+        ours: the method that LaTeX marks as ours.
+        draws: of whole videos. A benchmark's draws depend on the seed and its title alone.
+        seed: of the draws.
+        notes: sentences that belong below the table.
+
+    Raises ValueError where two benchmarks share a title, or the scores of one are not paired (score_matrix); UsageError
+    for a reference or ``ours`` that is no row.
+    """
+    titles = [benchmark.title for benchmark in benchmarks]
+    if not titles or len(set(titles)) < len(titles):
+        raise ValueError(f"benchmarks need different titles, for each is drawn on its own: {titles}")
+    arms, groups = _grouped(benchmarks, methods)
+    reference = _reference(groups, reference)
+    ours = None if ours is None else _row_named(groups, ours, "ours")
+    against = [_row_against(groups, row, reference) for row in range(len(groups))]
+    matrices = [score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
+    columns, cells, overall, seeds = list[Column](), list[list[Cell | None]](), list[Estimate](), list[Estimate]()
+    for benchmark, matrix in zip(benchmarks, matrices, strict=True):
+        parts = _parts(benchmark, matrix)
+        part_Qs = [part_Q for *_, part_Q in parts]
+        generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
+        mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
+        measured = estimates(mean_AQ, matrix.clusters, part_Qs, draws, generator)
+        of_seeds = estimates(matrix.scores, matrix.clusters, part_Qs, 0, generator)
+        for (key, name, part_Q), numbers, of_arms in zip(parts, measured, of_seeds, strict=True):
+            columns.append(
+                Column(
+                    key=key if len(benchmarks) == 1 else f"{benchmark.title}: {key}",
+                    title=name,
+                    benchmark=benchmark.title,
+                    n_questions=int(np.sum(part_Q != OUTSIDE)),
+                    n_whole=benchmark.n_questions if key == OVERALL else None,
+                    n_videos=numbers.n_videos,
+                    made_of=benchmark.made_of,
+                )
+            )
+            shown = _spread(groups, [_cell(100 * value) for value in numbers.value.tolist()], of_arms.value)
+            cells.append(_compared(against, numbers, _marked(groups, shown)))
+        overall.append(measured[-1])
+        seeds.append(of_seeds[-1])
+    last = [c for c, column in enumerate(columns) if column.key.endswith(OVERALL)]
+    by_row = list(zip(*cells, strict=True))
+    of_overall = [[row[c] for c in last] for row in by_row]
+    rels = _spread(groups, [rel_of(row, of_overall[FULL_ROW]) for row in of_overall], relative(seeds, FULL_ROW).value)
+    rel = _compared(against, relative(overall, FULL_ROW), _marked(groups, rels))
+    means = _spread(groups, [_mean_of(row) for row in of_overall], np.mean([one.value for one in seeds], axis=0))
+    mean = _marked(groups, means)
+    names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
+    rows = [
+        Row(
+            title=_row_title(group, names),
+            method=group.method,
+            positions=group.positions,
+            ratio=group.ratio,
+            seeds=group.seeds,
+            cells=by_row[i],
+            mean=mean[i],
+            rel=rel[i],
+            tally=sum((tally for matrix in matrices for tally in matrix.tallies[group.arms]), AnswerCounts()),
+        )
+        for i, group in enumerate(groups)
+    ]
+    return ResultsTable(
+        title=title,
+        columns=columns,
+        rows=rows,
+        reference=reference,
+        ours=ours,
+        draws=draws,
+        seed=seed,
+        notes=[*notes, *(f"{benchmark.title}: {note}" for benchmark in benchmarks for note in benchmark.notes)],
+    )
+
+
+def rel_of(scores: Sequence[Cell | None], originals: Sequence[Cell | None]) -> Cell | None:
+    """Compute Rel. by the paper's rule: the mean over benchmarks of printed score / printed full retention, in %.
+
+    None where a number is missing or an original is 0.0.
+    """
+    ratios = []
+    for score, original in zip(scores, originals, strict=True):
+        if score is None or original is None or float(original.printed) == 0:
+            return None
+        ratios.append(float(score.printed) / float(original.printed))
+    rel = 100 * math.fsum(ratios) / len(ratios)
+    return Cell(score=rel, printed=f"{printed(rel)}%")
+
+
+def marks(shown: Sequence[Cell | None]) -> list[Mark]:
+    """Mark the best printed value of a column in a block, and the next distinct one."""
+    value = [float(one.printed.rstrip("%")) if one else None for one in shown]
+    ranked = sorted({number for number in value if number is not None}, reverse=True)
+    mark: dict[float | None, Mark] = dict(zip(ranked, ("best", "second"), strict=False))
+    return [mark.get(number, "") for number in value]
+
+
+def _grouped(
+    benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None
+) -> tuple[list[MethodAtRatio], list[_Group]]:
+    """Return the arms and their rows: full retention, then by falling ratio, by positions and in the order of methods.
+
+    A method without a seed stands for all of its seeds.
+    """
+    seeds: dict[tuple[float, str, str], dict[int, MethodAtRatio]] = {}
+    for arm in (arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL):
+        label, _, positions = arm.method.partition(_POSITIONS)
+        method, seed = split_seed(label)
+        if methods is None or any(is_named(name, label) for name in methods):
+            seeds.setdefault((-arm.ratio, positions, method), {})[seed or 0] = arm
+    order = [method for *_, method in seeds] if methods is None else [split_seed(name)[0] for name in methods]
+    arms, groups = [ORIGINAL], [_Group(ORIGINAL.method, "", ORIGINAL.ratio, [0], slice(1))]
+    for minus, positions, method in sorted(seeds, key=lambda row: (*row[:2], order.index(row[2]))):
+        members = dict(sorted(seeds[minus, positions, method].items()))
+        label = method if len(members) > 1 else next(iter(members.values())).method.partition(_POSITIONS)[0]
+        groups.append(_Group(label, positions, -minus, [*members], slice(len(arms), len(arms) + len(members))))
+        arms += members.values()
+    return arms, groups
+
+
+def _reference(groups: Sequence[_Group], name: str | None) -> str:
+    """Return the method of the rows that others are compared with. Raises UsageError where it has none."""
+    if name is not None:
+        return _row_named(groups, name, "reference")
+    methods = list(dict.fromkeys(group.method for group in groups[FULL_ROW + 1 :]))
+    return ORIGINAL.method if len(methods) < 2 else "gstep" if "gstep" in methods else methods[0]
+
+
+def _row_named(groups: Sequence[_Group], name: str, option: str) -> str:
+    """Return the method of the rows that a user's ``name`` means. Raises UsageError where there is none."""
+    methods = list(dict.fromkeys(group.method for group in groups))
+    for method in methods:
+        if is_named(name, method):
+            return method
+    raise UsageError(f"--{option} {name}: no row of the table; there are {', '.join(methods)}")
+
+
+def _row_against(groups: Sequence[_Group], row: int, reference: str) -> int | None:
+    """Return the row of the reference that a row is compared with, at its ratio and positions; None for no row.
+
+    A method that prunes inside the model has one row, whatever the positions of others.
+    """
+    if reference == ORIGINAL.method or row == FULL_ROW:
+        return None if row == FULL_ROW else FULL_ROW
+    same = [i for i, one in enumerate(groups) if one.method == reference and one.ratio == groups[row].ratio]
+    if row in same:
+        return None
+    exact = [i for i in same if groups[i].positions == groups[row].positions]
+    return next(iter(exact), same[0] if len(same) == 1 else None)
+
+
+def _row_title(group: _Group, names: Mapping[str, str]) -> str:
+    """Return a row's method as printed, with the number of its seeds, and its positions where they are not usual."""
+    if group.method == ORIGINAL.method:
+        return "Full retention"
+    path, *parameters = group.method.split(",")
+    title = method_title(",".join([names.get(path, path), *parameters]))
+    title += f", {len(group.seeds)} seeds" if len(group.seeds) > 1 else ""
+    return f"{title}, {group.positions} positions" if group.positions else title
+
+
+def _parts(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Ints]]:
+    """Return (key, title, part of each question) of each column of a benchmark, the overall score last."""
+    parts = []
+    for key, title in benchmark.columns:
+        name, is_split, value = key.partition("=")
+        if not is_split:
+            raise ValueError(f"column {key!r} of {benchmark.title} is no SPLIT=VALUE, such as duration=short")
+        parts.append((key, title, matrix.split(name, value)))
+    whole = matrix.whole() if benchmark.mean_over is None else matrix.by(benchmark.mean_over)
+    return [*parts, (OVERALL, "Overall" if benchmark.columns else benchmark.title, whole)]
+
+
+def _cell(score: float) -> Cell | None:
+    """Return the cell of a percentage, None where it is nan: the row was not scored."""
+    return None if math.isnan(score) else Cell(score=score, printed=printed(score))
+
+
+def _spread(groups: Sequence[_Group], shown: Sequence[Cell | None], value_A: Floats) -> list[Cell | None]:
+    """Return a column's cells with the spread of the seeds' numbers, given as shares for each arm."""
+    return [
+        replace(cell, spread=100 * float(np.std(value_A[group.arms], ddof=1)))
+        if cell and len(group.seeds) > 1
+        else cell
+        for group, cell in zip(groups, shown, strict=True)
+    ]
+
+
+def _mean_of(cells: Sequence[Cell | None]) -> Cell | None:
+    """Return the plain mean of printed numbers, as the paper's Table 4 has it; None where one is missing."""
+    values = [float(one.printed) for one in cells if one is not None]
+    if len(values) < len(cells):
+        return None
+    mean = math.fsum(values) / len(values)
+    return Cell(score=mean, printed=printed(mean))
+
+
+def _marked(groups: Sequence[_Group], shown: Sequence[Cell | None]) -> list[Cell | None]:
+    """Return a column's cells with their marks in each block, rows of the same ratio and positions."""
+    cells = list(shown)
+    others = range(FULL_ROW + 1, len(groups))
+    for _, block in groupby(others, key=lambda i: (groups[i].ratio, groups[i].positions)):
+        rows = list(block)
+        for i, mark in zip(rows, marks([shown[i] for i in rows]), strict=True):
+            cells[i] = (cell := cells[i]) and replace(cell, mark=mark)
+    return cells
+
+
+def _compared(against: Sequence[int | None], numbers: Estimate, shown: Sequence[Cell | None]) -> list[Cell | None]:
+    """Return a column's cells with the difference of each row to the row that it is compared with."""
+    cells = list(shown)
+    for i, (cell, other) in enumerate(zip(shown, against, strict=True)):
+        if cell is None or other is None or math.isnan((by := numbers.difference(i, other)).value):
+            continue
+        ends: dict[str, Any] = {}
+        if not math.isnan(by.low):
+            low, high = 100 * by.low, 100 * by.high
+            ends = {"low": low, "high": high, "unclear": low < PRINTED_0 and high > -PRINTED_0}
+        cells[i] = replace(cell, difference=100 * by.value, **ends)
+    return cells
+
+
+def method_title(method: str) -> str:
+    """Return a method as the paper writes it: "fastv,K=3" is "FastV, K=3"; unknown names stay."""
+    name, *parameters = method.split(",")
+    return ", ".join([_TITLES.get(name, name), *parameters])

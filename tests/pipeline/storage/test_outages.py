@@ -1,0 +1,98 @@
+"""What is said of a store that does not answer: a line when that begins and one when it ends, whoever noticed."""
+
+import pickle
+import time
+
+import pytest
+
+from pipeline.storage import outages, s3
+from pipeline.storage.outages import OUTAGES, Outage, Outages, saying_outages
+from tests.pipeline.flaky import FlakyProxy
+from tests.pipeline.s3 import REGION, S3Server
+
+OLD = Outage("s3://b", time.time() - 60, "503 SlowDown")
+
+
+@pytest.fixture
+def lines() -> tuple[Outages, list[str]]:
+    said: list[str] = []
+    noted = Outages()
+    noted.say = said.append
+    return noted, said
+
+
+def test_an_outage_is_said_once_and_its_end_too(lines):
+    noted, said = lines
+    for _ in range(5):
+        noted.failed(OLD)
+    assert noted.report() == (OLD,) and len(said) == 1
+    assert said[0].startswith("note: the store s3://b fails since 2") and "(503 SlowDown)" in said[0]
+    for _ in range(2):
+        noted.answered("s3://b")
+    assert noted.report() == () and len(said) == 2 and "s3://b answers again, after " in said[1]
+
+
+def test_a_busy_moment_is_not_spoken_of(lines):
+    noted, said = lines
+    noted.failed(OLD._replace(since=time.time()))
+    noted.answered("s3://b")
+    assert (said, noted.report()) == ([], ())
+
+
+def test_an_outage_that_workers_and_driver_notice_is_one(lines):
+    noted, said = lines
+    noted.take_reports([OLD, OLD._replace(why="ReadTimeoutError")])
+    noted.failed(OLD)
+    noted.take_reports([])
+    assert len(said) == 1
+    noted.answered("s3://b")
+    assert len(said) == 2
+
+
+def test_an_outage_before_a_run_is_not_the_runs():
+    OUTAGES.failed(OLD)
+    said: list[str] = []
+    with saying_outages(said.append):
+        OUTAGES.take_reports([])
+    assert said == []
+
+
+def test_a_request_waits_for_a_store_that_comes_back_and_says_so(monkeypatch):
+    monkeypatch.setattr(s3, "_MAX_DELAY_S", 0.02)
+    monkeypatch.setattr(outages, "NOTED_S", 0.0)
+    said: list[str] = []
+    with S3Server() as server, FlakyProxy(server) as proxy, saying_outages(said.append):
+        uri, objects = server.upload("a", b"there"), proxy.objects()
+        for kind in (503, "cut"):
+            fault = proxy.fail("GET", f"/{kind}", kind, 15)  # more often than botocore would ask
+            server.upload(str(kind), b"there")
+            assert objects.read(server.uri(str(kind))) == b"there" and len(fault.paths) == 15
+        assert objects.read(uri) == b"there"
+        place = f"s3://{server.bucket}"
+        assert [line.partition(place)[2][:8] for line in said] == [" fails s", " answers"] * 2
+        assert proxy.url not in "".join(said) and OUTAGES.report() == ()
+
+
+def test_a_store_that_never_answered_and_a_500_are_given_up_soon(monkeypatch):
+    monkeypatch.setattr(s3, "_MAX_DELAY_S", 0.02)
+    monkeypatch.setattr(s3, "_DOUBTFUL_S", 0.2)
+    wrong = s3.Objects(
+        endpoint_url="http://127.0.0.1:9", region_name=REGION, aws_access_key_id="K", aws_secret_access_key="S"
+    )
+    with pytest.raises(OSError, match="check --s3-endpoint"):
+        wrong.read("s3://bucket/a")
+    with S3Server() as server, FlakyProxy(server) as proxy:
+        objects = proxy.objects()
+        objects.list(server.uri())
+        proxy.away[""] = 500
+        with pytest.raises(OSError, match="Told500"):
+            objects.read(server.uri("a"))
+
+
+def test_workers_know_that_the_store_has_answered_the_driver(monkeypatch):
+    with S3Server() as server:
+        objects = server.objects()
+        assert not pickle.loads(pickle.dumps(objects))._answered  # noqa: S301 - our own bytes
+        assert not objects.exists(server.uri("a"))
+        for client in (pickle.loads(pickle.dumps(objects)), objects.impatient()):  # noqa: S301 - our own bytes
+            assert client._answered
