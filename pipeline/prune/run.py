@@ -187,7 +187,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return Discovery(self.indexing, self._objects, self._select, known, self.options.limit)
 
     def _begin_anew(self) -> None:
-        """Begin the cache anew with the code that its method has now. Raise UsageError where others' tokens would go."""
+        """Begin the cache anew with the code that its method has now. Raise UsageError if other tokens would go."""
         ledger = Ledger(self.store, made_with(self.store)).refresh()
         with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
         with_tokens = with_tokens[~ledger.removed(with_tokens)]
