@@ -143,7 +143,8 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
     ``path`` is a folder or ``s3://bucket/prefix``. Raises NotAnswers, CorruptShard where a shard was damaged, OSError.
     """
     store = store or store_at(path)
-    return AnswersTable(store).live().select(ANSWER_SCHEMA.names)
+    identity = read_answers_header(store)["identity"]
+    return AnswersTable(store, identity).live().select(ANSWER_SCHEMA.names)
 
 
 def read_answers_header(store: Store) -> AnswersHeader:
@@ -209,12 +210,9 @@ def _common(
 ) -> JsonObject:
     """Return what is compared of ``one`` of two settings."""
     kept: dict[str, Json] = {key: value for key, value in one.items() if compared is None or key in compared}  # type: ignore[misc]
-    if PRUNINGS in held and PRUNINGS in wanted:
-        kept[PRUNINGS] = {
-            name: cast(Json, late)
-            for name, late in one[PRUNINGS].items()
-            if name in held[PRUNINGS].keys() & wanted[PRUNINGS].keys()
-        }
+    if compared is not None or (PRUNINGS in held and PRUNINGS in wanted):
+        both = held.get(PRUNINGS, {}).keys() & wanted.get(PRUNINGS, {}).keys()
+        kept[PRUNINGS] = {name: cast(Json, one[PRUNINGS][name]) for name in both}
     return kept
 
 
@@ -257,9 +255,10 @@ class AnswersTable:
         return names
 
     def live(self) -> pa.Table:
-        """Return the live row of every question under every pruning, by question_id. Raises NotAnswers."""
-        identity = read_answers_header(self._store)["identity"] if self._identity is None else self._identity
-        rows = select_live(self.rows())
+        """Return the live row of every question under every pruning, by question_id."""
+        rows, identity = select_live(self.rows()), self._identity
+        if identity is None:
+            identity = read_answers_header(self._store)["identity"] if self._store.exists(HEADER) else {}
         codes = {name: code_of(identity, name) for name in pc.unique(rows["pruning"]).to_pylist()}
         wanted = pa.array([codes[name] for name in rows["pruning"].to_pylist()], pa.string())
         return rows.filter(pc.equal(pc.fill_null(rows["code"], ""), pc.fill_null(wanted, "")))
