@@ -10,17 +10,52 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """The import paths of the two classes of a family: ``package.module:Class``."""
+    """A family: the import paths of its two classes, ``package.module:Class``, and what its checkpoints are called.
+
+    A family without ``prompts`` can be encoded and cached, and not be asked.
+    """
 
     backbone: str
-    prompts: str
+    prompts: str | None
+    published: str = ""
 
 
 #: ``model_type`` in config.json -> the family.
 FAMILIES: Mapping[str, Family] = {
     "llava_onevision": Family(
-        "gstep.backbones.llava_onevision:LlavaOnevision", "gstep.language.llava_onevision:LlavaOnevisionPrompts"
+        "gstep.backbones.llava_onevision:LlavaOnevision",
+        "gstep.language.llava_onevision:LlavaOnevisionPrompts",
+        "llava-hf/llava-onevision-*-hf",
     ),
-    "qwen2_5_vl": Family("gstep.backbones.qwen2_5_vl:Qwen2_5VL", "gstep.language.qwen_vl:Qwen2_5Prompts"),
-    "qwen3_vl": Family("gstep.backbones.qwen3_vl:Qwen3VL", "gstep.language.qwen_vl:Qwen3Prompts"),
+    "internvl": Family(
+        "gstep.backbones.internvl:InternVL",
+        "gstep.language.internvl:InternVLPrompts",
+        "OpenGVLab/InternVL3-*-hf and InternVL3_5-*-HF",
+    ),
+    "qwen2_5_vl": Family(
+        "gstep.backbones.qwen2_5_vl:Qwen2_5VL",
+        "gstep.language.qwen_vl:Qwen2_5Prompts",
+        "Qwen/Qwen2.5-VL-3B, -7B, -32B and -72B-Instruct",
+    ),
+    "qwen3_vl": Family(
+        "gstep.backbones.qwen3_vl:Qwen3VL",
+        "gstep.language.qwen_vl:Qwen3Prompts",
+        "Qwen/Qwen3-VL-2B, -4B, -8B and -32B, -Instruct and -Thinking",
+    ),
+    "qwen3_vl_moe": Family(
+        "gstep.backbones.qwen3_vl:Qwen3VLMoe",
+        "gstep.language.qwen_vl:Qwen3Prompts",
+        "Qwen/Qwen3-VL-30B-A3B and -235B-A22B, -Instruct and -Thinking",
+    ),
+    "qwen3_5": Family(
+        "gstep.backbones.qwen3_vl:Qwen3_5",
+        "gstep.language.qwen_vl:Qwen3Prompts",
+        "Qwen/Qwen3.5-* and Qwen3.6-*, dense",
+    ),
+    "qwen3_5_moe": Family(
+        "gstep.backbones.qwen3_vl:Qwen3_5Moe",
+        "gstep.language.qwen_vl:Qwen3Prompts",
+        "Qwen/Qwen3.5-* and Qwen3.6-*, mixtures of experts such as 35B-A3B",
+    ),
+    "qwen4_exp": Family("gstep.backbones.qwen3_vl:Qwen4Exp", None, "Qwen/Qwen4-Exp"),
 }

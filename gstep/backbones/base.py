@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gstep.backbones.preprocess import Preprocessor, as_frames
-from gstep.backbones.runtime import Runtime
+from gstep.backbones.runtime import NameRule, Runtime, check_names
 from gstep.backbones.siglip import TextTowerSource
 from gstep.checkpoints.source import ModelSource
+from gstep.checkpoints.tensors import stored_types
 from gstep.errors import ModelError, is_out_of_memory
 from gstep.evidence import HEAD_SOURCES, describe_evidence, name_of
 from gstep.types import VisualTokens
@@ -71,6 +72,7 @@ class ModelFamily(ABC):
         variant: the family's rules, of methods that have other ones for LLaVA than for Qwen.
         gives: the evidence it can give besides tokens, as pairs of a name and a source (gstep.evidence).
         default_max_frames: where frames are sampled by time and nothing else is said.
+        stock_fps: frames a second that the stock processor samples where nothing else is said; None for a count.
         min_rule: where the stock processor places the least frames that it samples: "rounded" or "stepped", as
             pipeline.video.sampling explains.
     """
@@ -81,6 +83,7 @@ class ModelFamily(ABC):
     variant: ClassVar[str]
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset()
     default_max_frames: ClassVar[int] = 32
+    stock_fps: ClassVar[float | None] = None
     min_rule: ClassVar[str] = "rounded"
 
     def min_frames(self) -> int:
@@ -99,6 +102,26 @@ class ModelFamily(ABC):
 
         Raises ModelError where weights are missing or have another shape than the config says.
         """
+
+    def empty_tower(self, runtime: Runtime) -> tuple[nn.Module, NameRule] | None:
+        """Build the vision part on the meta device, with the rule that maps names on disk to names in it.
+
+        None for a family that does not tell.
+        """
+        return None
+
+    def check_tensors(self) -> bool:
+        """Check by names that the checkpoint has the vision part, unquantized; no weight is read or downloaded.
+
+        Return False where nothing could be checked: the names are not known here, or the family tells none.
+
+        Raises ModelError, naming some, where tensors are missing or quantized.
+        """
+        stored, built = stored_types(self.source), self.empty_tower(Runtime("cpu", torch.float32, "sdpa"))
+        if stored is None or built is None:
+            return False
+        check_names(self.source.name, built[0], built[1], stored)
+        return True
 
     @abstractmethod
     def preprocessor(self) -> Preprocessor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
 from gstep.backbones.gpu_forms import FusedSteps, suit_llava
 from gstep.backbones.preprocess import FixedSizePreprocessor
-from gstep.backbones.runtime import Runtime, empty_model, load_weights, observing, rebuild_position_ids
+from gstep.backbones.runtime import NameRule, Runtime, empty_model, load_weights, observing, rebuild_position_ids
 from gstep.backbones.siglip import FrameObserver, PoolingHead, last_layer_evidence, patch_evidence, probe_evidence
 from gstep.checkpoints.source import ModelSource, PoolingHeadSource
 from gstep.checkpoints.tensors import read_tensors
@@ -51,15 +51,19 @@ class LlavaOnevision(ModelFamily):
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> LlavaOnevisionBackbone:
         preprocessor = self.preprocessor()
-        model = empty_model(self.source.stock_config(), runtime)
-        del model.language_model
-        load_weights(model, self.source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
+        model, names = self.empty_tower(runtime)
+        load_weights(model, self.source, names, device=runtime.device, dtype=runtime.dtype)
         rebuild_position_ids(model, runtime.device)
         model.eval().requires_grad_(False)
         backbone = LlavaOnevisionBackbone(self, model, preprocessor, runtime, frame_batch)
         if self.source.pooling_head is not None:
             backbone.pooling_head = PoolingHead.load(self.source.pooling_head, runtime.device)
         return backbone
+
+    def empty_tower(self, runtime: Runtime) -> tuple[Any, NameRule]:
+        model: Any = empty_model(self.source.stock_config(), runtime)
+        del model.language_model
+        return model, _names_in_memory
 
     def preprocessor(self) -> FixedSizePreprocessor:
         source = self.source

@@ -1,4 +1,7 @@
-"""Qwen3-VL, the dense sizes (2B, 4B, 8B, 32B): deepstack levels beside the tokens, a time before every patch."""
+"""Qwen3-VL and Qwen3.5 (3.6), dense and mixtures of experts: one tower, a time before every patch.
+
+Qwen3-VL has deepstack levels beside the tokens. A mixture of experts differs in the language model alone.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class Qwen3VL(QwenVL):
         ends = [(i, min(i + frames, len(times)) - 1) for i in range(0, len(times), frames)]
         return {
             "patch_timestamps": [(times[first] + times[last]) / 2 for first, last in ends],
-            "deepstack_levels": len(vision.deepstack_visual_indexes),
+            "deepstack_levels": self.static().deepstack_levels,
         }
 
     @classmethod
@@ -70,3 +73,32 @@ class Qwen3VL(QwenVL):
                     'ignores it; give size={"shortest_edge": ..., "longest_edge": ...}, the pixels of a whole video'
                 )
         return settings
+
+
+class Qwen3VLMoe(Qwen3VL):
+    """The Qwen3-VL mixtures of experts (30B-A3B, 235B-A22B)."""
+
+    model_type = "qwen3_vl_moe"
+
+
+class Qwen3_5(Qwen3VL):  # noqa: N801 - the family's name
+    """The dense Qwen3.5 and 3.6 family: the tower of Qwen3-VL without deepstack levels."""
+
+    model_type = "qwen3_5"
+    vision_defaults: ClassVar[Mapping[str, Any]] = {**Qwen3VL.vision_defaults, "deepstack_visual_indexes": ()}
+
+    def _vision(self) -> dict[str, Any]:
+        """Return the vision part of config.json; the stock tower has no levels, whatever the file lists."""
+        return super()._vision() | {"deepstack_visual_indexes": ()}
+
+
+class Qwen3_5Moe(Qwen3_5):  # noqa: N801 - the family's name
+    """The Qwen3.5 and 3.6 mixtures of experts (35B-A3B, 122B-A10B, 397B-A17B)."""
+
+    model_type = "qwen3_5_moe"
+
+
+class Qwen4Exp(Qwen3_5):
+    """The Qwen4-Exp family: the tower of Qwen3.5. Its language model reads n-grams of token ids, and is not asked."""
+
+    model_type = "qwen4_exp"

@@ -22,6 +22,7 @@ from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo
 from gstep.backbones.gpu_forms import FusedSteps, suit_qwen
 from gstep.backbones.preprocess import DynamicSizePreprocessor, positive_count
 from gstep.backbones.runtime import (
+    NameRule,
     Runtime,
     check_loaded,
     empty_model,
@@ -52,6 +53,7 @@ class QwenVL(ModelFamily):
     variant = "qwen"
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset({("token_attention", MERGED_QUERIES)})
     default_max_frames: ClassVar[int] = 768
+    stock_fps: ClassVar[float | None] = 2.0
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]]
     # Defaults of the stock configuration (models/<family>/configuration_<family>.py), for missing keys.
     vision_defaults: ClassVar[Mapping[str, Any]]
@@ -64,13 +66,17 @@ class QwenVL(ModelFamily):
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> QwenBackbone:
         preprocessor = self.preprocessor()
-        tower = empty_model(self.source.stock_config().vision_config, runtime)
-        # Under the name "visual", so that an error names missing weights as they are called on disk.
-        whole = nn.ModuleDict({"visual": tower})
-        load_weights(whole, self.source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
+        whole, names = self.empty_tower(runtime)
+        load_weights(whole, self.source, names, device=runtime.device, dtype=runtime.dtype)
+        tower = whole["visual"]
         _rebuild_frequencies(tower, runtime.device)
         tower.eval().requires_grad_(False)
         return QwenBackbone(self, tower, preprocessor, runtime, frame_batch)
+
+    def empty_tower(self, runtime: Runtime) -> tuple[nn.ModuleDict, NameRule]:
+        # Under the name "visual", so that an error names missing weights as they are called on disk.
+        tower = empty_model(self.source.stock_config().vision_config, runtime)
+        return nn.ModuleDict({"visual": tower}), _names_in_memory
 
     def preprocessor(self) -> DynamicSizePreprocessor:
         self._check_processor()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
+from gstep.checkpoints.experts import fuse_experts, fused_name
 from gstep.checkpoints.random_weights import random_tensors
-from gstep.checkpoints.tensors import TensorSource, read_tensors
+from gstep.checkpoints.tensors import TensorSource, read_tensors, refuse_stored
 from gstep.errors import ModelError
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ FLASH = {
     "(wheels, which need no CUDA toolchain)",
 }
 ATTENTION = (*FLASH, "sdpa", "eager")
+_SCALE = re.compile(r"_(scale|scale_inv|scale_2|zero_point)$")  # what follows the name of a quantized weight
 
 
 @dataclass(frozen=True)
@@ -175,22 +178,16 @@ def empty_model(config: PretrainedConfig, runtime: Runtime) -> PreTrainedModel:
         return AutoModel.from_config(config, attn_implementation=runtime.attn_implementation, dtype=runtime.dtype)
 
 
-def load_weights(
-    module: nn.Module,
-    source: TensorSource,
-    names: Callable[[str], Sequence[str]],
-    *,
-    device: str,
-    dtype: torch.dtype,
-) -> None:
-    """Give a module on the meta device those weights from disk that its state dict names.
+#: The name on disk -> the names that a tensor may have in memory, the first that exists being taken.
+NameRule = Callable[[str], Sequence[str]]
+
+
+def load_weights(module: nn.Module, source: TensorSource, names: NameRule, *, device: str, dtype: torch.dtype) -> None:
+    """Give a module on the meta device those weights from disk that its state dict names, experts in its form.
 
     Of a source without weight files they are random (ModelSource.random).
 
-    Args:
-        names: the name on disk -> the names it may have in memory, the first that exists being taken.
-
-    Raises ModelError, naming some, where weights are missing or have another shape.
+    Raises ModelError, naming some, where weights are missing, quantized or of another shape.
     """
     expected = module.state_dict()
     if not source.weight_files:
@@ -198,11 +195,11 @@ def load_weights(
         return
 
     def wanted(key: str) -> str | None:
-        return next((name for name in names(key) if name in expected), None)
+        return _name_in(expected, names, source.name, key)
 
     tensors = read_tensors(source, wanted, device=device, dtype=dtype)
-    if missing := [name for name in expected if name not in tensors]:
-        raise ModelError(f"{source.name!r} has no {_first_few(missing)}: download the whole checkpoint")
+    fuse_experts(tensors, expected)
+    _refuse_missing(source.name, [name for name in expected if name not in tensors])
     wrong = [
         f"{name} {list(tensors[name].shape)} instead of {list(weight.shape)}"
         for name, weight in expected.items()
@@ -211,6 +208,38 @@ def load_weights(
     if wrong:
         raise ModelError(f"{source.name!r}: config.json does not fit the weights: {_first_few(wrong)}")
     module.load_state_dict(tensors, assign=True)
+
+
+def check_names(name: str, module: nn.Module, names: NameRule, stored: Mapping[str, str | None]) -> None:
+    """Raise ModelError where tensors on disk, name -> type (None where unknown), lack some of a module's.
+
+    Raises ModelError too where one is quantized. ``name`` is the model's.
+    """
+    expected = module.state_dict()
+    there = set()
+    for key, kind in stored.items():
+        if (found := _name_in(expected, names, name, key)) is not None:
+            there |= {found, fused_name(found)}
+            if kind is not None:
+                refuse_stored(name, key, kind)
+    _refuse_missing(name, [tensor for tensor in expected if tensor not in there])
+
+
+def _name_in(expected: Mapping[str, Tensor], names: NameRule, model: str, key: str) -> str | None:
+    """Return the name in memory of a tensor on disk; None for a tensor that no module takes.
+
+    Raises ModelError where the tensor scales one that a module takes.
+    """
+    weight = _SCALE.sub("", key)
+    if weight != key and any(name in expected for name in names(weight)):
+        refuse_stored(model, weight, f"a product with {key}")
+    return next((name for name in names(key) if name in expected or fused_name(name) in expected), None)
+
+
+def _refuse_missing(model: str, missing: Sequence[str]) -> None:
+    """Raise ModelError where tensors are missing."""
+    if missing:
+        raise ModelError(f"{model!r} has no {_first_few(missing)}: download the whole checkpoint")
 
 
 def rebuild_position_ids(module: nn.Module, device: str) -> None:

@@ -34,7 +34,7 @@ _COPIED = (
 )
 #: Special tokens of the tiny tokenizers, and what config.json calls their ids.
 _IDS = {
-    **{"<image>": "image_token_id", "<|image_pad|>": "image_token_id"},
+    **{"<image>": "image_token_id", "<|image_pad|>": "image_token_id", "<IMG_CONTEXT>": "image_token_id"},
     **{"<video>": "video_token_id", "<|video_pad|>": "video_token_id"},
     **{"<|vision_start|>": "vision_start_token_id", "<|vision_end|>": "vision_end_token_id"},
 }
@@ -99,7 +99,7 @@ def _vocabulary(files: CheckpointFiles, config: Mapping[str, Any], kind: TinyTok
 
     parsed = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
     size = int(parsed.get_text_config().vocab_size)
-    ids = {token: int(getattr(parsed, _IDS[token])) for token in kind.special if token in _IDS}
+    ids = {token: int(getattr(parsed, _IDS[token])) for token in kind.special if hasattr(parsed, _IDS.get(token, ""))}
     free = (i for i in range(size - 1, -1, -1) if i not in ids.values())  # from the end: bytes are at the beginning
     ids |= {token: next(free) for token in kind.special if token not in ids}
     if size < 256 + len(ids) or max(ids.values()) >= size:

@@ -7,6 +7,8 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +31,6 @@ from gstep.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_LLAVA = (
-    "Checkpoints must be in the layout of transformers, for LLaVA-OneVision those named llava-hf/llava-onevision-*-hf."
-)
-_QWEN = (
-    "Of the Qwen families use a dense Qwen2.5-VL (Qwen/Qwen2.5-VL-3B, -7B, -32B or -72B-Instruct) or Qwen3-VL "
-    "(Qwen/Qwen3-VL-2B, -4B, -8B or -32B-Instruct or -Thinking): mixtures of experts and other generations are not "
-    "implemented."
-)
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,8 @@ class ModelSource(TensorSource):
         Args:
             model: a folder with config.json and *.safetensors, a Hugging Face id, "shapes" or "tiny".
             revision: branch, tag or commit of a Hugging Face id; its default branch where None.
-            quantized: whether the language model may be quantized, for vLLM (quantization.SERVED).
+            quantized: whether the language model may be quantized, by a method in ``tensors.SERVED``; visual tokens and
+                vLLM allow it.
 
         Raises ModelError, with the remedy, where there is no such model or it cannot be used.
         """
@@ -107,9 +101,17 @@ class ModelSource(TensorSource):
         return super().file(filename)
 
     def stock_config(self) -> PretrainedConfig:
-        """Parse config.json into transformers' configuration of the family, old layouts too, with its defaults."""
+        """Parse config.json into transformers' configuration of the family, old layouts too, with its defaults.
+
+        Raises ModelError where transformers is too old for the family.
+        """
         from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
+        if self.model_type not in CONFIG_MAPPING:
+            raise ModelError(
+                f"{self.name!r}: transformers {version('transformers')} does not know {self.model_type}: "
+                "pip install -U 'transformers<6', on every node"
+            )
         return CONFIG_MAPPING[self.model_type].from_dict(copy.deepcopy(self.config))
 
     def pretrained(self) -> tuple[str, str | None]:
@@ -133,8 +135,9 @@ def _known_config(name: str, files: CheckpointFiles, served: Collection[str] = (
     if model_type in FAMILIES:
         return model_type, config
     remote = " Code that comes with a checkpoint (auto_map) is never run." if "auto_map" in config else ""
-    use = _QWEN if model_type.startswith("qwen") else _LLAVA
-    raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(FAMILIES)}. {use}{remote}")
+    near = get_close_matches(model_type, FAMILIES, n=1, cutoff=0.5)
+    nearest = f" The nearest is {near[0]}: {FAMILIES[near[0]].published}." if near else ""
+    raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(FAMILIES)}.{nearest}{remote}")
 
 
 def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:

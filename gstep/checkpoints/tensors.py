@@ -104,6 +104,19 @@ def files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> lis
     return sorted({filename for key, filename in index["weight_map"].items() if wanted(key) is not None})
 
 
+def stored_types(source: TensorSource) -> dict[str, str | None] | None:
+    """Return the names of all tensors, each with its type as safetensors name it; None for a type that is not known.
+
+    Names come from the index, or from the files of a folder. Return None where neither is here: nothing is downloaded.
+    """
+    if source.files.kind != "hub":
+        folder = source.file("config.json").parent
+        headers = [_header(folder / name)[1] for name in source.weight_files if (folder / name).is_file()]
+        return {key: entry["dtype"] for entries in headers for key, entry in entries.items()}
+    index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
+    return None if index is None else dict.fromkeys(index["weight_map"])
+
+
 def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
     """Find the weight files in the order of precedence of from_pretrained: one file, an index, or a folder's shards.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gstep.errors import ModelError
 from gstep.families import FAMILIES
 from gstep.lazy import LazyTable, attributes_of
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from gstep.language.types import Answer, Decoding, Prompt, PromptPolicy, Score
     from gstep.types import Visual
 
-BUILDERS = LazyTable("model type", {name: family.prompts for name, family in FAMILIES.items()})
+BUILDERS = LazyTable("model type", {name: family.prompts for name, family in FAMILIES.items() if family.prompts})
 
 _PUBLIC = LazyTable(
     "name",
@@ -74,9 +75,10 @@ def prompt_builder(
             original).
         rule, frame_times, thought: see :class:`~gstep.language.types.PromptPolicy`.
 
-    Raises ModelError where a tokenizer, a chat template or a token that prompts need is missing, and
-    ValueError for an unknown policy.
+    Raises ModelError where a tokenizer, a chat template or a token that prompts need is missing, and for a family that
+    cannot be asked; ValueError for an unknown policy.
     """
+    _check_answers(source)
     builder: PromptBuilder = BUILDERS[source.model_type].of(source, positions, rule, frame_times, thought)
     return builder
 
@@ -86,9 +88,19 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
 
     Raises ModelError where weights are missing or have another shape than the config says.
     """
+    _check_answers(source)
     from gstep.language.model import LanguageModel  # noqa: PLC0415 - transformers' modelling code takes seconds
 
     return LanguageModel.load(source, runtime)
+
+
+def _check_answers(source: ModelSource) -> None:
+    """Raise ModelError for a family that can be encoded and not be asked."""
+    if source.model_type not in BUILDERS:
+        raise ModelError(
+            f"{source.name!r}: questions to {source.model_type} are not implemented. Its videos can be pruned and "
+            f"cached; models that answer: {', '.join(BUILDERS)}"
+        )
 
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one

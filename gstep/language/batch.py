@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.language.types import Prompt
+from gstep.language.types import Prompt, placeholder_of
 from gstep.types import Visual
 
 #: Elements that the attention mask of a padded batch may have: 64 MiB as bool, 256 MiB more as a kernel's float32.
@@ -106,17 +106,23 @@ class Batch:
         return torch.cat([counts[None], self.positions])
 
 
-def encoder_outputs(visuals: Sequence[Visual], device: str | torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the ``mm_encoder_outputs`` of transformers for a batch's placeholders, from its first row to its last."""
+def encoder_outputs(visuals: Sequence[Visual], model: Any) -> dict[str, Any]:
+    """Return the ``mm_encoder_outputs`` that a model of transformers takes for a batch's placeholders.
+
+    They go from the batch's first row to its last, on the model's device and in its dtype.
+    """
     from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: PLC0415 - seconds to import
 
-    tokens = [visual.tokens.to(device, dtype) for visual in visuals]
+    tokens = [visual.tokens.to(model.device, model.dtype) for visual in visuals]
+    modality, _ = placeholder_of(model.config)
+    if modality == "image":  # InternVL takes the tokens of all frames as one tensor
+        return {modality: BaseModelOutputWithPooling(pooler_output=torch.cat(tokens))}
     newlines = [visual.newline for visual in visuals if visual.newline is not None]
     if newlines:  # LLaVA-OneVision takes one row [1, sum K, D], newlines included
         lines = [part for t, newline in zip(tokens, newlines, strict=True) for part in (t, newline.to(t)[None])]
         return {"video": BaseModelOutputWithPooling(pooler_output=torch.cat(lines)[None])}
     levels = [
-        tuple(visual.deepstack[level].to(device, dtype) for visual in visuals)
+        tuple(visual.deepstack[level].to(model.device, model.dtype) for visual in visuals)
         for level in range(len(visuals[0].deepstack))
     ]
     if not levels:

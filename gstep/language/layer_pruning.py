@@ -74,8 +74,7 @@ class PruneInside:
         Raises ValueError where the model has no layer K, or needs all visual tokens there.
         """
         layers = model.model.language_model.layers
-        levels = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-        first_short = check_layer(self.method, len(layers), levels)
+        first_short = check_layer(self.method, model.config)
         # The layer before K shows what the last token attends to; from K on every layer gets shortened rows.
         with ExitStack() as hooks:
             before = layers[first_short - 1].self_attn
@@ -154,12 +153,17 @@ class PruneInside:
         return args, changed
 
 
-def check_layer(method: Pruner, n_layers: int, deepstack_levels: int) -> int:
-    """Return the layer before which the method prunes.
+def check_layer(method: Pruner, config: Any) -> int:
+    """Return the layer before which the method prunes a model of this configuration.
 
-    Raises ValueError where it has none or needs what is not there inside of a model, and where a model of so many
-    layers cannot be pruned there.
+    Raises ValueError where it has none or needs what is not there inside of a model, and where the model cannot be
+    pruned there.
     """
+    text = config.get_text_config()
+    n_layers, deepstack_levels = (
+        text.num_hidden_layers,
+        len(getattr(config.vision_config, "deepstack_visual_indexes", ())),
+    )
     layer = method.layer
     if layer is None or layer < 1:
         raise ValueError(f"method {method.name} prunes before layer {layer}: inside of a model that is 1 at least")
@@ -172,6 +176,11 @@ def check_layer(method: Pruner, n_layers: int, deepstack_levels: int) -> int:
         )
     params = ", ".join(f"{name}={value}" for name, value in method.params().items())
     who = f"{method.name} with {params}" if params else method.name
+    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+        raise ValueError(
+            f"{who} prunes inside of a model, and {config.model_type} has layers of linear attention, whose state has "
+            "taken in all tokens by then: choose a method that prunes before the model"
+        )
     if n_layers <= layer:
         raise ValueError(f"{who} prunes before layer {layer}; this model has {n_layers} layers")
     if deepstack_levels > layer:

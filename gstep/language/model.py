@@ -17,7 +17,7 @@ from gstep.language.batch import MASK_ELEMENTS, Batch, batches_by_cost, encoder_
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
 from gstep.language.layer_pruning import CACHE, PruneInside, visual_places
 from gstep.language.prompt import text_ids, tokenizer_of
-from gstep.language.types import Answer, Decoding, Prompt, Score
+from gstep.language.types import Answer, Decoding, Prompt, Score, placeholder_of
 from gstep.language.weights import ends_of, load_llm
 from gstep.pruners.base import Pruner
 
@@ -49,6 +49,11 @@ class LanguageModel:
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     @property
+    def recurrent(self) -> bool:
+        """Whether some layers carry a state from token to token (Qwen3.5): padding within a row would change it."""
+        return "linear_attention" in (getattr(self.model.config.get_text_config(), "layer_types", None) or ())
+
+    @property
     def context_length(self) -> int:
         """Tokens that a prompt and its answer may have together."""
         return int(self.model.config.get_text_config().max_position_embeddings)
@@ -69,7 +74,7 @@ class LanguageModel:
 
         Those must follow the last video: prompts on the same videos then go through the model together up to there.
         """
-        batch, cache = self._batch_with_cache(prompts) if last else (Batch.of(prompts), None)
+        batch, cache = self._batch_with_cache(prompts, last) if last else (Batch.of(prompts), None)
         output = self._forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)
         masks = batch.mask[:, -last:].to(self.device)
         return [row[mask.bool()] for row, mask in zip(output.logits, masks, strict=True)]
@@ -193,7 +198,7 @@ class LanguageModel:
     def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
         """Make the pruning context for a batch of prompts, marking which of their tokens are visual."""
         batch = Batch.of(prompts)
-        video = int(self.model.config.video_token_id)
+        _, video = placeholder_of(self.model.config)
         prunable = torch.zeros_like(batch.mask, dtype=torch.bool)
         for row, prompt in enumerate(prompts):
             kept = [len(visual.index) for visual in prompt.visuals]
@@ -201,11 +206,11 @@ class LanguageModel:
             prunable[row, batch.mask.shape[1] - len(prompt) :] = visual_places(prompt.input_ids, video, kept, newline)
         return PruneInside(method, retention_ratio, prunable, batch.mask.bool())
 
-    def _batch_with_cache(self, prompts: Sequence[Prompt]) -> tuple[Batch, DynamicCache | None]:
+    def _batch_with_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, DynamicCache | None]:
         """Return the batch of all prompts, and the key-value cache of their videos if computing that first saves work.
 
         It does where prompts share videos, or where one attention mask for all would be too large; otherwise the cache
-        is None.
+        is None. The cache of a recurrent model also holds the texts, but for their ``last`` tokens.
         """
         shared: list[int] = []  # the first prompt of each group
         group = []
@@ -222,9 +227,41 @@ class LanguageModel:
         firsts = [prompts[i] for i in shared]
         prefix = Batch.of(firsts, [slice(p.prefix_length) for p in firsts])
         cache = self._prefix_cache(firsts)
-        cache.batch_select_indices(torch.tensor(group, device=self.device))
+        if self.recurrent:
+            return Batch.of(prompts), self._cache_of_all_but(last, prompts, prefix, cache, group)
+        cache.reorder_cache(torch.tensor(group, device=self.device))
         tails = Batch.of(prompts, [slice(p.prefix_length, None) for p in prompts])
         return tails.after(prefix.rows(group)), cache
+
+    def _cache_of_all_but(
+        self, last: int, prompts: Sequence[Prompt], prefixes: Batch, cache: DynamicCache, group: Sequence[int]
+    ) -> DynamicCache:
+        """Compute the cache of each prompt but its ``last`` tokens, padded on the left.
+
+        Texts of one length go together, so that no padding lies between a video and its text.
+
+        Args:
+            prefixes, cache: the different beginnings of the prompts, up to the end of their videos.
+            group: the beginning of each prompt, a row of these.
+        """
+        texts: dict[int, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            texts.setdefault(len(prompt) - prompt.prefix_length - last, []).append(row)
+        caches, order = list[DynamicCache](), list[int]()
+        for length, rows in texts.items():
+            whole = [prefixes.input_ids.shape[1] + length] * len(rows)
+            for part in batches_by_cost(whole, [length] * len(rows), len(rows), self.mask_elements):
+                chosen = [rows[i] for i in part]
+                order += chosen
+                beginnings = [group[i] for i in chosen]
+                caches.append(_rows(cache, beginnings))
+                if length:
+                    spans = [slice(prompts[i].prefix_length, -last) for i in chosen]
+                    batch = Batch.of([prompts[i] for i in chosen], spans).after(prefixes.rows(beginnings))
+                    self._forward(batch, past=caches[-1], use_cache=True, logits_to_keep=1)
+        joined = _stacked(caches, max(len(prompt) for prompt in prompts) - last)
+        joined.reorder_cache(torch.tensor(order, device=self.device).argsort())
+        return joined
 
     def _prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
         """Compute the key-value cache of each prompt up to the end of its videos, in batches that fit into memory."""
@@ -236,9 +273,9 @@ class LanguageModel:
             batch = Batch.of(firsts, [slice(prompt.prefix_length) for prompt in firsts])
             caches.append(self._forward(batch, prompts=firsts, use_cache=True, logits_to_keep=1)[CACHE])
         if len(caches) > 1:
-            caches = [_stacked(caches)]
+            caches = [_stacked(caches, max(cache.get_seq_length() for cache in caches))]
         places = [row for part in parts for row in part]
-        caches[0].batch_select_indices(torch.tensor(places, device=self.device).argsort())
+        caches[0].reorder_cache(torch.tensor(places, device=self.device).argsort())
         return caches[0]
 
     def _forward(
@@ -259,7 +296,7 @@ class LanguageModel:
             CACHE: past,
         }
         if visuals := [visual for prompt in prompts for visual in prompt.visuals]:
-            inputs["mm_encoder_outputs"] = encoder_outputs(visuals, self.device, self.model.dtype)
+            inputs["mm_encoder_outputs"] = encoder_outputs(visuals, self.model)
         return inputs
 
     def _config(self, decodings: Sequence[Decoding]) -> Any:
@@ -302,15 +339,30 @@ def _same_prefix(a: Prompt, b: Prompt) -> bool:
 
 def _rows(cache: DynamicCache, index: Sequence[int]) -> DynamicCache:
     """Copy some rows of a cache, which may repeat."""
-    return DynamicCache([(layer.keys[index], layer.values[index]) for layer in cache.layers])
+    chosen = copy.copy(cache)
+    chosen.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in chosen.layers:
+        for name, states in vars(layer).items():  # a layer of linear attention holds its states in dicts
+            if isinstance(states, dict):
+                setattr(layer, name, dict(states))
+    chosen.reorder_cache(torch.tensor(index))
+    return chosen
 
 
-def _stacked(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """Return the rows of several caches as one, padded on the left."""
-    length = max(cache.get_seq_length() for cache in caches)
+def _stacked(caches: Sequence[DynamicCache], length: int) -> DynamicCache:
+    """Return the rows of several caches as one of ``length`` tokens, padded or (of padding) cut on the left."""
+    whole = _rows(caches[0], range(1))
+    for layer, parts in zip(whole.layers, zip(*(cache.layers for cache in caches), strict=True), strict=True):
+        if hasattr(layer, "conv_states"):
+            for states in ("conv_states", "recurrent_states"):
+                held = [getattr(part, states) for part in parts]
+                setattr(layer, states, {i: torch.cat([part[i] for part in held]) for i in held[0]})
+        else:
+            layer.keys = torch.cat([_fitted(part.keys, length) for part in parts])
+            layer.values = torch.cat([_fitted(part.values, length) for part in parts])
+    return whole
 
-    def stacked(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in parts])
 
-    layers = zip(*(cache.layers for cache in caches), strict=True)
-    return DynamicCache([(stacked([x.keys for x in layer]), stacked([x.values for x in layer])) for layer in layers])
+def _fitted(states_BHLE: Tensor, length: int) -> Tensor:
+    """Pad or cut keys or values on the left to ``length`` tokens."""
+    return nn.functional.pad(states_BHLE, (0, 0, length - states_BHLE.shape[-2], 0))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
-from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy
+from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, placeholder_of
 from gstep.types import Visual
 
 # A noncharacter, which breaks up a placeholder that a text holds: its two pieces are tokenized as text.
@@ -42,7 +42,11 @@ class Segment:
 
 
 class PromptBuilder(ABC):
-    """The builder of one model's prompts under one policy. Pickles."""
+    """The builder of one model's prompts under one policy. Pickles.
+
+    Attributes:
+        placeholder_id: the token that stands for a visual token (or newline).
+    """
 
     default_positions: ClassVar[str]
     axes: ClassVar[int]
@@ -56,10 +60,9 @@ class PromptBuilder(ABC):
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.policy = policy
-        self._video_id = int(config.video_token_id)
-        self._image_id = int(config.image_token_id)
+        self.placeholder_id = placeholder_of(config)[1]
         self._video_token, self._image_token = (
-            str(tokenizer.convert_ids_to_tokens(i)) for i in (self._video_id, self._image_id)
+            str(tokenizer.convert_ids_to_tokens(i)) for i in (self.placeholder_id, int(config.image_token_id))
         )
 
     @classmethod
@@ -74,9 +77,10 @@ class PromptBuilder(ABC):
         if not cls.writes_times:  # what changes no prompt must not tell answers apart
             policy = replace(policy, frame_times="true")
         config, tokenizer = source.stock_config(), tokenizer_of(source)
-        if tokenizer.convert_ids_to_tokens(config.video_token_id) not in tokenizer.get_added_vocab():
+        placeholder = placeholder_of(config)[1]
+        if tokenizer.convert_ids_to_tokens(placeholder) not in tokenizer.get_added_vocab():
             raise ModelError(
-                f"{source.name!r}: config.json says that token {config.video_token_id} stands for a video, but it is "
+                f"{source.name!r}: config.json says that token {placeholder} stands for a video, but it is "
                 "no special token of the tokenizer: download the whole checkpoint"
             )
         builder = cls(config, tokenizer, template, policy)
@@ -176,7 +180,7 @@ class PromptBuilder(ABC):
 
     def _placeholders(self, count: int) -> Tensor:
         """Return ``count`` video placeholder ids, [count] int64."""
-        return torch.full((count,), self._video_id, dtype=torch.int64, device="cpu")
+        return torch.full((count,), self.placeholder_id, dtype=torch.int64, device="cpu")
 
     @cached_property
     def open_tag(self) -> str:
@@ -261,6 +265,13 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     if not ids:
         raise ValueError("a text to be scored needs at least one character")
     return ids
+
+
+def kept_in_frame(visual: Visual, frame: int) -> Tensor:
+    """Return the flat indices of a video's tokens in one frame; they ascend, so that no frame looks at all tokens."""
+    edges = torch.tensor([frame, frame + 1], device=visual.index.device) * visual.tokens_per_frame
+    first, end = torch.searchsorted(visual.index, edges)
+    return visual.index[first:end]
 
 
 def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.language.prompt import PromptBuilder, Segment
+from gstep.language.prompt import PromptBuilder, Segment, kept_in_frame
 from gstep.language.types import PromptPolicy
 from gstep.types import Visual
 
@@ -133,7 +133,7 @@ class Qwen3Prompts(QwenPrompts):
 
     def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
         super().__init__(config, tokenizer, chat_template, policy)
-        self.deepstack_levels = len(config.vision_config.deepstack_visual_indexes)
+        self.deepstack_levels = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         start, end = (int(getattr(config, f"vision_{name}_token_id")) for name in ("start", "end"))
         self._start, self._end = (str(tokenizer.convert_ids_to_tokens(i)) for i in (start, end))
 
@@ -157,9 +157,7 @@ class Qwen3Prompts(QwenPrompts):
 
     def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         assert frame is not None
-        edges = torch.tensor([frame, frame + 1], device=visual.index.device) * visual.tokens_per_frame
-        first, end = torch.searchsorted(visual.index, edges)
-        kept = visual.index[first:end]  # ascending, so no frame needs a look at all tokens
+        kept = kept_in_frame(visual, frame)
         if self.policy.positions == "contiguous":
             return self._contiguous(len(kept))
         grid = Grid.of(visual)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -73,6 +73,15 @@ class PromptPolicy:
         """
         older = {"frame_times": "true", "thought": "open"}
         return {name: value for name, value in asdict(self).items() if older.get(name) != value}
+
+
+def placeholder_of(config: Any) -> tuple[str, int]:
+    """Return the modality under which a model takes a video's tokens, and the token that stands for each of them.
+
+    InternVL takes frames as images, and has no token for videos.
+    """
+    modality = "image" if getattr(config, "video_token_id", None) is None else "video"
+    return modality, int(getattr(config, f"{modality}_token_id"))
 
 
 @dataclass(frozen=True)

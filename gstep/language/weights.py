@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gstep.backbones import ModelSource, Runtime
 from gstep.backbones.runtime import check_loaded, load_weights
-from gstep.checkpoints.tensors import read_tensors
+from gstep.checkpoints.tensors import read_tensors, refuse_quantized
 from gstep.errors import ModelError
 from gstep.language.prompt import text_ids
 
@@ -30,8 +30,9 @@ _CALLERS = frozenset(
 def load_llm(source: ModelSource, runtime: Runtime) -> Any:
     """Load a ...ForConditionalGeneration of transformers in eval mode, without its vision part.
 
-    Raises ModelError where weights are missing or have another shape, or transformers is too old.
+    Raises ModelError where weights are missing, quantized or have another shape, or transformers is too old.
     """
+    refuse_quantized(source.name, source.config)
     config = source.stock_config()
     model = without_vision(config, runtime)
     check_entry(model)

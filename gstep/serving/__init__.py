@@ -9,7 +9,13 @@ from collections.abc import Mapping
 
 #: ``model_type`` in config.json -> the class by which vLLM serves cached tokens, as ``hf_overrides`` name it. Where
 #: there is none, vLLM's own class takes them as they are.
-ARCHITECTURES: Mapping[str, str] = {"qwen2_5_vl": "CachedQwen2_5VL", "qwen3_vl": "CachedQwen3VL"}
+ARCHITECTURES: Mapping[str, str] = {
+    "qwen2_5_vl": "CachedQwen2_5VL",
+    "qwen3_vl": "CachedQwen3VL",
+    "qwen3_vl_moe": "CachedQwen3VLMoe",
+    "qwen3_5": "CachedQwen3_5",
+    "qwen3_5_moe": "CachedQwen3_5Moe",
+}
 
 
 def register() -> None:

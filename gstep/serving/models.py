@@ -1,7 +1,7 @@
 """vLLM's own classes of the Qwen families, that take kept tokens and their positions as they are given.
 
-Follows Qwen2_5_VLForConditionalGeneration and Qwen3VLForConditionalGeneration of vLLM 0.30 to 0.32
-(vllm/model_executor/models/qwen2_5_vl.py, qwen3_vl.py).
+Follows Qwen2_5_VLForConditionalGeneration and Qwen3VLForConditionalGeneration of vLLM 0.30 to 0.32, and what is made
+of the latter (vllm/model_executor/models/qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py, qwen3_5.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
 from gstep.serving.prompts import prompt_positions
 
@@ -38,19 +40,35 @@ class CachedQwen2_5VL(_Cached, Qwen2_5_VLForConditionalGeneration):  # type: ign
     """vLLM's Qwen2.5-VL, fed with cached visual tokens."""
 
 
-class CachedQwen3VL(_Cached, Qwen3VLForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's Qwen3-VL, fed with cached visual tokens, deepstack levels included though it has no vision tower."""
+class _CachedLevels(_Cached):
+    """The mixin that also takes deepstack levels, though there is no vision tower."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         if self.use_deepstack:  # type: ignore[has-type]
             return
-        config = self.config
+        config = self.config  # type: ignore[attr-defined]
         self.use_deepstack = True
         self.deepstack_num_level = len(config.vision_config.deepstack_visual_indexes)
-        self.multiscale_dim = self.visual_dim * self.deepstack_num_level
+        self.multiscale_dim = self.visual_dim * self.deepstack_num_level  # type: ignore[attr-defined]
         self.deepstack_input_embeds = [
             torch.zeros(vllm_config.scheduler_config.max_num_batched_tokens, config.text_config.hidden_size)
             for _ in range(self.deepstack_num_level)
         ]
         self.deepstack_input_embeds_num_tokens = 0
+
+
+class CachedQwen3VL(_CachedLevels, Qwen3VLForConditionalGeneration):  # type: ignore[misc]
+    """vLLM's Qwen3-VL, fed with cached visual tokens."""
+
+
+class CachedQwen3VLMoe(_CachedLevels, Qwen3VLMoeForConditionalGeneration):  # type: ignore[misc]
+    """vLLM's mixture of experts of Qwen3-VL, fed with cached visual tokens."""
+
+
+class CachedQwen3_5(_Cached, Qwen3_5ForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
+    """vLLM's Qwen3.5, fed with cached visual tokens."""
+
+
+class CachedQwen3_5Moe(_Cached, Qwen3_5MoeForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
+    """vLLM's mixture of experts of Qwen3.5, fed with cached visual tokens."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
+import torch
+
 from gstep.backbones import ModelSource, Runtime
 from gstep.errors import ModelError
 from gstep.language.types import Decoding
@@ -44,6 +46,8 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 # but the last by the prefix cache's block hashes. ``kv_offloading_backend=native`` makes one of the first two.
 _CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "ExampleConnector")
 
+_LINEAR_ATTENTION = ("qwen3_5", "qwen3_5_moe")  # whose kernels on a CPU take bfloat16
+
 #: Variables that ``prepare_process`` sets.
 ENVIRONMENT = (*_ENVIRONMENT, *_ON_CPU)
 
@@ -55,7 +59,14 @@ def engine_options(
 
     Args:
         largest_video: the most visual tokens that a video has in a prompt.
+
+    Raises ModelError where vLLM has no kernels for the model in this runtime.
     """
+    if source.model_type in _LINEAR_ATTENTION and runtime.device == "cpu" and runtime.dtype != torch.bfloat16:
+        raise ModelError(
+            f"{source.name!r}: vLLM runs {source.model_type} on a CPU in bfloat16 alone, not in {runtime.dtype_name}: "
+            "pass --dtype bfloat16, or use --engine transformers"
+        )
     name, revision = source.pretrained()
     ours = ARCHITECTURES.get(source.model_type)
     return {

@@ -21,6 +21,7 @@ import torch
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, Prompt, Visual, prompt_builder
 from gstep.language.prompt import tokenizer_of
+from gstep.language.types import placeholder_of
 from pipeline import TokenCache
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, load_engine
 from pipeline.generate.engines.vllm import VllmEngine
@@ -181,7 +182,7 @@ class OnlineWay:
             disable_log_stats=False,
             enforce_eager=runtime.device == "cpu",
         )
-        self._video_token = int(self._llm.model_config.hf_config.video_token_id)
+        self._video_token = placeholder_of(self._llm.model_config.hf_config)[1]
         self._params = SamplingParams(max_tokens=job.max_new_tokens, temperature=0.0)
         self._sent = SentBytes(self._llm.llm_engine.engine_core)
 

@@ -80,8 +80,8 @@ class EvaluateConfig(EngineOptions):
     )
     model: str | None = option(
         None,
-        "a Hugging Face id or folder with safetensors, 'shapes', or one of the seeded random 'tiny', 'tiny-qwen2-5-vl' "
-        "and 'tiny-qwen3-vl' (default: the one that the cache names, else tiny)",
+        "a Hugging Face id or folder with safetensors, 'shapes', or a seeded random model of jobs.prune (default: "
+        "the one that the cache names, else tiny)",
         metavar="MODEL",
         group="model",
     )

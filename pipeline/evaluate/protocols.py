@@ -107,22 +107,27 @@ _ROUNDED = FrameRule(32, "round", even=True)
 _QWEN2_5_VL = ModelRules(None, _ROUNDED, PixelLimits(_MIN, 768 * 28 * 28))
 # Our bounds of Qwen3-VL are those of all frames together, lmms-eval's those of a frame.
 _QWEN3_PIXELS = PixelLimits(_ROUNDED.num_frames * _MIN, _ROUNDED.num_frames * 768 * 32 * 32)
+_QWEN3_0_7 = ModelRules(_HELPFUL, _ROUNDED, _QWEN3_PIXELS, "stock")
+_QWEN3_0_5 = ModelRules(None, _ROUNDED, _QWEN3_PIXELS, "stock")
 
 #: lmms-eval 0.7.3, the classes that ``--model llava_onevision``, ``qwen2_5_vl`` and ``qwen3_vl`` run (chat before
-#: simple). Of Qwen2.5-VL's template the system text is the same one. A video with fewer than 32 frames ends in an error
-#: on Qwen3-VL there; here it is treated as on Qwen2.5-VL. The times that Qwen3-VL reads are the stock processor's, of
-#: the places and the average frames a second that qwen-vl-utils gives it.
+#: simple; the last runs the mixtures of experts, too). Of Qwen2.5-VL's template the system text is the same one. A
+#: video with fewer than 32 frames ends in an error on Qwen3-VL there; here it is treated as on Qwen2.5-VL. The times
+#: that Qwen3-VL reads are the stock processor's, of the places and the average frames a second that qwen-vl-utils gives
+#: it.
 LMMS_EVAL_0_7: Mapping[str, ModelRules] = {
     "llava_onevision": ModelRules(_HELPFUL),
     "qwen2_5_vl": _QWEN2_5_VL,
-    "qwen3_vl": ModelRules(_HELPFUL, _ROUNDED, _QWEN3_PIXELS, "stock"),
+    "qwen3_vl": _QWEN3_0_7,
+    "qwen3_vl_moe": _QWEN3_0_7,
 }
 #: lmms-eval 0.5.0: the same frames and sizes (a short video ends in an error on both Qwen models). 0.5.0 itself has no
 #: Qwen3-VL; the class that came after it under the same number gives no system text. It is the one of
 #: github.com/xuyang-liu16/VidCom2, branch qwen.
 LMMS_EVAL_0_5: Mapping[str, ModelRules] = {
     **LMMS_EVAL_0_7,
-    "qwen3_vl": ModelRules(None, _ROUNDED, _QWEN3_PIXELS, "stock"),
+    "qwen3_vl": _QWEN3_0_5,
+    "qwen3_vl_moe": _QWEN3_0_5,
 }
 
 

@@ -23,7 +23,7 @@ with torch.inference_mode():
         input_ids=batch.input_ids.to(model.device),
         attention_mask=batch.mask.to(model.device),
         position_ids=batch.position_ids().to(model.device),
-        mm_encoder_outputs=encoder_outputs([visual], model.device, model.dtype),
+        mm_encoder_outputs=encoder_outputs([visual], model),
         max_new_tokens=32,
     )
 print(builder.tokenizer.decode(ids[0, batch.input_ids.shape[1] :], skip_special_tokens=True))

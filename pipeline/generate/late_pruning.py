@@ -244,8 +244,7 @@ def describe_prunings(
 def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
     """Raise ValueError if the model lacks the layer that the method prunes before, or cannot be pruned there."""
     if pruner.layer is not None:
-        layers = int(builder.config.get_text_config().num_hidden_layers)
-        check_layer(pruner, layers, builder.deepstack_levels)
+        check_layer(pruner, builder.config)
 
 
 def evidence_columns(method: str, pruner: Pruner, cache_identity: CacheIdentity) -> tuple[tuple[str, str], ...]:

@@ -83,8 +83,9 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     model: str = option(
         "tiny",
-        "a Hugging Face id or folder with safetensors; 'tiny', 'tiny-qwen2-5-vl' and 'tiny-qwen3-vl' are seeded random "
-        "checkpoints built on the spot; 'shapes' comes with this package, for the videos of jobs.testbed",
+        "a Hugging Face id or folder with safetensors; 'tiny', 'tiny-internvl', 'tiny-qwen2-5-vl', 'tiny-qwen3-vl', "
+        "'tiny-qwen3-vl-moe', 'tiny-qwen3-5' and 'tiny-qwen3-5-moe' are seeded random checkpoints built on the spot; "
+        "'shapes' comes with this package, for the videos of jobs.testbed",
         metavar="MODEL",
         group="model",
     )

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gstep.backbones import ModelSource, family_of
+from gstep.language import BUILDERS
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.errors import CacheLocked, UsageError, VideoFault, store_usage_errors, usage_errors
@@ -67,7 +68,10 @@ class Forecast:
         grid: (T, N) of a video; if that depends on its shape, of one in full HD with the most frames that are sampled.
         kept: how many of its tokens are stored; an estimate if the method decides.
         video_bytes: the bytes of these on disk.
+        minute: (tokens, kept, bytes on disk) of a video of one minute in full HD.
         one_size: whether every video has this grid.
+        model: what is known of the model: whether its vision part is complete, and what answers from its tokens.
+        stock: how its tokens differ from those of transformers' own processor and model.
         unlisted: containers whose videos are not known, and not counted.
         left_out: kind of a file -> files that are no videos, or are not taken, as far as containers are indexed.
     """
@@ -81,7 +85,10 @@ class Forecast:
     grid: tuple[int, int]
     kept: int
     video_bytes: int
+    minute: tuple[int, int, int]
     one_size: bool
+    model: str
+    stock: str
     unlisted: list[str]
     left_out: dict[str, int]
 
@@ -104,8 +111,10 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
         todo = run.remaining().found().todo
     recipe = run.recipe
     shape = recipe.decode_setup().largest_frames()
-    small = family_of(recipe.source).preprocessor().target_size(shape[0], 240, 240)
-    T, N = family_of(recipe.source).token_counts(*shape)
+    family = family_of(recipe.source)
+    T, N = family.token_counts(*shape)
+    with usage_errors():
+        checked = family.check_tensors()
     return Forecast(
         out=str(run.store),
         tally=run.tally,
@@ -116,10 +125,48 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
         grid=(T, N),
         kept=budget_for(recipe.retention_ratio, T * N),
         video_bytes=recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*shape),
-        one_size=recipe.sampling.fps is None and small == shape[1:],
+        minute=_minute(recipe),
+        one_size=recipe.sampling.fps is None and family.preprocessor().target_size(shape[0], 240, 240) == shape[1:],
+        model=_model_of(recipe, checked),
+        stock=_stock_of(recipe),
         unlisted=[place.uri for place in run.indexing.left],
         left_out=run.indexing.left_out.counts(),
     )
+
+
+def _minute(recipe: Recipe) -> tuple[int, int, int]:
+    """Compute (tokens, kept tokens, bytes on disk) of a video of one minute in full HD."""
+    sampling, family = recipe.sampling, family_of(recipe.source)
+    n_frames = sampling.num_frames or 0
+    if sampling.fps is not None:
+        n_frames = max(sampling.min_frames, round(60 * sampling.fps))
+        n_frames = min(n_frames, sampling.max_frames or n_frames)
+    shape = n_frames, *family.preprocessor().target_size(n_frames, 1080, 1920)
+    T, N = family.token_counts(*shape)
+    stored = recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*shape)
+    return T * N, budget_for(recipe.retention_ratio, T * N), stored
+
+
+def _model_of(recipe: Recipe, checked: bool) -> str:
+    """Say whether the model's vision part is complete, and what answers from its tokens."""
+    kind = recipe.source.model_type
+    tensors = "its vision part is complete" if checked else "its tensors' names are known once it is downloaded"
+    if kind not in BUILDERS:
+        return f"{kind}, {tensors}; questions to it are not implemented"
+    quantized = "vLLM" if recipe.source.config.get("quantization_config") else "transformers and vLLM"
+    return f"{kind}, {tensors}; {quantized} can answer"
+
+
+def _stock_of(recipe: Recipe) -> str:
+    """Say how the tokens differ from those of transformers' own processor and model."""
+    family, sampling = family_of(recipe.source), recipe.sampling
+    fps = recipe.source.preprocessor.get("fps") or family.stock_fps
+    frames = f"{sampling.fps:g} frames a second" if sampling.fps else f"{sampling.num_frames} frames a video"
+    if fps is None or fps == sampling.fps:
+        frames = "frames as asked for"
+    else:
+        frames = f"{frames}, where the stock processor samples {fps:g} a second (--fps {fps:g})"
+    return f"the same pixels and tower, but for rounding on a GPU; {frames}"
 
 
 def _check_writable(store: Store) -> None:
@@ -158,6 +205,9 @@ def _lines(plan: Forecast) -> list[tuple[str, str]]:
         *(("will fail", f"{count}, e.g. {first}") for count, first in wrong),
         ("a video", f"{T} x {N} = {T * N} tokens, about {plan.kept} kept{largest}"),
         ("bytes", f"about {plan.video_bytes:,} a video, {total:,} in all{largest}"),
+        ("a minute", "{:,} tokens, about {:,} kept in {:,} bytes, in full HD".format(*plan.minute)),
+        ("model", plan.model),
+        ("to stock", plan.stock),
     ]
     if plan.left_out:
         lines.append(("left out", say_counts(plan.left_out)))

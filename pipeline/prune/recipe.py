@@ -199,7 +199,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
     """
     with usage_errors():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
-        source = _with_limits(source or ModelSource.resolve(config.model, config.revision), config)
+        source = _with_limits(source or ModelSource.resolve(config.model, config.revision, quantized=True), config)
         family = family_of(source)
         sampling = sampling_of(config, family.default_max_frames, family.min_frames(), family.min_rule)
         # Raises for a number of frames that the model accepts of no video.

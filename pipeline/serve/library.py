@@ -67,7 +67,7 @@ def vllm_input(
     made_with = identity["type"], identity["weights"], videos[0].metadata.get("tower_hash")
     builder = _builder(model, *made_with, positions, rule, frame_times)
     built = builder.build(prompt, [one.visual for one in videos], system)
-    return engine_input(built, int(builder.config.video_token_id))
+    return engine_input(built, builder.placeholder_id)
 
 
 @lru_cache(maxsize=8)

@@ -139,7 +139,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         """Return the conversation as vLLM keeps it, and its finished prompt."""
         prompts = self._made()
         prompt = prompts.prompt(conversation, videos, self._room)
-        ready = engine_input(prompt, prompts.builder.config.video_token_id)
+        ready = engine_input(prompt, prompts.builder.placeholder_id)
         told = [{"role": message["role"], "content": _text(message)} for message in conversation.messages]
         return told, {"prompt_token_ids": prompt.input_ids.tolist(), _READY: ready}
 

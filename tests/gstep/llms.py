@@ -20,7 +20,16 @@ from tests.pipeline.videos import sample
 QUESTION = "What is happening in this video?"
 GREEDY = Decoding(max_new_tokens=12)
 
-FAMILIES = ("tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl")
+FAMILIES = (
+    "tiny",
+    "tiny-qwen2-5-vl",
+    "tiny-qwen3-vl",
+    "tiny-qwen3-vl-moe",
+    "tiny-qwen3-5",
+    "tiny-qwen3-5-moe",
+    "tiny-internvl",
+)
+RECURRENT = ("tiny-qwen3-5", "tiny-qwen3-5-moe")  # a token leaves its trace in a state that no mask takes back
 SECONDS = 1.3  # of a temporal patch: no whole number, so that cutting it shows
 FLOAT32 = choose_runtime("cpu", "float32", "sdpa")
 
@@ -68,6 +77,8 @@ def encode(name: str, clip: str = "bikes.mp4", n_frames: int = 3, grid: tuple[in
     """Encode a video of ``n_frames`` frames or temporal patches of ``grid`` patches (always 27 x 27 on LLaVA)."""
     if name == "tiny":
         return _encode_llava(clip, n_frames)
+    if name == "tiny-internvl":
+        return _encode_internvl(clip, n_frames)
     vision = stock(name).config.vision_config
     patch, merge = vision.patch_size, vision.spatial_merge_size
     frames = real_frames(clip, 2 * n_frames, grid[0] * patch, grid[1] * patch)
@@ -97,6 +108,12 @@ def _encode_llava(clip: str, n_frames: int) -> Encoded:
     return Encoded(visual, {"pixel_values_videos": pixels})
 
 
+def _encode_internvl(clip: str, n_frames: int) -> Encoded:
+    pixels = real_frames(clip, n_frames, 224, 224)
+    tokens = stock("tiny-internvl").model.get_image_features(pixels, return_dict=True).pooler_output.flatten(0, 1)
+    return Encoded(Visual(tokens, torch.arange(len(tokens)), n_frames, 64), {"pixel_values": pixels})
+
+
 def _patches(frames_TCHW: Tensor, patch: int, merge: int) -> Tensor:
     """Return [n_patches, 3*2*patch*patch] in the stock processors' order: 2 x 2 blocks of patches are neighbours."""
     t, c, h, w = frames_TCHW.shape
@@ -112,7 +129,7 @@ def stock_inputs(name: str, prompt: Prompt, *videos: Encoded) -> dict[str, Tenso
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for key in videos[0].pixels:
         inputs[key] = torch.cat([video.pixels[key] for video in videos])
-    if name != "tiny":
+    if "qwen" in name:
         inputs["mm_token_type_ids"] = (ids == stock(name).config.video_token_id).int() * 2
     return inputs
 

@@ -116,8 +116,22 @@ def test_a_dry_run_on_nothing_leaves_nothing(folder, idle):
     assert "2 x 196 = 392 tokens, about 98 kept" in text and f"about {98 * 64 * 2:,} a video" in text
     assert "first a.mp4, ..." not in text and "first a.mp4 identity" in text
     assert "pruner.method gstep" in text and "dtype.compute auto" in text and "model.type llava_onevision" in text
+    assert "llava_onevision, its vision part is complete; transformers and vLLM can answer" in text
     other = pruned(folder, "--dry-run", "--model", "tiny-qwen3-vl")[1]
     assert "a video 1 x " in other and "in full HD and of full length" in other
+    argv = [
+        str(folder / "videos"),
+        "--out",
+        str(folder / "cache"),
+        "--dry-run",
+        "--model",
+        "tiny-qwen3-5",
+        "--fps",
+        "1",
+    ]
+    minute = " ".join(run_here(prune, argv).stdout.split())
+    assert "a minute 1,980 tokens, about 495 kept in 63,360 bytes" in minute
+    assert "1 frames a second, where the stock processor samples 2 a second (--fps 2)" in minute
 
 
 def test_a_dry_run_says_what_a_run_would_do(half, idle):

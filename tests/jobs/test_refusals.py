@@ -90,7 +90,7 @@ def test_a_pruner_that_selects_for_each_question(refuse, videos, tmp_path, prune
             ["fastvid", "--pruner-param", "variant=llava"],
             "qwen3_vl does not give frame_feature, token_",
         ),
-        ("tiny", ["fastvid", "--pruner-param", "variant=qwen"], "models of type qwen2_5_vl or qwen3_vl do"),
+        ("tiny", ["fastvid", "--pruner-param", "variant=qwen"], "models of type qwen2_5_vl or qwen3_vl or"),
         ("tiny", ["fastvid"], "name it with --siglip, for the published models google/siglip-so400m-patch14-384"),
         ("tiny", ["fastvid", "--siglip", "nowhere/at/all"], "'nowhere/at/all' is no folder on this machine"),
         (
@@ -202,10 +202,10 @@ def test_fewer_frames_than_the_model_takes(refuse, videos, tmp_path, frames):
     assert "no video of fewer than 2 sampled frames" in refuse(prune, argv)
 
 
-def test_a_mixture_of_experts(refuse, videos, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe"}))
+def test_an_unknown_family_is_told_the_nearest(refuse, videos, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_mini"}))
     text = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), "--model", str(tmp_path)])
-    assert "'qwen3_vl_moe'" in text and "Qwen/Qwen3-VL-2B" in text
+    assert "'qwen3_vl_mini'" in text and "The nearest is qwen3_vl_moe: Qwen/Qwen3-VL-30B-A3B" in text
 
 
 @pytest.mark.slow

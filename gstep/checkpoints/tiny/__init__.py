@@ -17,9 +17,11 @@ from pathlib import Path
 from safetensors.numpy import save_file
 
 from gstep.checkpoints.tiny import tokenizer
+from gstep.checkpoints.tiny.internvl import INTERNVL
 from gstep.checkpoints.tiny.llava_onevision import LLAVA_ONEVISION, SIGLIP
 from gstep.checkpoints.tiny.parts import TinyModel, Weights
 from gstep.checkpoints.tiny.qwen import QWEN2_5_VL, QWEN3_VL
+from gstep.checkpoints.tiny.qwen_moe import QWEN3_5, QWEN3_5_MOE, QWEN3_VL_MOE
 from gstep.errors import ModelError
 
 VERSION = "1"  # raise it with any change to what is written: cached tokens of another version are refused
@@ -28,6 +30,10 @@ TINY: Mapping[str, TinyModel] = {
     "tiny": LLAVA_ONEVISION,
     "tiny-qwen2-5-vl": QWEN2_5_VL,
     "tiny-qwen3-vl": QWEN3_VL,
+    "tiny-qwen3-vl-moe": QWEN3_VL_MOE,
+    "tiny-qwen3-5": QWEN3_5,
+    "tiny-qwen3-5-moe": QWEN3_5_MOE,
+    "tiny-internvl": INTERNVL,
 }
 #: Checkpoints that are no models of videos by themselves; single tensors are taken from them.
 PARTS: Mapping[str, TinyModel] = {"tiny-siglip": SIGLIP}

@@ -78,9 +78,19 @@ class Draw:
 
 
 def decoder(
-    draw: Draw, config: Mapping[str, Any], *, model: str, head: str, bias: bool = True, qk_norm: bool = False
+    draw: Draw,
+    config: Mapping[str, Any],
+    *,
+    model: str,
+    head: str,
+    bias: bool = True,
+    qk_norm: bool = False,
+    mlp: bool = True,
 ) -> None:
-    """Draw a language model of Qwen2 (biases of q, k and v) or Qwen3 (norms of q and k, no biases), and its head."""
+    """Draw a language model of Qwen2 (biases of q, k and v) or Qwen3 (norms of q and k, no biases), and its head.
+
+    Without ``mlp`` its layers lack theirs, for a mixture of experts.
+    """
     width, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = width // config["num_attention_heads"]
     keys = head_dim * config["num_key_value_heads"]
@@ -94,8 +104,9 @@ def decoder(
         for part in ("q_norm", "k_norm") if qk_norm else ():
             draw.norm(f"{layer}.self_attn.{part}", head_dim, bias=False)
         draw.linear(f"{layer}.self_attn.o_proj", width, width, bias=False)
-        for part in ("gate_proj", "up_proj"):
+        for part in ("gate_proj", "up_proj") if mlp else ():
             draw.linear(f"{layer}.mlp.{part}", inner, width, bias=False)
-        draw.linear(f"{layer}.mlp.down_proj", width, inner, bias=False)
+        if mlp:
+            draw.linear(f"{layer}.mlp.down_proj", width, inner, bias=False)
     draw.norm(f"{model}.norm", width, bias=False)
     draw.linear(head, config["vocab_size"], width, gain=2, bias=False)

@@ -10,7 +10,7 @@ import numpy as np
 from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, decoder
 from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
 
-_SPECIAL = (
+SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
     "<|im_end|>",
@@ -46,16 +46,16 @@ _DEFAULT_SYSTEM = """\
 """
 
 
-def _tokenizer(*, default_system: bool) -> TinyTokenizer:
+def chat_tokenizer(*, default_system: bool) -> TinyTokenizer:
     """Describe the families' tokenizer; only Qwen2.5-VL puts a system message before a prompt that has none."""
     system = _DEFAULT_SYSTEM if default_system else ""
-    return TinyTokenizer(_SPECIAL, _CHAT_TEMPLATE.replace("DEFAULT_SYSTEM", system))
+    return TinyTokenizer(SPECIAL, _CHAT_TEMPLATE.replace("DEFAULT_SYSTEM", system))
 
 
 # The shape of both language models: heads of 32 channels, the fewest that rotary sections of three axes fit in.
 _TEXT: Mapping[str, Any] = {
-    "bos_token_id": _SPECIAL.index("<|endoftext|>"),
-    "eos_token_id": _SPECIAL.index("<|im_end|>"),
+    "bos_token_id": SPECIAL.index("<|endoftext|>"),
+    "eos_token_id": SPECIAL.index("<|im_end|>"),
     "hidden_act": "silu",
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -68,16 +68,16 @@ _TEXT: Mapping[str, Any] = {
 }
 
 _TOKEN_IDS: Mapping[str, int] = {
-    "image_token_id": _SPECIAL.index("<|image_pad|>"),
-    "video_token_id": _SPECIAL.index("<|video_pad|>"),
-    "vision_end_token_id": _SPECIAL.index("<|vision_end|>"),
-    "vision_start_token_id": _SPECIAL.index("<|vision_start|>"),
+    "image_token_id": SPECIAL.index("<|image_pad|>"),
+    "video_token_id": SPECIAL.index("<|video_pad|>"),
+    "vision_end_token_id": SPECIAL.index("<|vision_end|>"),
+    "vision_start_token_id": SPECIAL.index("<|vision_start|>"),
 }
 
-_GENERATION: Mapping[str, Any] = {
-    "bos_token_id": _SPECIAL.index("<|endoftext|>"),
-    "eos_token_id": [_SPECIAL.index("<|im_end|>"), _SPECIAL.index("<|endoftext|>")],
-    "pad_token_id": _SPECIAL.index("<|endoftext|>"),
+GENERATION: Mapping[str, Any] = {
+    "bos_token_id": SPECIAL.index("<|endoftext|>"),
+    "eos_token_id": [SPECIAL.index("<|im_end|>"), SPECIAL.index("<|endoftext|>")],
+    "pad_token_id": SPECIAL.index("<|endoftext|>"),
 }
 
 
@@ -119,10 +119,9 @@ def _qwen2_5_weights(config: Mapping[str, Any]) -> Weights:
     return draw.weights
 
 
-def _qwen3_weights(config: Mapping[str, Any]) -> Weights:
-    """Draw the weights of the vision tower, its deepstack mergers and the language model."""
-    draw = Draw()
-    vision, visual = config["vision_config"], "model.visual"
+def qwen3_tower(draw: Draw, vision: Mapping[str, Any]) -> None:
+    """Draw the weights of the vision tower and of as many deepstack mergers as it has levels."""
+    visual = "model.visual"
     width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     patch = vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"]
     draw.weights[f"{visual}.patch_embed.proj.weight"] = draw.patch_embedding(width, 3, *patch)
@@ -139,8 +138,13 @@ def _qwen3_weights(config: Mapping[str, Any]) -> Weights:
         # The norm of a deepstack level comes after its 2 x 2 patches were laid side by side.
         draw.norm(f"{part}.norm", 4 * width if part in levels else width, bias=True)
         _merger(draw, f"{part}.linear_fc1", f"{part}.linear_fc2", 4 * width, out)
-    text = config["text_config"]
-    decoder(draw, text, model="model.language_model", head="lm_head", bias=False, qk_norm=True)
+
+
+def _qwen3_weights(config: Mapping[str, Any]) -> Weights:
+    """Draw the weights of the vision tower, its deepstack mergers and the language model."""
+    draw = Draw()
+    qwen3_tower(draw, config["vision_config"])
+    decoder(draw, config["text_config"], model="model.language_model", head="lm_head", bias=False, qk_norm=True)
     return draw.weights
 
 
@@ -176,9 +180,9 @@ _QWEN2_5 = {  # flat, without text_config, as on the hub
 QWEN2_5_VL = TinyModel(
     config=_QWEN2_5,
     weights=_qwen2_5_weights,
-    tokenizer=_tokenizer(default_system=True),
+    tokenizer=chat_tokenizer(default_system=True),
     processor_files={
-        "generation_config.json": _GENERATION,
+        "generation_config.json": GENERATION,
         "preprocessor_config.json": {  # the only one, as on the hub; there max_pixels is 12845056
             "image_mean": [0.48145466, 0.4578275, 0.40821073],
             "image_processor_type": "Qwen2VLImageProcessor",
@@ -193,7 +197,7 @@ QWEN2_5_VL = TinyModel(
     },
 )
 
-_QWEN3 = {
+QWEN3: Mapping[str, Any] = {
     **_TOKEN_IDS,
     "architectures": ["Qwen3VLForConditionalGeneration"],
     "model_type": "qwen3_vl",
@@ -234,22 +238,23 @@ _QWEN3_PIXELS = {
     "temporal_patch_size": 2,
 }
 
-QWEN3_VL = TinyModel(
-    config=_QWEN3,
-    weights=_qwen3_weights,
-    tokenizer=_tokenizer(default_system=False),
-    processor_files={
-        "generation_config.json": _GENERATION,
-        "preprocessor_config.json": {
-            **_QWEN3_PIXELS,
-            "image_processor_type": "Qwen2VLImageProcessorFast",
-            "size": {"longest_edge": 150 * 32 * 32, "shortest_edge": 65536},
-        },
-        "video_preprocessor_config.json": {
-            **_QWEN3_PIXELS,
-            # Of a whole video: 9 x 16 tokens of each of 32 frames of 16:9. On the hub 25165824.
-            "size": {"longest_edge": 32 * 150 * 32 * 32, "shortest_edge": 4096},
-            "video_processor_type": "Qwen3VLVideoProcessor",
-        },
+QWEN3_PIXEL_FILES: Mapping[str, Mapping[str, Any]] = {
+    "preprocessor_config.json": {
+        **_QWEN3_PIXELS,
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"longest_edge": 150 * 32 * 32, "shortest_edge": 65536},
     },
+    "video_preprocessor_config.json": {
+        **_QWEN3_PIXELS,
+        # Of a whole video: 9 x 16 tokens of each of 32 frames of 16:9. On the hub 25165824.
+        "size": {"longest_edge": 32 * 150 * 32 * 32, "shortest_edge": 4096},
+        "video_processor_type": "Qwen3VLVideoProcessor",
+    },
+}
+
+QWEN3_VL = TinyModel(
+    config=QWEN3,
+    weights=_qwen3_weights,
+    tokenizer=chat_tokenizer(default_system=False),
+    processor_files={"generation_config.json": GENERATION, **QWEN3_PIXEL_FILES},
 )

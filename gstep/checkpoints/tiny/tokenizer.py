@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import (
@@ -46,12 +46,14 @@ class TinyTokenizer:
             with: its texts lose case and punctuation and get an end, as with SigLIP's tokenizer.json.
         end: the special token that ends an answer or a text.
         max_length: tokens.
+        named: special tokens that the stock processor asks the tokenizer for, by its names for them.
     """
 
     special: tuple[str, ...]
     chat_template: str | None
     end: str = "<|im_end|>"
     max_length: int = 32768
+    named: Mapping[str, str] = field(default_factory=dict)
 
     def id_of(self, token: str) -> int:
         """Return the id of a special token: the trainer numbers them first."""
@@ -105,6 +107,7 @@ def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
         "pad_token": kind.special[0],
         "padding_side": "right" if kind.chat_template is None else "left",
         "tokenizer_class": "PreTrainedTokenizerFast",
+        **({"extra_special_tokens": dict(kind.named)} if kind.named else {}),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if kind.chat_template is not None:

@@ -16,7 +16,8 @@ _LMMS_EVAL = PromptTemplate(
     _TASK.format(" and the subtitles")
     + _LETTERS.format("\nAnswer with the option's letter from the given choices directly.")
 )
-_QWEN3 = {"qwen3_vl": PromptTemplate("Question: {question}\nOptions:\n{options}\nAnswer with the option letter only.")}
+_LETTER_ONLY = PromptTemplate("Question: {question}\nOptions:\n{options}\nAnswer with the option letter only.")
+_QWEN3 = {"qwen3_vl": _LETTER_ONLY, "qwen3_vl_moe": _LETTER_ONLY}
 _OFFICIAL = PromptTemplate(_TASK.format("") + _LETTERS.format("The best answer is:"))
 
 VIDEOMME = Benchmark(

@@ -17,6 +17,7 @@ from gstep.backbones import ModelSource, Runtime, choose_runtime
 from gstep.errors import ModelError
 from gstep.language import Answer, Decoding, Prompt, PromptBuilder, Score
 from gstep.language.prompt import text_ids, tokenizer_of
+from gstep.language.types import placeholder_of
 from gstep.language.weights import InputEmbeddings, generation_config
 from gstep.pruners.base import Pruner
 from gstep.serving.options import (
@@ -54,7 +55,7 @@ class VllmEngine:
         self._tensor_parallel = tensor_parallel
         self._tokenizer = tokenizer_of(source)
         self._embeddings = InputEmbeddings(source, self._tokenizer, runtime.dtype)
-        self._video_token = int(config.video_token_id)
+        self._video_token = placeholder_of(config)[1]
         self._generation = generation_config(source, config)
         self._n_asked = 0
         # Each request that waits holds its prompt: no more of them than keep the scheduler busy.
@@ -116,7 +117,7 @@ class VllmEngine:
         prepare_process("cpu", 1)
         from vllm import EngineArgs  # noqa: PLC0415 - as above
 
-        arguments = engine_options(source, choose_runtime("cpu", "float32"), largest_video)
+        arguments = engine_options(source, choose_runtime("cpu", "bfloat16"), largest_video)
         arguments |= {name: params[name] for name in _SIZES if name in params}
         try:
             check_room(EngineArgs(**arguments), largest_video)

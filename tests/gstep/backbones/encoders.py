@@ -7,9 +7,13 @@ from functools import cache
 import numpy as np
 import torch
 from transformers import (
+    InternVLForConditionalGeneration,
     LlavaOnevisionForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from gstep.backbones import Runtime, family_of
@@ -22,14 +26,21 @@ STOCK = {
     "tiny": LlavaOnevisionForConditionalGeneration,
     "tiny-qwen2-5-vl": Qwen2_5_VLForConditionalGeneration,
     "tiny-qwen3-vl": Qwen3VLForConditionalGeneration,
+    "tiny-qwen3-5": Qwen3_5ForConditionalGeneration,
+    "tiny-internvl": InternVLForConditionalGeneration,
 }
-QWEN = ["tiny-qwen2-5-vl", "tiny-qwen3-vl"]
+QWEN = [name for name in STOCK if "qwen" in name]
+# Mixtures of experts, whose towers are those of the dense models.
+EVERY = STOCK | {
+    "tiny-qwen3-vl-moe": Qwen3VLMoeForConditionalGeneration,
+    "tiny-qwen3-5-moe": Qwen3_5MoeForConditionalGeneration,
+}
 AT_LAST = {"token_attention": LAST_LAYER, "token_key": LAST_LAYER}
 MERGED = {"token_attention": MERGED_QUERIES}
 
 
 def asked_of(model):
-    return AT_LAST if model == "tiny" else MERGED
+    return AT_LAST if model == "tiny" else MERGED if model in QWEN else {}
 
 
 def frames_for(source, n_frames=5, shape=(18, 26), seed=0):
@@ -43,7 +54,7 @@ def frames_for(source, n_frames=5, shape=(18, 26), seed=0):
 @cache
 def _stock_model(name, path, dtype):
     """Load a tiny model by from_pretrained, once; nothing may change it."""
-    return STOCK[name].from_pretrained(path, dtype=dtype)
+    return EVERY[name].from_pretrained(path, dtype=dtype)
 
 
 def stock_features(source, frames, dtype, at_once=None):
@@ -58,6 +69,8 @@ def stock_features(source, frames, dtype, at_once=None):
 def features_of(stock, preprocessor, frames, dtype):
     if isinstance(preprocessor, FixedSizePreprocessor):
         pixels = preprocessor.normalise(frames, "cpu", dtype)
+        if not hasattr(stock.model, "get_video_features"):  # InternVL
+            return [stock.model.get_image_features(pixels, return_dict=True).pooler_output.flatten(0, 1)]
         rows = stock.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
         return [rows[: 196 * len(frames)]]  # some versions put the newline behind them
     patches = preprocessor.patches(frames, "cpu", dtype)

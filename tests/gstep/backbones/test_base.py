@@ -11,13 +11,13 @@ import torch
 
 from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.evidence import label
-from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, STOCK, asked_of, frames_for, stock_features
+from tests.gstep.backbones.encoders import BFLOAT16, EVERY, FLOAT32, QWEN, STOCK, asked_of, frames_for, stock_features
 from tests.gstep.reading import count_reading
 from tests.paths import ROOT
 
 
 @pytest.mark.parametrize("runtime", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", EVERY)
 def test_tokens_and_levels_equal_the_stock_model_exactly_in_chunks_of_any_size(source, runtime):
     """Of the stock model given one frame (temporal patch) at a time: all products then have the shapes of ours."""
     frames, static = frames_for(source, 7), family_of(source).static()
@@ -30,7 +30,7 @@ def test_tokens_and_levels_equal_the_stock_model_exactly_in_chunks_of_any_size(s
         for ours, stock in zip((visual.tokens, *visual.deepstack), expected, strict=True):
             assert ours.shape == visual.tokens.shape and torch.equal(ours.flatten(0, 1), stock)
     assert backbone.hidden_size == static.hidden_size == 64
-    assert len(visual.deepstack) == static.deepstack_levels == (3 if source.name == "tiny-qwen3-vl" else 0)
+    assert len(visual.deepstack) == static.deepstack_levels == (3 if source.name.startswith("tiny-qwen3-vl") else 0)
     assert (backbone.newline() is None) == (static.newline is None) == (source.name != "tiny")
     assert not any(torch.equal(a, b) for a, b in combinations((visual.tokens, *visual.deepstack), 2))
 
@@ -98,7 +98,7 @@ def crowded(model: str, room: int):
     return backbone, memory
 
 
-@pytest.mark.parametrize(("model", "alone"), list(zip(STOCK, (1, 2, 2), strict=True)))
+@pytest.mark.parametrize(("model", "alone"), [(name, 2 if name in QWEN else 1) for name in STOCK])
 def test_a_cpu_takes_one_frame_or_temporal_patch_at_a_time_and_a_gpu_a_batch(model, alone):
     frames = frames_for(ModelSource.resolve(model), 12)
     for room, sizes in ((0, [alone] * (12 // alone)), (99, [8, 4])):
@@ -155,7 +155,18 @@ def test_on_a_cpu_a_video_has_the_same_bits_whoever_shares_its_pass(model, runti
     ],
 )
 def test_older_processors_give_the_same_bits_too(processor):
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "same_bits_whoever"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "same_bits_whoever and not qwen3-5 and not internvl",
+    ]
     done = subprocess.run([*command, __file__], cwd=ROOT, env=os.environ | processor, capture_output=True, check=False)
     assert done.returncode == 0 and b"6 passed" in done.stdout, done.stdout
 

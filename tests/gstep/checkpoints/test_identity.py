@@ -14,7 +14,7 @@ from gstep.errors import ModelError
 from tests.gstep.llms import FAMILIES
 from tests.gstep.reading import changed_json, changed_tensors
 
-TOWER = {"tiny": "vision_tower", "tiny-qwen2-5-vl": "visual", "tiny-qwen3-vl": "visual"}
+TOWER = {name: "visual" if "qwen" in name else "vision_tower" for name in FAMILIES}
 
 
 def test_a_folders_identity_is_its_content(folder, tmp_path):

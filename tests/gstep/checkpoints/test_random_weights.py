@@ -11,14 +11,13 @@ from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
 from gstep.checkpoints.random_weights import random_tensors, without_weights
 from gstep.errors import ModelError
-from gstep.families import FAMILIES
-from gstep.language import load_language_model, prompt_builder
+from gstep.language import BUILDERS, load_language_model, prompt_builder
 from tests.gstep.reading import changed_json
 
 NAMES = {config.config["model_type"]: name for name, config in tiny.TINY.items()}
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=BUILDERS)
 def bare(request, tmp_path):
     """A folder with a config.json alone."""
     folder = tmp_path / "bare"

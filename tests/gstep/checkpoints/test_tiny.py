@@ -28,6 +28,10 @@ IDENTITIES = {
     "tiny": "tiny:1-9f25d629601d",
     "tiny-qwen2-5-vl": "tiny-qwen2-5-vl:1-09c537027406",
     "tiny-qwen3-vl": "tiny-qwen3-vl:1-2982aa03189e",
+    "tiny-qwen3-vl-moe": "tiny-qwen3-vl-moe:1-ec16b75de7eb",
+    "tiny-internvl": "tiny-internvl:1-cbdbb838c113",
+    "tiny-qwen3-5": "tiny-qwen3-5:1-732de6dcb56c",
+    "tiny-qwen3-5-moe": "tiny-qwen3-5-moe:1-a597b8e08495",
 }
 QWEN = {"tiny-qwen2-5-vl": Qwen2_5_VLForConditionalGeneration, "tiny-qwen3-vl": Qwen3VLForConditionalGeneration}
 

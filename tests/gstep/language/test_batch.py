@@ -22,7 +22,7 @@ def test_no_positions_look_like_packed_sequences(name, prompts):
     """Transformers takes a first row that does not count up by one for several sequences and masks them apart."""
     batch = Batch.of(prompts)
     ids = batch.position_ids()
-    if name == "tiny":
+    if len(batch.positions) == 1:
         assert torch.equal(ids, batch.positions[0])
     else:
         assert torch.equal(ids[1:], batch.positions)

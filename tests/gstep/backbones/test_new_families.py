@@ -1,0 +1,130 @@
+"""What newer families add: experts in each form of the hub, quantized language models, a tower without questions."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gstep.backbones import ModelSource, family_of
+from gstep.checkpoints import tiny
+from gstep.errors import ModelError
+from gstep.language import load_language_model, prompt_builder
+from tests.gstep.backbones.encoders import FLOAT32, frames_for
+from tests.gstep.language.prompts import video
+from tests.gstep.llms import QUESTION, llm, stock
+from tests.gstep.quantized import CONFIGS, quantize
+from tests.gstep.reading import changed_json, changed_tensors
+
+
+def copied(name, tmp_path):
+    return shutil.copytree(tiny.build(name), tmp_path / name)
+
+
+def answers(source, name):
+    """Logits of a model for a prompt on a video of zeros."""
+    prompt = prompt_builder(source).build(QUESTION, [video(name, 2)])
+    return (load_language_model(source, FLOAT32) if source.name != name else llm(name)).logits([prompt])[0]
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-vl-moe", "tiny-qwen3-5-moe"])
+def test_experts_load_in_every_form_that_checkpoints_have(name, tmp_path):
+    """As published, as transformers' modules hold them, and as transformers writes them again."""
+    expected = answers(ModelSource.resolve(name), name)
+    as_modules = copied(name, tmp_path / "modules")
+    save_file({key: value.clone() for key, value in stock(name).state_dict().items()}, as_modules / "model.safetensors")
+    written = copied(name, tmp_path / "written")
+    stock(name).save_pretrained(written)
+    for folder in (as_modules, written):
+        assert torch.equal(answers(ModelSource.resolve(folder), name), expected)
+    shapes = {v.shape for k, v in load_file(as_modules / "model.safetensors").items() if k.endswith("gate_up_proj")}
+    assert shapes == {(4, 96, 64)}  # transposed experts have another shape
+
+
+def test_an_expert_that_is_missing_is_named_by_its_tensor(tmp_path):
+    folder = copied("tiny-qwen3-5-moe", tmp_path)
+    with changed_tensors(folder) as tensors:
+        del tensors["model.language_model.layers.2.mlp.experts.3.up_proj.weight"]
+    with pytest.raises(ModelError, match=r"has no model\.language_model\.layers\.2\.mlp\.experts\.gate_up_proj: "):
+        load_language_model(ModelSource.resolve(folder), FLOAT32)
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3-vl"])
+def test_a_quantized_checkpoint_gives_the_tokens_of_its_plain_tower_and_no_answers(name, method, tmp_path):
+    source = ModelSource.resolve(quantize(name, method, tmp_path / "q"), quantized=True)
+    frames = frames_for(source, 2)
+    assert family_of(source).check_tensors()
+    ours, plain = (family_of(s).load(FLOAT32).encode(frames).tokens for s in (source, ModelSource.resolve(name)))
+    assert torch.equal(ours, plain) and source.identity != ModelSource.resolve(name).identity
+    with pytest.raises(ModelError, match="is quantized"):
+        load_language_model(source, FLOAT32)
+    with pytest.raises(ModelError, match="is quantized"):
+        ModelSource.resolve(source.name)
+
+
+def test_a_tower_whose_weights_have_scales_is_refused(tmp_path):
+    """Also where the weights themselves are plain numbers."""
+    folder = copied("tiny-qwen3-5", tmp_path)
+    with changed_tensors(folder) as tensors:
+        tensors["model.visual.blocks.0.attn.qkv.weight_scale"] = torch.ones(1)
+    family = family_of(ModelSource.resolve(folder))
+    for call in (lambda: family.load(FLOAT32), family.check_tensors):
+        with pytest.raises(ModelError, match=r"blocks\.0\.attn\.qkv\.weight is stored as a product with .*_scale"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2-5-vl", "tiny-internvl"])
+def test_what_is_missing_of_a_vision_part_is_told_by_names_alone(name, tmp_path):
+    folder = copied(name, tmp_path)
+    assert family_of(ModelSource.resolve(folder)).check_tensors()
+    with changed_tensors(folder) as tensors:
+        gone = next(key for key in tensors if "visual" in key or "vision" in key)
+        del tensors[gone]
+    with pytest.raises(ModelError, match="download the whole checkpoint"):
+        family_of(ModelSource.resolve(folder)).check_tensors()
+
+
+def test_qwen4_is_encoded_by_the_tower_of_qwen3_5_and_not_asked(tmp_path):
+    folder = copied("tiny-qwen3-5", tmp_path)
+    with changed_json(folder / "config.json") as config:
+        config.update({"model_type": "qwen4_exp", "text_config": {"model_type": "qwen4_exp_text", "hidden_size": 64}})
+        config["vision_config"]["model_type"] = "qwen4_exp"
+    source = ModelSource.resolve(folder)
+    frames = frames_for(source, 3)
+    ours, others = (family_of(s).load(FLOAT32).encode(frames) for s in (source, ModelSource.resolve("tiny-qwen3-5")))
+    assert torch.equal(ours.tokens, others.tokens) and not ours.deepstack
+    for ask in (lambda: prompt_builder(source), lambda: load_language_model(source, FLOAT32)):
+        with pytest.raises(ModelError, match=r"questions to qwen4_exp are not implemented.* can be pruned and cached"):
+            ask()
+
+
+def test_a_tower_of_qwen3_5_has_no_levels_whatever_its_file_lists(tmp_path):
+    folder = copied("tiny-qwen3-5", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["vision_config"]["deepstack_visual_indexes"] == []  # as on the hub
+    config["vision_config"]["deepstack_visual_indexes"] = [0, 1]
+    (folder / "config.json").write_text(json.dumps(config))
+    family = family_of(ModelSource.resolve(folder))
+    assert family.static().deepstack_levels == 0
+    assert family.load(FLOAT32).encode(frames_for(family.source, 2)).deepstack == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"size": {"height": 384, "width": 384}}, "384 x 384, does not fit the vision tower of 224 x 224"),
+        ({"video_processor_type": "OtherVideoProcessor"}, "'OtherVideoProcessor', which is not implemented"),
+    ],
+)
+def test_settings_of_internvl_that_would_change_its_pixels_are_refused(settings, why, tmp_path):
+    folder = copied("tiny-internvl", tmp_path)
+    with changed_json(folder / "video_preprocessor_config.json") as content:
+        content.update(settings)
+    with pytest.raises(ModelError, match=why):
+        family_of(ModelSource.resolve(folder)).preprocessor()
+    with changed_json(folder / "config.json") as config:
+        config["vision_feature_layer"] = -2
+    with pytest.raises(ModelError, match=r"vision_feature_layer=-2|video processor"):
+        family_of(ModelSource.resolve(folder)).preprocessor()
