@@ -29,7 +29,7 @@ def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, s
         pruned = pruner.prune(visual, retention_ratio, seed=seed)
     except Exception as error:
         place = locate_own_error(error, kind)
-        if place is None or is_out_of_memory(error) or "CUDA error" in str(error):
+        if place is None or is_out_of_memory(error) or _may_be_the_gpus(error):
             raise
         said = f"{place}: {type(error).__name__}: {error}, in the method {kind.__module__}:{kind.__qualname__}"
     else:
@@ -38,6 +38,17 @@ def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, s
     if kind not in _worked and _place_with_drawn_tokens(pruner, visual, retention_ratio, seed) == place:
         raise MethodFails(f"{said}. It fails for drawn tokens too, so no video was tried after this: correct it")
     raise OwnCodeError(said)
+
+
+def _may_be_the_gpus(error: Exception) -> bool:
+    """Return whether an error says that the GPU failed, or the GPU does so when it is asked."""
+    if "CUDA error" in str(error) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "CUDA error" in str(error)
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # noqa: BLE001 - whatever it is, the next kernel would raise it too
+        return True
+    return False
 
 
 def _place_with_drawn_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> str | None:
