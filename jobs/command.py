@@ -227,6 +227,7 @@ def exit_code_of(
         except OSError as error:
             console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
             return 1
+    interruption.end(done.exit_code)
     return done.exit_code
 
 
@@ -314,6 +315,7 @@ class _Interruption:
     def __init__(self, say: Callable[[str], object], text: str) -> None:
         self._say, self._text, self._said = say, text, False
         self._first = math.inf  # when the first signal came
+        self._exit_code: int | None = None  # of a command that has ended
         self.working = True
 
     @property
@@ -326,11 +328,21 @@ class _Interruption:
             if time.monotonic() - self._first >= _SAME_SIGNAL_S:
                 self._leave("interrupted again: ended at once")
             return
+        if self._exit_code is not None:  # Ray and Python would print a traceback of what they do at exit
+            os._exit(self._exit_code)
         self._first = time.monotonic()
         threading.Thread(target=self._end_in_time, name="interrupted", daemon=True).start()
         with suppress(RuntimeError):  # the signal came in the middle of another print; the line is printed at the end
             self.say()
         raise KeyboardInterrupt
+
+    def end(self, exit_code: int) -> None:
+        """Note that the work has ended, with this exit code, where this process is the command's own."""
+        spec = sys.modules["__main__"].__spec__
+        if (spec and spec.name.startswith("jobs.")) or Path(sys.argv[0]).name == "gstep-cache":
+            with suppress(OSError, ValueError):  # stdout is closed, or its reader gone
+                sys.stdout.flush()
+            self._exit_code = exit_code
 
     def say(self) -> None:
         """Print that the command is interrupted, unless that was printed already."""

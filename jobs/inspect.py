@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from pipeline.inspect.report import Failures
     from pipeline.storage.s3 import Objects
     from pipeline.storage.stores import Store
-
-_SEARCHED, _LIKELY = 100_000, 3  # ids that are looked through for likely ones, and how many of these are named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +130,6 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
         if not arguments.json:
             return Done(code, {}, [report.cache_report(cache, counted)])
         return Done(code, report.cache_record(cache, counted))
-    _check_id(cache, video_id)
     if arguments.html is not None:
         from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
@@ -151,19 +147,6 @@ def _watched(cache: TokenCache, arguments: argparse.Namespace) -> Done:
     run = watch(cache, Console(stderr=arguments.json))
     record = None if run is None else asdict(run)
     return Done(int(run is not None and run.status != "finished"), {"cache": str(cache.store), "last_run": record})
-
-
-def _check_id(cache: TokenCache, video_id: str) -> None:
-    """Raise UnknownVideo with ids that look alike, where the cache has no row of the video."""
-    try:
-        cache.metadata(video_id)
-    except UnknownVideo as error:
-        ids = [*cache.video_ids, *cache.failed][:_SEARCHED]
-        parts = [name for name in ids if video_id in name][:_LIKELY]
-        likely = parts or get_close_matches(video_id, ids, _LIKELY)
-        if not likely:
-            raise
-        raise UnknownVideo(f"{error}; did you mean {', '.join(likely)}?") from None
 
 
 def _failed(failures: Failures, where: JsonObject, arguments: argparse.Namespace) -> Done:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -297,6 +297,13 @@ def near_file(path: Path) -> str:
         return did_you_mean(path.name, [other.name for other in islice(path.parent.iterdir(), _LOOKED_AT)])
     except OSError:
         return ""
+
+
+def name_first(names: Sequence[str], total: int, limit: int = 3) -> str:
+    """Return the first names, and how many more of ``total`` there are: ``"a, b, c and 2 more"``."""
+    shown = names[:limit]
+    more = total - len(shown)
+    return printable(", ".join(shown)) + (f" and {more:,} more" if more else "")
 
 
 def printable(message: str, limit: int = 1024) -> str:

@@ -146,7 +146,7 @@ VideoRow = VideoRecord
 
 
 class QuestionRecord(TypedDict, total=False):
-    """A question to be asked: a row of the questions file, the pruning it is asked under, its code, and the attempt."""
+    """A question to be asked: what a row of the questions file asks, under which pruning and code, and the attempt."""
 
     question_id: str
     video_ids: list[str]
@@ -154,9 +154,8 @@ class QuestionRecord(TypedDict, total=False):
     choices: list[str]
     target: str
     decoding: str
-    question_extra: str
     pruning: str
-    code: str
+    method_code: str
     attempts: int
 
 

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.cache.near_ids import did_you_mean_id
 from pipeline.cache.schema import KEY_COLUMNS, LATER
 from pipeline.cache.table import TableFile, VideosTable, add_places, empty_rows, table_files
 from pipeline.cache.token_shard import ids_in_footer, run_of
@@ -131,6 +132,11 @@ def fill_nulls(column: pa.ChunkedArray, value: float = 0) -> NDArray[Any]:
 def ok_rows(rows: pa.Table) -> pa.Table:
     """Select the rows of videos that have tokens."""
     return rows.filter(pc.equal(rows["status"], "ok"))
+
+
+def ids_to_name(rows: pa.Table) -> pa.ChunkedArray:
+    """Return the ids of rows that a message may name: those that were not removed."""
+    return rows.filter(pc.not_equal(rows["status"], "removed"))["video_id"]
 
 
 def in_shard_order(rows: pa.Table) -> pa.Table:
@@ -392,6 +398,7 @@ LIVE_COLUMNS = (*RULE_COLUMNS, "video_id", "error_class", "n_tokens", "hidden_si
 _OPENED = 16  # sorted files whose ends are kept in memory, some 2 MB each
 _TRIES = 5  # attempts to open a table whose files another run merges
 _FEW = 256  # up to so many videos are searched for one by one
+_MAX_IDS = 2**22  # ids that are looked through for likely ones: a second on a disk
 
 
 class RowPlace(NamedTuple):
@@ -500,6 +507,19 @@ class LiveVideos:
             live = self.small["row"].filter(pc.equal(self.small["shard"], name))
             tables.append(add_places(rows, name).take(live))
         return pa.concat_tables(tables)
+
+    def near(self, video_id: str) -> str:
+        """Return ``"; did you mean A?"`` with the ids nearest to one that has no row, or "".
+
+        Reads the ids of sorted files, up to _MAX_IDS of them. Raises as ``find``.
+        """
+        columns = ("video_id", "status")
+        parts, n_rows = [self.small.select(columns)], len(self.small)
+        for file in self.sorted:
+            n_rows += file.rows
+            if n_rows <= _MAX_IDS and (opened := self.table.open_sorted(file.name)) is not None:
+                parts += opened.parts(columns)
+        return did_you_mean_id(video_id, ids_to_name(pa.concat_tables(parts)))
 
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
         """Return ``columns`` of the live rows of these videos, with ``shard`` and ``row``, in any order.

@@ -40,6 +40,7 @@ from pipeline.evaluate.request import (
 from pipeline.evaluate.scores import answered_item, mode_of, score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import (
+    ANSWER_SCHEMA,
     COMPARED,
     AnswersIdentity,
     AnswersTable,
@@ -240,6 +241,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
         if first.items != found.items:
             raise UsageError(f"--score {place}: other questions than in {config.score[0]}; score them by themselves")
         arms[place] = arm
+        live = live.select(ANSWER_SCHEMA.names)  # the columns that questions carry may differ in type
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
     loaded = first.loaded(config.score[0], "give the questions a column answer")
     kept = clusters_of(loaded.items)

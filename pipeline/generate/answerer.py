@@ -28,7 +28,7 @@ from pipeline.runner.heartbeat import Heartbeat, give_up_process
 
 STAGE = "answer"
 GROW_AFTER = 16  # batches after a failure before a larger one is tried
-_OF_A_RUN = (pa.field("pruning", pa.string()), pa.field("code", pa.string()), pa.field("attempts", pa.int32()))
+_OF_A_RUN = (pa.field("pruning", pa.string()), pa.field("method_code", pa.string()), pa.field("attempts", pa.int32()))
 REMAINING_SCHEMA = pa.schema([*QUESTION_SCHEMA, *_OF_A_RUN])
 _BLOCK_SCHEMA = pa.schema([pa.field("questions", pa.list_(pa.struct(list(REMAINING_SCHEMA))))])
 # ``runtime``: JSON of what computed an answer.

@@ -8,7 +8,7 @@ where questions are asked under several prunings, a question has a live row unde
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
@@ -32,21 +32,25 @@ from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.cache.table import check_content, small_name
 from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged
+from pipeline.generate.carried import add_carried, carried_columns, concat_answers
 from pipeline.generate.config import GenerateConfig
+from pipeline.inputs.tables import carried_json
 from pipeline.rows import AnswerRecord, Json, JsonObject, QuestionRecord, without_nulls
 from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
 KEYS = ("question_id", "pruning")
-_LIVE_KEYS = (*KEYS, "code")  # rows that other code made of one question are beside each other
+_LIVE_KEYS = (*KEYS, "method_code")  # rows that other code made of one question are beside each other
 _MERGED = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
+QUESTION_EXTRA = "question_extra"  # of older answers: JSON of the columns that are beside the answers now
 PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
 COMPARED = ("video_ids", "prompt", "choices", "decoding")  # columns of a question that its answer depends on
 _DECIDING = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")  # whether it is asked again
 _MAX_ROWS_AS_OBJECTS = 4096
+_NUMBERED = re.compile(r"([^0-9]*)([0-9]{0,18})")
 
 ANSWER_SCHEMA = pa.schema(
     [
@@ -59,7 +63,11 @@ ANSWER_SCHEMA = pa.schema(
         column("choices", pa.list_(pa.string()), "its choices; null for an open question"),
         column("target", pa.string(), "the right answer, as the questions file says it (its column answer)"),
         column("pruning", pa.string(), "method@ratio that pruned for this answer; null where the cache holds it so"),
-        column("code", pa.string(), "hash of the code of your own methods that pruned for this answer; null for none"),
+        column(
+            "method_code",
+            pa.string(),
+            "hash of the code of your own methods that pruned; null where none did",
+        ),
         column("status", pa.string(), "'ok' or 'failed'", nullable=False),
         column("error_class", pa.string(), " ".join(get_args(QuestionFaultClass))),
         column("error_message", pa.string(), "at most 1 KB, printable"),
@@ -88,7 +96,6 @@ ANSWER_SCHEMA = pa.schema(
         column("decode_s", pa.float64(), "seconds from there to the last token; of the whole batch"),
         column("batch_size", pa.int32(), "questions in that batch"),
         column("decoding", pa.string(), "JSON: method, system message and the options that were in effect"),
-        column("question_extra", pa.string(), "JSON of the questions file's other columns"),
     ]
 )
 
@@ -138,13 +145,26 @@ def answer_key(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
 
 
 def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
-    """Return the live row of every question as ANSWER_SCHEMA, by question_id.
+    """Return the live row of every question, by question_id as people sort: 1, 2, 10.
+
+    The table has ANSWER_SCHEMA, and behind it the columns of the questions' file that are carried along.
 
     ``path`` is a folder or ``s3://bucket/prefix``. Raises NotAnswers, CorruptShard where a shard was damaged, OSError.
     """
     store = store or store_at(path)
     identity = read_answers_header(store)["identity"]
-    return AnswersTable(store, identity).live().select(ANSWER_SCHEMA.names)
+    return in_natural_order(AnswersTable(store, identity).live())
+
+
+def in_natural_order(rows: pa.Table) -> pa.Table:
+    """Return rows that are in the order of question_id with the numbers in it compared as numbers: 1, 2, 10."""
+    ids = rows["question_id"].to_pylist()
+    return rows.take(pa.array(sorted(range(len(ids)), key=lambda place: _natural_key(ids[place])), pa.int64()))
+
+
+def _natural_key(text: str) -> list[tuple[str, int]]:
+    """Return a key by which texts are sorted, with runs of digits as numbers."""
+    return [(words, int(digits or -1)) for words, digits in _NUMBERED.findall(text)]
 
 
 def read_answers_header(store: Store) -> AnswersHeader:
@@ -239,12 +259,12 @@ class AnswersTable:
         return sorted(name for suffix in SUFFIXES.values() for name in self._store.names(ANSWERS, suffix))
 
     def rows(self) -> pa.Table:
-        """Return every committed row as ANSWER_SCHEMA. Raises CorruptShard, OSError."""
+        """Return every committed row: ANSWER_SCHEMA, then carried columns. Raises CorruptShard, OSError."""
         try:
             names = self._read()
         except FileNotFoundError:  # merged since they were listed
             names = self._read()
-        return pa.concat_tables([ANSWER_SCHEMA.empty_table(), *(self._tables[name] for name in names)])
+        return concat_answers([ANSWER_SCHEMA.empty_table(), *(self._tables[name] for name in names)])
 
     def _read(self) -> list[str]:
         """Read the shards that were committed since, and return the names of all."""
@@ -261,7 +281,7 @@ class AnswersTable:
             identity = read_answers_header(self._store)["identity"] if self._store.exists(HEADER) else {}
         codes = {name: code_of(identity, name) for name in pc.unique(rows["pruning"]).to_pylist()}
         wanted = pa.array([codes[name] for name in rows["pruning"].to_pylist()], pa.string())
-        return rows.filter(pc.equal(pc.fill_null(rows["code"], ""), pc.fill_null(wanted, "")))
+        return rows.filter(pc.equal(pc.fill_null(rows["method_code"], ""), pc.fill_null(wanted, "")))
 
     def live_of(self, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
         """Return the live rows of these questions under these prunings; the name "" is no pruning."""
@@ -300,7 +320,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
                 store.delete(old)
     waiting = [name for name in names if name not in covered]
     if len(waiting) > at_least:
-        live = select_live(pa.concat_tables(tables[name] for name in waiting))
+        live = select_live(concat_answers([tables[name] for name in waiting]))
         data = write_parquet(live.replace_schema_metadata({_MERGED: json.dumps(waiting)}))
         store.put(small_name(ANSWERS, "merged", 0, data), data)
 
@@ -324,33 +344,50 @@ def commit_answers(
     number: int,
     rows: Sequence[AnswerRecord],
     form: str = "parquet",
+    questions: pa.Table | None = None,
 ) -> None:
-    """Write rows as one file, put whole, which makes them visible. Raises OSError."""
+    """Write rows as one file, put whole, which makes them visible. Raises OSError.
+
+    The rows get the columns that ``questions`` carry along, by question_id.
+    """
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
+    if questions is not None:
+        table = add_carried(table, questions, ANSWER_SCHEMA.names)
     data = write_parquet(table) if form == "parquet" else _json_lines(table)
     store.put(small_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
 
 
 def _json_lines(table: pa.Table) -> bytes:
     """Return rows as lines of strict JSON: a log-probability of minus infinity becomes null."""
-    rows = table.to_pylist()
-    for row in rows:
-        if row["choice_scores"] is not None:
-            row["choice_scores"] = [score if math.isfinite(score) else None for score in row["choice_scores"]]
-    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
+    return "".join(carried_json(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode()
 
 
 def _parse(store: Store, name: str, data: bytes) -> pa.Table:
-    """Read one shard in either format as ANSWER_SCHEMA. Raises CorruptShard."""
+    """Read one shard in either format: ANSWER_SCHEMA, then carried columns. Raises CorruptShard."""
     check_content(store, name, data)
+    metadata: dict[bytes, bytes] = {}
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
-        table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == _MERGED}
-        if "code" not in table.schema.names:  # made before there was the column
-            table = table.add_column(ANSWER_SCHEMA.get_field_index("code"), "code", pa.nulls(len(table), pa.string()))
-        return table.cast(ANSWER_SCHEMA).replace_schema_metadata(metadata)
-    lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
-    return pa.Table.from_pylist([json.loads(line) for line in lines if line], schema=ANSWER_SCHEMA)
+        shard = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
+        metadata = {key: text for key, text in (shard.schema.metadata or {}).items() if key == _MERGED}
+        if "method_code" not in shard.column_names:  # made before there was the column
+            shard = shard.append_column("method_code", pa.nulls(len(shard), pa.string()))
+        table = shard.select(ANSWER_SCHEMA.names).cast(ANSWER_SCHEMA)
+        others = shard.drop_columns([name for name in ANSWER_SCHEMA.names if name in shard.column_names])
+        carried = dict(zip(others.column_names, others.columns, strict=True))
+        extra = carried.pop(QUESTION_EXTRA, None)
+        extras = [] if extra is None else extra.to_pylist()
+    else:
+        lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
+        rows = [json.loads(line) for line in lines if line]
+        table = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
+        extras = [row.pop(QUESTION_EXTRA, None) for row in rows]
+        own = frozenset(ANSWER_SCHEMA.names)
+        carried = carried_columns([{key: row[key] for key in row if key not in own} for row in rows], own, {})
+    if any(extras):
+        carried |= carried_columns([json.loads(text or "{}") for text in extras], ANSWER_SCHEMA.names, {})
+    for key, values in carried.items():
+        table = table.append_column(key, values)
+    return table.replace_schema_metadata(metadata)
 
 
 def answer_rows(table: pa.Table) -> Iterator[AnswerRecord]:
@@ -410,7 +447,7 @@ def _pair_with_prunings(
     for question in questions:
         for pruning, code in codes.items():
             named: QuestionRecord = {**question, "pruning": pruning} if pruning else question
-            yield named if code is None else {**named, "code": code}
+            yield named if code is None else {**named, "method_code": code}
 
 
 def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:

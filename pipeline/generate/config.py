@@ -59,6 +59,12 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
         "max_new_tokens, temperature, top_p, top_k, seed; other columns are carried along), local or s3://",
         metavar="FILE",
     )
+    ask: list[str] = option(
+        [],
+        "instead of a file: ask every video of the cache this; may be repeated. A question_id is the video's id, # and "
+        "a hash of the text",
+        metavar="TEXT",
+    )
     out: str = option("answers", "the answers to create or to continue: a folder or s3://bucket/prefix", metavar="DIR")
     format: str = option("parquet", "file format of the answers", choices=("parquet", "jsonl"))
     limit: int | None = option(None, "only the first so many questions of the file", metavar="N")
@@ -116,10 +122,15 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.questions is None:
+        if self.questions is None and not self.ask:
             raise UsageError(
-                "--questions FILE is missing: a .jsonl, .parquet or .csv with question_id, video_id, prompt"
+                "--questions FILE is missing: a .jsonl, .parquet or .csv with question_id, video_id, prompt; or --ask "
+                "TEXT asks every video of the cache"
             )
+        check(all(map(str.strip, self.ask)), "ask", "a text", self.ask)
+        check(len(set(self.ask)) == len(self.ask), "ask", "another text each time", self.ask)
+        if self.questions is not None and self.ask:
+            raise UsageError("--ask and --questions do not go together: ask by one of them")
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         ratio = self.retention_ratio
         check_ratio("retention_ratio", ratio)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -21,9 +22,9 @@ from rich.console import Console
 
 from pipeline.cache.changed_code import REDO
 from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import LiveVideos, widths_of
+from pipeline.cache.live import LiveVideos, ok_rows, widths_of
 from pipeline.cache.merging import WAITING, WAITING_AT_END
-from pipeline.cache.reader import TokenCache
+from pipeline.cache.reader import MAX_HINTS, TokenCache
 from pipeline.errors import RunFailed, UsageError, store_usage_errors, usage_errors
 from pipeline.generate.answer_setup import (
     LIVE_COLUMNS,
@@ -54,7 +55,13 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, VLLM, choose_batch_size
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, stored_tower
-from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
+from pipeline.generate.questions import (
+    QUESTION_SCHEMA,
+    AnswerMode,
+    make_questions,
+    read_given_questions,
+    read_questions,
+)
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.options import config_of
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
@@ -124,7 +131,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
     """The run that answers questions: it brings the answers ``config.out`` up to date with the questions.
 
     Attributes:
-        questions: QUESTION_SCHEMA; ``prepare`` sets it and the next three.
+        questions: QUESTION_SCHEMA and carried columns; ``prepare`` sets it and the next three.
         setup: what the workers need.
         identity: the settings that all answers in the place share.
         forecast: the questions that need no model, and the sizes of prompts.
@@ -150,7 +157,8 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         """Prepare nothing yet.
 
         Args:
-            questions: QUESTION_SCHEMA; None reads the file that the options name.
+            questions: QUESTION_SCHEMA and carried columns; None reads the file that the options name, or makes those
+                of ``--ask``.
             specs: the prunings under which every question is asked, by name; None is the pruning that the options name.
             evaluation: what an evaluation adds to the identity of the answers.
         """
@@ -168,8 +176,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         objects = Objects.from_environment(config.s3_endpoint)
         if self._given is not None:
             self.questions = self._given
-        else:
-            assert config.questions is not None  # the config refuses a run without questions
+        elif config.questions is not None:
             with store_usage_errors():
                 self.questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
         cache, self.store = store_at(config.cache, objects), store_at(config.out, objects)
@@ -177,8 +184,15 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         check_out(self.store)
         with store_usage_errors():
             header = read_header(cache)
+            videos = LiveVideos.open(cache, fingerprint(header["identity"]))
+            if config.ask:
+                self.questions = make_questions(config.ask, self._videos_with_tokens(videos), AnswerMode.of(config))
+                self.questions = self.questions.slice(0, config.limit)
             video_ids = pc.unique(pc.list_flatten(self.questions["video_ids"])).to_pylist()
-            live = LiveVideos.open(cache, fingerprint(header["identity"])).rows_of(video_ids, LIVE_COLUMNS)
+            live = videos.rows_of(video_ids, LIVE_COLUMNS)
+            known = set(live["video_id"].to_pylist())
+            unknown = (video_id for video_id in video_ids if video_id not in known)
+            near = {video_id: videos.near(video_id) for video_id in islice(unknown, MAX_HINTS)}
             check_place(self.store)
         cache_identity = header["identity"]
         # vLLM takes other weights too, if they come with the vision encoder that made the cache.
@@ -196,7 +210,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         prunings = resolve_prunings(config, self._specs, cache_identity, source, builder)
         order = choose_token_order(config, cache_identity, prunings)
         setup = AnswerSetup(config, source, cache, live, prunings, order)
-        self.forecast = PromptForecast(setup, builder)
+        self.forecast = PromptForecast(setup, builder, near)
         self.forecast.check_ratio(cache_identity["retention_ratio"])
         self.forecast.check_context(self.questions, self.console)
         self.setup = replace(setup, largest_video=self.forecast.largest_video())
@@ -206,6 +220,13 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         self._wanted = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
         with store_usage_errors():
             self.match()
+
+    def _videos_with_tokens(self, videos: LiveVideos) -> list[str]:
+        """List the ids of the videos that ``--ask`` asks about. Raises UsageError where there is none."""
+        ids: list[str] = ok_rows(videos.live(("video_id", "status")))["video_id"].to_pylist()
+        if not ids:
+            raise UsageError(f"--ask: no video in {self.options.cache} has tokens; python -m jobs.prune makes some")
+        return ids
 
     def match(self) -> None:
         matched = match_answers(self.store, self._wanted, redo=self.options.on_changed == REDO)
@@ -219,7 +240,8 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         prunings, cached = self.setup.prunings, self.forecast.cached
         codes = {name: code_of(self.identity, name) for name in prunings}
         live = self.table.live_of(self.questions, prunings)
-        questions = remaining_questions(self.store, live, self.questions, codes, self.options, cached)
+        to_ask = self.questions.select(QUESTION_SCHEMA.names)
+        questions = remaining_questions(self.store, live, to_ask, codes, self.options, cached)
         for line in describe_answered(live, self.n_questions, questions, self.options):
             self.say(line)
         return questions
@@ -241,7 +263,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         with self.run_file:
             for start in range(0, len(failed), config.questions_per_shard):
                 part = failed[start : start + config.questions_per_shard]
-                commit_answers(self.store, self.run_id, self.n_shards, part, config.format)
+                commit_answers(self.store, self.run_id, self.n_shards, part, config.format, self.questions)
                 self.n_shards += 1
             self.n_failed += len(failed)
             if for_model:
@@ -305,7 +327,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             self._runtimes.extend(new)
             self.run_file.save(runtimes=[json.loads(text) for text in self._runtimes])
         answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
-        commit_answers(self.store, self.run_id, number, answers, self.options.format)
+        commit_answers(self.store, self.run_id, number, answers, self.options.format, self.questions)
         self.answered.update(map(answer_key, answers))
         n_failed = sum(answer["status"] != "ok" for answer in answers)
         self.n_failed += n_failed
@@ -327,7 +349,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
 def answer_questions(
     cache: TokenCache | str | os.PathLike[str],
-    questions: object,
+    questions: object = None,
     *,
     out: str | os.PathLike[str] = "answers",
     progress: ProgressOption = True,
@@ -345,7 +367,8 @@ def answer_questions(
     Args:
         cache: a path, or a TokenCache, which is read anew.
         questions: a file as for ``python -m jobs.generate --questions``; or rows with question_id, video_id, prompt and
-            optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas or Polars.
+            optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas or Polars. None
+            with ``ask=["What happens here?"]``, which asks every video of the cache.
         out: the answers to create or to continue.
         progress: as of ``prune_videos``.
         options: those of ``python -m jobs.generate --help-all`` by their names, ``--max-new-tokens 8`` as
@@ -356,7 +379,7 @@ def answer_questions(
     Raises UsageError, RunFailed and TooManyFailed as ``prune_videos``, and CorruptShard for a damaged cache.
     """
     place = str(cache.store) if isinstance(cache, TokenCache) else cache
-    is_file = isinstance(questions, str | os.PathLike)
+    is_file = questions is None or isinstance(questions, str | os.PathLike)
     named = questions if is_file else "questions from Python"
     config = config_of(GenerateConfig, "answer_questions", {"cache": place, "questions": named, "out": out, **options})
     console = console_for(progress)

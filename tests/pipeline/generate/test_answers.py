@@ -126,12 +126,12 @@ def test_a_merge_that_cannot_be_is_told_of(store):
 
 def test_rows_of_other_code_than_the_header_names_do_not_count_and_stay_when_files_are_merged(store):
     """Rows without the column, as versions before wrote them, are of a header that names no code."""
-    names = [name for name in ANSWER_SCHEMA.names if name != "code"]
+    names = [name for name in ANSWER_SCHEMA.names if name != "method_code"]
     table = pa.Table.from_pylist([row(answer="before", attempts=3, run_id="r")], schema=ANSWER_SCHEMA).select(names)
     data = write_parquet(table)
     store.put(small_name("answers", "r", 0, data), data)
     for number, code in enumerate("ab"):
-        commit_answers(store, "run", number, [row(answer=code, code=code)])
+        commit_answers(store, "run", number, [row(answer=code, method_code=code)])
     merge_answers(store, 0)
     for code, answer in ((None, "before"), ("a", "a"), ("b", "b")):
         method = {"method": "m:C", "params": {}, **({} if code is None else {"code": code})}

@@ -138,7 +138,7 @@ def test_a_question_on_a_removed_video_costs_no_other_one(job_of, tmp_path):
 
 def test_a_question_that_is_the_same_has_no_difference(job_of):
     question = job_of().questions.to_pylist()[0]
-    answer = {**question, "status": "ok", "answer": "yes", "target": "no", "question_extra": "{}", "pruning": "none@1"}
+    answer = {**question, "status": "ok", "answer": "yes", "target": "no", "topic": "x", "pruning": "none@1"}
     assert describe_change(question, answer) is None  # a corrected answer, and what is carried along, ask nothing else
     assert describe_change({**question, "prompt": "q" * 200}, answer).startswith("ok: prompt was 'p', is 'qqq")
     assert len(describe_change({**question, "prompt": "q" * 200}, answer)) < 150
