@@ -17,6 +17,7 @@ from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.s3 import Objects
+from pipeline.video.decoders import CODE, decoder_version
 from pipeline.video.source import Sizes
 
 Mask = NDArray[np.bool_]
@@ -69,8 +70,8 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
     object that a manifest names. With ``--retry-failed`` failed rows without attempts left cost a HEAD too, since a
     mended video gets new attempts. With ``--on-changed skip`` no size is needed.
 
-    Raises SourceChanged where a cached video's uri, size or clip differs and ``--on-changed`` is ``refuse``, UsageError
-    where the store does not answer.
+    Raises SourceChanged where a cached video's uri, size or clip differs, or the code of the user's own decoder that
+    read it, and ``--on-changed`` is ``refuse``, UsageError where the store does not answer.
     """
     sizes, tally, todo = Sizes(objects), np.zeros(len(ManifestCounts._fields), np.int64), []
     n_changed, examples = 0, list[str]()
@@ -106,7 +107,7 @@ class _Comparison(NamedTuple):
         failed: whether that is an error row.
         attempts: the attempts that it took.
         sizes: the bytes of the file now, if they are known and matter; -1 elsewhere.
-        changed: whether it is an ok row of another file, size or clip.
+        changed: whether it is an ok row of another file, size or clip, or of other code of a user's own decoder.
         retried: whether it is an error row that is to be tried again.
         unread: whether it is an error row of class io, and has attempts left.
     """
@@ -145,7 +146,8 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
         sizes[asked] = asker.of(part["uri"].filter(pa.array(asked)).to_pylist())
     # A file whose size is not known now is gone, but its cached tokens remain valid.
     resized = readable & (sizes >= 0) & (sizes != was)
-    changed = known & ~failed & (another | (resized & (was >= 0)))
+    recoded = _other_decoder_code(ledger, config.decoder)[held("decoder", 0)]
+    changed = known & ~failed & (another | (resized & (was >= 0)) | recoded)
     changed &= ~removed
     if config.on_changed == "skip":
         changed[:] = False
@@ -154,6 +156,13 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
     unread = np.zeros_like(known)
     unread[known] = ledger.failed_by(rows[known], "io") & ~spent[known]
     return _Comparison(rows, known, failed, attempts, sizes, changed, retried, unread)
+
+
+def _other_decoder_code(ledger: Ledger, decoder: str) -> Mask:
+    """Return which of ``ledger.decoders`` [n] are the user's own ``decoder`` with other code than it has now."""
+    now = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
+    known = (bool(now) and text.startswith(f"{decoder} ") and CODE in text for text in ledger.decoders)
+    return np.array([same and text != now for same, text in zip(known, ledger.decoders, strict=True)], np.bool_)
 
 
 def _selected(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.RecordBatch:
@@ -168,6 +177,8 @@ def _difference(row: ManifestRow, old: VideoRow, size: int) -> str:
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
             return f"{row['video_id']}: {name} was {old[name]!r}, is {row[name]!r}"
+    if old["source_size"] == size or size < 0:
+        return f"{row['video_id']}: {old['backend']}, which read it, has other code now"
     return f"{row['video_id']}: the file had {old['source_size']} bytes, has {size}"
 
 
@@ -225,7 +236,8 @@ def skipped_lines(tally: ManifestCounts, config: PruneConfig) -> list[str]:
     """Return lines for the user about videos that this run leaves alone, and those left for later by a limit."""
     there, lines = tally.done + tally.failed, []
     if there:
-        errors = f", {tally.failed} of them as errors" if tally.failed else ""
+        again = "" if config.retry_failed else " (--retry-failed tries them again)"
+        errors = f", {tally.failed} of them as errors{again}" if tally.failed else ""
         lines.append(f"{there} of {there + tally.n_todo} videos are in the cache already{errors}")
     if tally.unread and not config.retry_failed:
         lines.append(
