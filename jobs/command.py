@@ -23,6 +23,7 @@ from gstep.lazy import did_you_mean, importing_much, saying
 from jobs.frame.flags import add_flags, from_flags, read_config_file
 from jobs.frame.json_document import Done, add_json, error_record, print_document, stdout_as_stderr
 from pipeline.errors import CorruptShard, RunFailed, UsageError
+from pipeline.options import likely_share
 from pipeline.options import share as share_or_percent
 
 Errors = tuple[type[Exception], ...]
@@ -284,7 +285,7 @@ def share(text: str) -> float:
     """Parse a number in (0, 1], or a percentage, as a flag's type."""
     value = share_or_percent(text)
     if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}")
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}{likely_share(value)}")
     return value
 
 

@@ -160,6 +160,8 @@ def _failed(failures: Failures, where: JsonObject, arguments: argparse.Namespace
 
     if not arguments.json:
         print_lines(failed_lines(failures))
+        if failures:
+            saying(Console(stderr=True))("note: the command that made them tries them again with --retry-failed")
     return Done(0, {**where, "n_failed": len(failures), "failed": failures})
 
 

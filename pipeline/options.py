@@ -49,6 +49,17 @@ def check(ok: bool, name: str, wanted: str, value: object) -> None:
         raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, got {value!r}")
 
 
+def check_ratio(name: str, value: float | None) -> None:
+    """Raise UsageError, which names the flag, unless a share of the tokens is in (0, 1] or None."""
+    if value is not None and not 0.0 < value <= 1.0:
+        raise UsageError(f"--{name.replace('_', '-')} must be in (0, 1], got {value!r}{likely_share(value)}")
+
+
+def likely_share(value: float) -> str:
+    """Return "; did you mean 25%?" for the number of a percentage without its sign, else ""."""
+    return f"; did you mean {value:g}%?" if 1.0 < value <= 100.0 else ""
+
+
 def check_choices(config: Any) -> None:
     """Raise UsageError if a field's value is none of its ``choices``; a configuration file skips the flags' check."""
     for item in fields(config):
@@ -117,7 +128,7 @@ class RunOptions(S3Options):
         None,
         "end with exit code 1 if more {item}s fail: a count (10) or a share (0.05 or 5%%) (default: all but one; in "
         "jobs.prune 10 or 5%% for failures that are no fault of a video: io, memory of a GPU), or if one fails as "
-        "internal",
+        "internal or own-code",
         metavar="LIMIT",
     )
     stall_timeout: float = option(
@@ -191,7 +202,19 @@ class PrunerOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(RunOptions):
+class CodeOptions:
+    """The option of commands that go on from what a user's own method has made."""
+
+    on_changed: str = option(
+        "refuse",
+        "what to do where a method of your own has other code now than what is there was made with: refuse, or redo "
+        "all that it made",
+        choices=("refuse", "redo"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(RunOptions, CodeOptions):
     """The options of runs that answer questions, about the engine that computes the answers."""
 
     engine: str = option(

@@ -150,7 +150,7 @@ VideoRow = VideoRecord
 
 
 class QuestionRecord(TypedDict, total=False):
-    """A question to be asked: what a row of the questions file asks, the pruning it is asked under, and the attempt."""
+    """A question to be asked: what a row of the questions file asks, under which pruning and code, and the attempt."""
 
     question_id: str
     video_ids: list[str]
@@ -159,6 +159,7 @@ class QuestionRecord(TypedDict, total=False):
     target: str
     decoding: str
     pruning: str
+    method_code: str
     attempts: int
 
 

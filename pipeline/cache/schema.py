@@ -110,7 +110,9 @@ VIDEO_SCHEMA = pa.schema(
         column("uneven_positions", pa.int32(), "patches not where positions in time put them; null: none have times"),
         column("shared_positions", pa.int32(), "patches at the position in time of the one before; null likewise"),
         column(
-            "error_class", pa.string(), "unsupported too-short corrupt timeout crash out-of-memory policy io internal"
+            "error_class",
+            pa.string(),
+            "unsupported too-short corrupt timeout crash out-of-memory policy io own-code internal",
         ),
         column("error_stage", pa.string(), "decode, encode, prune or write"),
         column("decode_s", pa.float64(), "seconds"),

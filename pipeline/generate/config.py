@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, EngineOptions, PrunerOptions, check, option
+from pipeline.options import DTYPES, EngineOptions, PrunerOptions, check, check_ratio, option
 
 CHOICE_METHODS = ("letter", "loglikelihood", "generate")
 
@@ -133,7 +133,7 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
             raise UsageError("--ask and --questions do not go together: ask by one of them")
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         ratio = self.retention_ratio
-        check(ratio is None or 0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
+        check_ratio("retention_ratio", ratio)
         check(self.pruner_seed >= 0, "pruner_seed", "at least 0", self.pruner_seed)
         if self.pruner is None:
             for name in ("pruner_param", "siglip", "pruner_seed"):

@@ -20,6 +20,7 @@ import ray
 from ray.actor import ActorHandle
 from rich.console import Console
 
+from pipeline.cache.changed_code import REDO
 from pipeline.cache.header import fingerprint, read_header
 from pipeline.cache.live import LiveVideos, ok_rows, widths_of
 from pipeline.cache.merging import WAITING, WAITING_AT_END
@@ -41,6 +42,7 @@ from pipeline.generate.answers import (
     AnswersTable,
     answer_key,
     check_place,
+    code_of,
     commit_answers,
     describe_answered,
     match_answers,
@@ -215,7 +217,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         if config.engine == VLLM:
             with usage_errors():
                 ENGINES[VLLM].check_room(config, source, self.setup.largest_video)
-        self.identity = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
+        self._wanted = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
         with store_usage_errors():
             self.match()
 
@@ -227,14 +229,19 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return ids
 
     def match(self) -> None:
-        match_answers(self.store, self.identity)
+        matched = match_answers(self.store, self._wanted, redo=self.options.on_changed == REDO)
+        self.identity, self._changed = matched
 
     def remaining(self) -> list[QuestionRecord]:
-        self.table = AnswersTable(self.store)
+        self.table = AnswersTable(self.store, self.identity)
+        if self._changed:  # from here on the rows that other code made do not count for anybody
+            self.say(f"note: a method has other code now: what it answered in {self.store} is asked again")
+            write_answers_header(self.store, self._identity_with_earlier())
         prunings, cached = self.setup.prunings, self.forecast.cached
+        codes = {name: code_of(self.identity, name) for name in prunings}
         live = self.table.live_of(self.questions, prunings)
         to_ask = self.questions.select(QUESTION_SCHEMA.names)
-        questions = remaining_questions(self.store, live, to_ask, prunings, self.options, cached)
+        questions = remaining_questions(self.store, live, to_ask, codes, self.options, cached)
         for line in describe_answered(live, self.n_questions, questions, self.options):
             self.say(line)
         return questions

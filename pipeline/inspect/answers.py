@@ -52,7 +52,8 @@ class Answers:
 
         Raises NotAnswers, UsageError for a question that has no row, CorruptShard, OSError.
         """
-        identity, rows = read_answers_header(store)["identity"], AnswersTable(store).live()
+        identity = read_answers_header(store)["identity"]
+        rows = AnswersTable(store, identity).live()
         if question_id is not None:
             ids, rows = rows["question_id"], rows.filter(pc.equal(rows["question_id"], question_id))
             if not len(rows):

@@ -77,7 +77,7 @@ def cache_record(cache: TokenCache, counted: Counted) -> JsonObject:
     return {
         "cache": str(cache.store),
         "identity": cast(JsonObject, cache.identity),
-        "table": {**_files_of(ledger), "foreign": ledger.foreign},
+        "table": {**_files_of(ledger), "foreign": list(ledger.foreign)},
         "last_run": None if run is None else asdict(run),
         **counted.summary.standing(),
     }

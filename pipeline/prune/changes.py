@@ -14,7 +14,7 @@ from pipeline.inputs.forms import Containers, spot_of
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
-from pipeline.video.source import no_answer, sample_source
+from pipeline.video.source import make_no_answer, sample_source
 
 _AT_ONCE = 32  # files and containers that are looked into at a time
 
@@ -56,4 +56,4 @@ def _is_replaced(row: ManifestRow, sample: int, objects: Objects, opened: Contai
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise no_answer(error) from error
+        raise make_no_answer(error) from error

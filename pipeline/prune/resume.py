@@ -18,6 +18,7 @@ from pipeline.prune.changes import are_replaced
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.s3 import Objects
+from pipeline.video.decoders import CODE, decoder_version
 from pipeline.video.source import Sizes
 
 Mask = NDArray[np.bool_]
@@ -98,8 +99,8 @@ def remaining(
     HEAD too, since a mended video gets new attempts. With ``--on-changed skip`` none is needed. Of a file with its old
     size and another mark a few bytes are read. Videos with an id of ``redo`` are done again whatever their row says.
 
-    Raises SourceChanged where a cached video's uri, size or clip differs and ``--on-changed`` is ``refuse``, UsageError
-    where the store does not answer.
+    Raises SourceChanged where a cached video's uri, size or clip differs, or the code of the user's own decoder that
+    read it, and ``--on-changed`` is ``refuse``, UsageError where the store does not answer.
     """
     sizes, tally, todo = Sizes(objects), np.zeros(len(ManifestCounts._fields), np.int64), []
     n_changed, examples = 0, list[str]()
@@ -107,8 +108,8 @@ def remaining(
         state = _compare(part, ledger, config, sizes, redo)
         n_changed += int(state.changed.sum())
         for place in np.flatnonzero(state.changed)[: _SHOWN - len(examples)].tolist():
-            old = ledger.read(int(state.rows[place]))
-            examples.append(_difference(part.slice(place, 1).to_pylist()[0], old, int(state.sizes[place])))
+            row, old = part.slice(place, 1).to_pylist()[0], ledger.read(int(state.rows[place]))
+            examples.append(_difference(row, old, int(state.sizes[place]), is_replaced=bool(state.replaced[place])))
         redone = state.named | (state.changed & (config.on_changed == "redo"))
         left_alone = state.failed & ~state.retried & ~redone
         kept = state.known & ~state.failed & ~redone, left_alone, left_alone & state.unread
@@ -136,7 +137,9 @@ class _Comparison(NamedTuple):
         failed: whether that is an error row.
         attempts: the attempts that it took.
         sizes: the bytes of the file now, if they are known and matter; -1 elsewhere.
-        changed: whether it is an ok row of another file, size, content or clip.
+        changed: whether it is an ok row of another file, size, content or clip, or of other code of a user's own
+            decoder.
+        replaced: whether it is one whose file has its old size and other content.
         retried: whether it is an error row that is to be tried again.
         named: whether ``--redo`` names it, so that it is neither of both.
         unread: whether it is an error row of class io, and has attempts left.
@@ -148,6 +151,7 @@ class _Comparison(NamedTuple):
     attempts: NDArray[np.int64]
     sizes: NDArray[np.int64]
     changed: Mask
+    replaced: Mask
     retried: Mask
     named: Mask
     unread: Mask
@@ -186,19 +190,29 @@ def _compare(
     # A file whose size is not known now is gone, but its cached tokens remain valid.
     resized = readable & (sizes >= 0) & (sizes != was)
     marked = readable & (sizes >= 0) & ~resized & (marks != 0) & (old_marks != 0) & (marks != old_marks)
-    changed = known & ~failed & ~removed & ~named & (another | (resized & (was >= 0)))
+    recoded = _other_decoder_code(ledger, config.decoder)[held("decoder", 0)]
+    changed = known & ~failed & ~removed & ~named & (another | (resized & (was >= 0)) | recoded)
+    replaced = np.zeros_like(known)
     if config.on_changed == "skip":
         changed[:] = False
     elif (doubtful := marked & ~failed & ~removed & ~changed).any():
         again: list[ManifestRow] = part.filter(pa.array(doubtful)).to_pylist()
         for row, size in zip(again, sizes[doubtful].tolist(), strict=True):
             row["size"] = size
-        changed[doubtful] = are_replaced(again, held("sample", 0, np.uint64)[doubtful].tolist(), asker.objects)
+        replaced[doubtful] = are_replaced(again, held("sample", 0, np.uint64)[doubtful].tolist(), asker.objects)
+    changed |= replaced
     # A failed row holds no tokens to protect. A file that was mended, or was missing, gets all its attempts anew.
     retried = failed & ~named & config.retry_failed & (~spent | another | resized | marked)
     unread = np.zeros_like(known)
     unread[known] = ledger.failed_by(rows[known], "io") & ~spent[known]
-    return _Comparison(rows, known, failed, attempts, sizes, changed, retried, named, unread)
+    return _Comparison(rows, known, failed, attempts, sizes, changed, replaced, retried, named, unread)
+
+
+def _other_decoder_code(ledger: Ledger, decoder: str) -> Mask:
+    """Return which of ``ledger.decoders`` [n] are the user's own ``decoder`` with other code than it has now."""
+    now = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
+    known = (bool(now) and text.startswith(f"{decoder} ") and CODE in text for text in ledger.decoders)
+    return np.array([same and text != now for same, text in zip(known, ledger.decoders, strict=True)], np.bool_)
 
 
 def _selected(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.RecordBatch:
@@ -208,13 +222,15 @@ def _selected(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.Record
     return pa.RecordBatch.from_arrays([*kept.columns, attempts], schema=TODO_SCHEMA)
 
 
-def _difference(row: ManifestRow, old: VideoRow, size: int) -> str:
+def _difference(row: ManifestRow, old: VideoRow, size: int, *, is_replaced: bool) -> str:
     """Describe how a manifest row, whose video has ``size`` bytes now, differs from the cached row of its id."""
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
             return f"{row['video_id']}: {name} was {old[name]!r}, is {row[name]!r}"
-    if size == old["source_size"]:
+    if is_replaced:
         return f"{row['video_id']}: the file has its {size} bytes still, and other content"
+    if old["source_size"] == size or size < 0:
+        return f"{row['video_id']}: {old['backend']}, which read it, has other code now"
     return f"{row['video_id']}: the file had {old['source_size']} bytes, has {size}"
 
 
@@ -272,7 +288,8 @@ def skipped_lines(tally: ManifestCounts, config: PruneConfig) -> list[str]:
     """Return lines for the user about videos that this run leaves alone, and those left for later by a limit."""
     there, lines = tally.done + tally.failed, []
     if there:
-        errors = f", {tally.failed} of them as errors" if tally.failed else ""
+        again = "" if config.retry_failed else " (--retry-failed tries them again)"
+        errors = f", {tally.failed} of them as errors{again}" if tally.failed else ""
         lines.append(f"{there} of {there + tally.n_todo} videos are in the cache already{errors}")
     if tally.unread and not config.retry_failed:
         lines.append(

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from gstep.backbones import family_of
 from gstep.checkpoints.tensors import tower_hash
+from pipeline.cache.changed_code import begin_anew, drop_superseded
 from pipeline.cache.header import HEADER, codec_of, deepstack_levels, fingerprint, header_bytes, made_with, read_header
 from pipeline.cache.live import REMOVED, TIMED, Ledger
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
@@ -30,6 +31,7 @@ from pipeline.cache.token_shard import token_shard_id
 from pipeline.cache.writer import commit
 from pipeline.errors import (
     FAULTS,
+    CorruptShard,
     FaultClass,
     LimitReached,
     NotACache,
@@ -159,8 +161,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         for kind, remedy in self.indexing.left_out.remedies.items():
             count = self.indexing.left_out.counts()[kind]
             self.say(f"note: left out: {say_counts({kind: count})}. {remedy}")
-        self._listed = None if self.indexing.left else listed
-        self.manifest = of_shard(listed, config.part())
+        self._listed, self.manifest = listed, of_shard(listed, config.part())
         if len(listed) and not len(self.manifest) and not self.indexing.left:
             raise UsageError(f"--shard {config.shard}: none of the {len(listed)} videos are in it")
         if config.on_forbidden == "refuse":
@@ -170,9 +171,12 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.recipe = self.recipe.matched(self.store, self.console)
 
     def remaining(self) -> Discovery:
+        if self.recipe.begins_anew:
+            self._begin_anew()
         self._committed = committed_shards(self.store)  # by earlier runs
-        self.ledger = Ledger(self.store, made_with(self.store)).refresh()
-        if foreign := self.ledger.foreign:
+        self.ledger = Ledger(self.store, self._fingerprint()).refresh()
+        superseded = read_header(self.store).get("superseded", []) if self.store.exists(HEADER) else []
+        if foreign := [name for name, identity in self.ledger.foreign.items() if identity not in superseded]:
             self.say(
                 f"warning: {len(foreign)} files of {self.store}/{VIDEOS} were made with other settings than its header "
                 f"has; their rows do not count: {foreign[0]}"
@@ -180,13 +184,35 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         if lost := self.ledger.lost(self._committed):
             self.say(f"warning: {lost_line(len(lost), lost)}")
         if self._redo is not None:
-            check_redo(self._redo, self._listed, self.ledger, self.options)
+            check_redo(self._redo, None if self.indexing.left else self._listed, self.ledger, self.options)
         self._forget_removed(self.manifest)
         todo, self.tally = remaining(self.manifest, self.ledger, self.options, self._objects, self._redo)
         for line in skipped_lines(self.tally, self.options):
             self.say(line)
         known, self._n_waiting = within_limit(todo, self.options.limit)
         return Discovery(self.indexing, self._objects, self._select, known, self.options.limit)
+
+    def _begin_anew(self) -> None:
+        """Begin the cache anew with the code that its method has now. Raise UsageError if other tokens would go."""
+        ledger = Ledger(self.store, made_with(self.store)).refresh()
+        with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
+        with_tokens = with_tokens[~ledger.removed(with_tokens)]
+        others = np.setdiff1d(with_tokens, ledger.find(self._listed["video_id"]))
+        if len(others) and not self.indexing.left:
+            example = ledger.read(int(others[0]))["video_id"]
+            raise UsageError(
+                f"--on-changed redo encodes a whole cache again, and {self.store} holds {len(others)} videos that "
+                f"{self.options.named} does not name, e.g. {example}: name them too, or another --out"
+            )
+        self.say(f"note: {self.recipe.method} has other code now: its videos in {self.store} are encoded again")
+        if not (self.options.dry_run or self.options.plan):
+            begin_anew(self.store, read_header(self.store), self.recipe.identity(self.recipe.dtype), self.run_id)
+
+    def _fingerprint(self) -> str | None:
+        """Return the fingerprint of the identity whose rows count; None where there is no cache."""
+        if self.recipe.begins_anew:
+            return fingerprint(self.recipe.identity(self.recipe.dtype))
+        return made_with(self.store)
 
     def _select(self, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
         """Return the videos of this run among those of a container, and the rows of those to process."""
@@ -247,6 +273,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         with usage_errors():
             if not self.store.names(VIDEOS, ".parquet"):
                 self.store.put(HEADER, header_bytes(recipe.header(dtype, family_of(recipe.source).static())))
+                self.ledger = Ledger(self.store, made_with(self.store))  # not of a header that was there before
             stages = recipe.stages(device, dtype)
             encode = replace(stages.encode, tower_hash=tower_hash(recipe.source))
         self.stages = replace(stages, encode=encode)
@@ -430,4 +457,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return replace(held, facts=self.facts.as_record(wall_s))
 
     def tidy(self) -> None:
+        try:
+            drop_superseded(self.store, read_header(self.store))
+        except (CorruptShard, OSError) as error:
+            self.say(f"warning: the files of the code before were not deleted: {error}")
         try_merge(self.store, made_with(self.store), WAITING_AT_END, self.say)

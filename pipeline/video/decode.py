@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -26,10 +26,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
+from pipeline.own_code import locate_own_error
 from pipeline.rows import BY_DECODING
 from pipeline.video.containers import missing_bytes, open_regular, overstated_table, sniff
 from pipeline.video.damage import check_decodable
-from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder
+from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder, version_of
 from pipeline.video.frame_folders import (
     JPEGS,
     fingerprint_frames,
@@ -259,9 +260,10 @@ class _Decoding:
             chosen = snapped(chosen, index.timestamps, keyframes, sampling.snap_to_keyframes_s)
         self.backend = backend
         self._announce(backend)
-        with closing(load_decoder(backend)(index)) as decoder:
+        kind = load_decoder(backend)
+        with closing(kind(index)) as decoder:
             frames = self._resized(decoder.read(np.unique(chosen)), chosen, index)
-            version = str(decoder.version)
+            version = version_of(backend, kind) if ":" in backend else str(decoder.version)
         return DecodedVideo(
             frames=frames,
             frame_indices=chosen,
@@ -345,8 +347,13 @@ def counted_warnings() -> Iterator[Callable[[], int]]:
 
 
 def fault_of(error: Exception, backend: str | None) -> VideoFault:
-    """Convert an exception raised while a video was read to a VideoFault."""
-    return VideoFault(_fault_class(error), _describe_error(error), backend=backend)
+    """Convert an exception raised while a video was read to a VideoFault; a user's decoder is named with its line."""
+    fault, message = _fault_class(error), _describe_error(error)
+    if fault == "internal" and backend is not None and ":" in backend:
+        with suppress(Exception):  # importing the decoder may be what failed
+            if (place := locate_own_error(error, load_decoder(backend))) is not None:
+                fault, message = "own-code", f"{place}: {message}, in the decoder {backend}"
+    return VideoFault(fault, message, backend=backend)
 
 
 def _fault_class(error: Exception) -> FaultClass:

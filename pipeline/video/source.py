@@ -205,7 +205,7 @@ class Sizes:
     def finish(self) -> None:
         """Raise UsageError if the store has refused all requests, however few."""
         if self._refusal is not None and self._refused == self._asked:
-            raise no_answer(self._refusal)
+            raise make_no_answer(self._refusal)
 
     def _on_s3(self, uris: Sequence[str]) -> Iterator[FileState]:
         """Yield the state of each object. Raises UsageError as ``states``."""
@@ -223,7 +223,7 @@ class Sizes:
             self._refused = self._refused + 1 if refusal else 0
             self._refusal = refusal
             if refusal and self._refused == _ASKED:
-                raise no_answer(refusal)
+                raise make_no_answer(refusal)
             yield GONE if isinstance(answer, OSError) else answer
 
     def _head(self, uri: str) -> FileState | OSError:
@@ -237,7 +237,7 @@ class Sizes:
         return FileState(size, mark_key(mark) or 0)
 
 
-def no_answer(refusal: OSError) -> UsageError:
+def make_no_answer(refusal: OSError) -> UsageError:
     """Return the error about a store that does not answer."""
     return UsageError(
         f"{refusal.filename}: whether cached videos have changed cannot be asked: {refusal.strerror}; "
@@ -265,4 +265,4 @@ def sample_source(uri: str, size: int, objects: Objects) -> int | None:
     except (FileNotFoundError, VideoFault):
         return None
     except OSError as error:
-        raise no_answer(error) from error
+        raise make_no_answer(error) from error

@@ -12,14 +12,14 @@ from gstep.checkpoints import tiny
 from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
+from pipeline.cache.changed_code import match_identity
 from pipeline.errors import IdentityMismatch
-from pipeline.generate.answers import check_identity, read_answers
+from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import describe_engine
 from pipeline.generate.model import choose_model
 from pipeline.options import EngineOptions
 from pipeline.runner.claim import Claim
-from pipeline.storage.stores import LocalStore
 from tests.jobs.conftest import QUESTION
 from tests.pipeline.asking import tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -259,4 +259,4 @@ def test_answers_of_another_engine_are_refused(tmp_path):
     assert described == {"engine": {"name": "vllm", "params": {"quantization": "fp8"}}}
     held, wanted = {"a": 1, **described}, {"a": 1}
     with pytest.raises(IdentityMismatch, match="engine"):
-        check_identity(LocalStore(tmp_path / "o"), held, wanted)
+        match_identity(held, wanted, "other answers")
