@@ -9,14 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import av.codec
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.doctor.finding import Finding
-from pipeline.runner.cluster import package_version, root_cause
+from pipeline.runner.cluster import package_version, root_cause, task_on
 
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
@@ -68,7 +67,7 @@ def look_at_nodes() -> dict[str, Node | Finding]:
     for host, node_id, _ in alive_nodes():
         if isinstance(node := nodes.get(host), Node):  # its worker has started, so that the way is short
             before = time.time()
-            there = ray.get(_task(node_id).remote(time.time), timeout=_ANSWER_S)
+            there = ray.get(task_on(node_id).remote(time.time), timeout=_ANSWER_S)
             nodes[host] = node._replace(skew_s=min(0.0, there - before) + max(0.0, there - time.time()))
     return nodes
 
@@ -79,7 +78,7 @@ def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S
     For a node where it raised, or that does not answer, that is a finding.
     """
     answers = {
-        host: _task(node_id, gpus).remote(work) for host, node_id, has in alive_nodes() if has.get("GPU", 0.0) >= gpus
+        host: task_on(node_id, gpus).remote(work) for host, node_id, has in alive_nodes() if has.get("GPU", 0.0) >= gpus
     }
     found: dict[str, T | Finding] = {}
     until = time.monotonic() + wait_s
@@ -141,17 +140,6 @@ def alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
     for node in ray.nodes():
         if node["Alive"]:
             yield f"{node['NodeManagerHostname']} {node['NodeID'][:6]}", node["NodeID"], node["Resources"]
-
-
-def _task(node_id: str, gpus: int = 0) -> Any:
-    """Make the Ray task that runs a function on one node, with so many GPUs."""
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(_call).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_retries=0)
-
-
-def _call(work: Callable[[], T]) -> T:
-    """Call ``work`` on the node that Ray placed this on."""
-    return work()
 
 
 def _can_decode(codec: str) -> bool:

@@ -32,6 +32,14 @@ class ClusterChanged(Exception):  # noqa: N818
     """An error: what is left must be planned anew for the nodes that are there now. Its text says why."""
 
 
+class DiskFull(ClusterChanged):
+    """The disks of some nodes take no more objects of Ray: node id -> host and folder."""
+
+    def __init__(self, nodes: Mapping[str, str]) -> None:
+        super().__init__(f"the disk is full on {', '.join(sorted(nodes.values()))}")
+        self.nodes = nodes
+
+
 @dataclass
 class Watchdog:
     """The judge of a running graph that does not move.
