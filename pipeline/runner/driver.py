@@ -69,6 +69,7 @@ class Driver(ABC, Generic[O, T, S]):
         self.console = console
         self.n_shards = 0
         self.without: dict[str, str] = {}
+        self._nodes: dict[str, str] | None = None  # those that were alive at the last look, id -> host
 
     # The steps of a kind of run
 
@@ -130,6 +131,18 @@ class Driver(ABC, Generic[O, T, S]):
         """Merge the files that the run wrote, once all is committed and counted."""
 
     # What all runs share
+
+    def note_nodes(self) -> None:
+        """Tell which nodes were lost and which joined since the last call."""
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        hosts = {name: str(node["NodeManagerHostname"]) for name, node in alive.items()}
+        before, self._nodes = self._nodes or hosts, hosts
+        for name in sorted(before.keys() - hosts):
+            self.say(f"note: node {before[name]} ({name[:6]}) was lost. What its workers had is done by others")
+        for name in sorted(hosts.keys() - before):
+            has = alive[name]["Resources"]
+            what = f"{has.get('CPU', 0.0):g} CPUs and {has.get('GPU', 0.0):g} GPUs"
+            self.say(f"note: node {hosts[name]} ({name[:6]}) joined with {what}. Workers start there if it saves time")
 
     def say(self, line: str) -> None:
         """Print a line for the user."""
@@ -266,7 +279,10 @@ class GraphRun(Generic[T]):
         except (ray.exceptions.RayError, OSError) as error:
             why = (isinstance(error, ray.exceptions.RayError) and self._watchdog.failure()) or root_cause(error)
             of = f"{done.at.done} of {len(self._items)} {item}s"
-            if isinstance(error, ray.exceptions.RayError) and (full := full_disks(self._driver.without)):
+            full = dict[str, str]()
+            with suppress(Exception):  # of a cluster that does not answer: the first error tells more
+                full = full_disks(self._driver.without) if isinstance(error, ray.exceptions.RayError) else {}
+            if full:
                 if resources_without({**self._driver.without, **full}).get("CPU", 0.0) > 0:
                     raise DiskFull(full) from error
                 why = f"{DiskFull(full)}, and no other node is left; free space there, and run the same command again"
@@ -294,6 +310,8 @@ class GraphRun(Generic[T]):
         OUTAGES.take_reports(report.outages)
         progress.stages(report)
         driver.monitor.look(report, progress.at)
+        with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
+            driver.note_nodes()
         if (why := driver.give_up(report)) is not None:
             raise RunFailed(why)
         self._watchdog.check()

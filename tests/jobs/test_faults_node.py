@@ -59,6 +59,7 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
         done = _run_that_loses_a_node(cache, argv)
     assert done.returncode == 0, done.stdout
     assert_complete(cache, ids)
+    assert " was lost. What its workers had is done by others" in done.stdout
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["status"] == "finished"
     anew = "note: nodes were lost and nothing moves: " in done.stdout
