@@ -24,7 +24,7 @@ from gstep.backbones import family_of
 from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.changed_code import begin_anew, drop_superseded
 from pipeline.cache.header import HEADER, codec_of, deepstack_levels, fingerprint, header_bytes, made_with, read_header
-from pipeline.cache.live import TIMED, Ledger
+from pipeline.cache.live import REMOVED, TIMED, Ledger
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.token_shard import token_shard_id
@@ -42,9 +42,10 @@ from pipeline.errors import (
 )
 from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.discovery import Discovery
-from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.indexes import Indexing, forget_members
 from pipeline.inputs.left_out import say_counts
 from pipeline.inputs.manifest import given_manifest, read_manifest
+from pipeline.options import read_ids
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
@@ -55,6 +56,7 @@ from pipeline.prune.recipe import resolve
 from pipeline.prune.resources import Resources, files_bytes, planned_workers, shortfalls
 from pipeline.prune.resume import (
     at_hand,
+    check_redo,
     of_shard,
     remaining,
     retry_candidates,
@@ -124,6 +126,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._objects = Objects.from_environment(config.s3_endpoint)
         self.store, self.run_id = store_at(config.out, self._objects), new_run_id()
         check_out(self.store)
+        self._redo = None if config.redo is None else pa.array(read_ids("redo", config.redo), pa.string())
         with store_usage_errors():
             if not self.store.exists(HEADER) and self.store.taken():
                 raise NotACache(
@@ -179,7 +182,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             )
         if lost := self.ledger.lost(self._committed):
             self.say(f"warning: {lost_line(len(lost), lost)}")
-        todo, self.tally = remaining(self.manifest, self.ledger, self.options, self._objects)
+        if self._redo is not None:
+            check_redo(self._redo, None if self.indexing.left else self._listed, self.ledger, self.options)
+        self._forget_removed(self.manifest)
+        todo, self.tally = remaining(self.manifest, self.ledger, self.options, self._objects, self._redo)
         for line in skipped_lines(self.tally, self.options):
             self.say(line)
         known, self._n_waiting = within_limit(todo, self.options.limit)
@@ -209,8 +215,20 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def _select(self, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
         """Return the videos of this run among those of a container, and the rows of those to process."""
+        self._forget_removed(videos)
         mine = of_shard(videos, self.options.part())
-        return mine, remaining(mine, self.ledger, self.options, self._objects).todo
+        return mine, remaining(mine, self.ledger, self.options, self._objects, self._redo).todo
+
+    def _forget_removed(self, videos: pa.Table) -> None:
+        """Take removed videos out of indexes that were made since, and out of the names of what is left out."""
+        if not self.indexing.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
+            return
+        rows = self.ledger.find(videos["video_id"])
+        removed = rows >= 0
+        removed[removed] = self.ledger.removed(rows[removed])
+        gone = videos.filter(pa.array(removed))
+        self.indexing.left_out.forget(gone["video_id"].to_pylist())
+        forget_members(self.store, set(gone["uri"].filter(gone["source_offset"].is_valid()).to_pylist()))
 
     def refuse_empty(self, todo: Discovery) -> None:
         """Raise UsageError where no container that was opened holds a video, and no other is named."""
@@ -220,7 +238,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def process(self, todo: Discovery) -> None:
         with todo:
-            self._todo, n_videos = todo, todo.expected()
+            self._todo, self._is_estimated = todo, not todo.is_complete
+            n_videos = todo.expected()
             device, dtype = self._begin(n_videos)
             record: JsonObject = {
                 **provenance(self.run_id, _RECORDED_VERSIONS),
@@ -228,13 +247,16 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 "device": device,
                 "dtype": dtype,
                 "videos": n_videos,
+                "estimated": self._is_estimated,
             }
             self.run_file = RunFile(self.store, record)
             with self.run_file:
                 try:
                     self.stream(todo)
                     todo.check()
-                    self.run_file.note(videos=len(todo), left_out=cast(JsonObject, self.indexing.left_out.as_record()))
+                    self.run_file.note(
+                        videos=len(todo), estimated=False, left_out=cast(JsonObject, self.indexing.left_out.as_record())
+                    )
                     self._try_again(todo)
                 except LimitReached as reached:
                     self.run_file.note(ended_by=str(reached))
@@ -385,6 +407,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         Too many videos failed alike, by no fault of theirs, and no worker does better.
         """
         self._todo.check()
+        if self._is_estimated and self._todo.is_complete:
+            self._is_estimated = False
+            self.run_file.save(videos=len(self._todo), estimated=False)
         if self.facts is not None:
             self.facts.check_limit()
         if self._is_again or not report.failing or not self._outside:
