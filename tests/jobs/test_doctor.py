@@ -74,5 +74,6 @@ def test_a_node_with_another_version_a_missing_codec_a_lying_store_and_no_model_
     assert len([words for words in lines if words[1:3] == ["object", "store"]]) == 2
     assert len([words for words in lines if words[:2] == ["ok", "decoding"]]) == 3  # the driver, and each node
     wrong = {found["name"].split(" (")[0]: found for found in listed if found["state"] == "wrong"}
-    assert set(wrong) == {"versions", "codecs", "disk", "store", "model"} and all(found["remedy"] for found in wrong.values())
+    assert set(wrong) == {"versions", "codecs", "disk", "store", "model"}
+    assert all(found["remedy"] for found in wrong.values())
     assert "no-model" in wrong["model"]["says"] and "is 3600 s old" in wrong["store"]["says"]
