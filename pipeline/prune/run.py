@@ -114,7 +114,6 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.unread: dict[str, int] = {}
         self.fetched = 0
         self._is_again = False  # whether this is the second pass
-        self._without: Mapping[str, str] = {}  # nodes that the graph leaves out: id -> host
         self._reports: list[WorkerReport] = []  # the last ones of the graphs
         self._outside: Counter[FaultClass] = Counter()  # failures from outside the videos
         self._example: dict[FaultClass, str] = {}
@@ -293,11 +292,14 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         for report in self._reports:
             without |= failing_nodes(report.tried)
         hosts = ", ".join(sorted(set(without.values())))
-        elsewhere = bool(without) and self._can_run_on(resources_without(without))
+        elsewhere = bool(without) and self._can_run_on(resources_without({**self.without, **without}))
         attempts = self.options.max_attempts
         again = retry_candidates(todo.found().todo, self.retryable if elsewhere else self.unread, attempts)
         if elsewhere:
-            self._without, why = without, f"that failed are tried again without {hosts}, where most did"
+            self.without, why = (
+                {**self.without, **without},
+                f"that failed are tried again without {hosts}, where most did",
+            )
         else:  # a file that is gone would fail again, for the start of all workers
             again, why = at_hand(again, self._objects), "that could not be read (io) are there now, and are tried again"
         if len(again):
@@ -308,9 +310,6 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def _can_run_on(self, cluster: Mapping[str, float]) -> bool:
         """Return whether a cluster with these resources can run all stages."""
         return cluster.get("CPU", 0.0) > 0 and (self.stages.encode.device != "cuda" or cluster.get("GPU", 0.0) >= 1)
-
-    def available_resources(self) -> dict[str, float]:
-        return resources_without(self._without, self.options.max_gpus)
 
     def plan(self, items: Discovery) -> Resources:
         cluster = self.available_resources()
@@ -331,7 +330,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             return None
         return self._planned(self.available_resources(), n_items)[1]
 
-    def _planned(self, cluster: dict[str, float], n_videos: int) -> tuple[Resources, Resources]:
+    def _planned(self, cluster: Mapping[str, float], n_videos: int) -> tuple[Resources, Resources]:
         """Plan the workers as ``planned_workers`` does, with units of whole row groups."""
         wanted, plan = planned_workers(self.options, self.stages, cluster, n_videos, self._files_bytes)
         return wanted, replace(plan, rows_per_group=self.indexing.unit)
@@ -339,7 +338,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def build(self, items: Discovery, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         assert isinstance(plan, Resources)
         decode, encode = self.stages.decode, self.stages.encode
-        return build_graph(items, decode, encode, plan, self.store, self.run_id, heartbeats, without=self._without)
+        return build_graph(items, decode, encode, plan, self.store, self.run_id, heartbeats, without=self.without)
 
     def commit(self, number: int, rows: pa.Table) -> None:
         """Commit the rows of a shard (WRITTEN), and count them."""
