@@ -28,3 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 class TooFewFrames(UnsupportedVideo):
     """A video of fewer sampled frames than the model takes; the message says how many it needs."""
+
+
+class WrongSelection(RuntimeError):  # noqa: N818 - as above
+    """A pruning method returned something else than a selection of its tokens; the message names the method."""

@@ -6,6 +6,35 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+# Commands import these, some of them late. A Python without them is not of this package's environment.
+_PACKAGES = (
+    "rich",
+    "numpy",
+    "pyarrow",
+    "torch",
+    "ray",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "av",
+    "yaml",
+    "jinja2",
+)
+_CLONE = Path(__file__).parents[1]
+_ENVIRONMENT = _CLONE / ".venv"
+
+_missing = [_name for _name in _PACKAGES if find_spec(_name) is None]
+if sys.version_info < (3, 11) or _missing:
+    _state = f"lacks {', '.join(_missing)}" if _missing else "is older than 3.11"
+    _remedy = (
+        f"Activate the environment: source {_ENVIRONMENT}/bin/activate"
+        if _ENVIRONMENT.exists()
+        else "Activate the environment that this package is installed in, or make one with Python 3.11 or newer: "
+        f"cd {_CLONE} && python3 -m venv .venv && .venv/bin/pip install -e '.[sample]' && source .venv/bin/activate"
+    )
+    print(f"error: {sys.executable} is not the environment of gstep-cache: it {_state}. {_remedy}", file=sys.stderr)
+    raise SystemExit(2)
+
 for _room in ("gstep", "pipeline"):
     # ``python -m`` puts the current folder first, and a file of the user's there hides the package of its name.
     _spec = find_spec(_room)

@@ -23,6 +23,7 @@ from gstep.lazy import did_you_mean, importing_much, saying
 from jobs.frame.flags import add_flags, from_flags, read_config_file
 from jobs.frame.json_document import Done, add_json, error_record, print_document, stdout_as_stderr
 from pipeline.errors import CorruptShard, RunFailed, UsageError
+from pipeline.options import likely_share
 from pipeline.options import share as share_or_percent
 
 Errors = tuple[type[Exception], ...]
@@ -226,6 +227,7 @@ def exit_code_of(
         except OSError as error:
             console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
             return 1
+    interruption.end(done.exit_code)
     return done.exit_code
 
 
@@ -283,7 +285,7 @@ def share(text: str) -> float:
     """Parse a number in (0, 1], or a percentage, as a flag's type."""
     value = share_or_percent(text)
     if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}")
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}{likely_share(value)}")
     return value
 
 
@@ -313,6 +315,7 @@ class _Interruption:
     def __init__(self, say: Callable[[str], object], text: str) -> None:
         self._say, self._text, self._said = say, text, False
         self._first = math.inf  # when the first signal came
+        self._exit_code: int | None = None  # of a command that has ended
         self.working = True
 
     @property
@@ -325,11 +328,21 @@ class _Interruption:
             if time.monotonic() - self._first >= _SAME_SIGNAL_S:
                 self._leave("interrupted again: ended at once")
             return
+        if self._exit_code is not None:  # Ray and Python would print a traceback of what they do at exit
+            os._exit(self._exit_code)
         self._first = time.monotonic()
         threading.Thread(target=self._end_in_time, name="interrupted", daemon=True).start()
         with suppress(RuntimeError):  # the signal came in the middle of another print; the line is printed at the end
             self.say()
         raise KeyboardInterrupt
+
+    def end(self, exit_code: int) -> None:
+        """Note that the work has ended, with this exit code, where this process is the command's own."""
+        spec = sys.modules["__main__"].__spec__
+        if (spec and spec.name.startswith("jobs.")) or Path(sys.argv[0]).name == "gstep-cache":
+            with suppress(OSError, ValueError):  # stdout is closed, or its reader gone
+                sys.stdout.flush()
+            self._exit_code = exit_code
 
     def say(self) -> None:
         """Print that the command is interrupted, unless that was printed already."""

@@ -18,6 +18,7 @@ EPILOG = """\
 examples:
   python -m jobs.generate cache --questions questions.jsonl --out answers
   python -m jobs.generate cache --questions questions.jsonl --out answers-10 --retention-ratio 0.10
+  python -m jobs.generate cache --ask "What happens here?" --out captions
   python -m jobs.generate cache --questions mmmu.parquet --choices loglikelihood --format jsonl
 
 The same command again goes on where the last one stopped, and does nothing where nothing is left to do.
@@ -25,13 +26,13 @@ The same command again goes on where the last one stopped, and does nothing wher
 
 #: The options that --help shows.
 USUAL = (
-    *("cache", "questions", "out", "model", "retention_ratio", "pruner", "choices", "engine", "system"),
+    *("cache", "questions", "ask", "out", "model", "retention_ratio", "pruner", "choices", "engine", "system"),
     *("max_new_tokens", "temperature", "retry_failed", "limit"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer the questions of a file from a cache; return the exit code."""
+    """Answer questions from a cache; return the exit code."""
     parser = Parser("python -m jobs.generate", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="question"))
     return run_command(parser, GenerateConfig, _generate, argv, usual=USUAL)
 

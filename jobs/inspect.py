@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from pipeline.inspect.report import Failures
     from pipeline.storage.s3 import Objects
     from pipeline.storage.stores import Store
-
-_SEARCHED, _LIKELY = 100_000, 3  # ids that are looked through for likely ones, and how many of these are named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="show the run that writes to the cache, anywhere, until it ends; exit code 1 where it did not finish",
+        help="show the run that writes to the cache, anywhere, until it ends, or wait for a run to begin the cache; "
+        "exit code 1 where it did not finish. Where this is no terminal, a line each time",
     )
     add_json(parser)
     add_flags(parser, S3Options)
@@ -86,6 +84,10 @@ def _inspect(arguments: argparse.Namespace) -> Done:
 
     objects = objects_of(from_flags(S3Options, arguments))
     store = store_at(arguments.place, objects)
+    if arguments.watch:
+        from pipeline.inspect.watch import wait_for_cache  # noqa: PLC0415
+
+        wait_for_cache(store, saying(Console(stderr=True)))
     if store.exists(HEADER):
         return _cache(store, arguments, objects)
     if store.exists(ANSWERS_HEADER):
@@ -133,7 +135,6 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
         if not arguments.json:
             return Done(code, {}, [report.cache_report(cache, counted)])
         return Done(code, report.cache_record(cache, counted))
-    _check_id(cache, video_id)
     if arguments.html is not None:
         from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
@@ -153,25 +154,14 @@ def _watched(cache: TokenCache, arguments: argparse.Namespace) -> Done:
     return Done(int(run is not None and run.status != "finished"), {"cache": str(cache.store), "last_run": record})
 
 
-def _check_id(cache: TokenCache, video_id: str) -> None:
-    """Raise UnknownVideo with ids that look alike, where the cache has no row of the video."""
-    try:
-        cache.metadata(video_id)
-    except UnknownVideo as error:
-        ids = [*cache.video_ids, *cache.failed][:_SEARCHED]
-        parts = [name for name in ids if video_id in name][:_LIKELY]
-        likely = parts or get_close_matches(video_id, ids, _LIKELY)
-        if not likely:
-            raise
-        raise UnknownVideo(f"{error}; did you mean {', '.join(likely)}?") from None
-
-
 def _failed(failures: Failures, where: JsonObject, arguments: argparse.Namespace) -> Done:
     """Print the failed items unless ``--json`` is given, and return their record."""
     from pipeline.inspect.report import failed_lines  # noqa: PLC0415
 
     if not arguments.json:
         print_lines(failed_lines(failures))
+        if failures:
+            saying(Console(stderr=True))("note: the command that made them tries them again with --retry-failed")
     return Done(0, {**where, "n_failed": len(failures), "failed": failures})
 
 

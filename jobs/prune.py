@@ -67,7 +67,7 @@ def _prune(config: PruneConfig, console: Console) -> Done:
     if summary.n_outside > limit:
         failed = f"failed: {summary.n_outside} of {summary.n_videos} videos failed by what is no fault of theirs"
         remedy = "look at nodes, mounts, credentials and GPUs, then run again with --retry-failed"
-        console.print(f"{failed} (io, internal, memory of a GPU), more than {limit}: {remedy}", highlight=False)
+        console.print(f"{failed} (io, bugs, memory of a GPU), more than {limit}: {remedy}", highlight=False)
     code = summary.exit_code(config.failure_limit(summary.n_videos), limit)
     return Done(code, {"out": config.out, **summary.as_record()})
 

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from jobs.command import Parser, run_command
 from jobs.frame.json_document import Done
-from jobs.frame.rewriting import rewrite_cache
+from jobs.frame.rewriting import RewriteOptions, rewrite_cache
 from pipeline.cache.codecs import CODECS
 from pipeline.errors import UsageError
-from pipeline.options import S3Options, check_choices, option
+from pipeline.options import check_choices, option
 
 EPILOG = """\
 example:
@@ -28,7 +28,7 @@ failed; 2 usage or refused; 130 interrupted: the same command goes on.
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecodeConfig(S3Options):
+class RecodeConfig(RewriteOptions):
     """All options of ``python -m jobs.recode``. Raises UsageError for a value that makes no sense."""
 
     cache: str | None = option(

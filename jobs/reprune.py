@@ -11,10 +11,10 @@ from rich.console import Console
 from gstep.methods import OF_A_VIDEO
 from jobs.command import Parser, run_command
 from jobs.frame.json_document import Done
-from jobs.frame.rewriting import rewrite_cache
+from jobs.frame.rewriting import RewriteOptions, rewrite_cache
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
-from pipeline.options import S3Options, check, check_choices, named_values, option
+from pipeline.options import check, check_choices, check_ratio, named_values, option
 
 EPILOG = """\
 example:
@@ -30,7 +30,7 @@ failed; 2 usage or refused; 130 interrupted: the same command goes on.
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepruneConfig(S3Options):
+class RepruneConfig(RewriteOptions):
     """All options of ``python -m jobs.reprune``. Raises UsageError for a value that makes no sense."""
 
     whole: str | None = option(
@@ -56,7 +56,7 @@ class RepruneConfig(S3Options):
         check_choices(self)
         if not self.whole or not self.out:
             raise UsageError("name the cache to read, and with --out the one to make")
-        check(0.0 < self.retention_ratio <= 1.0, "retention_ratio", "in (0, 1]", self.retention_ratio)
+        check_ratio("retention_ratio", self.retention_ratio)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         self.pruner_params()
 

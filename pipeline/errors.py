@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -14,7 +14,7 @@ from gstep.lazy import did_you_mean
 _LOOKED_AT = 10_000  # files of a folder that are looked through for a likely one
 
 FaultClass = Literal[
-    "unsupported", "too-short", "corrupt", "timeout", "crash", "out-of-memory", "policy", "io", "internal"
+    "unsupported", "too-short", "corrupt", "timeout", "crash", "out-of-memory", "policy", "io", "own-code", "internal"
 ]
 QuestionFaultClass = Literal[
     "unknown-video",
@@ -25,6 +25,7 @@ QuestionFaultClass = Literal[
     "bad-prompt",
     "out-of-memory",
     "crash",
+    "own-code",
     "internal",
 ]
 
@@ -43,11 +44,18 @@ class Fault(NamedTuple):
     retryable: bool
 
 
+_BUG = Fault("a bug", "report it with its message; --retry-failed tries again", True)
+_OWN_CODE = Fault(
+    "a bug in a method or decoder of your own",
+    "correct it at the line that the message names, then --on-changed redo, or --retry-failed where its code stays",
+    False,
+)
 #: The classes of a video's faults; README's table is made of them.
 FAULTS: Mapping[FaultClass, Fault] = {
     "unsupported": Fault(
         "no video container, codec, stream or clip that can be read here",
-        "leave out what is no video, correct a clip, or convert the file: ffmpeg -i IN -c:v libx264 OUT.mp4",
+        "leave out what is no video, correct a clip, or convert the file: ffmpeg -i IN -c:v libx264 OUT.mp4; "
+        "then --retry-failed",
         False,
     ),
     "too-short": Fault(
@@ -55,7 +63,7 @@ FAULTS: Mapping[FaultClass, Fault] = {
         "take a longer clip, raise --fps (with another --out), or leave it out; other model families take a still",
         False,
     ),
-    "corrupt": Fault("the data is damaged", "fetch or re-encode the file", False),
+    "corrupt": Fault("the data is damaged", "fetch or re-encode the file, then --retry-failed", False),
     "timeout": Fault("decoding took longer than --decode-timeout", "raise --decode-timeout, then --retry-failed", True),
     "crash": Fault(
         "the decode process died, or the encode process twice",
@@ -77,10 +85,13 @@ FAULTS: Mapping[FaultClass, Fault] = {
         "check that it exists and can be read on every node, then --retry-failed",
         True,
     ),
-    "internal": Fault("a bug", "report it with its message", True),
+    "own-code": _OWN_CODE,
+    "internal": _BUG,
 }
 #: Classes of faults that come from outside the video, wherever they strike: mounts, stores, credentials, bugs.
-OUTSIDE: frozenset[FaultClass] = frozenset({"io", "internal"})
+OUTSIDE: frozenset[FaultClass] = frozenset({"io", "own-code", "internal"})
+#: Classes of bugs, one of which makes the exit code 1.
+BUGS = frozenset({"own-code", "internal"})
 #: The stages in which running out of memory is a fault of the machine, whose GPU others may fill.
 ON_THE_GPU: frozenset[str] = frozenset({"encode", "prune"})
 #: The classes of a question's faults. A cache may have grown since, so a missing video is worth another attempt.
@@ -108,7 +119,8 @@ QUESTION_FAULTS: Mapping[QuestionFaultClass, Fault] = {
     "crash": Fault(
         "the model's process died twice with the question in hand", "look at Ray's logs, then --retry-failed", True
     ),
-    "internal": Fault("a bug", "report it with its message", True),
+    "own-code": _OWN_CODE,
+    "internal": _BUG,
 }
 
 
@@ -166,6 +178,14 @@ class TooManyFailed(RunFailed):
     def __init__(self, message: str, summary: object = None) -> None:
         super().__init__(message)
         self.summary = summary
+
+
+class OwnCodeError(Exception):
+    """The code of a user's own method failed; the message has file and line."""
+
+
+class MethodFails(RunFailed):
+    """A user's own method fails for every video; the message has file and line."""
 
 
 ShardFault = Literal["damaged", "missing", "footer", "rows", "checksum", "schema", "commit"]
@@ -249,6 +269,13 @@ class VideoFault(Exception):  # noqa: N818
         return partial(VideoFault, **fields), (self.fault_class, self.message)
 
 
+class ReplacedSource(VideoFault):
+    """The file of a cached video is another one than the row was made of."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("io", message)
+
+
 class QuestionFault(Exception):  # noqa: N818
     """A fault of one question, which becomes its error row and never touches another question.
 
@@ -277,6 +304,13 @@ def near_file(path: Path) -> str:
         return did_you_mean(path.name, [other.name for other in islice(path.parent.iterdir(), _LOOKED_AT)])
     except OSError:
         return ""
+
+
+def name_first(names: Sequence[str], total: int, limit: int = 3) -> str:
+    """Return the first names, and how many more of ``total`` there are: ``"a, b, c and 2 more"``."""
+    shown = names[:limit]
+    more = total - len(shown)
+    return printable(", ".join(shown)) + (f" and {more:,} more" if more else "")
 
 
 def printable(message: str, limit: int = 1024) -> str:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipeline.errors import UsageError
@@ -46,6 +47,17 @@ def check(ok: bool, name: str, wanted: str, value: object) -> None:
     """Raise UsageError, which names the flag and what is ``wanted``, unless ``ok``."""
     if not ok:
         raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, got {value!r}")
+
+
+def check_ratio(name: str, value: float | None) -> None:
+    """Raise UsageError, which names the flag, unless a share of the tokens is in (0, 1] or None."""
+    if value is not None and not 0.0 < value <= 1.0:
+        raise UsageError(f"--{name.replace('_', '-')} must be in (0, 1], got {value!r}{likely_share(value)}")
+
+
+def likely_share(value: float) -> str:
+    """Return "; did you mean 25%?" for the number of a percentage without its sign, else ""."""
+    return f"; did you mean {value:g}%?" if 1.0 < value <= 100.0 else ""
 
 
 def check_choices(config: Any) -> None:
@@ -116,7 +128,7 @@ class RunOptions(S3Options):
         None,
         "end with exit code 1 if more {item}s fail: a count (10) or a share (0.05 or 5%%) (default: all but one; in "
         "jobs.prune 10 or 5%% for failures that are no fault of a video: io, memory of a GPU), or if one fails as "
-        "internal",
+        "internal or own-code",
         metavar="LIMIT",
     )
     stall_timeout: float = option(
@@ -190,7 +202,19 @@ class PrunerOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(RunOptions):
+class CodeOptions:
+    """The option of commands that go on from what a user's own method has made."""
+
+    on_changed: str = option(
+        "refuse",
+        "what to do where a method of your own has other code now than what is there was made with: refuse, or redo "
+        "all that it made",
+        choices=("refuse", "redo"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(RunOptions, CodeOptions):
     """The options of runs that answer questions, about the engine that computes the answers."""
 
     engine: str = option(
@@ -230,6 +254,20 @@ class EngineOptions(RunOptions):
 def engine_values(given: Iterable[str]) -> dict[str, Json]:
     """Parse ``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
     return {name: _json_or_text(text) for name, text in named_values(given, "--engine-param").items()}
+
+
+def read_ids(flag: str, name: str) -> list[str]:
+    """Read the distinct video ids of a text file, one a line. Raises UsageError where there is none, and for JSON."""
+    try:
+        lines = Path(name).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--{flag} {name}: it cannot be read: {error}") from error
+    ids = list(dict.fromkeys(line.removesuffix("\r") for line in lines if line.strip()))
+    if not ids:
+        raise UsageError(f"--{flag} {name}: it names no video")
+    if ids[0].startswith('{"'):  # a removal would bar such ids for good, and leave the videos
+        raise UsageError(f"--{flag} {name}: it takes an id a line, not JSON: jq -r .video_id makes them")
+    return ids
 
 
 def _json_or_text(text: str) -> Json:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gstep.density import work_dtype
-from gstep.errors import MissingEvidence
+from gstep.errors import MissingEvidence, WrongSelection
 from gstep.pruners.checks import check_evidence, check_integer, check_tokens
 from gstep.selection.precision import full_precision
 from gstep.types import PrunedTokens, VisualTokens, budget_for
@@ -154,7 +154,7 @@ class Pruner(ABC):
             ValueError: tokens that are not finite [T,N,D] floats, a ratio outside (0, 1], a budget outside [1, T*N],
                 evidence that is not finite floats of the shape that fits the tokens.
             MissingEvidence: evidence that the method needs is not in ``visual.evidence``.
-            RuntimeError: ``select`` returned something else than :class:`Selection` says: the method is wrong.
+            WrongSelection: ``select`` returned something else than :class:`Selection` says: the method is wrong.
         """
         check_tokens(visual.tokens)
         n_frames, per_frame, _ = visual.tokens.shape
@@ -173,9 +173,9 @@ class Pruner(ABC):
             return self._pack(visual.tokens, selection, ratio)
 
     def _check(self, selection: Selection, tokens_TND: Tensor, kept: int) -> None:
-        """Raise RuntimeError, naming the method, unless ``select`` returned what Selection says for these tokens."""
+        """Raise WrongSelection, naming the method, unless ``select`` returned what Selection says for these tokens."""
         if not isinstance(selection, Selection):
-            raise RuntimeError(f"method {self.name!r} must return a Selection; got {type(selection).__name__}")
+            raise WrongSelection(f"method {self.name!r} must return a Selection; got {type(selection).__name__}")
         n_frames, per_frame, hidden = tokens_TND.shape
         n_total, index = n_frames * per_frame, selection.index
         n_kept = kept if self.exact or not isinstance(index, Tensor) else max(1, index.numel())
@@ -184,20 +184,20 @@ class Pruner(ABC):
             value = getattr(selection, name)
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             if found != shape and (value is not None or name == "index"):
-                raise RuntimeError(f"method {self.name!r} must return {name} as a tensor {shape}; got {found}")
+                raise WrongSelection(f"method {self.name!r} must return {name} as a tensor {shape}; got {found}")
         if selection.tokens is not None and selection.tokens.isnan().any():
-            raise RuntimeError(f"method {self.name!r} must not return tokens that are NaN")
+            raise WrongSelection(f"method {self.name!r} must not return tokens that are NaN")
 
     def _pack(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
         """Sort a selection by index; the sort's permutation is the rank of each kept token.
 
-        Raises RuntimeError, naming the method, where places repeat or lie outside of the video.
+        Raises WrongSelection, naming the method, where places repeat or lie outside of the video.
         """
         index_B, rank_B = torch.sort(selection.index.long(), stable=True)
         n_frames, per_frame, hidden = tokens_TND.shape
         n_total = n_frames * per_frame
         if (index_B.diff() == 0).any() | (index_B[0] < 0) | (index_B[-1] >= n_total):
-            raise RuntimeError(f"method {self.name!r} must return different places in [0, {n_total}) as index")
+            raise WrongSelection(f"method {self.name!r} must return different places in [0, {n_total}) as index")
         if selection.tokens is None:
             tokens_BD = tokens_TND.reshape(-1, hidden).index_select(0, index_B)
         else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS, digest
 from pipeline.errors import NotACache, UsageError
+from pipeline.own_code import hash_code
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
 
@@ -35,13 +36,15 @@ class ModelIdentity(TypedDict):
 class PrunerIdentity(TypedDict):
     """The identity of a pruning: the method, its own hyper-parameters, and the seed of one that draws.
 
-    Of a method from outside gstep also what it declares (``DeclaredMethod``).
+    Of a method from outside gstep also what it declares (``DeclaredMethod``), and the hash of its code, which caches
+    lack that were made before there was one.
     """
 
     method: str
     params: dict[str, Json]
     seed: NotRequired[int]
     declares: NotRequired[dict[str, bool]]
+    code: NotRequired[str]
 
 
 #: How frames were sampled: num_frames, or fps and max_frames; rule and snap_to_keyframes_s where they are set.
@@ -74,6 +77,7 @@ class CacheHeader(TypedDict):
         newline: base64 of [D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None elsewhere.
         hidden_size: D.
         deepstack_levels: absent from caches made before there were any.
+        superseded: fingerprints of the identities that the cache had before the code of its method changed.
     """
 
     schema_version: int | str
@@ -81,6 +85,7 @@ class CacheHeader(TypedDict):
     newline: str | None
     hidden_size: NotRequired[int]
     deepstack_levels: NotRequired[int]
+    superseded: NotRequired[list[str]]
 
 
 def deepstack_levels(header: CacheHeader) -> int:
@@ -207,7 +212,7 @@ class DeclaredMethod:
 def describe_method(pruner: Pruner) -> PrunerIdentity:
     """Describe a method and its parameters, JSON-able, for the identity of a cache or of answers.
 
-    Of a method from outside gstep it says what the method declares, too.
+    Of a method from outside gstep it says what the method declares and the hash of its code, too.
 
     Raises ValueError where a parameter has no form in JSON.
     """
@@ -223,6 +228,7 @@ def describe_method(pruner: Pruner) -> PrunerIdentity:
     identity: PrunerIdentity = {"method": method, "params": params}
     if method not in PRUNERS:
         identity["declares"] = asdict(DeclaredMethod.by(type(pruner)))
+        identity["code"] = hash_code(type(pruner))
     return identity
 
 

@@ -4,7 +4,7 @@ The videos table may have many rows of a video. A video's live row is the first 
 failed, most attempts, most rewritten, smallest tie_break). The rule looks at nothing but rows, so files may come in any
 order, twice, or late. TokenCache, resume, inspect, verify and merge all take it from here.
 
-The driver of a run keeps the live row of every video in a ``Ledger``, 79 bytes each, and takes in each file once.
+The driver of a run keeps the live row of every video in a ``Ledger``, 96 bytes each, and takes in each file once.
 ``LiveVideos`` keeps rows of small files alone, and searches a sorted file when a video is asked for.
 """
 
@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.cache.near_ids import did_you_mean_id
 from pipeline.cache.schema import KEY_COLUMNS, LATER
 from pipeline.cache.table import TableFile, VideosTable, add_places, empty_rows, table_files
 from pipeline.cache.token_shard import ids_in_footer, run_of
@@ -133,6 +134,11 @@ def ok_rows(rows: pa.Table) -> pa.Table:
     return rows.filter(pc.equal(rows["status"], "ok"))
 
 
+def ids_to_name(rows: pa.Table) -> pa.ChunkedArray:
+    """Return the ids of rows that a message may name: those that were not removed."""
+    return rows.filter(pc.not_equal(rows["status"], "removed"))["video_id"]
+
+
 def in_shard_order(rows: pa.Table) -> pa.Table:
     """Return rows in the order in which their tokens lie: by token shard and row group."""
     return rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
@@ -144,6 +150,8 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "low": (np.uint64, ()),
     "clip": (np.uint64, ()),  # the key of uri, start_s, end_s
     "size": (np.int64, ()),  # bytes of the source; -1 where they are not known
+    "mark": (np.uint64, ()),  # the source's ``mark_key``; 0 where it is not known
+    "sample": (np.uint64, ()),  # the source's ``sample_key``, likewise
     "n_tokens": (np.int32, ()),
     "n_total": (np.int32, ()),
     "place": (np.uint32, ()),  # number of the row, over all files in the order in which they were read
@@ -156,6 +164,7 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "fault": (np.uint8, ()),  # 0 ok or removed, else the number of its class in ``classes``
     "remarks": (np.uint8, ()),  # the bits HDR to OUTSIDE
     "note": (np.uint8, ()),  # 0, or why another decoder than asked served: its number in ``notes``
+    "decoder": (np.uint8, ()),  # 0, or the user's own decoder and its version: their number in ``decoders``
     "seconds": (np.float32, (4,)),  # seconds of each step in TIMED
 }
 # What rows remark on their video: colours, pixels, positions in time (two bits), warnings of the decoder, and a failure
@@ -167,7 +176,7 @@ _MAX_RUNS, _MAX_NOTES, _MAX_CLASSES = 2**16, 2**8 - 1, 2**8  # all further texts
 _LEDGER_READS = (
     *KEY_COLUMNS,
     *("run_id", "source_size", "status", "error_class", "error_stage", "attempts"),
-    *("n_tokens", "n_total", "hidden_size", "decode_warnings", "backend_note"),
+    *("n_tokens", "n_total", "hidden_size", "decode_warnings", "backend_note", "backend", "backend_version"),
     *LATER,
     *(f"{stage}_s" for stage in TIMED),
 )
@@ -184,6 +193,7 @@ class Ledger:
         columns: name -> an array of all rows; see ``_LEDGER``.
         classes: the classes of faults by their numbers; 0 is "ok".
         runs: the ids of runs by their numbers.
+        decoders: decoders of users' own, each with its version, by their numbers; 0 is "".
         notes: why another decoder than asked served, by number, with numbers in the text replaced by N; 0 is "".
         hidden_size: D of the tokens; 0 while no video is ok.
         names: the files that were read; ``starts`` is the number of the first row of each.
@@ -201,14 +211,15 @@ class Ledger:
         self.classes = ["ok"]
         self.runs: list[str] = []
         self.notes = [""]
+        self.decoders = [""]
         self.hidden_size = 0
 
     def __len__(self) -> int:
         return len(self.columns["high"])
 
     @property
-    def foreign(self) -> list[str]:
-        """Files of another identity, whose rows are left out."""
+    def foreign(self) -> dict[str, str | None]:
+        """Files of another identity, whose rows are left out -> the fingerprint of that identity."""
         return self._table.foreign
 
     def refresh(self) -> Ledger:
@@ -261,6 +272,8 @@ class Ledger:
         return {
             **numbers,
             "size": fill_nulls(rows["source_size"], -1),
+            "mark": fill_nulls(rows["source_mark"]),
+            "sample": fill_nulls(rows["source_sample"]),
             "n_tokens": fill_nulls(rows["n_tokens"]),
             "n_total": fill_nulls(rows["n_total"]),
             "place": np.arange(first, first + len(rows), dtype=np.uint32),
@@ -271,6 +284,7 @@ class Ledger:
             "fault": _number_texts(classes, self.classes, _MAX_CLASSES).astype(np.uint8),
             "remarks": _remarks(rows, classes),
             "note": self._number_notes(rows["backend_note"]),
+            "decoder": self._number_decoders(rows["backend"], rows["backend_version"]),
             "seconds": np.stack([fill_nulls(rows[f"{stage}_s"]) for stage in TIMED], axis=1).astype(np.float32),
         }
 
@@ -282,6 +296,14 @@ class Ledger:
         notes = pc.if_else(pc.starts_with(notes, BY_DECODING), "", notes)
         notes = pc.replace_substring_regex(notes, r" [0-9]+\b", " N")
         return _number_texts(notes, self.notes, _MAX_NOTES).astype(np.uint8)
+
+    def _number_decoders(self, names: pa.ChunkedArray, versions: pa.ChunkedArray) -> NDArray[np.uint8]:
+        """Return the number in ``decoders`` of the user's own decoder that read each row's video, [n]; 0 for others."""
+        own = pc.fill_null(pc.match_substring(names, ":"), False)
+        if not pc.any(own).as_py():
+            return np.zeros(len(names), np.uint8)
+        texts = pc.if_else(own, pc.binary_join_element_wise(names, pc.fill_null(versions, ""), " "), "")
+        return _number_texts(texts, self.decoders, _MAX_NOTES).astype(np.uint8)
 
     def _keep_live(self) -> None:
         """Sort the rows by their keys and keep the live ones alone: a row that lost to another one never comes back."""
@@ -380,6 +402,7 @@ LIVE_COLUMNS = (*RULE_COLUMNS, "video_id", "error_class", "n_tokens", "hidden_si
 _OPENED = 16  # sorted files whose ends are kept in memory, some 2 MB each
 _TRIES = 5  # attempts to open a table whose files another run merges
 _FEW = 256  # up to so many videos are searched for one by one
+_MAX_IDS = 2**22  # ids that are looked through for likely ones: a second on a disk
 
 
 class RowPlace(NamedTuple):
@@ -488,6 +511,19 @@ class LiveVideos:
             live = self.small["row"].filter(pc.equal(self.small["shard"], name))
             tables.append(add_places(rows, name).take(live))
         return pa.concat_tables(tables)
+
+    def near(self, video_id: str) -> str:
+        """Return ``"; did you mean A?"`` with the ids nearest to one that has no row, or "".
+
+        Reads the ids of sorted files, up to _MAX_IDS of them. Raises as ``find``.
+        """
+        columns = ("video_id", "status")
+        parts, n_rows = [self.small.select(columns)], len(self.small)
+        for file in self.sorted:
+            n_rows += file.rows
+            if n_rows <= _MAX_IDS and (opened := self.table.open_sorted(file.name)) is not None:
+                parts += opened.parts(columns)
+        return did_you_mean_id(video_id, ids_to_name(pa.concat_tables(parts)))
 
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
         """Return ``columns`` of the live rows of these videos, with ``shard`` and ``row``, in any order.

@@ -141,7 +141,7 @@ class _Step:
     def carry_out(self) -> bool:
         """Merge once, and return whether more is left to do."""
         tables, names, left = self._read_small()
-        self._done.foreign = self._table.foreign
+        self._done.foreign = list(self._table.foreign)
         self._done.waiting = len(self._covered)
         n_small = sum(map(len, tables))
         chosen = self._levels(n_small, whole=self._everything and not left)

@@ -10,7 +10,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _SHARDS = 16  # token shards that are kept open
 _AHEAD = 4  # requests of get_many that are under way at once
 _RUN_BYTES = 2**26  # of tokens that one request fetches, unless one video has more
+MAX_HINTS = 5  # unknown ids for which likely ids are looked for: a program may ask for many
 R = TypeVar("R")
 T = TypeVar("T")
 TokenOrder = Literal["index", "selection"]
@@ -87,6 +88,7 @@ class TokenCache:
             self.refresh()
         else:
             self._live = LiveVideos(VideosTable(self.store, fingerprint(self.identity)), live)
+        self._n_hints = 0
         self._open_shard = LoadedOnce(partial(TokenShard, self.store), _SHARDS)
         self._columns = tuple(token_schema(1, self.deepstack_levels, codec=self.codec).names)
 
@@ -182,8 +184,13 @@ class TokenCache:
             raise CorruptShard(f"{self.store}: {error.filename} is missing; restore it", "missing") from error
 
     def _unknown(self, video_id: str) -> UnknownVideo:
-        """Return the error about a video that the cache does not have."""
-        return UnknownVideo(f"{video_id!r} is not in the cache {self.store} (it has {len(self._live)} rows)")
+        """Return the error about a video that the cache does not have; the first errors name likely ids."""
+        near = ""
+        if self._n_hints < MAX_HINTS and isinstance(video_id, str):
+            self._n_hints += 1
+            with suppress(OSError, CorruptShard):
+                near = self._live.near(video_id)
+        return UnknownVideo(f"{video_id!r} is not in the cache {self.store} (it has {len(self._live)} rows){near}")
 
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
         """Return the token shards of these videos, or of all videos that have tokens; for ``rows_of``.

@@ -268,13 +268,13 @@ class VideosTable:
 
     Attributes:
         store: of the cache.
-        foreign: the files that were left out.
+        foreign: the files that were left out -> the fingerprint of their identity.
         group: name, number -> a row group of a sorted file as VIDEO_SCHEMA.
     """
 
     def __init__(self, store: Store, made_with: str | None = None, keep: int = 8) -> None:
         """Keep ``keep`` small files, and ``keep`` ends of sorted ones, in memory for single rows."""
-        self.foreign: list[str] = []
+        self.foreign: dict[str, str | None] = {}
         self.store, self._made_with = store, made_with
         self._rows_of_small = LoadedOnce(partial(_load_rows, store), keep)
         self._sorted = LoadedOnce(partial(_load_sorted, store), keep)
@@ -313,8 +313,7 @@ class VideosTable:
         """Return whether a file with this fingerprint is of the cache; note it where it is not."""
         if is_same_identity(made_with, self._made_with):
             return True
-        if name not in self.foreign:
-            self.foreign.append(name)
+        self.foreign[name] = made_with
         return False
 
 

@@ -11,7 +11,7 @@ from gstep.methods import METHODS
 from pipeline.errors import UsageError
 from pipeline.evaluate.statistics import is_named, split_seed
 from pipeline.generate.late_pruning import PruningSpec, parse_pruning_grid
-from pipeline.options import DTYPES, EngineOptions, check, option, positive
+from pipeline.options import DTYPES, EngineOptions, check, check_ratio, option, positive
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
@@ -171,7 +171,7 @@ class EvaluateConfig(EngineOptions):
             raise UsageError("--method and --retention-ratio go with --benchmark or --results: answers name their own")
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         for ratio in self.retention_ratio:
-            check(0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
+            check_ratio("retention_ratio", ratio)
         counts = ("limit", "max_new_tokens", "num_frames", "max_frames", "max_video_tokens")
         for name in (*counts, "questions_per_shard", "decode_workers", "encode_workers", "workers"):
             value = getattr(self, name)

@@ -17,7 +17,7 @@ from rich.text import Text
 from pipeline.cache.header import HEADER
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS
-from pipeline.errors import RunFailed
+from pipeline.errors import BUGS, RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
@@ -34,7 +34,13 @@ from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_MAY_SUCCEED = ("corrupt", "io", "out-of-memory", "internal")  # error classes that another attempt may not meet
+_MAY_SUCCEED = (
+    "corrupt",
+    "io",
+    "out-of-memory",
+    "own-code",
+    "internal",
+)  # error classes that another attempt may not meet
 _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 
 
@@ -52,12 +58,12 @@ class Evaluation:
     submission: str = ""
 
     def exit_code(self, config: EvaluateConfig) -> int:
-        """Return the answers' exit code, or 1 if any video failed with an internal error."""
+        """Return the answers' exit code, or 1 if any video failed by a bug."""
         answers, videos = self.done.answers, self.done.videos
         if answers is None:
             n_failed = pc.sum(pc.equal(self.done.scores["status"], "failed")).as_py()
             return 1 if n_failed > config.failure_limit(len(self.done.scores)) else 0
-        bug = videos is not None and "internal" in videos.failures
+        bug = videos is not None and bool(BUGS & videos.failures.keys())
         return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
 
     def as_record(self) -> JsonObject:

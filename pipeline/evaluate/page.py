@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.errors import name_first
 from pipeline.evaluate.benchmarks.items import AnnotationFault
 from pipeline.evaluate.forms import COUNTS, MARKS, percent, titled
 from pipeline.evaluate.statistics import ORIGINAL
@@ -95,10 +96,11 @@ def warned_line(scores: pa.Table) -> str:
     warned = scores.filter(pc.greater(pc.fill_null(scores["decode_warnings"], 0), 0))
     if not len(warned):
         return ""
-    videos = len(pc.unique(warned["video_id"]))
+    videos = pc.unique(warned["video_id"]).to_pylist()
+    named = name_first(videos, len(videos))
     return (
-        f"{len(warned):,} of {len(scores):,} answers, about {videos:,} videos, come from frames that were decoded with "
-        "warnings and may be damaged"
+        f"{len(warned):,} of {len(scores):,} answers, about {len(videos):,} videos ({named}), "
+        "come from frames that were decoded with warnings and may be damaged"
     )
 
 

@@ -20,6 +20,7 @@ from gstep.evidence import HEAD_SOURCES, pairs
 from gstep.language import PromptBuilder, prompt_builder
 from gstep.methods import METHODS
 from gstep.pruners import find_method
+from pipeline.cache.changed_code import REDO
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import HEADER, CacheIdentity, differences, header_bytes, read_header, read_header_file
 from pipeline.cache.reader import TokenCache
@@ -31,13 +32,14 @@ from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, Protocol
 from pipeline.evaluate.scores import question_table
+from pipeline.generate.answer_setup import without_evidence
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import (
     PRUNINGS,
     AnswersIdentity,
-    AnswersTable,
     LateIdentity,
-    check_identity,
+    MatchedIdentity,
+    match_answers,
     read_answers_header,
 )
 from pipeline.generate.engines import ENGINES, describe_engine
@@ -71,6 +73,7 @@ class EvaluateRequest:
         cache: the cache of all tokens.
         thought: "closed" where --close-thought closes a tag that the chat template opens, else "open".
         videos: how jobs.prune makes that cache, without its manifest; None where it is there and only read.
+        answers: the settings of the answers that decide which of them count.
     """
 
     config: EvaluateConfig
@@ -85,6 +88,7 @@ class EvaluateRequest:
     cache: str
     videos: PruneConfig | None
     objects: Objects
+    answers: MatchedIdentity
 
     @property
     def identity(self) -> JsonObject:
@@ -170,8 +174,9 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     with usage_errors():
         made = held if videos is None else identity_of(videos, cached, objects, console)
         described = _check_methods(grid, made, source, builder, cache, config)
+    assert made is not None  # or it was refused
     with store_usage_errors():
-        _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), described, config)
+        answers = _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), made, described, config)
     request = EvaluateRequest(
         config=config,
         benchmark=benchmark,
@@ -185,6 +190,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         cache=cache,
         videos=videos,
         objects=objects,
+        answers=answers,
     )
     with store_usage_errors():
         match_results(store, request.identity)
@@ -330,19 +336,17 @@ def _check_methods(
     return describe_prunings(prunings, held)
 
 
-def _match_answers(answers: Store, described: Mapping[str, LateIdentity | None], options: EngineOptions) -> None:
-    """Raise UsageError if the answers know a method by the same label with another seed or other weights.
+def _match_answers(
+    answers: Store, made: CacheIdentity, described: Mapping[str, LateIdentity | None], options: EngineOptions
+) -> MatchedIdentity:
+    """Return the settings of the answers under the whole grid.
 
+    Raises UsageError if the answers know a method by the same label with another seed, other weights or other code.
     Answers of another engine are refused, too: nothing may be left to ask that would tell.
     """
-    if (
-        answers.exists(ANSWERS_HEADER) and AnswersTable(answers).names()
-    ):  # settings without a single answer bind nothing
-        held = read_answers_header(answers)["identity"]
-        there: AnswersIdentity = {PRUNINGS: held.get(PRUNINGS, {})}
-        if "engine" in held:
-            there["engine"] = held["engine"]
-        check_identity(answers, there, {PRUNINGS: json.loads(json.dumps(described)), **describe_engine(options)})
+    prunings = json.loads(json.dumps(described))
+    wanted: AnswersIdentity = {"cache": without_evidence(made), PRUNINGS: prunings, **describe_engine(options)}
+    return match_answers(answers, wanted, redo=options.on_changed == REDO, compared=(PRUNINGS, "engine"))
 
 
 def data_folder(request: EvaluateRequest) -> Path:

@@ -40,6 +40,7 @@ from pipeline.evaluate.request import (
 from pipeline.evaluate.scores import answered_item, mode_of, score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import (
+    ANSWER_SCHEMA,
     COMPARED,
     AnswersIdentity,
     AnswersTable,
@@ -66,7 +67,7 @@ MANIFEST = "videos.jsonl"
 _SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
 _OF_ANSWERING = (
     *("engine", "tensor_parallel", "engine_param", "batch_size", "workers", "questions_per_shard"),
-    "close_thought",
+    *("close_thought", "on_changed"),
 )
 DROPPING = "dropping"  # file that marks a cache as being deleted
 # The files of a cache as runs name them.
@@ -107,7 +108,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     if todo and store_at(request.cache, request.objects).exists(DROPPING):
         drop_tokens(request, console)  # finish a deletion that a killed run began
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
-    answers = _answer(request, console) if todo else None
+    answers = _answer(request, console) if todo or request.answers.changed else None
     live = _live(request)
     if answers is None:
         answers = summarise_answers(live, len(request.questions) * len(request.grid), set(), 0.0)
@@ -127,7 +128,7 @@ def _answers_store(request: EvaluateRequest) -> Store:
 
 def _live(request: EvaluateRequest) -> pa.Table:
     """Return the live answers to the questions of a request under its grid."""
-    return AnswersTable(_answers_store(request)).live_of(request.questions, request.grid)
+    return AnswersTable(_answers_store(request), request.answers.identity).live_of(request.questions, request.grid)
 
 
 def _unanswered(request: EvaluateRequest) -> list[Item]:
@@ -240,6 +241,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
         if first.items != found.items:
             raise UsageError(f"--score {place}: other questions than in {config.score[0]}; score them by themselves")
         arms[place] = arm
+        live = live.select(ANSWER_SCHEMA.names)  # the columns that questions carry may differ in type
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
     loaded = first.loaded(config.score[0], "give the questions a column answer")
     kept = clusters_of(loaded.items)

@@ -1,31 +1,56 @@
 """Train on a cache without a video: a linear probe that tells from a token how far into its video it is.
 
-Run it by ``python pipeline/examples/train.py CACHE``; a real probe would predict your labels.
+Run it by ``python pipeline/examples/train.py CACHE CHECKPOINT``; a real probe would predict your labels. The same
+command goes on behind the batch that it saved last. Two worker processes read, so their positions come from torchdata's
+StatefulDataLoader (``pip install -e '.[train]'``).
 
-To resume within an epoch, take IterableTokenDataset and save its ``state_dict()``, or with workers that of torchdata's
-StatefulDataLoader. Under Accelerate give the dataset ``rank=accelerator.process_index`` and
-``world_size=accelerator.num_processes``, and prepare the model and the optimizer, not the loader.
+Under Accelerate give the dataset ``rank=accelerator.process_index`` and ``world_size=accelerator.num_processes``, and
+prepare the model and the optimizer, not the loader.
 """
 
 import sys
+from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pipeline
 
+EPOCHS, BATCHES_PER_SAVE = 20, 4
+cache, checkpoint = pipeline.TokenCache(sys.argv[1]), Path(sys.argv[2])
+
 torch.manual_seed(0)
-data = pipeline.TokenDataset(sys.argv[1], retention_ratio=0.10)  # IterableTokenDataset for millions of videos
-loader = DataLoader(data, batch_size=2, shuffle=True, collate_fn=pipeline.pack)  # rows of tokens, without padding
-probe = torch.nn.Linear(data[0].tokens.shape[1], 1)
+data = pipeline.IterableTokenDataset(cache, retention_ratio=0.10, shuffle=True)
+loader = StatefulDataLoader(data, batch_size=2, num_workers=2, persistent_workers=True, collate_fn=pipeline.pack)
+probe = torch.nn.Linear(*cache.hidden_sizes, 1)
 optimizer = torch.optim.Adam(probe.parameters(), lr=0.01)
-for epoch in range(20):
-    losses = []
-    for batch in loader:
+parts = {"probe": probe, "optimizer": optimizer, "loader": loader}
+first_epoch, losses = 0, []
+
+
+def save(epoch: int, losses: list[float]) -> None:
+    """Write the checkpoint at another name first, so that a kill leaves the one before."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({"epoch": epoch, "losses": losses, **states}, checkpoint.with_suffix(".new"))
+    checkpoint.with_suffix(".new").replace(checkpoint)
+
+
+if checkpoint.exists():
+    saved = torch.load(checkpoint)
+    first_epoch, losses = saved["epoch"], saved["losses"]
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+for epoch in range(first_epoch, EPOCHS):
+    data.set_epoch(epoch)  # another order; of the epoch that was saved, it keeps the position
+    for batch in loader:  # rows of tokens, without padding
         place = batch.frame / max(1, int(batch.frame.max()))  # 0: the first frame, 1: the last one
         loss = torch.nn.functional.mse_loss(probe(batch.tokens.float()).squeeze(1), place)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    print(f"epoch {epoch}: mean squared error {sum(losses) / len(losses):.3f}")
+        if len(losses) % BATCHES_PER_SAVE == 0:
+            save(epoch, losses)
+    save(epoch + 1, [])
+    print(f"epoch {epoch}: mean squared error {sum(losses) / len(losses):.6f}")
+    losses = []

@@ -83,9 +83,11 @@ class PromptForecast:
         videos: the live rows of the videos that are asked about, by id.
     """
 
-    def __init__(self, setup: AnswerSetup, builder: PromptBuilder) -> None:
+    def __init__(self, setup: AnswerSetup, builder: PromptBuilder, near: Mapping[str, str] | None = None) -> None:
+        """Read the rows. ``near`` has, of some ids without a row, the words that name likely ids."""
         self._setup = setup
         self._builder = builder
+        self._near = near or {}
         self.videos = {row["video_id"]: without_nulls(row, VideoRecord) for row in setup.live.to_pylist()}
 
     @cached_property
@@ -156,7 +158,11 @@ class PromptForecast:
         for video_id in question["video_ids"]:
             row = self.videos.get(video_id)
             if row is None:
-                message = f"{video_id!r} is not in the cache {cache}: prune it, then --retry-failed"
+                message = f"{video_id!r} is not in the cache {cache}"
+                if near := self._near.get(video_id):
+                    message += f"{near} Correct the question, or prune the video; then --retry-failed"
+                else:
+                    message += ": prune it, then --retry-failed"
                 return failed_answer(question, QuestionFault("unknown-video", message))
             if row["status"] == "removed":
                 message = f"{video_id!r} was removed from the cache {cache}: {row.get('error_message', '')}"

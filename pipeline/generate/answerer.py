@@ -28,7 +28,8 @@ from pipeline.runner.heartbeat import Heartbeat, give_up_process
 
 STAGE = "answer"
 GROW_AFTER = 16  # batches after a failure before a larger one is tried
-REMAINING_SCHEMA = pa.schema([*QUESTION_SCHEMA, pa.field("pruning", pa.string()), pa.field("attempts", pa.int32())])
+_OF_A_RUN = (pa.field("pruning", pa.string()), pa.field("method_code", pa.string()), pa.field("attempts", pa.int32()))
+REMAINING_SCHEMA = pa.schema([*QUESTION_SCHEMA, *_OF_A_RUN])
 _BLOCK_SCHEMA = pa.schema([pa.field("questions", pa.list_(pa.struct(list(REMAINING_SCHEMA))))])
 # ``runtime``: JSON of what computed an answer.
 ANSWERED = pa.schema([*(field.with_nullable(True) for field in ANSWER_SCHEMA), pa.field("runtime", pa.string())])
@@ -160,7 +161,8 @@ class Answerer:
         except EngineDied as error:
             give_up_process(batch[0].row["question_id"], error)
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
-            fault = unforeseen_fault(batch[0].row["question_id"], error)
+            inside = batch[0].inside
+            fault = unforeseen_fault(batch[0].row["question_id"], error, None if inside is None else inside[0])
         # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
         out_of_memory = fault.fault_class == "out-of-memory"
         self._short |= out_of_memory

@@ -8,22 +8,22 @@ where questions are asked under several prunings, a question has a live row unde
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import Final, NotRequired, TypedDict, cast, get_args
+from typing import Final, NamedTuple, NotRequired, TypedDict, cast, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.cache.changed_code import match_identity, refuse_changed_code, without_unknown_code
 from pipeline.cache.header import (
     CacheIdentity,
     ModelIdentity,
     PrunerIdentity,
-    differences,
     header_bytes,
     read_header_file,
 )
@@ -31,21 +31,26 @@ from pipeline.cache.live import best_first, states_of
 from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.cache.table import check_content, small_name
-from pipeline.errors import CorruptShard, IdentityMismatch, NotAnswers, QuestionFaultClass, QuestionsChanged
+from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged
+from pipeline.generate.carried import add_carried, carried_columns, concat_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
+from pipeline.inputs.tables import carried_json
+from pipeline.rows import AnswerRecord, Json, JsonObject, QuestionRecord, without_nulls
 from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
 KEYS = ("question_id", "pruning")
+_LIVE_KEYS = (*KEYS, "method_code")  # rows that other code made of one question are beside each other
 _MERGED = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
+QUESTION_EXTRA = "question_extra"  # of older answers: JSON of the columns that are beside the answers now
 PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
 COMPARED = ("video_ids", "prompt", "choices", "decoding")  # columns of a question that its answer depends on
 _DECIDING = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")  # whether it is asked again
 _MAX_ROWS_AS_OBJECTS = 4096
+_NUMBERED = re.compile(r"([^0-9]*)([0-9]{0,18})")
 
 ANSWER_SCHEMA = pa.schema(
     [
@@ -58,6 +63,11 @@ ANSWER_SCHEMA = pa.schema(
         column("choices", pa.list_(pa.string()), "its choices; null for an open question"),
         column("target", pa.string(), "the right answer, as the questions file says it (its column answer)"),
         column("pruning", pa.string(), "method@ratio that pruned for this answer; null where the cache holds it so"),
+        column(
+            "method_code",
+            pa.string(),
+            "hash of the code of your own methods that pruned; null where none did",
+        ),
         column("status", pa.string(), "'ok' or 'failed'", nullable=False),
         column("error_class", pa.string(), " ".join(get_args(QuestionFaultClass))),
         column("error_message", pa.string(), "at most 1 KB, printable"),
@@ -86,7 +96,6 @@ ANSWER_SCHEMA = pa.schema(
         column("decode_s", pa.float64(), "seconds from there to the last token; of the whole batch"),
         column("batch_size", pa.int32(), "questions in that batch"),
         column("decoding", pa.string(), "JSON: method, system message and the options that were in effect"),
-        column("question_extra", pa.string(), "JSON of the questions file's other columns"),
     ]
 )
 
@@ -136,13 +145,26 @@ def answer_key(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
 
 
 def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
-    """Return the live row of every question as ANSWER_SCHEMA, by question_id.
+    """Return the live row of every question, by question_id as people sort: 1, 2, 10.
+
+    The table has ANSWER_SCHEMA, and behind it the columns of the questions' file that are carried along.
 
     ``path`` is a folder or ``s3://bucket/prefix``. Raises NotAnswers, CorruptShard where a shard was damaged, OSError.
     """
     store = store or store_at(path)
-    read_answers_header(store)
-    return AnswersTable(store).live().select(ANSWER_SCHEMA.names)
+    identity = read_answers_header(store)["identity"]
+    return in_natural_order(AnswersTable(store, identity).live())
+
+
+def in_natural_order(rows: pa.Table) -> pa.Table:
+    """Return rows that are in the order of question_id with the numbers in it compared as numbers: 1, 2, 10."""
+    ids = rows["question_id"].to_pylist()
+    return rows.take(pa.array(sorted(range(len(ids)), key=lambda place: _natural_key(ids[place])), pa.int64()))
+
+
+def _natural_key(text: str) -> list[tuple[str, int]]:
+    """Return a key by which texts are sorted, with runs of digits as numbers."""
+    return [(words, int(digits or -1)) for words, digits in _NUMBERED.findall(text)]
 
 
 def read_answers_header(store: Store) -> AnswersHeader:
@@ -164,36 +186,72 @@ def check_place(store: Store) -> None:
         raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
 
 
-def match_answers(store: Store, identity: AnswersIdentity) -> None:
-    """Raise IdentityMismatch if the place holds answers of other settings; a place without an answer is free."""
-    if store.exists(HEADER):
-        stored = read_answers_header(store)["identity"]
-        if AnswersTable(store).names():
-            check_identity(store, stored, identity)
+class MatchedIdentity(NamedTuple):
+    """The settings of the answers that a run makes.
 
-
-def check_identity(store: Store, stored: AnswersIdentity, wanted: AnswersIdentity) -> None:
-    """Raise IdentityMismatch if answers with the settings ``stored`` cannot be mixed with ``wanted`` ones.
-
-    Every difference counts, except prunings that only one of the two has.
+    Attributes:
+        identity: without the code of a method where the answers that are there do not say theirs.
+        changed: whether other code made answers that are there; these do not count with this identity.
     """
-    if PRUNINGS in stored and PRUNINGS in wanted:
-        both = stored[PRUNINGS].keys() & wanted[PRUNINGS].keys()
-        stored = {**stored, PRUNINGS: {name: stored[PRUNINGS][name] for name in both}}
-        wanted = {**wanted, PRUNINGS: {name: wanted[PRUNINGS][name] for name in both}}
-    if wrong := differences(stored, wanted, has="the answers have"):
-        raise IdentityMismatch(
-            f"{store} holds answers made with other settings, and one place holds one kind:\n  "
-            + "\n  ".join(wrong)
-            + "\nUse the settings of the answers, or another --out."
-        )
+
+    identity: AnswersIdentity
+    changed: bool
+
+
+def match_answers(
+    store: Store, wanted: AnswersIdentity, *, redo: bool = False, compared: Collection[str] | None = None
+) -> MatchedIdentity:
+    """Match the ``wanted`` settings with those of the answers in a place; a place without an answer is free.
+
+    Every difference in the keys ``compared`` (None: in all) counts, except prunings that only one of the two has, and
+    code of which no question has its answer. With ``redo`` no code counts.
+
+    Raises IdentityMismatch where they differ.
+    """
+    if not store.exists(HEADER) or not AnswersTable(store).names():
+        return MatchedIdentity(wanted, changed=False)
+    held = read_answers_header(store)["identity"]
+    if not redo:
+        wanted = cast(AnswersIdentity, without_unknown_code(held, wanted))
+    stored, asked = (_common(one, held, wanted, compared) for one in (held, wanted))
+    refusal = f"{store} holds answers made with other settings, and one place holds one kind"
+    changed = match_identity(stored, asked, refusal, has="the answers have", redo=redo)
+    if changed and not redo:
+        live = AnswersTable(store).live()
+        answered = pc.unique(live.filter(pc.equal(live["status"], "ok"))["pruning"]).to_pylist()
+        prunings = wanted.get(PRUNINGS)
+        if any(code_of(held, name) != code_of(wanted, name) for name in answered if not prunings or name in prunings):
+            refuse_changed_code(store, changed, "answers")
+    return MatchedIdentity(wanted, changed=bool(changed))
+
+
+def _common(
+    one: AnswersIdentity, held: AnswersIdentity, wanted: AnswersIdentity, compared: Collection[str] | None
+) -> JsonObject:
+    """Return what is compared of ``one`` of two settings."""
+    kept: dict[str, Json] = {key: value for key, value in one.items() if compared is None or key in compared}  # type: ignore[misc]
+    if compared is not None or (PRUNINGS in held and PRUNINGS in wanted):
+        both = held.get(PRUNINGS, {}).keys() & wanted.get(PRUNINGS, {}).keys()
+        kept[PRUNINGS] = {name: cast(Json, one[PRUNINGS][name]) for name in both}
+    return kept
+
+
+def code_of(identity: AnswersIdentity, pruning: str | None) -> str | None:
+    """Return the hashes of the users' own code that answers under a pruning depend on, None where there is none."""
+    late = identity[PRUNINGS].get(pruning or "") if PRUNINGS in identity else identity.get("pruner")
+    cached = identity["cache"].get("pruner") if "cache" in identity else None
+    codes = [pruner.get("code") for pruner in (cached, late) if pruner is not None]
+    return " ".join(code for code in codes if code) or None
 
 
 class AnswersTable:
-    """The committed rows of a table of answers, kept in memory; shards never change, so each is read once."""
+    """The committed rows of a table of answers, kept in memory; shards never change, so each is read once.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    Rows that other code made than ``identity`` names are not live; None is the identity that the header has.
+    """
+
+    def __init__(self, store: Store, identity: AnswersIdentity | None = None) -> None:
+        self._store, self._identity = store, identity
         self._tables: dict[str, pa.Table] = {}
 
     def names(self) -> list[str]:
@@ -201,12 +259,12 @@ class AnswersTable:
         return sorted(name for suffix in SUFFIXES.values() for name in self._store.names(ANSWERS, suffix))
 
     def rows(self) -> pa.Table:
-        """Return every committed row as ANSWER_SCHEMA. Raises CorruptShard, OSError."""
+        """Return every committed row: ANSWER_SCHEMA, then carried columns. Raises CorruptShard, OSError."""
         try:
             names = self._read()
         except FileNotFoundError:  # merged since they were listed
             names = self._read()
-        return pa.concat_tables([ANSWER_SCHEMA.empty_table(), *(self._tables[name] for name in names)])
+        return concat_answers([ANSWER_SCHEMA.empty_table(), *(self._tables[name] for name in names)])
 
     def _read(self) -> list[str]:
         """Read the shards that were committed since, and return the names of all."""
@@ -218,7 +276,12 @@ class AnswersTable:
 
     def live(self) -> pa.Table:
         """Return the live row of every question under every pruning, by question_id."""
-        return select_live(self.rows())
+        rows, identity = select_live(self.rows()), self._identity
+        if identity is None:
+            identity = read_answers_header(self._store)["identity"] if self._store.exists(HEADER) else {}
+        codes = {name: code_of(identity, name) for name in pc.unique(rows["pruning"]).to_pylist()}
+        wanted = pa.array([codes[name] for name in rows["pruning"].to_pylist()], pa.string())
+        return rows.filter(pc.equal(pc.fill_null(rows["method_code"], ""), pc.fill_null(wanted, "")))
 
     def live_of(self, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
         """Return the live rows of these questions under these prunings; the name "" is no pruning."""
@@ -229,13 +292,13 @@ class AnswersTable:
 
 
 def select_live(rows: pa.Table) -> pa.Table:
-    """Select the live row of each question and pruning from rows of ANSWER_SCHEMA, sorted by question_id.
+    """Select the live row of each question, pruning and code from rows of ANSWER_SCHEMA, sorted by question_id.
 
     The rule is that of videos: ok before failed, most attempts; then the earliest run, and the first answer.
     """
     if len(rows) == 0:
         return rows
-    *ids, run, answer = (_ranks(rows[name]) for name in (*KEYS, "run_id", "answer"))
+    *ids, run, answer = (_ranks(rows[name]) for name in (*_LIVE_KEYS, "run_id", "answer"))
     order = best_first(ids, states_of(rows["status"]), rows["attempts"].to_numpy(), [run, answer])
     changes = [column[order][1:] != column[order][:-1] for column in ids]
     return rows.take(pa.array(order[np.append(True, np.logical_or.reduce(changes))]))
@@ -257,7 +320,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
                 store.delete(old)
     waiting = [name for name in names if name not in covered]
     if len(waiting) > at_least:
-        live = select_live(pa.concat_tables(tables[name] for name in waiting))
+        live = select_live(concat_answers([tables[name] for name in waiting]))
         data = write_parquet(live.replace_schema_metadata({_MERGED: json.dumps(waiting)}))
         store.put(small_name(ANSWERS, "merged", 0, data), data)
 
@@ -281,31 +344,50 @@ def commit_answers(
     number: int,
     rows: Sequence[AnswerRecord],
     form: str = "parquet",
+    questions: pa.Table | None = None,
 ) -> None:
-    """Write rows as one file, put whole, which makes them visible. Raises OSError."""
+    """Write rows as one file, put whole, which makes them visible. Raises OSError.
+
+    The rows get the columns that ``questions`` carry along, by question_id.
+    """
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
+    if questions is not None:
+        table = add_carried(table, questions, ANSWER_SCHEMA.names)
     data = write_parquet(table) if form == "parquet" else _json_lines(table)
     store.put(small_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
 
 
 def _json_lines(table: pa.Table) -> bytes:
     """Return rows as lines of strict JSON: a log-probability of minus infinity becomes null."""
-    rows = table.to_pylist()
-    for row in rows:
-        if row["choice_scores"] is not None:
-            row["choice_scores"] = [score if math.isfinite(score) else None for score in row["choice_scores"]]
-    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
+    return "".join(carried_json(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode()
 
 
 def _parse(store: Store, name: str, data: bytes) -> pa.Table:
-    """Read one shard in either format as ANSWER_SCHEMA. Raises CorruptShard."""
+    """Read one shard in either format: ANSWER_SCHEMA, then carried columns. Raises CorruptShard."""
     check_content(store, name, data)
+    metadata: dict[bytes, bytes] = {}
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
-        table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == _MERGED}
-        return table.cast(ANSWER_SCHEMA).replace_schema_metadata(metadata)
-    lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
-    return pa.Table.from_pylist([json.loads(line) for line in lines if line], schema=ANSWER_SCHEMA)
+        shard = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
+        metadata = {key: text for key, text in (shard.schema.metadata or {}).items() if key == _MERGED}
+        if "method_code" not in shard.column_names:  # made before there was the column
+            shard = shard.append_column("method_code", pa.nulls(len(shard), pa.string()))
+        table = shard.select(ANSWER_SCHEMA.names).cast(ANSWER_SCHEMA)
+        others = shard.drop_columns([name for name in ANSWER_SCHEMA.names if name in shard.column_names])
+        carried = dict(zip(others.column_names, others.columns, strict=True))
+        extra = carried.pop(QUESTION_EXTRA, None)
+        extras = [] if extra is None else extra.to_pylist()
+    else:
+        lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
+        rows = [json.loads(line) for line in lines if line]
+        table = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
+        extras = [row.pop(QUESTION_EXTRA, None) for row in rows]
+        own = frozenset(ANSWER_SCHEMA.names)
+        carried = carried_columns([{key: row[key] for key in row if key not in own} for row in rows], own, {})
+    if any(extras):
+        carried |= carried_columns([json.loads(text or "{}") for text in extras], ANSWER_SCHEMA.names, {})
+    for key, values in carried.items():
+        table = table.append_column(key, values)
+    return table.replace_schema_metadata(metadata)
 
 
 def answer_rows(table: pa.Table) -> Iterator[AnswerRecord]:
@@ -319,7 +401,7 @@ def remaining_questions(
     store: Store,
     live: pa.Table,
     questions: pa.Table,
-    prunings: Collection[str],
+    codes: Mapping[str, str | None],
     config: GenerateConfig,
     cached: Collection[str],
 ) -> list[QuestionRecord]:
@@ -330,6 +412,7 @@ def remaining_questions(
 
     Args:
         live: of the answers in ``store``, the live rows of these questions under these prunings.
+        codes: the prunings, and the code that each depends on (``code_of``).
         cached: ids of videos with tokens.
 
     Raises QuestionsChanged where a question that has an answer is another one now.
@@ -342,7 +425,7 @@ def remaining_questions(
         done[answer_key(row)] = kept, describe_change(by_id[row["question_id"]], row)
     remaining: list[QuestionRecord] = []
     changed: list[str] = []
-    for question in _pair_with_prunings(by_id.values(), prunings):
+    for question in _pair_with_prunings(by_id.values(), codes):
         answer, change = done.get(answer_key(question), (None, None))
         if answer is None:
             remaining.append({**question, "attempts": 1})
@@ -357,11 +440,14 @@ def remaining_questions(
     return remaining
 
 
-def _pair_with_prunings(questions: Iterable[QuestionRecord], prunings: Collection[str]) -> Iterator[QuestionRecord]:
+def _pair_with_prunings(
+    questions: Iterable[QuestionRecord], codes: Mapping[str, str | None]
+) -> Iterator[QuestionRecord]:
     """Yield every question under every pruning; the prunings of one question follow each other."""
     for question in questions:
-        for pruning in prunings:
-            yield {**question, "pruning": pruning} if pruning else question
+        for pruning, code in codes.items():
+            named: QuestionRecord = {**question, "pruning": pruning} if pruning else question
+            yield named if code is None else {**named, "method_code": code}
 
 
 def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
@@ -406,7 +492,7 @@ def describe_answered(
     text = f"{n_answered} of {n_questions} questions have their answers already"
     if not n_failed:
         return [text]
-    lines = [f"{text}, {n_failed} of them as errors"]
-    if config.retry_failed:
-        lines.append(f"note: they have had their {config.max_attempts} attempts; raise --max-attempts for more")
-    return lines
+    if not config.retry_failed:
+        return [f"{text}, {n_failed} of them as errors (--retry-failed asks them again)"]
+    attempts = f"note: they have had their {config.max_attempts} attempts; raise --max-attempts for more"
+    return [f"{text}, {n_failed} of them as errors", attempts]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, EngineOptions, PrunerOptions, check, option
+from pipeline.options import DTYPES, EngineOptions, PrunerOptions, check, check_ratio, option
 
 CHOICE_METHODS = ("letter", "loglikelihood", "generate")
 
@@ -59,6 +59,12 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
         "the questions (.jsonl/.parquet/.csv with question_id, video_id, prompt; optional choices, system, "
         "max_new_tokens, temperature, top_p, top_k, seed; other columns are carried along), local or s3://",
         metavar="FILE",
+    )
+    ask: list[str] = option(
+        [],
+        "instead of a file: ask every video of the cache this; may be repeated. A question_id is the video's id, # and "
+        "a hash of the text",
+        metavar="TEXT",
     )
     out: str = option("answers", "the answers to create or to continue: a folder or s3://bucket/prefix", metavar="DIR")
     format: str = option("parquet", "file format of the answers", choices=("parquet", "jsonl"))
@@ -117,13 +123,18 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.questions is None:
+        if self.questions is None and not self.ask:
             raise UsageError(
-                "--questions FILE is missing: a .jsonl, .parquet or .csv with question_id, video_id, prompt"
+                "--questions FILE is missing: a .jsonl, .parquet or .csv with question_id, video_id, prompt; or --ask "
+                "TEXT asks every video of the cache"
             )
+        check(all(map(str.strip, self.ask)), "ask", "a text", self.ask)
+        check(len(set(self.ask)) == len(self.ask), "ask", "another text each time", self.ask)
+        if self.questions is not None and self.ask:
+            raise UsageError("--ask and --questions do not go together: ask by one of them")
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         ratio = self.retention_ratio
-        check(ratio is None or 0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
+        check_ratio("retention_ratio", ratio)
         check(self.pruner_seed >= 0, "pruner_seed", "at least 0", self.pruner_seed)
         if self.pruner is None:
             for name in ("pruner_param", "siglip", "pruner_seed"):

@@ -22,10 +22,12 @@ from gstep.language.layer_pruning import check_layer
 from gstep.language.types import POSITIONS
 from gstep.pruners import find_method, method_name, read_pruner
 from gstep.pruners.base import Pruner
+from pipeline.cache.changed_code import check_code
 from pipeline.cache.header import CacheIdentity, declared_method, describe_method
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.answers import LateIdentity
 from pipeline.options import named_values
+from pipeline.own_method import prune_tokens
 from pipeline.rows import JsonObject
 
 
@@ -112,6 +114,7 @@ class LatePruning:
         evidence: what the method takes from the cache besides the tokens: (name, as the cache is asked for it).
         seed: of methods that draw.
         positions: of the kept tokens in a prompt; None is the run's.
+        code: the hash of the code of a user's own method, which workers must have too.
     """
 
     pruner: Pruner
@@ -120,11 +123,12 @@ class LatePruning:
     evidence: tuple[tuple[str, str], ...] = ()
     seed: int = 0
     positions: str | None = None
+    code: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Serialise by the method's name, not its class: a worker that cannot import the method then says so."""
         method, params = method_name(type(self.pruner)), self.pruner.params()
-        rest = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions)
+        rest = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions, self.code)
         return _unpickle, (method, params, *rest)
 
     @property
@@ -135,6 +139,8 @@ class LatePruning:
     def describe(self) -> LateIdentity:
         """Return the method's part of the answers' identity, JSON-able."""
         described = cast(LateIdentity, describe_method(self.pruner))
+        if self.code is not None:
+            described["code"] = self.code
         if self.pruner.seeded:
             described["seed"] = self.seed
         if self.text_tower is not None:
@@ -159,6 +165,8 @@ class LatePruning:
         Args:
             text_embedding: [Q,De] of the question on the device, for a method that asks for it, in the space of the
                 cached ``image_embedding``; without one, in that of the visual tokens.
+
+        Raises as ``prune_tokens``.
         """
 
         def by_frame(values: Tensor) -> Tensor:  # [T*N,...] -> [T,N,...]
@@ -171,7 +179,7 @@ class LatePruning:
         }
         if text_embedding is not None:
             evidence = {"text_embedding": text_embedding, "image_embedding": tokens, **evidence}
-        return self.pruner.prune(VisualTokens(tokens, evidence), self.retention_ratio, seed=self.seed)
+        return prune_tokens(self.pruner, VisualTokens(tokens, evidence), self.retention_ratio, self.seed)
 
     def reduce(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
         """Return a whole video reduced to its selected tokens.
@@ -189,8 +197,10 @@ class LatePruning:
 
 
 def _unpickle(method: str, params: JsonObject, *rest: Any) -> LatePruning:
-    """Make a LatePruning from its method's name and parameters, as ``__reduce__`` describes it."""
-    return LatePruning(make_pruner(method, **params), *rest)
+    """Make a LatePruning from its method's name and parameters, as ``__reduce__`` describes it. Raises UsageError."""
+    late = LatePruning(make_pruner(method, **params), *rest)
+    check_code(type(late.pruner), late.code)
+    return late
 
 
 def resolve_pruning(
@@ -206,7 +216,7 @@ def resolve_pruning(
     """
     spec, pruner = spec.read(family_of(source).variant)
     method = spec.method
-    describe_method(pruner)  # it must go into the identity of the answers
+    code = describe_method(pruner).get("code")  # raises if it cannot go into the identity of the answers
     if not is_whole(cache_identity):
         raise UsageError(
             f"--pruner {method} chooses among all visual tokens as the encoder made them, and this cache holds what "
@@ -217,7 +227,7 @@ def resolve_pruning(
     evidence = () if pruner.layer is not None else evidence_columns(method, pruner, cache_identity)
     tower = _text_tower(method, pruner, evidence, spec.siglip, cache_identity, source)
     ratio = pruner.nominal_ratio(spec.retention_ratio)
-    return LatePruning(pruner, ratio, tower, evidence, spec.seed, spec.positions)
+    return LatePruning(pruner, ratio, tower, evidence, spec.seed, spec.positions, code)
 
 
 def describe_prunings(

@@ -21,12 +21,13 @@ from gstep.errors import is_out_of_memory
 from gstep.language import Prompt, Visual
 from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache, TokenOrder
-from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
+from pipeline.errors import CorruptShard, FailedVideo, MethodFails, OwnCodeError, QuestionFault, UnknownVideo
 from pipeline.generate.answer_setup import AnswerSetup, too_long
 from pipeline.generate.engines import Engine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.questions import AnswerMode, add_choices, letters
+from pipeline.own_code import locate_own_error
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
 from pipeline.runner.heartbeat import POISON, Heartbeat, exit_after_gpu_fault
 
@@ -219,14 +220,21 @@ def heartbeat_name(row: QuestionRecord | AnswerRecord) -> str:
     return f"{row['question_id']} under {pruning}" if pruning else row["question_id"]
 
 
-def unforeseen_fault(question_id: str, error: Exception) -> QuestionFault:
+def unforeseen_fault(question_id: str, error: Exception, pruner: Pruner | None = None) -> QuestionFault:
     """Return the fault of a question for an unforeseen error; end this process where the error broke the GPU.
 
-    A method that looks at the question runs on the GPU, as the language model does.
+    A method that looks at the question runs on the GPU, as the language model does; ``pruner`` prunes inside that one.
+    Raises MethodFails.
     """
+    if isinstance(error, MethodFails):  # as all other questions would
+        raise error
+    if isinstance(error, OwnCodeError):
+        return QuestionFault("own-code", str(error))
     exit_after_gpu_fault(question_id, error)
     if isinstance(error, MemoryError) or is_out_of_memory(error):
         return QuestionFault("out-of-memory", str(error))
+    if pruner is not None and (place := locate_own_error(error, type(pruner))) is not None:
+        return QuestionFault("own-code", f"{place}: {type(error).__name__}: {error}, in the method {pruner.name}")
     return QuestionFault("internal", f"{type(error).__name__}: {error}")
 
 
@@ -259,7 +267,7 @@ class PromptMaker:
         return None if late is None else late.inside
 
     def make(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
-        """Return the question with its prompt, or its error row if the prompt cannot be made."""
+        """Return the question with its prompt, or its error row if the prompt cannot be made. Raises MethodFails."""
         name = heartbeat_name(question)
         try:
             with self._heartbeat.busy(name):

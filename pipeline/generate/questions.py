@@ -21,7 +21,10 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from gstep.language import Decoding
-from pipeline.errors import QuestionsError, near_file, usage_errors
+from gstep.lazy import did_you_mean
+from pipeline.errors import QuestionsError, near_file, printable, usage_errors
+from pipeline.generate.answers import ANSWER_SCHEMA, QUESTION_EXTRA
+from pipeline.generate.carried import carried_columns
 from pipeline.generate.config import GenerateConfig
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import (
@@ -29,9 +32,10 @@ from pipeline.inputs.tables import (
     UNREADABLE,
     BadRow,
     UserRow,
-    carried_json,
     given_rows,
+    given_table,
     is_text,
+    parquet_types,
     read_rows,
 )
 from pipeline.storage.s3 import Objects, check_uri, is_object
@@ -45,7 +49,6 @@ QUESTION_SCHEMA = pa.schema(
         pa.field("choices", pa.list_(pa.string())),
         pa.field("target", pa.string()),  # the right answer as the file says it; nobody shows it to the model
         pa.field("decoding", pa.string(), nullable=False),
-        pa.field("question_extra", pa.string()),
     ]
 )
 _DECODING_OPTIONS: Mapping[str, type] = {
@@ -57,6 +60,9 @@ _DECODING_OPTIONS: Mapping[str, type] = {
 }
 _KNOWN_COLUMNS = {"question_id", "video_id", "prompt", "choices", "answer", "system", *_DECODING_OPTIONS}
 _NEEDED = "question_id, video_id and prompt"
+_NEEDED_COLUMNS = ("question_id", "video_id", "prompt")
+_MAX_NAMES_BYTES = 200  # of the names of a row's columns in a message
+_ANSWER_COLUMNS = frozenset((*ANSWER_SCHEMA.names, QUESTION_EXTRA))
 MAX_LETTERS = len(ascii_uppercase)
 # The words that lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts with.
 INSTRUCTION = "Answer with the option's letter from the given choices directly."
@@ -114,7 +120,9 @@ def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
 
 
 def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
-    """Read the questions of a .jsonl, .parquet or .csv file (local or s3://) as QUESTION_SCHEMA, in the file's order.
+    """Read the questions of a .jsonl, .parquet or .csv file (local or s3://) in the file's order.
+
+    The table has QUESTION_SCHEMA, and behind it the file's other columns.
 
     Args:
         limit: only the first so many.
@@ -124,20 +132,46 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
     """
     with _open_file(place, objects) as file:
         try:
-            return _check_rows(read_rows(place, file, _NEEDED, "question_id"), place, mode, limit)
+            types = parquet_types(place, file)
+            return _check_rows(read_rows(place, file, _NEEDED, "question_id"), types, place, mode, limit)
         except UNREADABLE as error:
             raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
 
 
 def read_given_questions(given: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
     """Read questions from dicts, or a table that Arrow takes, as ``read_questions`` does. Raises QuestionsError."""
-    return _check_rows(given_rows("questions", given, _NEEDED), "questions", mode, limit)
+    types: dict[str, pa.DataType] = {}
+    if hasattr(given, "__arrow_c_stream__"):
+        given = table = _given_table(given)
+        types = dict(zip(table.schema.names, table.schema.types, strict=True))
+    return _check_rows(given_rows("questions", given, _NEEDED), types, "questions", mode, limit)
 
 
-def _check_rows(numbered: Iterator[tuple[str, UserRow]], place: str, mode: AnswerMode, limit: int | None) -> pa.Table:
-    """Check rows of questions and return them as QUESTION_SCHEMA. Raises QuestionsError."""
+def _given_table(given: object) -> pa.Table:
+    """Convert a table that a caller has at hand to one of Arrow's. Raises QuestionsError."""
     try:
-        rows = [_parse_question(row, f"{place}, {where}", mode) for where, row in islice(numbered, limit)]
+        return given_table("questions", given, _NEEDED)
+    except BadRow as error:
+        raise QuestionsError(str(error)) from error
+
+
+def _check_rows(
+    numbered: Iterator[tuple[str, UserRow]],
+    types: Mapping[str, pa.DataType],
+    place: str,
+    mode: AnswerMode,
+    limit: int | None,
+) -> pa.Table:
+    """Check rows of questions and return them as QUESTION_SCHEMA and the columns that are carried along.
+
+    ``types`` are those of the file's columns, where it says them. Raises QuestionsError.
+    """
+    rows: list[dict[str, str | list[str] | None]] = []
+    carried: list[UserRow] = []
+    try:
+        for where, row in islice(numbered, limit):
+            rows.append(_parse_question(row, f"{place}, {where}", mode))
+            carried.append({name: value for name, value in row.items() if name not in _KNOWN_COLUMNS})
     except BadRow as error:
         raise QuestionsError(str(error)) from error
     if not rows:
@@ -146,7 +180,33 @@ def _check_rows(numbered: Iterator[tuple[str, UserRow]], place: str, mode: Answe
     if repeated := [name for name, count in counts.items() if count > 1]:
         shown = ", ".join(map(repr, repeated[:3]))
         raise QuestionsError(f"{place}: {len(repeated)} question_ids repeat, e.g. {shown}; ids must be unique")
-    return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
+    table = pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
+    try:
+        types = {name: kind for name, kind in types.items() if name not in _KNOWN_COLUMNS}
+        columns = carried_columns(carried, _ANSWER_COLUMNS, types)
+    except QuestionsError as error:
+        raise QuestionsError(f"{place}: {error}") from error
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    return table
+
+
+def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: AnswerMode) -> pa.Table:
+    """Make the questions that ask every video the same: QUESTION_SCHEMA, by video, with ids that stay the same.
+
+    Raises QuestionsError for a prompt that is no valid text.
+    """
+    rows = [
+        {"question_id": f"{video_id}#{_short_hash(prompt)}", "video_id": [video_id], "prompt": prompt}
+        for video_id in video_ids
+        for prompt in prompts
+    ]
+    return _check_rows(((str(row["question_id"]), row) for row in rows), {}, "--ask", mode, None)
+
+
+def _short_hash(text: str) -> str:
+    """Return eight characters that tell a text from others."""
+    return blake2b(text.encode(errors="replace"), digest_size=4).hexdigest()
 
 
 def _open_file(place: str, objects: Objects | None) -> BinaryIO:
@@ -165,6 +225,7 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
 
 def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | list[str] | None]:
     """Check one row of a question file and return it as a row of QUESTION_SCHEMA. Raises QuestionsError."""
+    _check_columns(row, where)
     question_id = row.get("question_id")
     if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
         raise QuestionsError(f"{where}: question_id must be text or a whole number, got {question_id!r}")
@@ -172,7 +233,6 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
     if not isinstance(prompt, str) or not prompt.strip():
         raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDED}")
     choices, video_ids = _parse_choices(row, where, mode), _parse_video_ids(row, where)
-    carried = {name: value for name, value in row.items() if name not in _KNOWN_COLUMNS and value is not None}
     question = {
         "question_id": str(question_id),
         "video_ids": video_ids,
@@ -180,7 +240,6 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
         "choices": choices,
         "target": _parse_target(row, where),
         "decoding": _parse_mode(row, where, mode, choices is not None).describe(),
-        "question_extra": carried_json(carried) if carried else None,
     }
     texts = (str(question_id), prompt, str(question["decoding"]), str(question["target"]), *video_ids)
     for text in (*texts, *(choices or ())):
@@ -189,10 +248,19 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
     return question
 
 
+def _check_columns(row: UserRow, where: str) -> None:
+    """Raise QuestionsError that names a row's columns, and likely ones, where it lacks a column that it needs."""
+    others = [str(name) for name in row if name not in _KNOWN_COLUMNS]
+    missing = [f"{name}{did_you_mean(name, others)}" for name in _NEEDED_COLUMNS if name not in row]
+    if missing:
+        names = printable(", ".join(map(str, row)), _MAX_NAMES_BYTES) or "none"
+        raise QuestionsError(
+            f"{where}: every row needs {_NEEDED}; {', '.join(missing)} is missing; the row has: {names}"
+        )
+
+
 def _parse_video_ids(row: UserRow, where: str) -> list[str]:
     """Return the ids of the videos that a row asks about, one or several. Raises QuestionsError."""
-    if "video_id" not in row:
-        raise QuestionsError(f"{where}: the column video_id is missing; every row needs {_NEEDED}")
     value = row["video_id"]
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
         listed = _parse_json_list(value)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -19,10 +20,11 @@ import ray
 from ray.actor import ActorHandle
 from rich.console import Console
 
+from pipeline.cache.changed_code import REDO
 from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import LiveVideos, widths_of
+from pipeline.cache.live import LiveVideos, ok_rows, widths_of
 from pipeline.cache.merging import WAITING, WAITING_AT_END
-from pipeline.cache.reader import TokenCache
+from pipeline.cache.reader import MAX_HINTS, TokenCache
 from pipeline.errors import RunFailed, UsageError, store_usage_errors, usage_errors
 from pipeline.generate.answer_setup import (
     LIVE_COLUMNS,
@@ -40,6 +42,7 @@ from pipeline.generate.answers import (
     AnswersTable,
     answer_key,
     check_place,
+    code_of,
     commit_answers,
     describe_answered,
     match_answers,
@@ -52,11 +55,17 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, VLLM, choose_batch_size
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, stored_tower
-from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
+from pipeline.generate.questions import (
+    QUESTION_SCHEMA,
+    AnswerMode,
+    make_questions,
+    read_given_questions,
+    read_questions,
+)
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.options import config_of
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
-from pipeline.runner.cluster import at_most, choose_device, provenance
+from pipeline.runner.cluster import at_most, choose_device, node_selector, provenance, resources_without
 from pipeline.runner.driver import Driver
 from pipeline.runner.library import ProgressOption, checked_outcome, console_for, run_here
 from pipeline.runner.run_record import RunFile, check_out, new_run_id
@@ -110,11 +119,21 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
 
 
 def build_graph(
-    questions: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: ActorHandle | None = None
+    questions: Sequence[QuestionRecord],
+    setup: AnswerSetup,
+    plan: AnswerPlan,
+    heartbeats: ActorHandle | None = None,
+    *,
+    without: Collection[str] = (),
 ) -> RunGraph:
-    """Build the Ray Data graph that answers the questions; nothing runs until its output is asked for."""
+    """Build the Ray Data graph that answers the questions; nothing runs until its output is asked for.
+
+    ``without`` holds the ids of nodes on which no worker may run.
+    """
     blocks = pack_blocks(group_by_videos(questions, plan.questions_per_block))
-    answers = add_stage(ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats))
+    answers = add_stage(
+        ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats), node_selector(without)
+    )
     return RunGraph(answers, plan.questions_per_block, rows=unpack_answers)
 
 
@@ -122,7 +141,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
     """The run that answers questions: it brings the answers ``config.out`` up to date with the questions.
 
     Attributes:
-        questions: QUESTION_SCHEMA; ``prepare`` sets it and the next three.
+        questions: QUESTION_SCHEMA and carried columns; ``prepare`` sets it and the next three.
         setup: what the workers need.
         identity: the settings that all answers in the place share.
         forecast: the questions that need no model, and the sizes of prompts.
@@ -148,7 +167,8 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         """Prepare nothing yet.
 
         Args:
-            questions: QUESTION_SCHEMA; None reads the file that the options name.
+            questions: QUESTION_SCHEMA and carried columns; None reads the file that the options name, or makes those
+                of ``--ask``.
             specs: the prunings under which every question is asked, by name; None is the pruning that the options name.
             evaluation: what an evaluation adds to the identity of the answers.
         """
@@ -166,8 +186,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         objects = Objects.from_environment(config.s3_endpoint)
         if self._given is not None:
             self.questions = self._given
-        else:
-            assert config.questions is not None  # the config refuses a run without questions
+        elif config.questions is not None:
             with store_usage_errors():
                 self.questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
         cache, self.store = store_at(config.cache, objects), store_at(config.out, objects)
@@ -175,8 +194,15 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         check_out(self.store)
         with store_usage_errors():
             header = read_header(cache)
+            videos = LiveVideos.open(cache, fingerprint(header["identity"]))
+            if config.ask:
+                self.questions = make_questions(config.ask, self._videos_with_tokens(videos), AnswerMode.of(config))
+                self.questions = self.questions.slice(0, config.limit)
             video_ids = pc.unique(pc.list_flatten(self.questions["video_ids"])).to_pylist()
-            live = LiveVideos.open(cache, fingerprint(header["identity"])).rows_of(video_ids, LIVE_COLUMNS)
+            live = videos.rows_of(video_ids, LIVE_COLUMNS)
+            known = set(live["video_id"].to_pylist())
+            unknown = (video_id for video_id in video_ids if video_id not in known)
+            near = {video_id: videos.near(video_id) for video_id in islice(unknown, MAX_HINTS)}
             check_place(self.store)
         cache_identity = header["identity"]
         # vLLM takes other weights too, if they come with the vision encoder that made the cache.
@@ -194,25 +220,38 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         prunings = resolve_prunings(config, self._specs, cache_identity, source, builder)
         order = choose_token_order(config, cache_identity, prunings)
         setup = AnswerSetup(config, source, cache, live, prunings, order)
-        self.forecast = PromptForecast(setup, builder)
+        self.forecast = PromptForecast(setup, builder, near)
         self.forecast.check_ratio(cache_identity["retention_ratio"])
         self.forecast.check_context(self.questions, self.console)
         self.setup = replace(setup, largest_video=self.forecast.largest_video())
         if config.engine == VLLM:
             with usage_errors():
                 ENGINES[VLLM].check_room(config, source, self.setup.largest_video)
-        self.identity = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
+        self._wanted = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
         with store_usage_errors():
             self.match()
 
+    def _videos_with_tokens(self, videos: LiveVideos) -> list[str]:
+        """List the ids of the videos that ``--ask`` asks about. Raises UsageError where there is none."""
+        ids: list[str] = ok_rows(videos.live(("video_id", "status")))["video_id"].to_pylist()
+        if not ids:
+            raise UsageError(f"--ask: no video in {self.options.cache} has tokens; python -m jobs.prune makes some")
+        return ids
+
     def match(self) -> None:
-        match_answers(self.store, self.identity)
+        matched = match_answers(self.store, self._wanted, redo=self.options.on_changed == REDO)
+        self.identity, self._changed = matched
 
     def remaining(self) -> list[QuestionRecord]:
-        self.table = AnswersTable(self.store)
+        self.table = AnswersTable(self.store, self.identity)
+        if self._changed:  # from here on the rows that other code made do not count for anybody
+            self.say(f"note: a method has other code now: what it answered in {self.store} is asked again")
+            write_answers_header(self.store, self._identity_with_earlier())
         prunings, cached = self.setup.prunings, self.forecast.cached
+        codes = {name: code_of(self.identity, name) for name in prunings}
         live = self.table.live_of(self.questions, prunings)
-        questions = remaining_questions(self.store, live, self.questions, prunings, self.options, cached)
+        to_ask = self.questions.select(QUESTION_SCHEMA.names)
+        questions = remaining_questions(self.store, live, to_ask, codes, self.options, cached)
         for line in describe_answered(live, self.n_questions, questions, self.options):
             self.say(line)
         return questions
@@ -234,7 +273,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         with self.run_file:
             for start in range(0, len(failed), config.questions_per_shard):
                 part = failed[start : start + config.questions_per_shard]
-                commit_answers(self.store, self.run_id, self.n_shards, part, config.format)
+                commit_answers(self.store, self.run_id, self.n_shards, part, config.format, self.questions)
                 self.n_shards += 1
             self.n_failed += len(failed)
             if for_model:
@@ -276,17 +315,18 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return plan_answers(cluster["CPU"], cluster["GPU"] if self.device == "cuda" else 0.0, n_items, self.options)
 
     def available_resources(self) -> dict[str, float]:
-        """Return the cluster's resources, counting only GPUs of nodes that have enough for a whole model."""
-        cluster, per_model = dict(ray.cluster_resources()), self.options.tensor_parallel
+        """Return the nodes' resources, counting only GPUs of nodes that have enough for a whole model."""
+        cluster, per_model = resources_without(self.without), self.options.tensor_parallel
         gpus = cluster.get("GPU", 0.0)
         if per_model > 1:
-            of_nodes = (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
+            nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self.without]
+            of_nodes = (node["Resources"].get("GPU", 0.0) for node in nodes)
             gpus = sum(per_model * (n_gpus // per_model) for n_gpus in of_nodes)
         return at_most({**cluster, "GPU": gpus}, self.options.max_gpus)
 
     def build(self, items: list[QuestionRecord], plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         assert isinstance(plan, AnswerPlan)
-        return build_graph(items, self.worker_setup(), plan, heartbeats)
+        return build_graph(items, self.worker_setup(), plan, heartbeats, without=self.without)
 
     def worker_setup(self) -> AnswerSetup:
         """Return the settings of the workers, on the chosen device and dtype."""
@@ -298,7 +338,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             self._runtimes.extend(new)
             self.run_file.save(runtimes=[json.loads(text) for text in self._runtimes])
         answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
-        commit_answers(self.store, self.run_id, number, answers, self.options.format)
+        commit_answers(self.store, self.run_id, number, answers, self.options.format, self.questions)
         self.answered.update(map(answer_key, answers))
         n_failed = sum(answer["status"] != "ok" for answer in answers)
         self.n_failed += n_failed
@@ -320,7 +360,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
 def answer_questions(
     cache: TokenCache | str | os.PathLike[str],
-    questions: object,
+    questions: object = None,
     *,
     out: str | os.PathLike[str] = "answers",
     progress: ProgressOption = True,
@@ -338,7 +378,8 @@ def answer_questions(
     Args:
         cache: a path, or a TokenCache, which is read anew.
         questions: a file as for ``python -m jobs.generate --questions``; or rows with question_id, video_id, prompt and
-            optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas or Polars.
+            optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas or Polars. None
+            with ``ask=["What happens here?"]``, which asks every video of the cache.
         out: the answers to create or to continue.
         progress: as of ``prune_videos``.
         options: those of ``python -m jobs.generate --help-all`` by their names, ``--max-new-tokens 8`` as
@@ -349,7 +390,7 @@ def answer_questions(
     Raises UsageError, RunFailed and TooManyFailed as ``prune_videos``, and CorruptShard for a damaged cache.
     """
     place = str(cache.store) if isinstance(cache, TokenCache) else cache
-    is_file = isinstance(questions, str | os.PathLike)
+    is_file = questions is None or isinstance(questions, str | os.PathLike)
     named = questions if is_file else "questions from Python"
     config = config_of(GenerateConfig, "answer_questions", {"cache": place, "questions": named, "out": out, **options})
     console = console_for(progress)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from pipeline.errors import QUESTION_FAULTS
+from pipeline.errors import QUESTION_FAULTS, name_first
 from pipeline.runner.run_record import Outcome, as_text, count_failures
 
+_SHOWN = 3  # videos that a summary names
 _COLUMNS = (
-    *("question_id", "pruning", "status", "error_class", "error_message"),
+    *("question_id", "video_ids", "pruning", "status", "error_class", "error_message"),
     *("decode_warnings", "finish"),
     *("n_visual_tokens", "n_prompt_tokens", "n_new_tokens", "load_s", "prefill_s", "decode_s", "batch_size"),
 )
@@ -31,6 +33,8 @@ class AnswerSummary(Outcome):
         new_tokens: generated tokens, in all.
         n_cut: answers that max_new_tokens cut.
         n_warned: answers about videos that were decoded with warnings.
+        n_warned_videos: these videos; of several in one prompt, all count as one.
+        warned: the first of them.
         seconds: of this run, by the work: load, prefill, decode; each batch counts once.
     """
 
@@ -41,6 +45,8 @@ class AnswerSummary(Outcome):
     seconds: dict[str, float]
     n_cut: int = 0
     n_warned: int = 0
+    n_warned_videos: int = 0
+    warned: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return as_text(render_answers(self))
@@ -60,6 +66,8 @@ def summarise_answers(
     good = [row for row in rows if row["status"] == "ok"]
     bad = [row for row in rows if row["status"] != "ok"]
     failures, examples = count_failures(bad, "question_id")
+    with_warnings = [row for row in good if (row["decode_warnings"] or 0) > 0]
+    warned = list(dict.fromkeys(" + ".join(row["video_ids"]) for row in with_warnings))
     new_good = [row for row in good if (row["question_id"], row["pruning"]) in new]
     return AnswerSummary(
         n_questions=n_questions,
@@ -74,7 +82,9 @@ def summarise_answers(
         visual_tokens=_mean(good, "n_visual_tokens"),
         prompt_tokens=_mean(good, "n_prompt_tokens"),
         n_cut=sum(row["finish"] == "length" for row in good),
-        n_warned=sum((row["decode_warnings"] or 0) > 0 for row in good),
+        n_warned=len(with_warnings),
+        n_warned_videos=len(warned),
+        warned=warned[:_SHOWN],
         new_tokens=sum(row["n_new_tokens"] or 0 for row in good),
         seconds={
             "load": sum(row["load_s"] for row in new_good),
@@ -93,7 +103,7 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
     table.add_row("answers", f"{summary.new_tokens:,} tokens generated{cut}")
     table.add_row("seconds", ", ".join(f"{name} {value:.2f}" for name, value in summary.seconds.items()))
     if summary.n_warned:
-        table.add_row("warnings", warned_answers(summary.n_warned))
+        table.add_row("warnings", Text(warned_answers(summary)))
     table.add_row("this run", summary.pace("question"))
     failures: list[RenderableType] = (
         ["", summary.failures_table("question", QUESTION_FAULTS)] if summary.failures else []
@@ -101,9 +111,13 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
     return Group(table, *failures)
 
 
-def warned_answers(n_warned: int) -> str:
-    """Say how many answers are about videos whose frames may be damaged."""
-    return f"{n_warned} answers are about videos that were decoded with warnings: their frames may be damaged"
+def warned_answers(summary: AnswerSummary) -> str:
+    """Say how many answers are about videos whose frames may be damaged, and which the first videos are."""
+    named = name_first(summary.warned, summary.n_warned_videos)
+    return (
+        f"{summary.n_warned} answers are about videos that were decoded with warnings ({named}): their frames may be "
+        "damaged"
+    )
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:

@@ -58,6 +58,15 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
                 yield f"line {number}", _json_object(line, f"{name}, line {number}", needs)
 
 
+def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
+    """Return the types of the columns of a .parquet; other files say none. Raises what UNREADABLE lists."""
+    if suffix_of(name) != ".parquet":
+        return {}
+    schema = pq.read_schema(file)
+    file.seek(0)
+    return dict(zip(schema.names, schema.types, strict=True))
+
+
 class TableRows(Protocol):
     """Some rows of a user's file or table, of which columns can be taken at once.
 
@@ -120,7 +129,7 @@ def given_parts(name: str, given: object, needs: str) -> Iterator[TableRows]:
     Raises BadRow.
     """
     if hasattr(given, "__arrow_c_stream__"):
-        yield from _arrow_parts(_given_table(name, given, needs).to_batches(max_chunksize=_PART_ROWS))
+        yield from _arrow_parts(given_table(name, given, needs).to_batches(max_chunksize=_PART_ROWS))
     else:
         yield from _dict_parts(given_rows(name, given, needs))
 
@@ -128,7 +137,7 @@ def given_parts(name: str, given: object, needs: str) -> Iterator[TableRows]:
 def given_rows(name: str, given: object, needs: str) -> Iterator[tuple[str, UserRow]]:
     """Yield the rows of ``given_parts`` one by one, as ``read_rows`` does. Raises BadRow."""
     if hasattr(given, "__arrow_c_stream__"):
-        given = _given_table(name, given, needs).to_pylist()
+        given = given_table(name, given, needs).to_pylist()
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise _no_rows(name, given, needs)
     for number, row in enumerate(given):
@@ -137,7 +146,7 @@ def given_rows(name: str, given: object, needs: str) -> Iterator[tuple[str, User
         yield f"row {number}", {key: value for key, value in row.items() if value is not None}
 
 
-def _given_table(name: str, given: object, needs: str) -> pa.Table:
+def given_table(name: str, given: object, needs: str) -> pa.Table:
     """Convert what a caller has at hand to an Arrow table. Raises BadRow where Arrow takes no table of it."""
     try:
         return pa.table(given)
@@ -294,13 +303,13 @@ def is_text(name: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
-def carried_json(columns: UserRow) -> str:
+def carried_json(columns: UserRow, *, ensure_ascii: bool = True) -> str:
     """Serialise columns that are only carried along as strict JSON: NaN and infinity become null."""
     try:
-        return json.dumps(columns, default=shown_as, ensure_ascii=True, allow_nan=False)
+        return json.dumps(columns, default=shown_as, ensure_ascii=ensure_ascii, allow_nan=False)
     except ValueError:
         strict = json.loads(json.dumps(columns, default=shown_as), parse_constant=lambda name: None)
-        return json.dumps(strict, ensure_ascii=True)
+        return json.dumps(strict, ensure_ascii=ensure_ascii)
 
 
 def shown_as(value: object) -> str:

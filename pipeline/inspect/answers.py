@@ -13,8 +13,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.cache.near_ids import did_you_mean_id
 from pipeline.errors import QUESTION_FAULTS, UsageError
-from pipeline.generate.answers import AnswersIdentity, AnswersTable, read_answers_header
+from pipeline.generate.answers import (
+    ANSWER_SCHEMA,
+    AnswersIdentity,
+    AnswersTable,
+    in_natural_order,
+    read_answers_header,
+)
 from pipeline.generate.summary import AnswerSummary, summarise_answers, warned_answers
 from pipeline.inspect.report import Failures, facts_table, failed_records, flat
 from pipeline.rows import AnswerRecord, JsonObject
@@ -22,6 +29,7 @@ from pipeline.storage.stores import Store
 
 SHOWN = 20  # questions in the terminal
 _TEXT = 72  # characters of a prompt or an answer in a table
+_OWN = frozenset(ANSWER_SCHEMA.names)
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Answers:
     Attributes:
         place: where they are, as named.
         identity: what all of them were made with.
-        rows: the live row of every question under every pruning (``pipeline.generate.answers.ANSWER_SCHEMA``).
+        rows: the live row of every question under every pruning, as ``read_answers`` returns them.
     """
 
     place: str
@@ -44,12 +52,14 @@ class Answers:
 
         Raises NotAnswers, UsageError for a question that has no row, CorruptShard, OSError.
         """
-        identity, rows = read_answers_header(store)["identity"], AnswersTable(store).live()
+        identity = read_answers_header(store)["identity"]
+        rows = AnswersTable(store, identity).live()
         if question_id is not None:
-            n_rows, rows = len(rows), rows.filter(pc.equal(rows["question_id"], question_id))
+            ids, rows = rows["question_id"], rows.filter(pc.equal(rows["question_id"], question_id))
             if not len(rows):
-                raise UsageError(f"{question_id!r} is not among the {n_rows} answers in {store}")
-        return cls(str(store), identity, rows)
+                near = did_you_mean_id(question_id, ids)
+                raise UsageError(f"{question_id!r} is not among the {len(ids)} answers in {store}{near}")
+        return cls(str(store), identity, in_natural_order(rows))
 
     @cached_property
     def summary(self) -> AnswerSummary:
@@ -79,12 +89,13 @@ def answers_report(answers: Answers) -> RenderableType:
     if answers.summary.failures:
         parts += [answers.summary.failures_table("question", QUESTION_FAULTS), ""]
     table = Table(show_edge=False)
-    for name in ("question", *(["pruning"] if answers.prunings else []), "prompt", "answer", "target"):
+    for name in ("question", "video", *(["pruning"] if answers.prunings else []), "prompt", "answer", "target"):
         table.add_column(name, overflow="fold")
     for row in answers.rows.slice(0, SHOWN).to_pylist():
         answer = row["answer"] if row["status"] == "ok" else f"failed: {row['error_class']}"
         pruning = [row["pruning"] or ""] if answers.prunings else []
-        cells = [row["question_id"], *pruning, *map(_shorten, (row["prompt"], answer, row["target"]))]
+        videos = ", ".join(row["video_ids"])
+        cells = [row["question_id"], videos, *pruning, *map(_shorten, (row["prompt"], answer, row["target"]))]
         table.add_row(*map(Text, cells))  # texts come from files: never markup
     more = len(answers.rows) - SHOWN
     return Group(*parts, table, *([f"... and {more} more"] if more > 0 else []))
@@ -117,7 +128,7 @@ def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
         if name in identity:
             yield name, flat(identity[name])
     if counts.n_warned:
-        yield "warnings", warned_answers(counts.n_warned)
+        yield "warnings", warned_answers(counts)
     yield "questions", f"{counts.n_ok} answered, {counts.n_failed} failed"
     tokens = f"{counts.visual_tokens:.0f} visual of {counts.prompt_tokens:.0f} in a prompt on average"
     yield "tokens", f"{tokens}, {counts.new_tokens:,} generated"
@@ -144,6 +155,9 @@ def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
         yield "warnings", f"{row['decode_warnings']} while its videos were decoded: their frames may be damaged"
     if row["n_kept"] is not None:
         yield "tokens", f"{row['n_kept']} of {row['n_total']} visual ones, {row['n_prompt_tokens']} in the prompt"
+    for name, value in row.items():
+        if name not in _OWN and value is not None:
+            yield name, str(value)
     yield "run", f"{row['run_id']}, attempt {row['attempts']}"
 
 

@@ -77,7 +77,7 @@ def cache_record(cache: TokenCache, counted: Counted) -> JsonObject:
     return {
         "cache": str(cache.store),
         "identity": cast(JsonObject, cache.identity),
-        "table": {**_files_of(ledger), "foreign": ledger.foreign},
+        "table": {**_files_of(ledger), "foreign": list(ledger.foreign)},
         "last_run": None if run is None else asdict(run),
         **counted.summary.standing(),
     }
@@ -138,7 +138,7 @@ def _kept_per_frame(cache: TokenCache, row: VideoRow, retention_ratio: float | N
 
 
 def source_facts(row: VideoRow) -> list[tuple[str, str]]:
-    """Return (name, value) pairs of a row's source, decoding and run."""
+    """Return (name, value) pairs of a row's source, decoding, columns that its list carried along, and run."""
     facts = [("video", row["video_id"]), ("source", row["uri"])]
     if row["start_s"] is not None or row["end_s"] is not None:
         end = "the end" if row["end_s"] is None else f"{row['end_s']} s"
@@ -155,7 +155,14 @@ def source_facts(row: VideoRow) -> list[tuple[str, str]]:
             facts.append(("states", f"{row['color_transfer'] or 'no transfer function'}, {pixels}"))
         warned = f", {row['decode_warnings']} warnings" if row["decode_warnings"] else ""
         facts.append(("decoder", f"{row['backend']} {row['backend_version'] or ''}{warned}"))
+    carried = row["manifest"] or {}
+    facts += [(name, _as_text(value)) for name, value in carried.items() if value is not None]
     return [*facts, ("run", f"{row['run_id']}, attempt {row['attempts']}")]
+
+
+def _as_text(value: Json) -> str:
+    """Return a carried value, a caption say, as text; what is no text as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _frames(row: VideoRow, kept: list[int], title: str) -> Table:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from gstep.methods import OF_A_VIDEO
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, PrunerOptions, check, option, positive
+from pipeline.options import DTYPES, PrunerOptions, check, check_ratio, option, positive
 from pipeline.plan.options import PlanOptions
 
 
@@ -62,8 +62,17 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     on_changed: str = option(
         "refuse",
-        "what to do with a cached video whose uri, size or clip differs now",
+        "what to do with a cached video whose uri, file or clip differs now, or which other code of your own --decoder "
+        "read: refuse to start, keep its tokens, or encode it again; skip and redo go on with the new videos. redo "
+        "also encodes a whole cache again whose own --pruner has other code now (skip does not). A file of the same "
+        "size with another time, ETag or CRC has changed if bytes at its start, middle or end differ",
         choices=("refuse", "skip", "redo"),
+    )
+    redo: str | None = option(
+        None,
+        "encode these cached videos again, failed ones too: a file with a video_id a line, as of jobs.remove --ids. "
+        "Each run with it does them all",
+        metavar="FILE",
     )
     shard: str | None = option(
         None,
@@ -260,7 +269,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
                 "one video may take that long"
             )
         check(self.max_hours is None or positive(self.max_hours), "max_hours", "a positive number", self.max_hours)
-        check(0.0 < self.retention_ratio <= 1.0, "retention_ratio", "in (0, 1]", self.retention_ratio)
+        check_ratio("retention_ratio", self.retention_ratio)
         check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
         snap = self.snap_to_keyframes
         check(snap is None or positive(snap), "snap_to_keyframes", "a positive number of seconds", snap)

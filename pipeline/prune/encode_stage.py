@@ -27,9 +27,11 @@ from gstep.backbones.preprocess import as_frames
 from gstep.errors import is_out_of_memory
 from gstep.evidence import is_per_frame, name_of
 from gstep.lazy import importing_much
+from pipeline.cache.changed_code import check_code
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem
-from pipeline.errors import VideoFault
+from pipeline.errors import MethodFails, OwnCodeError, VideoFault
+from pipeline.own_method import prune_tokens
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
@@ -48,6 +50,7 @@ class EncodeSetup:
     retention_ratio: float
     seed: int = 0
     pruner_params: dict[str, Json] = field(default_factory=dict)  # as the method's class takes them
+    pruner_code: str | None = None  # of a user's own method: the hash that the cache's identity has
     evidence: dict[str, str] = field(default_factory=dict)  # to be stored, label -> where in the encoder
     device: str = "auto"
     dtype: str = "auto"
@@ -104,6 +107,7 @@ class VideoEncoder:
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
+        check_code(type(self._pruner), setup.pruner_code)
         frame_batch = {} if setup.batch_frames is None else {"frame_batch": setup.batch_frames}
         if backbone is None:
             with self._compiling():
@@ -132,7 +136,7 @@ class VideoEncoder:
         Args:
             frames: [t,h,w,3], as the preprocessor resized them.
 
-        Raises VideoFault, whatever happens.
+        Raises VideoFault, whatever happens, but MethodFails where a user's own method fails for every video.
         """
         video_id = record["video_id"]
         loaded = _guarded("encode", video_id, lambda: self._loaded(frames))
@@ -202,7 +206,9 @@ class VideoEncoder:
         """Prune tokens as ``pruned``; return what is kept and the seconds."""
         with self._turn(self._pruning, self._prunes) as turn:
             try:
-                pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
+                pruned = prune_tokens(self._pruner, visual, self._setup.retention_ratio, self._setup.seed)
+            except OwnCodeError as error:
+                raise VideoFault("own-code", str(error), stage="prune") from None
             except ValueError as error:
                 raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
         return pruned, turn.seconds
@@ -308,10 +314,10 @@ class VideoEncoder:
 
 
 def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
-    """Return ``work()``; convert whatever it raises to a VideoFault of this stage and video."""
+    """Return ``work()``; convert whatever it raises to a VideoFault of this stage and video, but for MethodFails."""
     try:
         return work()
-    except VideoFault:
+    except (VideoFault, MethodFails):
         raise
     except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
         exit_after_gpu_fault(video_id, error)

@@ -19,6 +19,7 @@ from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
+from pipeline.cache.changed_code import REDO, has_tokens, match_identity, refuse_changed_code
 from pipeline.cache.header import (
     HEADER,
     CacheHeader,
@@ -26,11 +27,10 @@ from pipeline.cache.header import (
     ModelIdentity,
     PrunerIdentity,
     describe_method,
-    differences,
     read_header,
 )
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VIDEOS
-from pipeline.errors import IdentityMismatch, UsageError, usage_errors
+from pipeline.errors import UsageError, usage_errors
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device
 from pipeline.prune.encode_stage import EncodeSetup
@@ -66,6 +66,8 @@ class Recipe:
         dtype: the number format of the encoder; "auto" only where no cache is there yet and the cluster decides.
         evidence: the evidence to store besides the tokens: label -> where in the encoder it is from.
         objects: how S3 is reached.
+        described: the method as the cache's identity describes it.
+        begins_anew: whether a cache is there that other code of the method made, and whose videos are encoded again.
     """
 
     config: PruneConfig
@@ -76,6 +78,8 @@ class Recipe:
     sampling: Sampling
     evidence: dict[str, str]
     objects: Objects
+    described: PrunerIdentity
+    begins_anew: bool = False
 
     @property
     def method(self) -> str:
@@ -100,6 +104,7 @@ class Recipe:
             source=self.source,
             pruner=self.method,
             pruner_params=self.pruner.params(),
+            pruner_code=self.described.get("code"),
             retention_ratio=self.retention_ratio,
             seed=self.config.seed,
             evidence=self.evidence,
@@ -121,7 +126,7 @@ class Recipe:
         model: ModelIdentity = {"type": self.source.model_type, "weights": self.source.identity}
         if self.source.pooling_head is not None:
             model["pooling_head"] = self.source.pooling_head.identity
-        pruner: PrunerIdentity = describe_method(self.pruner)
+        pruner = self.described.copy()
         if self.pruner.seeded:
             pruner["seed"] = self.config.seed
         identity: CacheIdentity = {
@@ -153,8 +158,8 @@ class Recipe:
     def matched(self, store: Store, console: Console) -> Recipe:
         """Return the recipe completed from the cache in ``store``: its dtype, and its ratio if a nested method allows.
 
-        A cache without a row, from a run that ended before its first commit, restricts nothing. Raises IdentityMismatch
-        where the cache has another identity.
+        A cache without a row, from a run that ended before its first commit, restricts nothing, and one without tokens
+        no code. Raises IdentityMismatch where the cache has another identity.
         """
         if not store.exists(HEADER):
             return self
@@ -171,13 +176,12 @@ class Recipe:
                 highlight=False,
             )
             recipe = replace(recipe, retention_ratio=stored)
-        if wrong := differences(cached, recipe.identity(recipe.dtype)):
-            raise IdentityMismatch(
-                f"{store} was made with other settings, and one cache holds one kind of rows:\n  "
-                + "\n  ".join(wrong)
-                + "\nUse the cache's settings, or another --out."
-            )
-        return recipe
+        redo = self.config.on_changed == REDO
+        refusal = f"{store} was made with other settings, and one cache holds one kind of rows"
+        changed = match_identity(cached, recipe.identity(recipe.dtype), refusal, redo=redo)
+        if not redo and changed and has_tokens(store, cached):
+            refuse_changed_code(store, changed, "tokens")
+        return replace(recipe, begins_anew=bool(changed))
 
     def token_bytes(self) -> float:
         """Return the stored bytes of a kept token with its columns, whatever the shape of its video."""
@@ -201,6 +205,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         # Raises for a number of frames that the model accepts of no video.
         family.preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
         pruner = _pruner_for(config, source)
+        described = describe_method(pruner)  # raises if the method cannot be part of a cache's identity
         evidence = evidence_sources(config.evidence, source.model_type, pruner)
         source = _with_evidence(source, pruner, evidence, config)
     _check_decoder(config.decoder)
@@ -215,6 +220,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         dtype=config.dtype,
         sampling=sampling,
         evidence=evidence,
+        described=described,
     )
 
 
@@ -232,7 +238,6 @@ def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
             f"--pruner {config.pruner} selects anew for every question, so its tokens cannot be cached; instead: "
             f"--pruner none, then python -m jobs.generate --pruner {config.pruner}"
         )
-    describe_method(pruner)  # raises if the method cannot be part of a cache's identity
     return pruner
 
 

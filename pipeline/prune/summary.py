@@ -15,13 +15,13 @@ from rich.text import Text
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.live import HDR, OUTSIDE, SHARED, STRETCHED, TIMED, UNEVEN, WARNED, Ledger
 from pipeline.cache.schema import VIDEOS
-from pipeline.errors import FAULTS
+from pipeline.errors import FAULTS, name_first
 from pipeline.inputs.left_out import say_counts
 from pipeline.keys import parts_of
 from pipeline.rows import JsonObject
 from pipeline.runner.run_record import Outcome, as_text
 
-_SHOWN = 3  # lost videos, and reasons, that a summary names
+_SHOWN = 3  # lost videos, videos with warnings, and reasons that a summary names
 _REMARKS = {"hdr": HDR, "stretched": STRETCHED, "uneven": UNEVEN, "shared": SHARED}
 
 
@@ -36,6 +36,7 @@ class Summary(Outcome):
         token_bytes: bytes of the stored tokens, deepstack levels included.
         seconds: stage -> seconds, summed over the videos.
         n_warned: videos decoded with warnings.
+        warned: the first of them.
         other_decoder: why another decoder than asked served -> videos.
         remarks: videos "hdr" (of high dynamic range), "stretched" (of pixels that are not square), "uneven" (frames
             are not where the model's positions in time put them) and "shared" (patches share a position).
@@ -53,6 +54,7 @@ class Summary(Outcome):
     token_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
     n_warned: int = 0
+    warned: list[str] = field(default_factory=list)
     other_decoder: Mapping[str, int] = field(default_factory=dict)
     remarks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REMARKS, 0))
     n_removed: int = 0
@@ -105,6 +107,7 @@ def summarise(
         token_bytes=counts.tokens_kept * codec.token_bytes(ledger.hidden_size, deepstack_levels),
         seconds=dict(zip(TIMED, counts.seconds.tolist(), strict=True)),
         n_warned=counts.n_warned,
+        warned=counts.warned(),
         other_decoder=counts.other_decoder(),
         remarks=counts.remarks,
         n_removed=counts.n_removed,
@@ -153,6 +156,7 @@ class _Counts:
         self._ledger = ledger
         self._by_class = np.zeros(len(ledger.classes), np.int64)
         self._first: dict[int, int] = {}  # class -> its first row
+        self._warned: list[int] = []  # the first rows of videos with warnings
         self.n_rows = self.tokens_in = self.tokens_kept = self.n_warned = self.n_outside = self.n_removed = 0
         self.seconds = np.zeros(len(TIMED))
         self.remarks = dict.fromkeys(_REMARKS, 0)
@@ -172,7 +176,9 @@ class _Counts:
         self.n_rows += len(rows)
         self.tokens_in += int(columns["n_total"][good].sum(dtype=np.int64))
         self.tokens_kept += int(columns["n_tokens"][good].sum(dtype=np.int64))
-        self.n_warned += int(self._ledger.remarked(good, WARNED).sum())
+        warned = good[self._ledger.remarked(good, WARNED)]
+        self.n_warned += len(warned)
+        self._warned += warned[: _SHOWN - len(self._warned)].tolist()
         for name, remark in _REMARKS.items():
             self.remarks[name] += int(self._ledger.remarked(good, remark).sum())
         self._by_note += np.bincount(columns["note"][good], minlength=len(self._by_note))
@@ -191,6 +197,10 @@ class _Counts:
         ]
         return {self._ledger.notes[place]: int(self._by_note[place]) for place in order}
 
+    def warned(self) -> list[str]:
+        """Return the ids of the first videos that were decoded with warnings."""
+        return [self._ledger.read(row)["video_id"] for row in self._warned]
+
     def failures(self) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
         """Return ``failures`` and ``examples`` of an Outcome, the most frequent class first."""
         order = [int(fault) for fault in np.argsort(-self._by_class, kind="stable") if fault in self._first]
@@ -203,7 +213,8 @@ class _Counts:
 def remark_lines(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield (name, line) of what a reader of a cache's videos should know of them."""
     if summary.n_warned:
-        yield "warnings", f"{summary.n_warned} videos decoded with warnings: their frames may be damaged"
+        named = name_first(summary.warned, summary.n_warned)
+        yield "warnings", f"{summary.n_warned} videos decoded with warnings ({named}): their frames may be damaged"
     if n_other := sum(summary.other_decoder.values()):
         reasons = [f"{why} ({count})" for why, count in summary.other_decoder.items()]
         more = "; ..." if len(reasons) > _SHOWN else ""

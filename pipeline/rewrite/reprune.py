@@ -19,8 +19,9 @@ from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity, coded_header, describe_method
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.writer import VideoItem
-from pipeline.errors import UsageError, VideoFault, usage_errors
+from pipeline.errors import OwnCodeError, UsageError, VideoFault, usage_errors
 from pipeline.generate.late_pruning import evidence_columns, is_whole
+from pipeline.own_method import prune_tokens
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from pipeline.rewrite.rewrite import Rewrite, check_source, config_of
 from pipeline.rows import Json, VideoRecord
@@ -100,7 +101,9 @@ class _Repruning(Rewrite):
         visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack)))
         started = time.perf_counter()
         try:
-            pruned = self.pruner.prune(visual, self.ratio, seed=self.seed)
+            pruned = prune_tokens(self.pruner, visual, self.ratio, self.seed)
+        except OwnCodeError as error:
+            raise VideoFault("own-code", str(error), stage="prune") from None
         except ValueError as error:
             raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
         done: VideoRecord = {**pruned_columns(pruned, visual), "prune_s": time.perf_counter() - started}

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from pipeline.cache.cached_video import CachedVideo
+from pipeline.cache.changed_code import begin_anew, drop_superseded, has_tokens, match_identity, refuse_changed_code
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import (
     HEADER,
     CacheHeader,
     codec_of,
     coded_header,
-    differences,
     fingerprint,
     header_bytes,
     read_header,
@@ -37,7 +37,7 @@ from pipeline.cache.schema import KEY_COLUMNS, VIDEOS
 from pipeline.cache.table import VideosTable
 from pipeline.cache.token_shard import token_shard_id
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem, commit, make_bundles, write_token_shard
-from pipeline.errors import IdentityMismatch, NotACache, RunFailed, UsageError, VideoFault, store_usage_errors
+from pipeline.errors import NotACache, RunFailed, UsageError, VideoFault, store_usage_errors
 from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
@@ -122,38 +122,48 @@ def config_of(store: Store) -> JsonObject:
     return {} if record is None else record["config"]
 
 
-def check_place(out: Store, header: CacheHeader) -> None:
-    """Refuse a place that holds something else than a cache of this header's identity. Raises UsageError."""
+def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
+    """Return whether ``out`` holds what other code of the header's method made, which ``redo`` allows.
+
+    Raises UsageError where it holds something else than a cache of this header's identity.
+    """
     check_out(out)
     with store_usage_errors():
         if not out.exists(HEADER):
             if out.taken():
                 raise NotACache(f"{out} exists and is no cache (it has no {HEADER}): name an empty place with --out")
-        elif wrong := out.names(VIDEOS, ".parquet") and differences(read_header(out)["identity"], header["identity"]):
-            lines = "\n  ".join(map(str, wrong))
-            raise IdentityMismatch(f"{out} holds rows of another kind:\n  {lines}\nName another --out.")
+        elif out.names(VIDEOS, ".parquet"):
+            held = read_header(out)["identity"]
+            changed = match_identity(held, header["identity"], f"{out} holds rows of another kind", redo=redo)
+            if not redo and changed and has_tokens(out, held):
+                refuse_changed_code(out, changed, "tokens")
+            return bool(changed)
+    return False
 
 
-def rewrite(what: Rewrite, out: Store, say: Callable[[str], object]) -> Rewritten:
-    """Bring ``out`` up to date with the source of a rewrite.
+def rewrite(what: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False) -> Rewritten:
+    """Bring ``out`` up to date with the source of a rewrite; with ``redo`` also where other code made what is there.
 
     Raises UsageError before anything is written, CorruptShard where the source is damaged, RunFailed and OSError; what
     was committed stays.
     """
-    check_place(out, what.header)
+    check_place(out, what.header, redo=redo)
     started = time.monotonic()
     out.make()
-    done, made_with = Rewritten(new_run_id()), fingerprint(what.header["identity"])
+    done = Rewritten(new_run_id())
     with Claim(out, done.run_id, say):
-        check_place(out, what.header)
-        if not out.names(VIDEOS, ".parquet"):
+        if check_place(out, what.header, redo=redo):
+            begin_anew(out, read_header(out), what.header["identity"], done.run_id)
+        elif not out.names(VIDEOS, ".parquet"):
             out.put(HEADER, header_bytes(what.header))
+        made_with = fingerprint(read_header(out)["identity"])
         todo = _todo(what.source, out, made_with, done)
         if len(todo):
             about: JsonObject = {"rewritten_from": str(what.source.store), "config": what.config, "videos": len(todo)}
             record = RunFile(out, {**provenance(done.run_id, _VERSIONS), **about})
             with record:
                 _stream(what, todo, out, record, done, say)
+            drop_superseded(out, read_header(out))
             try_merge(out, made_with, WAITING_AT_END, say)
     done.seconds = time.monotonic() - started
     return done
@@ -164,7 +174,7 @@ def _stream(
 ) -> None:
     """Write and commit the videos of ``todo``, a shard at a time."""
     header, codec, shards = out.read(HEADER), codec_of(what.header["identity"]), list[str]()
-    made_with = fingerprint(what.header["identity"])
+    made_with = fingerprint(read_header(out)["identity"])
     done.failed = pc.sum(pc.equal(todo["status"], "ok")).as_py()
 
     def n_bytes(video: VideoItem) -> float:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.token_shard import run_of, token_shard_id
-from pipeline.errors import Fault, UsageError, printable
+from pipeline.errors import BUGS, Fault, UsageError, printable
 from pipeline.rows import Json, JsonObject
 from pipeline.runner.last_writes import write_last
 from pipeline.storage.stores import Store
@@ -37,6 +37,7 @@ class RunRecord(TypedDict, total=False):
         versions: of packages, by name.
         config: the run's options, those at their default too.
         videos: how many it set out to do.
+        estimated: whether ``videos`` is an estimate, as long as containers are not all indexed.
         error: what ended it, if something did.
     """
 
@@ -46,6 +47,7 @@ class RunRecord(TypedDict, total=False):
     versions: dict[str, str | None]
     config: JsonObject
     videos: int
+    estimated: bool
     status: str
     started: str
     ended: str
@@ -193,7 +195,7 @@ class Outcome:
         bad = (
             self.n_missing
             or not self.n_ok
-            or "internal" in self.failures
+            or BUGS & self.failures.keys()
             or max(self.n_failed, self.n_new_failed) > failure_limit
             or (outside_limit is not None and self.n_outside > outside_limit)
         )
@@ -219,7 +221,7 @@ class Outcome:
 
     def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
         """Make a table of the failures by class, with one example and the remedy of each."""
-        table = Table(title=f"failed {item}s", title_justify="left", show_edge=False)
+        table = Table(title=f"failed {item}s (--retry-failed tries them again)", title_justify="left", show_edge=False)
         for name in ("class", f"{item}s", "example", "remedy"):
             table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
         for name, count in self.failures.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.errors import UsageError
 from pipeline.generate.config import PromptOptions
-from pipeline.options import S3Options, check, check_choices, engine_values, option, positive
+from pipeline.options import S3Options, check, check_choices, check_ratio, engine_values, option, positive
 from pipeline.rows import Json
 
 
@@ -61,7 +61,7 @@ class ServeConfig(PromptOptions, S3Options):
     def __post_init__(self) -> None:
         check_choices(self)
         ratio = self.retention_ratio
-        check(ratio is None or 0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
+        check_ratio("retention_ratio", ratio)
         check(self.held_bytes >= 2**20, "held_bytes", "at least 1048576", self.held_bytes)
         check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
         room = self.max_tokens_per_video

@@ -164,6 +164,8 @@ class ServedVideos:
                 found = self._load(*asked)
         except (OSError, NotACache, CorruptShard, UnknownVideo) as error:
             told = self._told(error)
+            if type(told) is UnknownVideo:  # a client learns no ids of other videos
+                raise UnknownVideo(f"{asked[0]!r} is not in the cache") from error
             if told is error:
                 raise
             raise told from error

@@ -1,8 +1,9 @@
 """Videos whose tokens are written again to other token shards: ``jobs.remove`` and ``jobs.compact --tokens``.
 
 A removal first commits a row with status "removed". This row beats every other row of its video: from then on readers
-refuse the video and no run encodes it again. Then the other videos of its token shards move to new ones, and the table
-is merged, which leaves out superseded rows. Last, what held the video is deleted, once readers had time to go on.
+refuse the video and no run encodes it again. Files beside the tables forget the video (``pipeline.verify.forget``).
+Then the other videos of its token shards move to new ones, and the table is merged, which leaves out superseded rows.
+Last, what held the video is deleted, once readers had time to go on.
 
 A join writes the videos of small token shards again, many to a shard. Its record names the shards that it emptied, and
 a later join deletes them.
@@ -24,8 +25,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import RULE_COLUMNS, LiveVideos, in_shard_order, live_rows, ok_rows
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, ids_to_name, in_shard_order, live_rows, ok_rows
 from pipeline.cache.merging import merge
+from pipeline.cache.near_ids import near_ids
 from pipeline.cache.reader import map_in_order
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import VideosTable, add_places, read_file, table_files
@@ -37,11 +39,13 @@ from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
 from pipeline.runner.run_record import COMMITTED, RUNS, RunFile, new_run_id
 from pipeline.storage.stores import Store
+from pipeline.verify.forget import forget_videos
 
-_COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra")
+_COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra", "uri")
 # Key in a removed row's model_extra: the shards that held the video, for a later run of the removal.
 _HELD = "token_shards"
 _EMPTIED = "emptied"  # key of a join's record: the token shards whose videos were written again
+_SHOWN = 5  # unknown ids that a result names
 _VERSIONS = ("gstep-cache", "pyarrow")
 
 
@@ -62,6 +66,7 @@ class Removed:
     Attributes:
         run_id: it names the record in runs/.
         videos: ids that are removed now; ``unknown`` are those of them that had no row.
+        likely: ids that may have been meant by the first unknown ids.
         moved: other videos whose tokens were written anew.
         deleted: files that held the videos.
     """
@@ -69,6 +74,7 @@ class Removed:
     run_id: str
     videos: int = 0
     unknown: list[str] = field(default_factory=list)
+    likely: dict[str, list[str]] = field(default_factory=dict)
     moved: int = 0
     deleted: list[str] = field(default_factory=list)
 
@@ -77,8 +83,10 @@ class Removed:
         yield f"{self.videos:,} videos removed for good, {self.moved:,} others moved to new token shards"
         yield f"{len(self.deleted):,} files deleted; {self.run_id} in runs/ says why"
         if self.unknown:
-            shown = ", ".join(self.unknown[:5])
+            shown = ", ".join(self.unknown[:_SHOWN])
             yield f"note: {len(self.unknown):,} of the videos had no row, and never get one now: {shown}"
+            for video_id, likely in self.likely.items():
+                yield f"note: {video_id} was not there; did you mean {', '.join(likely)}? It stays until it is named"
 
 
 def remove_videos(
@@ -95,6 +103,7 @@ def remove_videos(
         removal = _Removal(store, identity, done, frozenset(ids))
         removal.mark(reason)
         removal.find_earlier()
+        done.deleted += removal.forget()
         removal.move_others()
         merge(store, identity, everything=True, keep=keep)
         if left := removal.unused():
@@ -139,6 +148,9 @@ class _Removal:
         """Commit a "removed" row for each video that does not have one yet."""
         live = {row["video_id"]: row for row in live_rows(self._rows).to_pylist()}
         self._done.unknown = sorted(self._ids - live.keys())
+        for video_id in self._done.unknown[:_SHOWN]:
+            if likely := [name for name in near_ids(video_id, ids_to_name(self._rows)) if name not in self._ids]:
+                self._done.likely[video_id] = likely
         rows: list[VideoRecord] = [
             {
                 "video_id": video_id,
@@ -163,6 +175,10 @@ class _Removal:
         for name, ids in zip(names, map_in_order(partial(ids_in_footer, self._store), names, 8, 16), strict=True):
             for video_id in self._ids.intersection(ids):
                 self._held[video_id].add(name)
+
+    def forget(self) -> list[str]:
+        """Take what is said of the videos out of the files beside the tables; return the names of deleted files."""
+        return forget_videos(self._store, self._ids, set(self._of_removed()["uri"].to_pylist()) - {""})
 
     def move_others(self) -> None:
         """Copy the other videos of token shards that hold a removed one to new shards."""

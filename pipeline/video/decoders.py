@@ -16,6 +16,7 @@ from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from gstep.lazy import LazyTable, load_object
+from pipeline.own_code import hash_code
 from pipeline.video.packets import Run
 from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex
 
@@ -30,6 +31,7 @@ DECODERS: LazyTable = LazyTable(
         "nvdec": "pipeline.video.nvdec_decoder:NvdecDecoder",
     },
 )
+CODE = " code "  # in the version of a user's decoder, before the hash of its code
 _PACKAGES = {"pyav": "av", "decord": "decord", "torchcodec": "torchcodec"}
 _CHUNK_FRAMES = 8
 _CHUNK_BYTES = 64 * 2**20
@@ -72,9 +74,15 @@ def decoder_version(name: str | None) -> str | None:
     if name is None:
         return None
     try:
-        return version(_PACKAGES[name]) if name in _PACKAGES else str(load_decoder(name).version)
+        return version(_PACKAGES[name]) if name in _PACKAGES else version_of(name, load_decoder(name))
     except (PackageNotFoundError, KeyError, ImportError, AttributeError):
         return None
+
+
+def version_of(name: str, decoder: type[FrameDecoder]) -> str:
+    """Return the version of a decoder class, of a user's own with the hash of its code behind it."""
+    code = f"{CODE}{hash_code(decoder)}" if ":" in name else ""
+    return f"{decoder.version}{code}"
 
 
 def chunk_length(height: int, width: int) -> int:

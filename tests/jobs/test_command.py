@@ -14,6 +14,7 @@ from jobs import command, prune
 from jobs.command import LogConsole, count, exit_code_of, file_in_folder, share
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
+from tests.interpreter import run_python
 
 
 def code_of(work, **more) -> tuple[int, str]:
@@ -108,6 +109,33 @@ def test_what_could_not_be_written_is_said_of_an_interrupt():
     interrupt = KeyboardInterrupt()
     interrupt.add_note("the record was not written")
     assert code_of(raising(interrupt)) == (130, "interrupted\nthe record was not written")
+
+
+LEAVING = """
+import atexit, os, signal, sys
+from rich.console import Console
+from jobs.command import exit_code_of
+
+def work():
+    sys.stdout.write("result")
+    return {code}
+
+def leave():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("unreachable")
+
+atexit.register(leave)
+sys.argv[0] = "{name}"
+sys.exit(exit_code_of(work, Console(stderr=True)))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_ctrl_c_once_the_work_has_ended_leaves_at_once_with_its_exit_code(code):
+    left = run_python("-c", LEAVING.format(code=code, name="/bin/gstep-cache"))
+    assert (left.returncode, left.stdout, left.stderr) == (code, "result", "")
+    program = run_python("-c", LEAVING.format(code=code, name="mine.py"))  # a program of the user's goes on
+    assert "KeyboardInterrupt" in program.stderr
 
 
 @pytest.fixture

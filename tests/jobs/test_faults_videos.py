@@ -13,6 +13,7 @@ import ray
 from jobs import generate, prune
 from pipeline import TokenCache
 from pipeline.generate.answers import read_answers
+from tests.jobs import poison
 from tests.jobs.faults import tiny_videos
 from tests.jobs.jobs import run_here
 from tests.jobs.poison import BREAKS_THE_GPU
@@ -99,10 +100,11 @@ def test_a_bug_in_a_method_of_ones_own_is_one_error_row(cluster, tmp_path):
     done = run_here(prune, [*argv, "--fps", "25"])
     assert done.returncode == 1, done.stdout  # a bug of the program's, whatever --max-failed says
     cache = TokenCache(tmp_path / "c")
-    assert cache.failed == {ids[3]: "internal"}
+    assert cache.failed == {ids[3]: "own-code"}
     assert cache.video_ids == sorted({*ids} - {ids[3], ids[10]})
     row = cache.metadata(ids[3])
     assert (row["error_stage"], row["attempts"]) == ("prune", 1)
+    assert f"{poison.__file__}:" in row["error_message"]
     assert "RuntimeError: no idea what to do with five frames" in row["error_message"]
 
 
@@ -169,7 +171,7 @@ def test_files_that_many_videos_miss_are_a_failed_run(cluster, tmp_path):
     done = run_here(prune, argv)
     assert done.returncode == 1, done.stdout
     said = " ".join(done.stdout.split())
-    assert "failed: 11 of 22 videos failed by what is no fault of theirs (io, internal, memory of a GPU)" in said
+    assert "failed: 11 of 22 videos failed by what is no fault of theirs (io, bugs, memory of a GPU)" in said
     assert said.endswith(
         "more than 10: look at nodes, mounts, credentials and GPUs, then run again with --retry-failed"
     )

@@ -13,6 +13,7 @@ from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource
 from jobs import generate, prune
+from pipeline import answer_questions
 from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.run import build_graph, plan_answers
@@ -95,7 +96,7 @@ def test_every_question_has_its_answer_or_the_reason(first):
             assert (row["retention_ratio"], row["attempts"]) == (0.10, 1)
     assert rows["q00"]["answer"] and 1 <= rows["q00"]["n_new_tokens"] <= 6
     assert rows["q12"]["answer"] == "ABC"[rows["q12"]["choice"]] and len(rows["q12"]["choice_scores"]) == 3
-    assert json.loads(rows["q13"]["question_extra"]) == {"topic": "both"}
+    assert (rows["q13"]["topic"], rows["q00"]["topic"]) == ("both", None)
     assert "text.mp4" in rows["q14"]["error_message"] and "unsupported" in rows["q14"]["error_message"]
     assert max(row["batch_size"] or 0 for row in rows.values()) > 3
 
@@ -127,6 +128,26 @@ def test_nothing_is_asked_twice_and_a_changed_question_is_refused(first, cache, 
     assert sorted(first[1].rglob("*")) == before
 
 
+def test_every_video_is_asked_the_same_without_a_file_and_goes_on_so(cache, tmp_path, monkeypatch, capsys):
+    asked = [str(cache), "--ask", "What is this?", "--ask", "Why?", "--out", str(tmp_path / "o"), *OPTIONS]
+    assert generate.main([*asked, "--limit", "3"]) == 0
+    first = read_answers(tmp_path / "o")
+    assert len(first) == 3
+    assert generate.main(asked) == 0
+    answers = rows_of(tmp_path / "o")
+    assert sorted((row["video_ids"], row["prompt"]) for row in answers.values()) == sorted(
+        ([video], text) for video in VIDEOS for text in ("What is this?", "Why?")
+    )
+    assert set(answers) == {f"{video}#{text}" for video in VIDEOS for text in ("300f2329", "9de66f2c")}
+    assert [answers[row["question_id"]] for row in first.to_pylist()] == first.to_pylist()  # none asked again
+    summary = answer_questions(cache, ask=["Why?"], out=tmp_path / "o", retention_ratio=0.10, max_new_tokens=6)
+    assert (summary.n_ok, summary.n_new) == (2, 0)
+    forbid_ray(monkeypatch)
+    capsys.readouterr()
+    assert generate.main([*asked[:3], *asked[5:]]) == 0
+    assert "2 of 2 questions have their answers already" in capsys.readouterr().err
+
+
 def test_neither_batches_nor_workers_nor_formats_change_an_answer(first, cache, tmp_path):
     questions = write_questions(tmp_path / "q.csv", asked())
     options = ("--batch-size", "1", "--workers", "2", "--questions-per-shard", "3", "--format", "jsonl")
@@ -137,7 +158,7 @@ def test_neither_batches_nor_workers_nor_formats_change_an_answer(first, cache, 
     assert {path.suffix for path in shards} == {".jsonl"} and len(shards) > 4
     (record,) = [json.loads(path.read_text()) for path in (tmp_path / "o" / "runs").iterdir()]
     assert record["resources"]["plan"]["answer"]["workers"] == 2
-    for key in ("answer", "choice", "error_class", "finish", "decoding", "question_extra", "n_prompt_tokens"):
+    for key in ("answer", "choice", "error_class", "finish", "decoding", "topic", "n_prompt_tokens"):
         assert {n: row[key] for n, row in alone.items()} == {n: row[key] for n, row in together.items()}
 
 

@@ -12,14 +12,14 @@ from gstep.checkpoints import tiny
 from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
+from pipeline.cache.changed_code import match_identity
 from pipeline.errors import IdentityMismatch
-from pipeline.generate.answers import check_identity, read_answers
+from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import describe_engine
 from pipeline.generate.model import choose_model
 from pipeline.options import EngineOptions
 from pipeline.runner.claim import Claim
-from pipeline.storage.stores import LocalStore
 from tests.jobs.conftest import QUESTION
 from tests.pipeline.asking import tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -40,10 +40,15 @@ def test_not_a_cache(refuse):
 
 def test_questions_with_problems(refuse, ask, tmp_path):
     tiny_cache(tmp_path / "c")
-    assert "q.jsonl, line 1: prompt must be text" in refuse(rows=[{"question_id": 1, "video_id": "a"}])
+    assert "prompt is missing; the row has: question_id, video_id" in refuse(rows=[{"question_id": 1, "video_id": "a"}])
     assert "1 question_ids repeat" in refuse(rows=[QUESTION] * 2)
     assert "none.csv: cannot be read" in refuse("--questions", str(tmp_path / "none.csv"))
     assert generate.main([str(tmp_path / "c")]) == 2  # no --questions
+    assert "--ask and --questions do not go together" in refuse("--ask", "Why?")
+    for texts in ("--ask", " "), ("--ask", "Why?", "--ask", "Why?"):
+        assert generate.main([str(tmp_path / "c"), "--out", str(tmp_path / "o"), *texts]) == 2
+    tiny_cache(tmp_path / "none", (), failed=("bad",))
+    assert generate.main([str(tmp_path / "none"), "--ask", "Why?", "--out", str(tmp_path / "o")]) == 2
 
 
 def test_another_model(refuse, tmp_path):
@@ -136,6 +141,13 @@ def test_where_answers_cannot_be(refuse, ask, tmp_path):
     assert "is a folder, s3://" in refuse("--out", "ftp://bucket/answers")
 
 
+def test_an_id_that_is_not_there_gets_the_likely_one(ask, tmp_path):
+    tiny_cache(tmp_path / "c", ("x/bikes.mp4", "y/boats.mp4"))
+    assert ask(rows=[{**QUESTION, "video_id": "bikes.mp4"}])[0] == 1
+    (row,) = read_answers(tmp_path / "o").to_pylist()
+    assert f"{tmp_path / 'c'}; did you mean x/bikes.mp4? Correct the question, or prune" in row["error_message"]
+
+
 def test_without_a_video_every_question_has_its_row_and_nothing_starts(ask, tmp_path):
     tiny_cache(tmp_path / "c", failed=("broken",))
     rows = [{**QUESTION, "video_id": "gone"}, {**QUESTION, "question_id": 2, "video_id": ["a", "broken"]}]
@@ -143,6 +155,7 @@ def test_without_a_video_every_question_has_its_row_and_nothing_starts(ask, tmp_
     assert code == 1 and "0 answered, 2 failed" in text
     first, second = read_answers(tmp_path / "o").to_pylist()
     assert (first["error_class"], second["error_class"]) == ("unknown-video", "failed-video")
+    assert first["error_message"].endswith(f"{tmp_path / 'c'}: prune it, then --retry-failed")
     assert "corrupt: damaged" in second["error_message"]
     (record,) = [json.loads(path.read_text()) for path in (tmp_path / "o" / "runs").iterdir()]
     assert (record["status"], record["questions"]) == ("finished", 2)
@@ -246,4 +259,4 @@ def test_answers_of_another_engine_are_refused(tmp_path):
     assert described == {"engine": {"name": "vllm", "params": {"quantization": "fp8"}}}
     held, wanted = {"a": 1, **described}, {"a": 1}
     with pytest.raises(IdentityMismatch, match="engine"):
-        check_identity(LocalStore(tmp_path / "o"), held, wanted)
+        match_identity(held, wanted, "other answers")

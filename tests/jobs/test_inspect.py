@@ -133,6 +133,8 @@ def test_answers_are_shown_and_listed(answers, capsys):
 
 def test_what_goes_with_a_cache_alone_and_what_is_neither_is_refused(answers, tmp_path, capsys):
     assert inspect.main([str(answers), "3"]) == 2
+    assert inspect.main([str(answers), "11"]) == 2
+    assert "'11' is not among the 2 answers" in (said := capsys.readouterr().err) and "did you mean 1?" in said
     assert inspect.main([str(answers), "1", "--retention-ratio", "0.1"]) == 2
     assert "holds answers" in capsys.readouterr().err
     assert inspect.main([str(tmp_path)]) == 2  # as the results of jobs.evaluate hold them
@@ -142,6 +144,9 @@ def test_what_goes_with_a_cache_alone_and_what_is_neither_is_refused(answers, tm
 def test_an_unknown_video_gets_the_likely_ones(cache, capsys):
     assert inspect.main([str(cache.store), "bad.mp"]) == 2
     assert "did you mean bad.mp4?" in " ".join(capsys.readouterr().err.split())
+    page = Path(str(cache.store)).parent / "page.html"
+    assert inspect.main([str(cache.store), f"videos/{VIDEO}", "--html", str(page)]) == 2
+    assert f"did you mean {VIDEO}?" in " ".join(capsys.readouterr().err.split()) and not page.exists()
     assert inspect.main([str(cache.store), "nothing of the kind"]) == 2
     assert "did you mean" not in capsys.readouterr().err
 

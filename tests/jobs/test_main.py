@@ -1,6 +1,8 @@
 """``gstep-cache``: every command by its name, versions, and a folder whose files hide this package."""
 
+import shutil
 import subprocess
+import sys
 from importlib import import_module
 
 import pytest
@@ -48,6 +50,28 @@ def test_only_the_command_that_is_named_is_imported_and_the_current_folder_comes
     assert last == str(tmp_path)
     assert "jobs.verify" in loaded and "jobs.prune" not in loaded
     assert {name.split(".")[0] for name in loaded} == {"jobs"}
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, ""])
+def test_a_python_without_the_packages_is_told_of_the_environment_that_has_them(name):
+    module = COMMANDS[name][0].removesuffix(".__main__") if name else "jobs"
+    done = run_python("-S", "-m", module, "--help", env={})  # -S: no packages but Python's own
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(
+        f"error: {sys.executable} is not the environment of gstep-cache: it lacks rich, numpy"
+    )
+    made = (ROOT / ".venv").exists()
+    assert (f"source {ROOT / '.venv'}/bin/activate" if made else f"cd {ROOT} && python3 -m venv .venv") in done.stderr
+
+
+def test_an_environment_that_is_made_already_is_named(tmp_path):
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
+    for made in False, True:
+        if made:
+            (tmp_path / ".venv").mkdir()
+        done = run_python("-S", "-m", "jobs.inspect", "cache", cwd=tmp_path, env={})
+        assert (f"source {tmp_path}/.venv/bin/activate" in done.stderr) == made
+        assert (f"cd {tmp_path} && python3 -m venv .venv && .venv/bin/pip install -e" in done.stderr) != made
 
 
 @pytest.mark.parametrize("hiding", ["pipeline.py", "gstep.py", "pipeline/__init__.py"])

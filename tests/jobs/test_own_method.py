@@ -82,6 +82,7 @@ def test_a_run_records_it_and_who_reads_the_cache_needs_no_such_module(mine, tmp
     assert done.returncode == 0, done.stdout
     held = json.loads((cache / "cache.json").read_text())["identity"]["pruner"]
     declares = {"nested": True, "merges": False, "exact": True, "reorders": False}
+    assert held.pop("code").startswith("blake2b:")
     assert held == {"method": "mine:Mine", "params": {"p": 1.0}, "declares": declares}
     stored = TokenCache(cache).get("bikes.mp4", order="selection")
     norms = stored.tokens.double().norm(p=1, dim=1)

@@ -1,12 +1,16 @@
 """The examples of ``pipeline/examples`` run as they stand; own_llm.py in cache/test_own_llm.py, own_stages.py in
 test_from_python.py."""
 
+import itertools
+from contextlib import suppress
+
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import torch
 
 from tests.examples import run_example
 from tests.paths import ROOT
-from tests.pipeline.asking import tiny_cache
+from tests.pipeline.datasets.caches import make_shards
 from tests.pipeline.videos import sample
 
 
@@ -23,8 +27,30 @@ def test_a_video_becomes_a_picture_of_what_was_kept(tmp_path, monkeypatch, capsy
     assert plt.imread("kept.png").std() > 0.1
 
 
-def test_a_probe_learns_from_a_cache(tmp_path, capsys):
-    tiny_cache(tmp_path / "cache", ("a", "b", "c"))
-    run_example("pipeline/examples/train.py", tmp_path / "cache")
-    errors = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+def test_a_probe_learns_from_a_cache_and_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+    make_shards(tmp_path / "cache")
+    run_example("pipeline/examples/train.py", tmp_path / "cache", tmp_path / "probe.pt")
+    lines = capsys.readouterr().out.splitlines()
+    errors = [float(line.split()[-1]) for line in lines]
     assert len(errors) == 20 and errors[-1] < errors[0]
+    # Stopped where saving fails, in the middle of an epoch and behind its end, and gone on with.
+    save, left = torch.save, iter((4, 1, 0, 100))
+    for saves in left:
+        monkeypatch.setattr(torch, "save", stopping(save, saves))
+        with suppress(KeyboardInterrupt):
+            run_example("pipeline/examples/train.py", tmp_path / "cache", tmp_path / "again.pt")
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def stopping(save, n_saves: int):
+    """Return ``save``, which works so many times."""
+    left = itertools.repeat(None, n_saves)
+
+    def limited(*arguments):
+        try:
+            next(left)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+        save(*arguments)
+
+    return limited

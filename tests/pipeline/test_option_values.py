@@ -2,10 +2,13 @@
 
 import pytest
 
+from jobs.reprune import RepruneConfig
 from pipeline.errors import UsageError
 from pipeline.evaluate.config import EvaluateConfig
+from pipeline.generate.config import GenerateConfig
 from pipeline.options import config_of
 from pipeline.prune.config import PruneConfig
+from pipeline.serve.config import ServeConfig
 
 
 def test_options_are_those_of_the_command_in_pythons_types(tmp_path):
@@ -41,3 +44,18 @@ def test_a_share_may_be_a_percentage(given, ratio):
 def test_other_options_and_values_are_refused_by_name(options, said):
     with pytest.raises(UsageError, match=said):
         config_of(PruneConfig, "f", options)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (PruneConfig, {"retention_ratio": 25}),
+        (GenerateConfig, {"questions": "q.jsonl", "retention_ratio": 25}),
+        (EvaluateConfig, {"benchmark": "shapes", "retention_ratio": [0.1, 25]}),
+        (RepruneConfig, {"whole": "w", "out": "o", "retention_ratio": 25}),
+        (ServeConfig, {"cache": "c", "retention_ratio": 25}),
+    ],
+)
+def test_a_percentage_without_its_sign_is_named(config, options):
+    with pytest.raises(UsageError, match=r"--retention-ratio must be in \(0, 1\], got 25(.0)?; did you mean 25%\?"):
+        config(**options)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.protocols import LETTER
 from pipeline.generate.questions import AnswerMode, read_questions
-from pipeline.inputs.tables import UserRow
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 
 _MODE = AnswerMode(Decoding(max_new_tokens=LETTER.max_new_tokens), LETTER.choices)
@@ -97,8 +95,7 @@ def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
 
     Raises QuestionsError that says ``where``.
     """
-    extra = json.loads(row.get("question_extra") or "{}")
-    options, split = tuple(row.get("choices", ())), _label(extra, "split", where)
+    options, split = tuple(row.get("choices", ())), _label(row, "split", where)
     return Item(
         question_id=row["question_id"],
         video_ids=tuple(row["video_ids"]),
@@ -107,7 +104,7 @@ def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
         answer=_right(row["target"], options) if options else None,
         expected=row["target"],
         splits={"split": split} if split else {},
-        cluster=_label(extra, "cluster", where),
+        cluster=_label(row, "cluster", where),
     )
 
 
@@ -146,9 +143,9 @@ def _right(answer: str, options: Sequence[str]) -> int | None:
     return next((index for index in means if index is not None), None)
 
 
-def _label(extra: UserRow, name: str, where: str) -> str:
-    """Return a cell as text, "" where empty. Raises QuestionsError unless it is text or a whole number."""
-    value = extra.get(name)
+def _label(row: Mapping[str, object], name: str, where: str) -> str:
+    """Return a carried column as text, "" where empty. Raises QuestionsError unless it is text or a whole number."""
+    value = row.get(name)
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):

@@ -13,7 +13,7 @@ from pipeline.cache.header import read_header
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import RunFailed, UnknownVideo, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
-from pipeline.evaluate.lmms.questions import CachedIds, LmmsQuestion
+from pipeline.evaluate.lmms.questions import LMMS_SCHEMA, CachedIds, LmmsQuestion
 from pipeline.generate.answerer import Answerer, group_by_videos, pack_blocks, unpack_answers
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.questions import QUESTION_SCHEMA
@@ -79,7 +79,7 @@ class CachedReplies:
         """
         system = self._config.system
         rows = [one.row(video_id, system) for one, video_id in zip(asked, self._videos(asked), strict=True)]
-        table = pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
+        table = pa.Table.from_pylist(rows, schema=LMMS_SCHEMA)
         with explain_flags():
             self._run(table).run()
         given = self._given(table)

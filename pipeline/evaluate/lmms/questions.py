@@ -5,16 +5,17 @@ The prompt stays as it came. The video follows from the document's fields alone,
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+import pyarrow as pa
+
 from gstep.language import Decoding
 from pipeline.errors import UsageError
-from pipeline.generate.questions import AnswerMode, seed_for
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, seed_for
 from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.rows import JsonObject
 
@@ -22,6 +23,7 @@ MAX_NEW_TOKENS = 1024  # the default of lmms-eval's llava_onevision for tasks wi
 # Every task has it that names no other, and models are not meant to stop there: LLaVA-OneVision looks at no stop text
 # in lmms-eval, Qwen's simple classes leave this one out, and chat classes look at none.
 _EVERY_TASKS = "\n\n"
+LMMS_SCHEMA = pa.schema([*QUESTION_SCHEMA, pa.field("task", pa.string()), pa.field("doc_id", pa.int64())])
 _KNOWN = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample", "num_beams", "until")
 
 
@@ -48,13 +50,14 @@ class LmmsQuestion:
         return f"task {self.task}, document {self.doc_id}"
 
     def row(self, video_id: str, system: str | None) -> JsonObject:
-        """Return the question as a row of QUESTION_SCHEMA."""
+        """Return the question as a row of LMMS_SCHEMA."""
         return {
             "question_id": self.question_id,
             "video_ids": [video_id],
             "prompt": self.prompt,
             "decoding": AnswerMode(self.decoding, "generate", system).describe(),
-            "question_extra": json.dumps({"task": self.task, "doc_id": self.doc_id}),
+            "task": self.task,
+            "doc_id": self.doc_id,
         }
 
     def reply(self, answer: str) -> str:

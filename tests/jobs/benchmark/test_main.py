@@ -17,7 +17,7 @@ def test_help_loads_no_torch():
     ("argv", "said"),
     [
         (["selection", "--frames", "0"], "at least 1"),
-        (["selection", "--retention-ratios", "2"], "in (0, 1]"),
+        (["selection", "--retention-ratios", "2"], "in (0, 1], got 2.0; did you mean 2%?"),
         (["selection", "--inputs", "noise"], "noise"),
         (["read", "--folder", "no-such-folder"], "there is no folder no-such-folder"),
         (["serving", "--plot", "no-such-folder/ways.png"], "there is no folder"),

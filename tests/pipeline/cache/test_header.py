@@ -21,6 +21,7 @@ from pipeline.cache.header import (
     read_header_file,
 )
 from pipeline.errors import NotACache
+from pipeline.own_code import hash_code
 from pipeline.storage.stores import LocalStore
 
 HEADER = {"schema_version": 1, "identity": {"model": {"type": "m", "weights": "w"}}, "newline": None}
@@ -121,6 +122,7 @@ def test_one_from_outside_brings_what_it_declares(monkeypatch):
         "method": f"{__name__}:Own",
         "params": {"weights": 1.5},
         "declares": {"nested": False, "merges": True, "exact": True, "reorders": True},
+        "code": hash_code(Own),
     }
     monkeypatch.setitem(sys.modules, __name__, None)  # an import would fail
     assert declared_method({"pruner": described}) == DeclaredMethod(

@@ -112,7 +112,7 @@ def generated(cache: Path, out: Path, rows: Sequence[Mapping[str, Any]], replies
         failed_answer(one, QuestionFault("io", "why")) if reply == "-" else {**one, "status": "ok", "answer": reply}
         for one, reply in zip(asked, replies, strict=True)
     ]
-    commit_answers(store, "run", 0, answers)
+    commit_answers(store, "run", 0, answers, questions=job.questions)
     return str(out)
 
 

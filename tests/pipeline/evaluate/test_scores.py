@@ -168,7 +168,7 @@ def test_decode_warnings_reach_the_scores_and_one_line_of_them():
     table = score_table(items, {"none@1": ORIGINAL}, pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA), by("letter"))
     assert table["decode_warnings"].to_pylist() == [4, 0, None]
     assert warned_line(table) == (
-        "1 of 3 answers, about 1 videos, come from frames that were decoded with warnings and may be damaged"
+        "1 of 3 answers, about 1 videos (v), come from frames that were decoded with warnings and may be damaged"
     )
     assert warned_line(table.slice(1)) == ""
 

@@ -375,7 +375,9 @@ def test_an_answer_tells_the_decode_warnings_of_its_videos(cache, tmp_path):
     commit_answers(store, "run", 0, list(answers.values()))
     live = AnswersTable(store).live()
     summary = summarise_answers(live, 3, set(), 0.0)
-    assert summary.n_warned == 2 and "2 answers are about videos that were decoded with warnings" in str(summary)
+    assert (summary.n_warned, summary.n_warned_videos, summary.warned) == (2, 2, ["c + a + c", "c"])
+    said = " ".join(str(summary).split())
+    assert "2 answers are about videos that were decoded with warnings (c + a + c, c): their frames" in said
 
 
 def under(questions):

@@ -4,8 +4,11 @@ import json
 from datetime import timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from pipeline.cache.schema import write_parquet
+from pipeline.cache.table import small_name
 from pipeline.errors import CorruptShard, NotAnswers
 from pipeline.generate.answers import (
     ANSWER_SCHEMA,
@@ -119,3 +122,18 @@ def test_a_merge_that_cannot_be_is_told_of(store):
     said: list[str] = []
     try_merge_answers(store, 1, said.append)
     assert len(said) == 1 and "were not merged" in said[0] and len(AnswersTable(store).names()) == 4
+
+
+def test_rows_of_other_code_than_the_header_names_do_not_count_and_stay_when_files_are_merged(store):
+    """Rows without the column, as versions before wrote them, are of a header that names no code."""
+    names = [name for name in ANSWER_SCHEMA.names if name != "method_code"]
+    table = pa.Table.from_pylist([row(answer="before", attempts=3, run_id="r")], schema=ANSWER_SCHEMA).select(names)
+    data = write_parquet(table)
+    store.put(small_name("answers", "r", 0, data), data)
+    for number, code in enumerate("ab"):
+        commit_answers(store, "run", number, [row(answer=code, method_code=code)])
+    merge_answers(store, 0)
+    for code, answer in ((None, "before"), ("a", "a"), ("b", "b")):
+        method = {"method": "m:C", "params": {}, **({} if code is None else {"code": code})}
+        write_answers_header(store, {"pruner": method})
+        assert read_answers(str(store))["answer"].to_pylist() == [answer]

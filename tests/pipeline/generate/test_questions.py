@@ -26,14 +26,14 @@ def read(path, rows, way=WAY, limit=None):
 def test_every_kind_of_file_says_the_same(tmp_path, kind):
     first, second, third = read(tmp_path / f"q{kind}", ROWS)
     assert (first["question_id"], first["video_ids"], first["prompt"]) == ("7", ["a.mp4"], "What, then?")
-    assert json.loads(first["question_extra"]) == {"topic": "x"}
+    assert (first["topic"], second["topic"]) == ("x", None)
     assert json.loads(first["decoding"]) == {
         "method": "generate", "system": None, "max_new_tokens": 5, "temperature": 0.0
     }  # fmt: skip
     assert (second["video_ids"], second["choices"], second["prompt"]) == (
         ["a.mp4", "b.mp4"], ["é", "b, c"], 'A "quoted"\nline'
     )  # fmt: skip
-    assert json.loads(second["decoding"]) == {"method": "letter", "system": None} and second["question_extra"] is None
+    assert json.loads(second["decoding"]) == {"method": "letter", "system": None}
     decoding = json.loads(third["decoding"])
     assert decoding["system"] == "Be brief."
     drawn = Decoding(max_new_tokens=16, temperature=0.5, seed=4)
@@ -83,7 +83,11 @@ GOOD = {"question_id": 1, "video_id": "v", "prompt": "p"}
         ({**GOOD, "video_id": ""}, "video_id must be a video's id"),
         ({**GOOD, "video_id": []}, "video_id must be a video's id"),
         ({**GOOD, "video_id": ["v", 3]}, "video_id must be a video's id"),
-        ({"question_id": 1, "video_id": "v", "question": "p"}, "every row needs question_id, video_id and prompt"),
+        (
+            {"question_id": 1, "video": "v", "prompt": "p", "topic": 1},
+            "every row needs question_id, video_id and prompt; video_id (did you mean video?) is missing; "
+            "the row has: question_id, video, prompt, topic",
+        ),
         ({**GOOD, "choices": "yes or no"}, "choices must be a list of texts"),
         ({**GOOD, "choices": ["x"]}, "at least two"),
         ({**GOOD, "choices": ["x", ""]}, "choices must be a list of texts"),
@@ -165,7 +169,7 @@ def test_the_right_answer_is_kept_as_text_and_is_not_carried_along_twice(tmp_pat
         "B", "a dog, or two", " B ", "3", "-1", "0.5", None, None, None
     ]  # fmt: skip
     (row,) = read(tmp_path / "q.jsonl", [{**GOOD, "answer": "B", "topic": "x"}])
-    assert json.loads(row["question_extra"]) == {"topic": "x"}
+    assert row["topic"] == "x" and "answer" not in row
     assert "answer" not in row["decoding"]
 
 
@@ -208,7 +212,8 @@ def test_questions_at_hand_are_those_of_a_file(tmp_path, kind):
     ("given", "said"),
     [
         ([], "questions: there is no question in it"),
-        ([{"question_id": 1, "video_id": "a"}], "questions, row 0: prompt must be text"),
+        ([{"question_id": 1, "video_id": "a"}], "questions, row 0: .* prompt is missing; the row has: question_id, v"),
+        ([{"question_id": 1, "video_id": "a", "prompt": " "}], "questions, row 0: prompt must be text"),
         (["What?"], "questions, row 0: expected a dict with question_id, video_id and prompt, got str"),
         ("What?", "questions, row 0: expected a dict"),
         ({"question_id": 1}, "expected a list of dicts or a table"),

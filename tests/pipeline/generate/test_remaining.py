@@ -49,8 +49,8 @@ def live_of(job):
 
 def unanswered(job):
     """What a job is left to ask."""
-    prunings, cached = job.setup.prunings, job.forecast.cached
-    return remaining_questions(job.store, live_of(job), job.questions, prunings, job.options, cached)
+    codes, cached = dict.fromkeys(job.setup.prunings), job.forecast.cached
+    return remaining_questions(job.store, live_of(job), job.questions, codes, job.options, cached)
 
 
 @pytest.fixture
@@ -85,7 +85,9 @@ def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered
         job = job_of(rows, **options)
         return describe_answered(live_of(job), job.n_questions, unanswered(job), job.options)
 
-    assert said() == ["5 of 6 questions have their answers already, 4 of them as errors"]
+    assert said() == [
+        "5 of 6 questions have their answers already, 4 of them as errors (--retry-failed asks them again)"
+    ]
     assert said(retry_failed=True, max_attempts=2) == [
         "3 of 6 questions have their answers already, 2 of them as errors",
         "note: they have had their 2 attempts; raise --max-attempts for more",
@@ -136,7 +138,7 @@ def test_a_question_on_a_removed_video_costs_no_other_one(job_of, tmp_path):
 
 def test_a_question_that_is_the_same_has_no_difference(job_of):
     question = job_of().questions.to_pylist()[0]
-    answer = {**question, "status": "ok", "answer": "yes", "target": "no", "question_extra": "{}", "pruning": "none@1"}
+    answer = {**question, "status": "ok", "answer": "yes", "target": "no", "topic": "x", "pruning": "none@1"}
     assert describe_change(question, answer) is None  # a corrected answer, and what is carried along, ask nothing else
     assert describe_change({**question, "prompt": "q" * 200}, answer).startswith("ok: prompt was 'p', is 'qqq")
     assert len(describe_change({**question, "prompt": "q" * 200}, answer)) < 150
@@ -198,7 +200,7 @@ def test_rows_under_other_prunings_are_not_counted(grid_job, grid_answers):
     job = grid_job()
     assert under(live_of(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
     said = describe_answered(live_of(job), job.n_questions, unanswered(job), job.options)
-    assert said == ["2 of 6 questions have their answers already, 1 of them as errors"]
+    assert said == ["2 of 6 questions have their answers already, 1 of them as errors (--retry-failed asks them again)"]
 
 
 def test_a_question_that_changed_under_one_pruning_is_refused(grid_job, grid_answers):

@@ -55,7 +55,7 @@ def test_counts_failures_and_the_first_questions_are_shown(tmp_path):
     assert f"{SHOWN + 2} answered, 1 failed" in said and "hub:x@1" in said and "gstep at 0.25" in said
     assert "failed: io" in said and "it cannot be read" in said and "--retry-failed" in said
     assert "q00" in said and f"q{SHOWN:02}" not in said and "... and 3 more" in said
-    assert next(line for line in said.splitlines() if "q00" in line).split("│")[2:] == [" this       ", " [/b]   "]
+    assert next(line for line in said.splitlines() if "q00" in line).split("│")[3:] == [" this       ", " [/b]   "]
 
 
 def test_a_question_is_shown_whole_under_each_pruning(tmp_path):

@@ -57,6 +57,13 @@ def test_the_first_lines_name_the_method_and_the_model_with_a_long_hash_cut(cach
     assert f"<b>llava, {shown}</b>, pruned with <b>gstep</b>" in html and f"llava  {weights}" in html
 
 
+def test_captions_that_a_tar_carried_are_on_the_page_and_break_nothing(decoded, tmp_path):
+    carried = {"txt": "a <b>bike</b> by a lake", "json": {"id": 7}}
+    html = video_page(build(tmp_path / "c", decoded, manifest=json.dumps(carried)), VIDEO).html
+    assert "<dt>txt</dt><dd>a &lt;b&gt;bike&lt;/b&gt; by a lake</dd>" in html
+    assert "<dt>json</dt><dd>{&#34;id&#34;: 7}</dd>" in html
+
+
 def test_the_page_refers_to_nothing_outside(page):
     html = page.read_text()
     references = re.findall(r"(?:src|href|action|poster)\s*=\s*[\"']?([^\"'\s>]+)|url\(([^)]*)\)|@import", html)

@@ -1,5 +1,6 @@
 """What the terminal shows of a cache and of one video."""
 
+import json
 from datetime import timedelta
 
 import pytest
@@ -44,6 +45,13 @@ def test_a_video_is_shown_frame_by_frame(cache):
     assert [int(line[4]) for line in cells[-FRAMES:]] == row["kept_per_frame"]
     assert [int(line[1]) for line in cells[-FRAMES:]] == row["frame_indices"]
     assert "156 of 1568 tokens kept (9.9%)" in shown(video_report(cache, VIDEO, 0.10))
+
+
+def test_what_a_list_or_a_tar_carried_is_shown_with_the_video(decoded, tmp_path):
+    carried = {"txt": "A [bike]\nby a lake", "json": {"id": 7}, "missing": None}
+    cache = build(tmp_path / "c", decoded, manifest=json.dumps(carried))
+    text = " ".join(shown(video_report(cache, VIDEO)).split())
+    assert 'txt A [bike] by a lake json {"id": 7} run' in text and "missing" not in text
 
 
 def test_a_failed_video_is_shown_with_its_fault(cache):

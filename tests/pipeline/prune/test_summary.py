@@ -12,7 +12,8 @@ from pipeline.cache.header import made_with
 from pipeline.cache.live import Ledger
 from pipeline.cache.merging import merge
 from pipeline.errors import FAULTS, VideoFault
-from pipeline.prune.summary import render, summarise
+from pipeline.prune.summary import Summary, render, summarise
+from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 
 SHAPE = (4, 25, 16)  # 100 tokens, of which 25 are kept
@@ -92,6 +93,32 @@ def test_it_is_shown_with_the_remedies(ledger):
     assert "this run" not in shown(summarise(ledger))
 
 
+def test_the_first_videos_with_warnings_are_named_in_the_order_of_the_list(tmp_path):
+    store = write_header(tmp_path)
+    videos = [encoded(f"v{i}", random_tokens(i, SHAPE), 0.25, "gstep", decode_warnings=i % 2) for i in range(12)]
+    write_shard(store, "r1", *videos[:6], encoded_failure("bad", VideoFault("corrupt", "x"), decode_warnings=1))
+    write_shard(store, "r2", *videos[6:])
+    for ledger in (Ledger(store).refresh(), merged(store)):
+        summary = summarise(ledger, manifest("bad", *(f"v{i}" for i in reversed(range(12)))))
+        assert (summary.n_warned, summary.warned) == (6, ["v11", "v9", "v7"])
+        assert "6 videos decoded with warnings (v11, v9, v7 and 3 more): their frames" in shown(summary)
+
+
+PAGE = (ROOT / "pipeline/prune/README.md").read_text()
+
+
+def test_the_page_explains_every_line_of_the_summary():
+    most = Summary(
+        n_videos=1, n_ok=1, failures={}, examples={}, n_missing=0, n_new=1, n_new_failed=0, wall_s=1.0, n_waiting=1,
+        tokens_in=1, tokens_kept=1, token_bytes=1, seconds={"decode": 1.0}, n_warned=1, warned=["v"],
+        other_decoder={"why": 1}, remarks=dict.fromkeys(("hdr", "stretched", "uneven", "shared"), 1), n_removed=1,
+        fetched_bytes=1, n_lost=1, lost=["v"], left_out={"txt": 1}, facts={"encoder_busy": 0.5, "decode_core_s": 1.0},
+    )  # fmt: skip
+    names = [line[: len("from stores")].strip() for line in str(most).splitlines()]
+    assert {"videos", "from stores", "lost", "its pace", "positions"} <= {*names}
+    assert [name for name in names if name and f"| {name} |" not in PAGE] == []
+
+
 def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
     missing, other = "decord: ModuleNotFoundError: No module named 'decord'", "decord: IndexMismatch: it is rotated"
     counted = "decord: IndexMismatch: of H.264 the decoder counts {} frames, the file lists 250"
@@ -119,7 +146,7 @@ def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
         lines = shown(summary)
         for said in (
             f"5 videos by another decoder than asked, because {missing} (2); ",
-            "warnings 1 videos decoded with warnings",
+            "warnings 1 videos decoded with warnings (v5): their frames may be damaged",
             "2 videos in HDR (PQ or HLG), 1 videos of pixels that are not square: taken as they are stored",
             "2 videos of unevenly spaced frames, 1 videos whose patches share positions",
         ):

@@ -150,6 +150,14 @@ def test_a_developer_is_the_system(cache):
     assert torch.equal(*ids)
 
 
+def test_a_client_learns_no_ids_of_other_videos(cache):
+    with pytest.raises(UnknownVideo, match=r"did you mean dir/b\.mp4"):
+        TokenCache(cache).get("b.mp4")
+    with pytest.raises(UnknownVideo) as refused:
+        built(served(cache), [user(video("cache://b.mp4"), text("x"))])
+    assert str(refused.value) == "'b.mp4' is not in the cache"
+
+
 def test_a_video_that_was_added_since_is_found_after_a_while(cache):
     prompts = served(cache, refresh_seconds=0.1)
     asked = [user(video("cache://new"), text("x"))]

@@ -119,6 +119,8 @@ def test_ids_without_a_row_never_get_one(store, whole):
     done = remove_videos(store, ["x", "bad"], "takedown 17", print, NOW)
     assert done.unknown == ["x"] and "1 of the videos had no row" in list(done.lines())[-1]
     assert_removed(store, whole, "x", "bad")
+    done = remove_videos(store, ["bad.mp4", "d.mp4"], "takedown 17", print, NOW)  # "bad" is removed: nobody means it
+    assert done.likely == {"d.mp4": ["d"]} and "d.mp4 was not there; did you mean d?" in list(done.lines())[-1]
 
 
 def test_whatever_is_interrupted_the_next_one_ends(whole, tmp_path):

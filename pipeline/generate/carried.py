@@ -1,0 +1,102 @@
+"""The columns of a user's questions that nothing here reads: answers keep them beside their own columns."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.errors import QuestionsError
+from pipeline.inputs.tables import UserRow, UserValue, is_text, shown_as
+
+_PREFIX = "question_"  # of a carried column whose name the answers need for a column of their own
+
+
+def carried_columns(
+    rows: Sequence[UserRow], own: Collection[str], types: Mapping[str, pa.DataType]
+) -> dict[str, pa.Array]:
+    """Return the columns of user's rows that are carried along, by the names that they have in the answers.
+
+    A column keeps its type. Values of several types, and values that Parquet cannot hold, become text.
+
+    Args:
+        rows: of each question the columns that nothing here reads.
+        own: names that the answers have for columns of their own.
+        types: of the carried columns, where their file or table says them.
+
+    Raises QuestionsError where two columns would get one name, or where a name is no text.
+    """
+    names = list(dict.fromkeys([*types, *(name for row in rows for name in row)]))
+    new_names = {name: f"{_PREFIX}{name}" if name in own else str(name) for name in names}
+    for name, new_name in new_names.items():
+        if not is_text(new_name):
+            raise QuestionsError(f"the column {name!r} has a name that is not valid text: rename it")
+        if new_name in own or list(new_names.values()).count(new_name) > 1:
+            raise QuestionsError(
+                f"the column {name!r} would be {new_name!r} in the answers, which is the name of another column: "
+                "rename it"
+            )
+    return {new: _as_column([row.get(name) for row in rows], types.get(name)) for name, new in new_names.items()}
+
+
+def _as_column(values: Sequence[UserValue], declared: pa.DataType | None) -> pa.Array:
+    """Return values as a column of the ``declared`` type, else of the type that all of them have, else as text."""
+    if declared is not None and pa.types.is_dictionary(declared):
+        declared = declared.value_type
+    for kind in () if declared is None else (declared,), ():
+        try:
+            array = pa.array(values, *kind)
+            pq.write_table(pa.table({"": array.slice(0, 0)}), io.BytesIO())
+        except (pa.ArrowException, ValueError, TypeError, OverflowError):
+            continue
+        # Arrow adds to each nested value the keys that other rows have.
+        if kind or not pa.types.is_nested(array.type) or array.to_pylist() == list(values):
+            return array
+    return pa.array([None if value is None else _as_text(value) for value in values], pa.string())
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as text: text as it is, and any other value as JSON."""
+    return value if isinstance(value, str) and is_text(value) else json.dumps(value, default=shown_as)
+
+
+def add_carried(answers: pa.Table, questions: pa.Table, own: Collection[str]) -> pa.Table:
+    """Return answers with the columns that their questions carry, which are those besides ``own``."""
+    names = [name for name in questions.column_names if name not in own]
+    if not names:
+        return answers
+    places = pc.index_in(answers["question_id"], value_set=questions["question_id"].combine_chunks())
+    for name in names:
+        answers = answers.append_column(questions.schema.field(name), questions[name].take(places))
+    return answers
+
+
+def concat_answers(tables: Sequence[pa.Table]) -> pa.Table:
+    """Join tables of answers whose questions came from several files.
+
+    A column that one of the files lacks is null there. A column of several types becomes the wider type, else text.
+    """
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException:
+        pass
+    types: dict[str, set[pa.DataType]] = {}
+    for table in tables:
+        for field in table.schema:
+            types.setdefault(field.name, set()).add(field.type)
+    differing = {name for name, kinds in types.items() if len(kinds - {pa.null()}) > 1}
+    return pa.concat_tables([_with_texts(table, differing) for table in tables], promote_options="permissive")
+
+
+def _with_texts(table: pa.Table, names: Collection[str]) -> pa.Table:
+    """Return a table with these of its columns as text."""
+    for place, name in enumerate(table.column_names):
+        if name in names:
+            texts = [None if value is None else _as_text(value) for value in table[name].to_pylist()]
+            table = table.set_column(place, name, pa.array(texts, pa.string()))
+    return table

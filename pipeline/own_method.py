@@ -1,0 +1,73 @@
+"""Calls of a pruning method that may be the user's own: a bug of its code is told apart, and ends a run soon.
+
+A bug that one video shows is the fault of that video's row. A method that has pruned no video yet in this process, and
+fails at the same line for drawn tokens of another shape too, would fail for all videos.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gstep import PrunedTokens, VisualTokens
+from gstep.errors import is_out_of_memory
+from gstep.evidence import EVIDENCE_SHAPES
+from gstep.pruners.base import Pruner
+from pipeline.errors import MethodFails, OwnCodeError
+from pipeline.own_code import locate_own_error
+
+_DRAWN_FRAMES = (8, 4)  # of the drawn tokens; the second where the video has as many as the first
+_worked: set[type[Pruner]] = set()  # methods that have pruned a video in this process
+
+
+def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> PrunedTokens:
+    """Prune as ``pruner.prune``, which raises what it raises for a method of this package.
+
+    Raises OwnCodeError where the code of a user's own method fails, MethodFails where it would for every video.
+    """
+    kind = type(pruner)
+    try:
+        pruned = pruner.prune(visual, retention_ratio, seed=seed)
+    except Exception as error:
+        place = locate_own_error(error, kind)
+        if place is None or is_out_of_memory(error) or _may_be_the_gpus(error):
+            raise
+        said = f"{place}: {type(error).__name__}: {error}, in the method {kind.__module__}:{kind.__qualname__}"
+    else:
+        _worked.add(kind)
+        return pruned
+    if kind not in _worked and _place_with_drawn_tokens(pruner, visual, retention_ratio, seed) == place:
+        raise MethodFails(f"{said}. It fails for drawn tokens too, so no video was tried after this: correct it")
+    raise OwnCodeError(said)
+
+
+def _may_be_the_gpus(error: Exception) -> bool:
+    """Return whether an error says that the GPU failed, or the GPU does so when it is asked."""
+    if "CUDA error" in str(error) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "CUDA error" in str(error)
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # noqa: BLE001 - whatever it is, the next kernel would raise it too
+        return True
+    return False
+
+
+def _place_with_drawn_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> str | None:
+    """Return FILE:LINE of the failure of a method for drawn tokens and evidence of another number of frames."""
+    n_frames, per_frame, hidden = visual.tokens.shape
+    drawn = next(count for count in _DRAWN_FRAMES if count != n_frames)
+    sizes = {"T": drawn, "T*N": drawn * per_frame}
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(drawn, per_frame, hidden, generator=generator).to(visual.tokens)
+    evidence = {
+        name: torch.rand(
+            [sizes.get(axis, size) for axis, size in zip(EVIDENCE_SHAPES[name], values.shape, strict=True)],
+            generator=generator,
+        ).to(values)
+        for name, values in visual.evidence.items()
+        if name in EVIDENCE_SHAPES
+    }
+    try:
+        pruner.prune(VisualTokens(tokens, evidence), retention_ratio, seed=seed)
+    except Exception as error:  # noqa: BLE001 - code of the user's
+        return locate_own_error(error, type(pruner))
+    return None

@@ -1,0 +1,310 @@
+"""A method of one's own whose code changes between two runs: refused, or all done again, never mixed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import ray
+import torch
+
+from jobs import evaluate, generate, inspect, merge, prune, remove, reprune, verify
+from pipeline import TokenCache
+from pipeline.cache.header import read_header
+from pipeline.generate.answers import read_answers
+from pipeline.prune.run import PruneRun
+from pipeline.runner.prefork.server import start_server
+from tests.jobs.faults import tiny_videos
+from tests.jobs.jobs import environment, run_here
+from tests.paths import ROOT
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.rays import growing_ray
+
+pytestmark = pytest.mark.slow
+
+METHOD = '''
+"""A method."""
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gstep.pruners.base import Pruner, Selection
+
+LARGEST_FIRST = True
+
+
+def rank(tokens):
+    return tokens.flatten(0, 1).double().norm(dim=1).argsort(descending=LARGEST_FIRST, stable=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Pruner):
+    name: ClassVar[str] = "mine"
+    nested: ClassVar[bool] = True
+
+    def select(self, visual, budget, ratio, seed):
+        return Selection(rank(visual.tokens)[:budget])
+'''
+SMALLEST = METHOD.replace("LARGEST_FIRST = True", "LARGEST_FIRST = False")
+
+
+class Own:
+    """The module ``norms`` of a user, which changes while this process lives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "norms.py"
+        self.write(METHOD)
+
+    def write(self, code: str) -> None:
+        """Write the module, as if this process had begun after that."""
+        self.file.write_text(code)
+        shutil.rmtree(self.file.parent / "__pycache__", ignore_errors=True)
+        sys.modules.pop("norms", None)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The folder of the module, which this process and the workers of a cluster find."""
+    folder = tmp_path_factory.mktemp("own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("PYTHONPATH", f"{ROOT}:{folder}")  # of the workers
+        server, path = start_server(), os.environ["PYTHONPATH"]
+        patch.setattr("tests.pipeline.rays.fork_server", lambda: server)
+        patch.setattr("tests.pipeline.rays.environment", partial(environment, PYTHONPATH=path))
+        with growing_ray({"num_cpus": 2}):
+            yield folder
+    assert not ray.is_initialized()
+
+
+@pytest.fixture
+def own(place) -> Own:
+    return Own(place)
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("videos")
+    tiny_videos(folder, 3)
+    return folder
+
+
+def pruned(videos: Path, out: Path, *options: str, code: int = 0) -> str:
+    """What the command says."""
+    argv = [str(videos), "--out", str(out), "--num-frames", "2", "--pruner", "norms:Mine", *options]
+    done = run_here(prune, argv)
+    assert done.returncode == code, done.stdout
+    return " ".join(done.stdout.split())
+
+
+def kept_largest(out: Path) -> set[bool]:
+    """Whether the first token of each video is larger than the last one."""
+    cache = TokenCache(out)
+    norms = [cache.get(name, order="selection").tokens.double().norm(dim=1) for name in cache.video_ids]
+    return {bool(norm[0] > norm[-1]) for norm in norms}
+
+
+def test_other_code_is_refused_with_its_file_and_redo_makes_the_whole_cache_again(own, videos, tmp_path, monkeypatch):
+    """A redo that is stopped half way leaves a cache of one code, too."""
+    out = tmp_path / "c"
+    pruned(videos, out)
+    assert kept_largest(out) == {True}
+    first = read_header(TokenCache(out).store)["identity"]["pruner"]["code"]
+    own.write(METHOD.replace('"""A method."""', "# Another comment\n\n"))
+    assert "nothing to do" in pruned(videos, out)
+
+    own.write(SMALLEST)
+    said = pruned(videos, out, code=2)
+    assert f"norms:Mine in {own.file}" in said and "--on-changed redo, or name another --out" in said
+    (videos / "v999.mp4").write_bytes((videos / "v000.mp4").read_bytes())
+    assert "other code" in pruned(videos, out, code=2)  # nothing is put beside what the old code made
+    (videos / "v999.mp4").unlink()
+    (tmp_path / "ids.txt").write_text("v002.mp4")
+    gone = [str(out), "--ids", str(tmp_path / "ids.txt"), "--reason", "rights", "--keep-minutes", "0"]
+    assert run_here(remove, gone).returncode == 0
+    pruned(videos, out, "--on-changed", "redo", "--dry-run")
+    assert kept_largest(out) == {True}
+    alone = pruned(videos / "v000.mp4", out, "--on-changed", "redo", code=2)
+    assert "holds 1 videos that" in alone and "e.g. v001.mp4: name them too, or another --out" in alone
+
+    with monkeypatch.context() as patch:
+        commit = PruneRun.commit
+        patch.setattr(PruneRun, "commit", lambda run, number, rows: commit(run, number, rows) if not number else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pruned(videos, out, "--on-changed", "redo", "--videos-per-shard", "1")
+    assert len(TokenCache(out).video_ids) == 1 and kept_largest(out) == {False}
+
+    said = pruned(videos, out)  # what was begun anew goes on without a word
+    assert "1 videos in" in said and kept_largest(out) == {False}
+    cache = TokenCache(out)
+    assert cache.video_ids == ["v000.mp4", "v001.mp4"] and not cache.foreign_files
+    assert cache.metadata("v002.mp4")["status"] == "removed"
+    assert cache.identity["pruner"]["code"] != first
+    assert "nothing to do" in pruned(videos, out)
+    checked = run_here(verify, [str(out)])
+    assert checked.returncode == 0, checked.stdout
+
+
+@pytest.fixture
+def whole(tmp_path) -> Path:
+    tiny_cache(tmp_path / "whole", ("a", "b"), ratio=1.0, method="none")
+    return tmp_path / "whole"
+
+
+ASKED = [
+    {"question_id": name, "video_id": name, "prompt": "Which?", "choices": ["x", "y", "z"], "answer": "x"}
+    for name in ("a", "b")
+]
+
+
+def scored(out: Path) -> dict[tuple[str, str], tuple[list[float], str]]:
+    rows = read_answers(out / "answers").to_pylist()
+    return {(row["pruning"], row["question_id"]): (row["choice_scores"], row["run_id"]) for row in rows}
+
+
+def test_an_evaluation_asks_only_what_the_changed_method_had_answered(own, whole, tmp_path):
+    questions, out = write_questions(tmp_path / "q.jsonl", ASKED), tmp_path / "r"
+    argv = ["--benchmark", str(questions), "--cache", str(whole), "--out", str(out), "--draws", "100"]
+    argv += ["--method", "gstep", "norms:Mine", "--retention-ratio", "0.1"]
+
+    def evaluated(*options: str, code: int = 0) -> str:
+        done = run_here(evaluate, [*argv, *options])
+        assert done.returncode == code, done.stdout
+        return " ".join(done.stdout.split())
+
+    evaluated()
+    first = scored(out)
+    own.write(SMALLEST)
+    said = evaluated(code=2)
+    assert f"norms:Mine in {own.file}" in said and "--on-changed redo" in said
+    assert scored(out) == first
+    evaluated("--on-changed", "redo")
+    second = scored(out)
+    mine = {key for key in first if key[0] == "norms:Mine@0.1"}
+    assert len(mine) == 2 and all(second[key][0] != first[key][0] for key in mine)
+    assert {key: second[key] for key in second.keys() - mine} == {key: first[key] for key in first.keys() - mine}
+    assert "nothing to do" in evaluated() and scored(out) == second
+    own.write(METHOD)  # the answers of this code are still there
+    assert "nothing to do" in evaluated("--on-changed", "redo") and scored(out) == first
+    assert "nothing to do" in evaluated()
+
+
+def test_answers_of_one_method_are_asked_again_as_a_whole(own, whole, tmp_path):
+    questions, out = write_questions(tmp_path / "q.jsonl", ASKED), tmp_path / "answers"
+    argv = [str(whole), "--questions", str(questions), "--out", str(out), "--pruner", "norms:Mine"]
+    argv += ["--retention-ratio", "0.1"]
+    assert run_here(generate, argv).returncode == 0
+    first = scored(tmp_path)
+    own.write(SMALLEST)
+    refused = run_here(generate, argv)
+    assert refused.returncode == 2 and "--on-changed redo" in refused.stdout
+    assert run_here(generate, [*argv, "--on-changed", "redo"]).returncode == 0
+    second = scored(tmp_path)
+    assert first.keys() == second.keys() and all(second[key][0] != first[key][0] for key in first)
+
+
+def test_a_repruned_cache_is_made_again_by_other_code(own, whole, tmp_path):
+    out = tmp_path / "small"
+    argv = [str(whole), "--out", str(out), "--pruner", "norms:Mine", "--retention-ratio", "0.25"]
+    assert run_here(reprune, argv).returncode == 0
+    assert kept_largest(out) == {True}
+    own.write(SMALLEST)
+    refused = run_here(reprune, argv)
+    assert refused.returncode == 2 and f"norms:Mine in {own.file}" in " ".join(refused.stdout.split())
+    assert run_here(reprune, [*argv, "--on-changed", "redo"]).returncode == 0
+    assert kept_largest(out) == {False} and not TokenCache(out).foreign_files
+    fresh = [str(whole), "--out", str(tmp_path / "other"), "--pruner", "norms:Mine", "--retention-ratio", "0.25"]
+    own.write(METHOD)
+    assert run_here(reprune, fresh).returncode == 0
+    mixed = run_here(merge, [str(out), str(tmp_path / "other"), "--out", str(tmp_path / "both")])
+    assert mixed.returncode == 2 and "pruner.code" in mixed.stdout
+
+
+def test_a_cache_that_does_not_say_its_code_is_gone_on_with_and_redo_makes_it_say(own, videos, tmp_path):
+    """As versions before wrote it."""
+    out = tmp_path / "c"
+    pruned(videos, out)
+    store = TokenCache(out).store
+    header = read_header(store)
+    del header["identity"]["pruner"]["code"]
+    shutil.rmtree(out)
+    tiny_cache(out, ("v000.mp4",), **{"identity": header["identity"], "deepstack_levels": 0})
+    assert run_here(inspect, [str(out)]).returncode == 0
+    assert "2 videos in" in pruned(videos, out, "--on-changed", "skip")
+    assert len(TokenCache(out).video_ids) == 3 and not TokenCache(out).foreign_files
+    assert "code" not in read_header(store)["identity"]["pruner"]
+    pruned(videos, out, "--on-changed", "redo")
+    assert "code" in read_header(store)["identity"]["pruner"] and len(TokenCache(out).video_ids) == 3
+
+
+BUG = METHOD.replace("return tokens.flatten", "tokens = tokens.flipp(0)\n    return tokens.flatten")
+LINE = BUG[: BUG.index("tokens.flipp")].count("\n") + 1
+
+
+def test_a_bug_in_a_method_ends_the_run_at_its_first_video_with_file_and_line(own, videos, whole, tmp_path):
+    own.write(BUG)
+    said = pruned(videos, tmp_path / "c", code=1)
+    (why,) = re.findall("failed: (.*)", said)
+    assert f"{own.file}:{LINE}: AttributeError: 'Tensor' object has no attribute 'flipp', in the method norms" in why
+    questions, out = write_questions(tmp_path / "q.jsonl", ASKED), tmp_path / "answers"
+    argv = [str(whole), "--questions", str(questions), "--out", str(out), "--pruner", "norms:Mine"]
+    argv += ["--retention-ratio", "0.1"]
+    done = run_here(generate, argv)
+    assert done.returncode == 1 and f"{own.file}:{LINE}: AttributeError" in done.stdout
+    done = run_here(reprune, [str(whole), "--out", str(tmp_path / "small"), "--pruner", "norms:Mine"])
+    assert done.returncode == 1 and f"{own.file}:{LINE}: AttributeError" in done.stdout
+
+    own.write(METHOD)  # the same commands go on: nothing was made with the bug
+    pruned(videos, tmp_path / "c")
+    assert kept_largest(tmp_path / "c") == {True}
+    assert run_here(generate, argv).returncode == 0
+
+
+DECODER = """
+from pipeline.video.decoders import PyavDecoder
+
+SHADE = 1
+
+
+class Shaded(PyavDecoder):
+    version = "1"
+
+    def read(self, indices):
+        for frames in super().read(indices):
+            yield frames // SHADE
+"""
+
+
+def test_videos_that_other_code_of_a_decoder_read_are_refused_skipped_or_read_again(own, videos, tmp_path):
+    file, out = own.file.with_name("shades.py"), tmp_path / "c"
+    argv = [str(videos), "--out", str(out), "--num-frames", "2", "--decoder", "shades:Shaded"]
+
+    def read(code: str, *options: str) -> CompletedProcess[str]:
+        file.write_text(code)
+        shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
+        sys.modules.pop("shades", None)
+        return run_here(prune, [*argv, *options])
+
+    def tokens() -> torch.Tensor:
+        return TokenCache(out).get("v000.mp4").tokens
+
+    assert read(DECODER).returncode == 0
+    first = tokens()
+    assert "nothing to do" in read(f"# the same\n{DECODER}").stdout
+    darker = DECODER.replace("SHADE = 1", "SHADE = 4")
+    refused = read(darker)
+    assert refused.returncode == 2 and "v000.mp4: shades:Shaded, which read it, has other code now" in refused.stdout
+    assert "nothing to do" in read(darker, "--on-changed", "skip").stdout and torch.equal(tokens(), first)
+    assert read(darker, "--on-changed", "redo").returncode == 0 and not torch.equal(tokens(), first)
+    assert "nothing to do" in read(darker).stdout
+
+    argv += ["--out", str(tmp_path / "new")]
+    assert read(darker.replace("frames // SHADE", "frames.halved()")).returncode == 1
+    row = TokenCache(tmp_path / "new").metadata("v000.mp4")
+    said = f"{file}:12: AttributeError: 'numpy.ndarray' object has no attribute 'halved', in the decoder shades:Shaded"
+    assert (row["error_class"], row["error_stage"], row["error_message"]) == ("own-code", "decode", said)

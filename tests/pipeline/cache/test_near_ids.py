@@ -1,0 +1,89 @@
+"""Likely ids for an id that a cache lacks: which come first, among few and many, and how often they are sought."""
+
+import pickle
+from datetime import timedelta
+
+import pyarrow as pa
+import pytest
+
+from pipeline import TokenCache, TokenDataset, UnknownVideo
+from pipeline.cache.header import fingerprint, read_header
+from pipeline.cache.live import LiveVideos
+from pipeline.cache.merging import merge
+from pipeline.cache.near_ids import near_ids
+from pipeline.cache.reader import MAX_HINTS
+from pipeline.verify.moves import remove_videos
+from tests.pipeline.asking import tiny_cache
+
+IDS = ("a/bikes.mp4", "b/boats.mp4", "b/boat.mp4", "b/cats.webm", "c/cats.mp4", "c/kites.mp4", "c/kites.webm")
+MANY = pa.chunked_array([[f"{n % 97:02}/{n * 7919 % 10**8:08}.mp4" for n in range(50_000)]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("bikes.mp4", ["a/bikes.mp4"]),
+        ("/data/videos/bikes.mp4", ["a/bikes.mp4"]),  # the only base name, whatever stands before it
+        ("bikes", ["a/bikes.mp4"]),  # without a suffix, or with another
+        ("x/bikes.avi", ["a/bikes.mp4"]),
+        ("b/boa", ["b/boats.mp4", "b/boat.mp4"]),  # ids that hold it
+        ("cats", ["b/cats.webm", "c/cats.mp4"]),  # the base name of two ids says nothing
+        ("boat", ["b/boat.mp4", "b/boats.mp4"]),  # the base name first
+        ("a/bikse.mp4", ["a/bikes.mp4"]),
+        ("A/bike.mp4", ["a/bikes.mp4"]),
+        ("kites.mp4", ["c/kites.mp4"]),
+        ("nothing of the kind", []),
+        ("", []),
+        ("\ud800", []),
+    ],
+)
+def test_the_likeliest_comes_first(wrong, near):
+    assert near_ids(wrong, pa.chunked_array([IDS[:3], IDS[3:]]))[: max(1, len(near))] == near
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["05/0079190.mp4", "05/100079190.mp4", "05/00079109.mp4", "05/00079191.mp4", "0500079190.mp4", "00079190.avi"],
+)
+def test_a_letter_too_many_too_few_or_wrong_is_found_among_many(wrong):
+    right = MANY[10].as_py()
+    assert right == "10/00079190.mp4"
+    assert right in near_ids(wrong.replace("05", "10", 1), MANY)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_readers_name_the_likely_id_from_small_and_sorted_files(tmp_path, merged):
+    store = tiny_cache(tmp_path / "c", IDS[:4], failed=IDS[4:])
+    if merged:
+        merge(store, fingerprint(read_header(store)["identity"]), everything=True, keep=timedelta(0))
+        merge(store, fingerprint(read_header(store)["identity"]), everything=True, keep=timedelta(0))
+    cache = TokenCache(tmp_path / "c")
+    assert bool(LiveVideos.open(store).sorted) == merged == (len(LiveVideos.open(store).small) == 0)
+    for read in (
+        cache.get,
+        cache.metadata,
+        lambda video_id: cache.get_many([IDS[0], video_id]),
+        lambda video_id: TokenDataset(cache, [video_id])[0],
+        lambda video_id: cache.shards([video_id]),
+    ):
+        with pytest.raises(UnknownVideo, match=r"has 7 rows\); did you mean a/bikes\.mp4\?$") as error:
+            read("bikes.mp4")
+        assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)  # noqa: S301
+
+
+def test_a_program_that_asks_for_many_reads_the_ids_for_the_first_alone(tmp_path, monkeypatch):
+    tiny_cache(tmp_path / "c", IDS[:2])
+    cache, sought = TokenCache(tmp_path / "c"), []
+    near = LiveVideos.near
+    monkeypatch.setattr(LiveVideos, "near", lambda live, video_id: sought.append(video_id) or near(live, video_id))
+    for number in range(3 * MAX_HINTS):
+        with pytest.raises(UnknownVideo):
+            cache.get(f"{number}/bikes.mp4")
+    assert len(sought) == MAX_HINTS
+
+
+def test_a_removed_video_is_not_named(tmp_path):
+    store = tiny_cache(tmp_path / "c", (IDS[0], "another"))
+    remove_videos(store, [IDS[0]], "takedown", lambda line: None, timedelta(0))
+    with pytest.raises(UnknownVideo, match=r"rows\)$"):
+        TokenCache(tmp_path / "c").get("bikes.mp4")
