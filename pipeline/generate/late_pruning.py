@@ -96,7 +96,9 @@ def parse_pruning_grid(
             several = [{**params, "seed": str(number)} for number in range(int(ends[1]), int(ends[2]) + 1)]
         if not several:
             raise UsageError(f"--method {text}: the first seed is larger than the last")
-        specs += [PruningSpec(method, ratio, one, siglip, seed, positions) for one in several for ratio in largest_first]
+        specs += [
+            PruningSpec(method, ratio, one, siglip, seed, positions) for one in several for ratio in largest_first
+        ]
     return specs
 
 

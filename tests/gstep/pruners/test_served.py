@@ -1,4 +1,4 @@
-"""EVS, V-CAST and DivPrune: their equations, and what the code that people serve with selects (see golden/README.md)."""
+"""EVS, V-CAST and DivPrune: their equations, and what the code that is served selects (see golden/README.md)."""
 
 from __future__ import annotations
 
@@ -143,8 +143,7 @@ def test_divprune_takes_the_farthest_from_the_most_isolated_on() -> None:
 def test_divprune_is_fps_from_the_most_isolated_token() -> None:
     tokens = video(16, 49, 288)
     pruned, fps = (
-        gstep.prune(tokens, 0.5, *method)
-        for method in (("divprune",), (gstep.make_pruner("fps", start="isolated"),))
+        gstep.prune(tokens, 0.5, *method) for method in (("divprune",), (gstep.make_pruner("fps", start="isolated"),))
     )
     assert tokens.numel() * pruned.n_kept > SMALL  # the lazy form
     assert torch.equal(pruned.index, fps.index) and torch.equal(pruned.selection_order(), fps.selection_order())
