@@ -14,7 +14,7 @@ from gstep.pruners.checks import check_number
 from gstep.pruners.vectors import unit
 from gstep.types import VisualTokens
 
-_EPS = 1e-6  # of the official code: norms below it, and a range of norms of 0
+_EPS = 1e-6  # as in the official code: the least norm to divide by, and what a range of norms is widened by
 
 
 @dataclass(frozen=True, kw_only=True)
