@@ -17,7 +17,10 @@ OF_A_VIDEO: Mapping[str, str] = {
     "fps": "gstep.pruners.fps:FPS",
     "gstep": "gstep.pruners.gstep:GSTEP",
     "novelty": "gstep.pruners.novelty:Novelty",
+    "divprune": "gstep.pruners.divprune:DivPrune",
+    "evs": "gstep.pruners.evs:EVS",
     "vidcom2": "gstep.pruners.vidcom2:VidCom2",
+    "vcast": "gstep.pruners.vcast:VCAST",
     "fastvid": "gstep.pruners.fastvid:FastVID",
     "visionzip": "gstep.pruners.visionzip:VisionZip",
 }
