@@ -59,7 +59,6 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
         done = _run_that_loses_a_node(cache, argv)
     assert done.returncode == 0, done.stdout
     assert_complete(cache, ids)
-    assert " was lost. What its workers had is done by others" in done.stdout
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["status"] == "finished"
     anew = "note: nodes were lost and nothing moves: " in done.stdout
@@ -133,14 +132,14 @@ def planned_cpus(cache: Path) -> float:
 
 
 #: A node whose disk counts as full from the first byte on, and whose object store holds a few videos' frames.
-FULL = {"num_cpus": 2, "object_store_memory": 75 * 2**20, "env_vars": {"RAY_local_fs_capacity_threshold": "0.0001"}}
+FULL = {"num_cpus": 4, "object_store_memory": 75 * 2**20, "env_vars": {"RAY_local_fs_capacity_threshold": "0.0001"}}
 
 
 def _prune_large_frames(folder: Path) -> tuple[list[str], subprocess.CompletedProcess[str]]:
     """Run jobs.prune on videos of 29 MB of frames each."""
     ids = tiny_videos(folder / "videos", 24)
     argv = [str(folder / "videos"), "--out", str(folder / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
-    return ids, run_here(prune, argv)
+    return ids, run_here(prune, [*argv, "--decode-workers", "4"])  # so that most are on the node with four CPUs
 
 
 def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path):
