@@ -63,8 +63,8 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
         done = _run_that_loses_a_node(cache, argv)
     assert done.returncode == 0, done.stdout
     assert_complete(cache, ids)
-    (lost,) = [line for line in done.stdout.splitlines() if " was lost (" in line]
-    assert re.search(r"note: node \S+ \w{6} was lost \(\d to \w+.*\)\. The videos that it had in hand run again", lost)
+    (lost,) = [line for line in done.stdout.splitlines() if " was lost" in line]
+    assert re.search(r"note: node \S+ \w{6} was lost.*\. The videos that it had in hand run again", lost)
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["status"] == "finished"
     anew = "note: nodes were lost and nothing moves: " in done.stdout
@@ -143,7 +143,7 @@ def planned_cpus(cache: Path) -> float:
 
 
 #: A node whose object store holds a few videos' frames, and the same with a disk that counts as full from the start.
-SMALL: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 75 * 2**20}
+SMALL: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 75 * 2**20}
 FULL = {**SMALL, "env_vars": {"RAY_local_fs_capacity_threshold": "0.0001"}}
 
 
@@ -165,7 +165,7 @@ def _prune_large_frames(folder: Path) -> tuple[list[str], subprocess.CompletedPr
     """Run jobs.prune on videos of 29 MB of frames each."""
     ids = tiny_videos(folder / "videos", 24)
     argv = [str(folder / "videos"), "--out", str(folder / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
-    return ids, run_here(prune, argv)
+    return ids, run_here(prune, [*argv, "--decode-workers", "4"])  # so that most are on the node with four CPUs
 
 
 def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small_disk):
