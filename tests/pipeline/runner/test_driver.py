@@ -313,20 +313,3 @@ def test_a_reason_to_give_up_ends_the_run(tmp_path, looks_often):
     with pytest.raises(RunFailed, match="all words are bad"):
         run.run()
     assert sorted(run.on_disk()) == list("abc")
-
-
-def test_nodes_that_are_lost_and_that_join_are_told(tmp_path, monkeypatch):
-    def node(name: str, alive: bool = True) -> dict[str, object]:
-        return {"NodeID": name * 8, "NodeManagerHostname": f"host-{name}", "Alive": alive, "Resources": {"CPU": 4.0}}
-
-    told = io.StringIO()
-    run = object.__new__(WordRun)
-    run.console, run._nodes = Console(file=told, width=200), None
-    looks = ([node("a"), node("b")], [node("a"), node("b", alive=False)], *[[node("a"), node("c")]] * 2)
-    for nodes in looks:
-        monkeypatch.setattr(ray, "nodes", lambda nodes=nodes: nodes)
-        run.note_nodes()
-    assert told.getvalue().splitlines() == [
-        "note: node host-b (bbbbbb) was lost. What its workers had is done by others",
-        "note: node host-c (cccccc) joined with 4 CPUs and 0 GPUs. Workers start there if it saves time",
-    ]
