@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 
-from gstep.lazy import did_you_mean, importing_much, saying
+from gstep.lazy import did_you_mean, pause_garbage_collector, repeat_line
 from jobs.frame.flags import add_flags, from_flags, read_config_file
 from jobs.frame.json_document import Done, add_json, error_record, print_document, stdout_as_stderr
 from pipeline.errors import CorruptShard, RunFailed, UsageError
@@ -254,7 +254,10 @@ def _finish(work: Callable[[], int | Done], console: Console, failed: Errors, re
 def loading(console: Console) -> Iterator[None]:
     """Import what is large in this context; a log is told every few seconds that it goes on."""
     say = partial(console.print, highlight=False, style="dim")
-    with importing_much(), nullcontext() if console.is_terminal else saying(say, "loading Ray, torch and transformers"):
+    with (
+        pause_garbage_collector(),
+        nullcontext() if console.is_terminal else repeat_line(say, "loading Ray, torch and transformers"),
+    ):
         yield
 
 

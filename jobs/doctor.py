@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from gstep.lazy import importing_much
+from gstep.lazy import pause_garbage_collector
 from jobs.command import LogConsole, Parser, exit_code_of, wide_console
 from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import Done, add_json
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = LogConsole()
 
     def look() -> Done:
-        with importing_much():
+        with pause_garbage_collector():
             from pipeline.doctor.doctor import Doctor  # noqa: PLC0415 - --help needs neither torch nor Ray
 
         found, config = [], from_flags(PruneConfig, arguments)

@@ -14,9 +14,11 @@ tokens = scene + 0.1 * torch.randn(T, N, D, generator=generator)
 for t in range(T):  # ... but for a row of patches that moves on with each frame
     tokens[t, 14 * (t % 14) : 14 * (t % 14 + 1)] += torch.randn(14, D, generator=generator)
 
-ours = gstep.prune(tokens, retention_ratio=0.25)
+reference = gstep.prune(tokens, retention_ratio=0.25)
 for method in ("gstep", "novelty", "fps", "vidcom2", "topk", "random", "uniform"):
-    kept = gstep.prune(tokens, retention_ratio=0.25, method=method)
-    shared = torch.isin(kept.index, ours.index).sum().item()
-    frames = (kept.index // N).bincount(minlength=T)
-    print(f"{method:8} keeps {kept.n_kept} of {T * N}: {shared:4} of gstep's, {frames.min()} to {frames.max()} a frame")
+    pruned = gstep.prune(tokens, retention_ratio=0.25, method=method)
+    shared = torch.isin(pruned.index, reference.index).sum().item()
+    frames = (pruned.index // N).bincount(minlength=T)
+    print(
+        f"{method:8} keeps {pruned.n_kept} of {T * N}: {shared:4} of gstep's, {frames.min()} to {frames.max()} a frame"
+    )

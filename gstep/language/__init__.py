@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from gstep.errors import ModelError
 from gstep.families import FAMILIES
-from gstep.lazy import LazyTable, attributes_of
+from gstep.lazy import LazyTable, make_getattr
 
 if TYPE_CHECKING:
     from gstep.backbones import ModelSource, Runtime
@@ -104,4 +104,4 @@ def _check_answers(source: ModelSource) -> None:
 
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
-    __getattr__ = attributes_of(__name__, _PUBLIC)
+    __getattr__ = make_getattr(__name__, _PUBLIC)

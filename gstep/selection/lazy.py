@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gstep.density import ZERO_DISTANCE, level_copy, row_factors, scaled_rows, work_dtype, working_scale
+from gstep.density import ZERO_DISTANCE, level_copy, row_factors, scale_rows, work_dtype, working_scale
 from gstep.selection.reference import density_weight, inverse_roots, largest, starting_token
 
 Floats = NDArray[np.float64]
@@ -417,14 +417,14 @@ class ConvertedTokens:
         """Return the rows of these indices, converted."""
         rows = torch.from_numpy(indices)
         factor = None if self.factor is None else self.factor[rows]
-        return scaled_rows(self.tokens.index_select(0, rows), factor)
+        return scale_rows(self.tokens.index_select(0, rows), factor)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield all rows in turn as (slice, converted rows), as many at a time as a core's cache holds."""
         step = max(1, _CHUNK // self.tokens.shape[1])
         for start in range(0, len(self.tokens), step):
             part = slice(start, start + step)
-            yield part, scaled_rows(self.tokens[part], None if self.factor is None else self.factor[part])
+            yield part, scale_rows(self.tokens[part], None if self.factor is None else self.factor[part])
 
 
 class Survey(NamedTuple):
