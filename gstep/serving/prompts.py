@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gstep.language.types import Prompt
-from gstep.types import Visual, hash_of
+from gstep.types import Visual, hash_tensor
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _span(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: 
     # Text goes on by one: the start follows the token before.
     start = int(prompt.positions[0, first - 1]) + 1 if first else 0
     positions = (prompt.positions[:, first : end + 1] - start).to(torch.int32)
-    name = hash_of(f"{visual.placeholder_hash} ", positions)
+    name = hash_tensor(f"{visual.placeholder_hash} ", positions)
     return VideoSpan(first, takes_row, visual.placeholder_rows, positions, name)
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, Runtime, StaticParts, choose_runtime, family_of
-from gstep.checkpoints.random_weights import without_weights
+from gstep.checkpoints.random_weights import has_no_weights
 from gstep.evidence import HEAD_SOURCES, is_per_frame
 from gstep.language import Decoding, LanguageModel, PromptBuilder, Visual, load_language_model, prompt_builder
 from pipeline.cache.header import HEADER, CacheHeader, fingerprint, header_bytes
@@ -102,7 +102,7 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Measurement:
     model, siglip = arguments.model, arguments.siglip
     with usage_errors():
         runtime = choose_runtime(arguments.device, arguments.dtype, arguments.attn)
-        random = arguments.random_weights or without_weights(model)
+        random = arguments.random_weights or has_no_weights(model)
         if random:
             (folder / "model").mkdir()
         source = ModelSource.random(model, folder / "model") if random else ModelSource.resolve(model)

@@ -227,7 +227,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
 def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
     """Return the model with the pixel and token limits of the options, if any are set."""
     limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
-    return source if limits == (None, None, None) else family_of(source).limited(*limits)
+    return source if limits == (None, None, None) else family_of(source).with_limits(*limits)
 
 
 def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:

@@ -112,7 +112,7 @@ INTERNVL = TinyModel(
     tokenizer=TinyTokenizer(
         _SPECIAL,
         _CHAT_TEMPLATE,
-        named={
+        roles={
             "start_image_token": "<img>",
             "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>",

@@ -1,7 +1,7 @@
 """The tiny LLaVA-OneVision and the tiny SigLIP beside it, with 64 channels and two layers.
 
-The geometry is the real one: 27 x 27 patches, 196 tokens a frame. SigLIP has what LLaVA-OneVision leaves out: its
-attention-pooling head and its text tower.
+The geometry is the real geometry: 27 x 27 patches, 196 tokens a frame. SigLIP has the parts that LLaVA-OneVision lacks:
+the attention-pooling head and the text tower.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _LLAVA: Mapping[str, Any] = {
     "use_image_newline_parameter": True,
     "video_token_index": _TOKENIZER.id_of("<video>"),
     "vision_aspect_ratio": "anyres_max_9",
-    "vision_config": {  # the geometry of the real one: 27 x 27 patches, 196 tokens a frame
+    "vision_config": {  # the real geometry: 27 x 27 patches, 196 tokens a frame
         "hidden_size": 64,
         "image_size": 384,
         "intermediate_size": 128,

@@ -1,6 +1,6 @@
-"""The tiny Qwen3-VL-MoE, Qwen3.5 and Qwen3.5-MoE: the tower of the tiny Qwen3-VL with the language models of today.
+"""The tiny Qwen3-VL-MoE, Qwen3.5 and Qwen3.5-MoE: the tower of the tiny Qwen3-VL with newer language models.
 
-Experts are 48 channels wide, not half of the 64 of a token, so that transposed experts fit nowhere.
+Experts are 48 channels wide, not half of a token's 64, so that transposed experts have another shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _EXPERTS: Mapping[str, Any] = {"moe_intermediate_size": 48, "num_experts": 4, "n
 
 
 def _experts(draw: Draw, layer: str, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Draw the router of a layer; return its experts' (gate and up, down) in the layout of transformers' modules."""
+    """Draw and store a layer's router; return its experts' tensors, name -> [E, ...], in transformers' layout.
+
+    The caller stores the experts in the layout of its checkpoint.
+    """
     width, inner, count = text["hidden_size"], text["moe_intermediate_size"], text["num_experts"]
     draw.linear(f"{layer}.mlp.gate", count, width, gain=2, bias=False)
     return {
@@ -28,7 +31,7 @@ def _experts(draw: Draw, layer: str, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_moe_weights(config: Mapping[str, Any]) -> Weights:
-    """Draw the weights; the published checkpoints hold each expert's matrices transposed."""
+    """Draw the weights; each expert's matrices are transposed, as in the published checkpoints."""
     draw, text, model = Draw(), config["text_config"], "model.language_model"
     qwen3_tower(draw, config["vision_config"])
     decoder(draw, text, model=model, head="lm_head", bias=False, qk_norm=True, mlp=False)
@@ -39,7 +42,7 @@ def _qwen3_moe_weights(config: Mapping[str, Any]) -> Weights:
 
 
 def _qwen3_5_weights(config: Mapping[str, Any]) -> Weights:
-    """Draw the weights; the mixture of experts has a shared expert, and one tensor for each matrix of an expert."""
+    """Draw the weights; a mixture of experts has a shared expert, and a tensor for each matrix of each expert."""
     draw, text, model = Draw(), config["text_config"], "model.language_model"
     width, head_dim = text["hidden_size"], text["head_dim"]
     heads, keys = text["num_attention_heads"] * head_dim, text["num_key_value_heads"] * head_dim
@@ -75,7 +78,7 @@ def _qwen3_5_weights(config: Mapping[str, Any]) -> Weights:
 
 
 def _halves(name: str, matrix: Any) -> list[Any]:
-    """Split the rows of a gate and an up projection that lie in one matrix."""
+    """Split a ``gate_up_proj`` into its gate and its up projection; any other matrix is returned alone."""
     return [np.ascontiguousarray(rows) for rows in np.split(matrix, 2 if name == "gate_up_proj" else 1)]
 
 
@@ -105,7 +108,10 @@ _THINKING = "assistant\\n<think>\\n' -}}"
 
 
 def _model(name: str, architecture: str, weights: Any, text: Mapping[str, Any], *, thinks: bool) -> TinyModel:
-    """Describe a model by its language model; the rest is that of the tiny Qwen3-VL."""
+    """Make a tiny model from its language model; all other parts are the tiny Qwen3-VL's.
+
+    ``thinks`` is for Qwen3.5: its tower has no deepstack levels and its prompt opens a thinking block.
+    """
     vision = {**QWEN3["vision_config"], "model_type": name}
     if thinks:
         vision["deepstack_visual_indexes"] = []  # as on the hub: the tower has no levels

@@ -50,7 +50,7 @@ def test_a_method_is_found_again_by_what_names_it() -> None:
     for name, kind in gstep.PRUNERS.items():
         assert method_name(kind) == name
         assert method_name(find_method(f"{kind.__module__}:{kind.__qualname__}")) == name
-    with pytest.raises(ValueError, match="alpha: an object of gstep has its parameters already"):
+    with pytest.raises(ValueError, match="alpha: an object of gstep has its parameters: pass them to its class"):
         gstep.prune(video(2, 3, 4), method=GSTEP(), alpha=0.5)
     with pytest.raises(ValueError, match=r"Last is a class: pass an object, Last\(\.\.\.\), or its path"):
         gstep.prune(video(2, 3, 4), method=Last)  # type: ignore[arg-type]
