@@ -154,7 +154,7 @@ class ModelFamily(ABC):
         Raises ModelError for a family without such a tower, and for a checkpoint without a head that fits.
         """
         raise ModelError(
-            f"{self.source.name!r} has no SigLIP vision tower: leave out the SigLIP checkpoint, or use LLaVA-OneVision"
+            f"{self.source.name!r} has no SigLIP vision tower: a SigLIP checkpoint is for LLaVA-OneVision, leave it out"
         )
 
     def text_tower(self, siglip: str | Path) -> TextTowerSource:
