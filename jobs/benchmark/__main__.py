@@ -9,8 +9,8 @@ from typing import cast
 
 from rich.console import Console
 
-from jobs.command import Parser, exit_code_of
-from jobs.frame.json_document import Done, add_json
+from jobs.command import Parser, run_to_exit_code
+from jobs.frame.json_document import CommandResult, add_json
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
 #: A measurement's name -> its line of help. Its module, ``jobs.benchmark.NAME``, has ``add_flags`` and ``run``.
@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             add_json(flags)
             flags.set_defaults(run=measurement.run)
     arguments = parser.parse_args(argv)
-    return exit_code_of(
-        lambda: cast(Done, arguments.run(arguments)),
+    return run_to_exit_code(
+        lambda: cast(CommandResult, arguments.run(arguments)),
         Console(stderr=True),
-        failed=(ManifestError, RunFailed, VideoFault),
+        failures=(ManifestError, RunFailed, VideoFault),
         document=arguments.json,
     )
 

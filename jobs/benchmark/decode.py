@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from gstep.backbones.preprocess import FixedSizePreprocessor, resize_frames
 from jobs.benchmark.shared import figure_table, machine, machine_line, say, seconds_of
 from jobs.command import count
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.inputs.manifest import read_manifest
@@ -146,7 +146,7 @@ def _positive(text: str) -> float:
     return number
 
 
-def run(arguments: argparse.Namespace) -> Done:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Time the decoding of each clip. Raises UsageError for an unknown clip name."""
     clips = [*CLIPS, *LONG_CLIPS] if arguments.long else [*CLIPS]
     names = [name for name in clips if any(part in name for part in arguments.clips or [""])]
@@ -170,7 +170,7 @@ def run(arguments: argparse.Namespace) -> Done:
     record = [
         {"clip": t.clip, "bytes": t.n_bytes, "cpu_s": t.cpu_s, "videos_per_s": t.videos_per_s} for t in clip_times
     ]
-    return Done(0, {"machine": machine(), "clips": record}, [as_table(clip_times, title)])
+    return CommandResult(0, {"machine": machine(), "clips": record}, [as_table(clip_times, title)])
 
 
 def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from jobs.benchmark.efficiency_bench import ArmResult, Bench, Measurement, Sample, prepare
 from jobs.benchmark.shared import figure_table, machine, machine_line, say
-from jobs.command import count, file_in_folder, seldom, share
-from jobs.frame.json_document import Done
+from jobs.command import count, file_in_folder, share, throttle
+from jobs.frame.json_document import CommandResult
 from pipeline.evaluate.forms import escape_latex
 from pipeline.evaluate.tabulate import method_title
 from pipeline.options import ATTN, DEVICES, DTYPES
@@ -112,11 +112,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latex", type=file_in_folder, metavar="FILE", help="write the paper's Table 3 there")
 
 
-def run(arguments: argparse.Namespace) -> Done:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Run the benchmark, and write the paper's table where asked. Raises RunFailed, UsageError."""
     with TemporaryDirectory() as folder:
         job = prepare(Path(folder), arguments)
-        with closing(Bench(job, Path(folder), seldom(say, _EVERY_S))) as bench:
+        with closing(Bench(job, Path(folder), throttle(say, _EVERY_S))) as bench:
             results = bench.run()
     rows = [summarise(result) for result in results]
     title = _title(job, arguments, rows[0]["visual_tokens"])
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> Done:
     ]
     about = {"machine": machine(job.runtime.device), "runtime": job.runtime.describe(), "random_weights": job.random}
     record = {"title": title, "memory": memory, **about, "arguments": flags, "rows": rows, "samples": samples}
-    return Done(0, record, list(tables(rows, title, memory)))
+    return CommandResult(0, record, list(tables(rows, title, memory)))
 
 
 def _title(job: Measurement, arguments: argparse.Namespace, visual_tokens: float) -> str:

@@ -26,7 +26,7 @@ from rich.table import Table
 from jobs.benchmark.pipeline_work import DRIVER, FRAME_BYTES, JOB, LOOP, SIDE, Work
 from jobs.benchmark.shared import MAIN, ProcessTree, folder, machine, machine_line, say
 from jobs.command import count
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from pipeline.errors import RunFailed, UsageError
 
 #: Of one child process, or of each video by which two differ: "seconds", "peak MB", "store MB", "store objects" (what
@@ -64,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=folder, metavar="DIR", help="make files below it, and remove them [temporary]")
 
 
-def run(arguments: argparse.Namespace) -> Done:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Measure and show. Raises RunFailed, UsageError."""
     about = {"machine": machine(), "cpus": os.cpu_count()}
     if arguments.driver is not None:
@@ -85,10 +85,10 @@ def run(arguments: argparse.Namespace) -> Done:
             cells.append(cell(work, {kind: medians(figures) for kind, figures in turns.items()}, first))
             first = first or cells[-1]
     title = f"Encoders that sleep, on {os.cpu_count()} CPUs, {machine_line()}"
-    return Done(0, {**about, "cells": cells}, [as_table(cells, title)])
+    return CommandResult(0, {**about, "cells": cells}, [as_table(cells, title)])
 
 
-def _measure_driver(arguments: argparse.Namespace, about: Mapping[str, object]) -> Done:
+def _measure_driver(arguments: argparse.Namespace, about: Mapping[str, object]) -> CommandResult:
     """Measure what the driver takes for a video, and how many videos come out here, where processes share the CPUs."""
     few, many = sorted(arguments.driver)
     if few == many:
@@ -104,7 +104,7 @@ def _measure_driver(arguments: argparse.Namespace, about: Mapping[str, object]) 
         f"processes on {os.cpu_count()} CPUs; {driver_ms:.2f} CPU ms of the driver, so {1e3 / driver_ms:.0f} videos/s "
         f"of one core; {growth['peak MB']:.0f} MB of all processes at most"
     )
-    return Done(0, {**about, "encoders": encoders, "a_video": growth}, [line])
+    return CommandResult(0, {**about, "encoders": encoders, "a_video": growth}, [line])
 
 
 def measure(work: Work, few: int, many: int) -> dict[str, float]:

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from jobs.benchmark.shared import figure_table, folder, machine, machine_line, say
 from jobs.command import count
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from pipeline import TokenCache, TokenDataset, pack
 from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, header_bytes
 from pipeline.cache.schema import SCHEMA_VERSION
@@ -102,7 +102,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--s3", action="store_true", help="from a server of moto's in a process of its own, too")
 
 
-def run(arguments: argparse.Namespace) -> Done:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Make the cache, read it in every way, and show. Raises RunFailed, UsageError."""
     with TemporaryDirectory(dir=arguments.folder) as temporary, _one_thread():
         store = LocalStore(Path(temporary) / "cache")
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> Done:
     table = figure_table(title, ("", "GB/s", "of plain", "GB a CPU second", "of plain", "GET"), rows, note)
     job = {name: getattr(arguments, name) for name in ("videos", "tokens", "hidden", "videos_per_shard", "repeats")}
     record = [{name: value for name, value in vars(way).items() if name != "read"} for way in ways]
-    return Done(0, {"machine": machine(), "job": job, "ways": record}, [table])
+    return CommandResult(0, {"machine": machine(), "job": job, "ways": record}, [table])
 
 
 def make_cache(store: Store, job: argparse.Namespace) -> None:

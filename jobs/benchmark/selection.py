@@ -22,7 +22,7 @@ from gstep.selection.dispatch import fast_density_guided_fps
 from jobs.benchmark.shared import figure_table, machine, machine_line, medians_in_turn, say
 from jobs.benchmark.tokens import INPUTS
 from jobs.command import count, share
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from pipeline.errors import usage_errors
 
 ALPHA, BETA = 0.5, 1e-6  # those of gstep.prune
@@ -76,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
 
 
-def run(arguments: argparse.Namespace) -> Done:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Measure every input, size and ratio in turn, and show. Raises UsageError where there is no such device."""
     with usage_errors():
         choose_runtime(arguments.device)
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> Done:
                 say(f"{name}, {times[-1].n_tokens} tokens, {ratio:g}: done")
     about = {"machine": machine(arguments.device), "hidden": arguments.hidden, "repeats": arguments.repeats}
     title = f"Seconds of a selection, D = {arguments.hidden}, on {machine_line(arguments.device)}"
-    return Done(0, {**about, "times": times}, [as_table(times, title)])
+    return CommandResult(0, {**about, "times": times}, [as_table(times, title)])
 
 
 def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:

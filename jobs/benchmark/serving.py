@@ -28,7 +28,7 @@ from gstep.serving.options import prepare_process
 from jobs.benchmark.serving_ways import MODES, ONLINE, CachedWay, OnlineWay, Pass, ServingWay, ServingWork
 from jobs.benchmark.shared import ProcessTree, figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, share
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.engines import VLLM
 from pipeline.generate.engines.vllm import check_installed
@@ -100,7 +100,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")
 
 
-def run(arguments: argparse.Namespace) -> Done:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Measure and show. Raises RunFailed, UsageError."""
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> Done:
     title = f"{arguments.model} on {machine_line(device)}"
     if arguments.plot is not None:
         write_plot(results, title, arguments.plot)
-    return Done(0, {"machine": machine(device), "job": job, "measured": results}, [as_table(results, title)])
+    return CommandResult(0, {"machine": machine(device), "job": job, "measured": results}, [as_table(results, title)])
 
 
 def make_cache(folder: Path, model: str, num_frames: int) -> str:
