@@ -64,7 +64,9 @@ def test_sigterm_is_an_interruption():
     assert code_of(work) == (130, "interrupted")
 
 
-@pytest.mark.parametrize(("signals", "last"), [(2, "interrupted again: exiting at once"), (1, "a request does not finish")])
+@pytest.mark.parametrize(
+    ("signals", "last"), [(2, "interrupted again: exiting at once"), (1, "a request does not finish")]
+)
 def test_an_interrupt_that_is_swallowed_ends_the_process_at_the_next_one_and_in_time(
     monkeypatch, tmp_path, signals, last
 ):
