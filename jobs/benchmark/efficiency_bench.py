@@ -243,7 +243,7 @@ def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0
 
 
 class Bench:
-    """The run of a measurement: its loaded models, and the caches that it makes below ``folder``. Close it in the end."""
+    """The run of a measurement: its loaded models, and the caches that it makes below ``folder``. Close it last."""
 
     def __init__(self, job: Measurement, folder: Path, say: Callable[[str], None]) -> None:
         self._job, self._say, self._device = job, say, job.runtime.device
