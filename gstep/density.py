@@ -89,7 +89,7 @@ def float64_copy(tokens: Tensor) -> Tensor:
 
 
 def floor_distance(distance: Tensor) -> Tensor:
-    """Set cosine distances below ZERO_DISTANCE, negative ones too, to exactly 0."""
+    """Set cosine distances below ZERO_DISTANCE, negative distances too, to exactly 0."""
     return distance.masked_fill(distance < ZERO_DISTANCE, 0.0)
 
 

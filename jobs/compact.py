@@ -1,4 +1,4 @@
-"""Merge the files of a cache's videos table into few sorted ones, so that opening it and finding a video stay quick."""
+"""Merge the files of a cache's videos table into a few sorted files, so that opening it and finding videos is fast."""
 
 from __future__ import annotations
 

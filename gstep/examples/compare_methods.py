@@ -1,6 +1,6 @@
 """Prune the same tokens by several methods, and print how many of GSTEP's tokens each of them keeps too.
 
-Run it by ``python gstep/examples/compare_methods.py``; put your encoder's tokens in place of the made-up ones.
+Run it by ``python gstep/examples/compare_methods.py``; put your encoder's tokens in place of the synthetic tokens.
 """
 
 import torch

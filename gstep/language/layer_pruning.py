@@ -129,7 +129,7 @@ class PruneInside:
             is_kept[visual] = False
             is_kept[visual[select_visual(self.method, hidden_LD[visual], row[visual], self.retention_ratio)]] = True
             indices.append(is_kept.nonzero()[:, 0])
-        longest = max(map(len, indices))  # rows keep different numbers: shorter ones are padded on the left again
+        longest = max(map(len, indices))  # rows keep different numbers: shorter rows are padded on the left again
         index = torch.zeros(len(indices), longest, dtype=torch.int64, device=row_BL.device)
         valid = torch.zeros_like(index, dtype=torch.bool)
         for i, row_index in enumerate(indices):
@@ -250,10 +250,10 @@ def make_short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementat
         return None if keys_BK.all() else keys_BK
     if keys_BK.all() and implementation == "sdpa" and (past == 0 or length == 1):
         return None
-    ones = torch.ones(length, keys_BK.shape[1], dtype=torch.bool, device=keys_BK.device)
-    causal = ones.tril(diagonal=past)
+    square = torch.ones(length, keys_BK.shape[1], dtype=torch.bool, device=keys_BK.device)
+    causal = square.tril(diagonal=past)
     # A padding token attends to itself: without any key its result would be NaN, and NaN would spread.
-    diagonal = ones.tril(diagonal=past) & ones.triu(diagonal=past)
+    diagonal = square.tril(diagonal=past) & square.triu(diagonal=past)
     mask = (causal & keys_BK[:, None, None]) | diagonal
     if implementation == "eager":
         return torch.zeros_like(mask, dtype=hidden_BLD.dtype).masked_fill(~mask, torch.finfo(hidden_BLD.dtype).min)

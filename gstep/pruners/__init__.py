@@ -31,7 +31,7 @@ def make_pruner(method: str | Pruner = "gstep", /, **params: Any) -> Pruner:
         params: the hyper-parameters; none with a Pruner object.
 
     Raises ValueError for an unknown method, a class that is no method, an unknown parameter or a bad value; the message
-    names the accepted ones.
+    has the accepted values.
     """
     if not isinstance(method, Pruner):
         return _build_pruner(find_method(method), params, method)
@@ -181,7 +181,7 @@ def _field_types(kind: type[Pruner], label: str) -> dict[str, Any]:
 
 
 def _union_members(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union, nested ones too, or the type itself if it is no union."""
+    """Yield the members of a union, nested unions too, or the type itself if it is no union."""
     if get_origin(hint) in (Union, types.UnionType):
         for part in get_args(hint):
             yield from _union_members(part)
