@@ -20,6 +20,7 @@ OF_A_VIDEO: Mapping[str, str] = {
     "vidcom2": "gstep.pruners.vidcom2:VidCom2",
     "fastvid": "gstep.pruners.fastvid:FastVID",
     "visionzip": "gstep.pruners.visionzip:VisionZip",
+    "holitom": "gstep.pruners.holitom:HoliTom",
 }
 
 #: Methods that look at the question too: they choose anew for each.

@@ -38,6 +38,7 @@ _TITLES = {
     "fastvid": "FastVID",
     "cdpruner": "CDPruner",
     "visionzip": "VisionZip",
+    "holitom": "HoliTom",
     "vidcom2": "VidCom2",
     "gstep": "GSTEP",
     "novelty": "Novelty",

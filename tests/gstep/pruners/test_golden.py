@@ -66,14 +66,14 @@ def differences(case: dict[str, Any], pruned: gstep.PrunedTokens) -> list[str]:
 
 
 def test_all_cases_are_here() -> None:
-    assert len(CASES) == 234
-    assert {case["method"] for case in CASES} == {"vidcom2", "fastvid", "visionzip", "cdpruner", "fastv"}
-    assert sum(not case["stable"] for case in CASES) == 4
+    assert len(CASES) == 270
+    assert {case["method"] for case in CASES} == {"vidcom2", "fastvid", "visionzip", "holitom", "cdpruner", "fastv"}
+    assert sum(not case["stable"] for case in CASES) == 6
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("method", ["vidcom2", "fastvid", "visionzip", "cdpruner", "fastv"])
+@pytest.mark.parametrize("method", ["vidcom2", "fastvid", "visionzip", "holitom", "cdpruner", "fastv"])
 def test_selection(method: str, dtype: torch.dtype, device: str) -> None:
     found = {}
     for case in (case for case in CASES if case["method"] == method):
