@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="show the run that writes to the cache, anywhere, until it ends; exit code 1 where it did not finish",
+        help="show the run that writes to the cache, anywhere, until it ends, or wait for a run to begin the cache; "
+        "exit code 1 where it did not finish. Where this is no terminal, a line each time",
     )
     add_json(parser)
     add_flags(parser, S3Options)
@@ -83,6 +84,10 @@ def _inspect(arguments: argparse.Namespace) -> Done:
 
     objects = objects_of(from_flags(S3Options, arguments))
     store = store_at(arguments.place, objects)
+    if arguments.watch:
+        from pipeline.inspect.watch import wait_for_cache  # noqa: PLC0415
+
+        wait_for_cache(store, saying(Console(stderr=True)))
     if store.exists(HEADER):
         return _cache(store, arguments, objects)
     if store.exists(ANSWERS_HEADER):

@@ -269,6 +269,13 @@ class VideoFault(Exception):  # noqa: N818
         return partial(VideoFault, **fields), (self.fault_class, self.message)
 
 
+class ReplacedSource(VideoFault):
+    """The file of a cached video is another one than the row was made of."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("io", message)
+
+
 class QuestionFault(Exception):  # noqa: N818
     """A fault of one question, which becomes its error row and never touches another question.
 

@@ -1,4 +1,4 @@
-"""Ids and clips as short hashes, so that the driver's memory holds millions of them, and how they are found again."""
+"""Ids, clips and files as short hashes, so that the driver's memory holds millions, and how they are found again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 Keys = NDArray[np.uint64]
 ROWS_AT_ONCE = 2**16  # rows that are Python objects at a time
+_SAMPLE_BYTES = 2**14  # of each of the three pieces of a file that are looked at
 
 
 def keys_of(texts: pa.Array | pa.ChunkedArray) -> Keys:
@@ -35,6 +36,28 @@ def tie_keys(rows: pa.Table) -> Keys:
     """Hash run, token shard and error to 64 bits, [n]: the tie-breaker among rows of one video and attempt."""
     columns = [rows[name].cast(pa.binary()).to_pylist() for name in ("run_id", "token_shard", "error_message")]
     return _hashed((b"\0".join(part or b"" for part in row) for row in zip(*columns, strict=True)), 8)
+
+
+def mark_key(text: str) -> int | None:
+    """Hash what a store says of a file's content or time (an ETag, a CRC-32, a time of change); None for ""."""
+    text = text.removeprefix("W/").strip('"')
+    return _nonzero_key(text.encode()) if text else None
+
+
+def sample_spans(size: int) -> list[tuple[int, int]]:
+    """Return the bytes (start, end) of a file of ``size`` bytes that tell it from others: beginning, middle and end."""
+    starts = (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES)
+    return [(start, min(start + _SAMPLE_BYTES, size)) for start in sorted({max(0, start) for start in starts})]
+
+
+def sample_key(size: int, pieces: Iterable[bytes]) -> int:
+    """Hash a file's size and the bytes of its ``sample_spans`` to 64 bits."""
+    return _nonzero_key(b"".join([size.to_bytes(8, "big"), *pieces]))
+
+
+def _nonzero_key(text: bytes) -> int:
+    """Hash a text to 64 bits; never 0, which stands for what is not known."""
+    return int(_hashed([text], 8)[0]) or 1
 
 
 def _seconds(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:

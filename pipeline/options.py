@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipeline.errors import UsageError
@@ -253,6 +254,20 @@ class EngineOptions(RunOptions, CodeOptions):
 def engine_values(given: Iterable[str]) -> dict[str, Json]:
     """Parse ``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
     return {name: _json_or_text(text) for name, text in named_values(given, "--engine-param").items()}
+
+
+def read_ids(flag: str, name: str) -> list[str]:
+    """Read the distinct video ids of a text file, one a line. Raises UsageError where there is none, and for JSON."""
+    try:
+        lines = Path(name).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--{flag} {name}: it cannot be read: {error}") from error
+    ids = list(dict.fromkeys(line.removesuffix("\r") for line in lines if line.strip()))
+    if not ids:
+        raise UsageError(f"--{flag} {name}: it names no video")
+    if ids[0].startswith('{"'):  # a removal would bar such ids for good, and leave the videos
+        raise UsageError(f"--{flag} {name}: it takes an id a line, not JSON: jq -r .video_id makes them")
+    return ids
 
 
 def _json_or_text(text: str) -> Json:

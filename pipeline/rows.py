@@ -29,7 +29,8 @@ class ManifestRow(TypedDict):
     ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
     a listing on S3 or the manifest's size_bytes said; ``manifest`` is JSON of the columns that are only carried
     along. A video in a container has the uri CONTAINER#NAME, and ``source_offset`` is where the container's form finds
-    it. ``fault`` ("class: message") says what is known to be wrong with it.
+    it. ``fault`` ("class: message") says what is known to be wrong with it. ``mark`` is the ``mark_key`` by which a
+    listing or an index tells another content; each of a container's videos has its own, or the container's.
     """
 
     video_id: str
@@ -41,6 +42,7 @@ class ManifestRow(TypedDict):
     size: NotRequired[int | None]
     source_offset: NotRequired[int | None]
     fault: NotRequired[str | None]
+    mark: NotRequired[int | None]
 
 
 class TodoRow(ManifestRow):
@@ -60,7 +62,7 @@ def todo_row(
 ) -> TodoRow:
     """Return the row of a video that may be read."""
     row: ManifestRow = {"video_id": video_id, "uri": uri, "start_s": start_s, "end_s": end_s, "size": size}
-    row |= {"manifest": None, "policy": None, "source_offset": source_offset, "fault": None}
+    row |= {"manifest": None, "policy": None, "source_offset": source_offset, "fault": None, "mark": None}
     return {**row, "attempts": attempts}
 
 
@@ -139,6 +141,8 @@ class VideoRecord(TypedDict, total=False):
     source_shard: str | None
     source_offset: int | None
     clip_fps: float | None
+    source_mark: int | None
+    source_sample: int | None
 
 
 #: The same as a reader sees it.

@@ -4,7 +4,7 @@ The videos table may have many rows of a video. A video's live row is the first 
 failed, most attempts, most rewritten, smallest tie_break). The rule looks at nothing but rows, so files may come in any
 order, twice, or late. TokenCache, resume, inspect, verify and merge all take it from here.
 
-The driver of a run keeps the live row of every video in a ``Ledger``, 80 bytes each, and takes in each file once.
+The driver of a run keeps the live row of every video in a ``Ledger``, 96 bytes each, and takes in each file once.
 ``LiveVideos`` keeps rows of small files alone, and searches a sorted file when a video is asked for.
 """
 
@@ -150,6 +150,8 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "low": (np.uint64, ()),
     "clip": (np.uint64, ()),  # the key of uri, start_s, end_s
     "size": (np.int64, ()),  # bytes of the source; -1 where they are not known
+    "mark": (np.uint64, ()),  # the source's ``mark_key``; 0 where it is not known
+    "sample": (np.uint64, ()),  # the source's ``sample_key``, likewise
     "n_tokens": (np.int32, ()),
     "n_total": (np.int32, ()),
     "place": (np.uint32, ()),  # number of the row, over all files in the order in which they were read
@@ -270,6 +272,8 @@ class Ledger:
         return {
             **numbers,
             "size": fill_nulls(rows["source_size"], -1),
+            "mark": fill_nulls(rows["source_mark"]),
+            "sample": fill_nulls(rows["source_sample"]),
             "n_tokens": fill_nulls(rows["n_tokens"]),
             "n_total": fill_nulls(rows["n_total"]),
             "place": np.arange(first, first + len(rows), dtype=np.uint32),

@@ -165,10 +165,15 @@ VIDEO_SCHEMA = pa.schema(
         column("source_shard", pa.string(), "the archive that the video's file lies in"),
         column("source_offset", pa.int64(), "the file's first byte in it"),
         column("clip_fps", pa.float64(), "frames a second of the clip; null where an older rule took the frames"),
+        column("source_mark", pa.uint64(), "a hash of the file's ETag, CRC-32 or time of change, whichever is known"),
+        column("source_sample", pa.uint64(), "a hash of the file's size and of 16 KiB at its start, middle and end"),
     ]
 )
 # Nullable columns that came later: a cache without them is whole.
-LATER = ("clip_fps", "color_transfer", "sample_aspect_ratio", "uneven_positions", "shared_positions")
+LATER = (
+    *("clip_fps", "color_transfer", "sample_aspect_ratio", "uneven_positions", "shared_positions"),
+    *("source_mark", "source_sample"),
+)
 # Columns by which rows of one id are found and compared, computed from the others.
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
 

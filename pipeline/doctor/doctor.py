@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -15,7 +16,8 @@ from pipeline.runner.cluster import connect
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_VIDEOS = 8  # that are decoded
+_VIDEOS, _VIDEOS_A_NODE = 8, 2  # that are decoded: here, and on every node
+_STORED = 4  # videos whose frames an object store should hold
 _DEVICE_S = 400.0  # to load the model, compile the kernels and encode
 
 
@@ -79,10 +81,21 @@ class Doctor:
         yield Finding("model", "ok", f"{self._config.model}: {source.model_type}, {source.identity}")
 
     def _check_decoding(self, recipe: Recipe) -> Iterator[Finding]:
-        """Decode the first videos here."""
-        rows = first_videos(self._config, recipe.objects, _VIDEOS)
-        findings, self._decode_s = check_decoding(recipe.decode_setup(), rows)
+        """Decode the first videos here, and some of them on every node of a cluster that has several."""
+        rows, setup = first_videos(self._config, recipe.objects, _VIDEOS), recipe.decode_setup()
+        findings, self._decode_s = check_decoding(setup, rows)
         yield from findings
+        nodes = list(alive_nodes())
+        frame_bytes = 3 * math.prod(setup.largest_frames())
+        for host, _, has in nodes:
+            store = has.get("object_store_memory", 0.0)
+            says = f"{store / 2**30:.1f} GiB, which hold the frames of {store / frame_bytes:.0f} of the largest videos"
+            remedy = "start the node with a larger --object-store-memory: Ray spills frames to its disk"
+            yield Finding.slow_if(store < _STORED * frame_bytes, "object store", says, remedy).on(host)
+        if len(nodes) < 2:
+            return
+        for host, report in on_each_node(partial(check_decoding, setup, rows[:_VIDEOS_A_NODE])).items():
+            yield from (one.on(host) for one in ([report] if isinstance(report, Finding) else report[0]))
 
     def _check_devices(self, recipe: Recipe) -> Iterator[Finding]:
         """Encode on a GPU of each node that has one; without any, on the CPUs of each node, as an encoder would."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import av.codec
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.doctor.finding import Finding
-from pipeline.runner.cluster import package_version, root_cause
+from pipeline.runner.cluster import RayDisk, package_version, root_cause, task_on
 
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
@@ -34,7 +32,8 @@ class Node(NamedTuple):
 
     Attributes:
         versions: of PACKAGES and OPTIONAL, and of Python; None for a package that is not installed.
-        cores, memory, shm_free, disk_free: CPU cores, and bytes; of /dev/shm 0 where there is none.
+        cores, memory, shm_free: CPU cores, and bytes; of /dev/shm 0 where there is none.
+        disk: to which Ray spills objects; None where Ray does not run.
         missing_codecs: of CODECS, that PyAV cannot decode.
         skew_s: seconds that its clock is ahead of the driver's, beyond what the way there takes.
     """
@@ -43,7 +42,7 @@ class Node(NamedTuple):
     cores: int
     memory: int
     shm_free: int
-    disk_free: int
+    disk: RayDisk | None
     missing_codecs: list[str]
     skew_s: float = 0.0
 
@@ -57,7 +56,7 @@ def look_here() -> Node:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else 0,
-        disk_free=shutil.disk_usage(tempfile.gettempdir()).free,
+        disk=RayDisk.here() if ray.is_initialized() else None,
         missing_codecs=[name for name in CODECS if not _can_decode(name)],
     )
 
@@ -68,7 +67,7 @@ def look_at_nodes() -> dict[str, Node | Finding]:
     for host, node_id, _ in alive_nodes():
         if isinstance(node := nodes.get(host), Node):  # its worker has started, so that the way is short
             before = time.time()
-            there = ray.get(_task(node_id).remote(time.time), timeout=_ANSWER_S)
+            there = ray.get(task_on(node_id).remote(time.time), timeout=_ANSWER_S)
             nodes[host] = node._replace(skew_s=min(0.0, there - before) + max(0.0, there - time.time()))
     return nodes
 
@@ -79,7 +78,7 @@ def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S
     For a node where it raised, or that does not answer, that is a finding.
     """
     answers = {
-        host: _task(node_id, gpus).remote(work) for host, node_id, has in alive_nodes() if has.get("GPU", 0.0) >= gpus
+        host: task_on(node_id, gpus).remote(work) for host, node_id, has in alive_nodes() if has.get("GPU", 0.0) >= gpus
     }
     found: dict[str, T | Finding] = {}
     until = time.monotonic() + wait_s
@@ -122,15 +121,20 @@ def _judge_one(node: Node) -> Iterator[Finding]:
         yield Finding("codecs", "wrong", says, "pip install --force-reinstall av, whose wheel has them all")
     else:
         yield Finding("codecs", "ok", f"PyAV decodes {', '.join(CODECS)}")
-    sizes = (
-        ("memory", node.memory, _MIN_MEMORY),
-        ("free /dev/shm", node.shm_free, _MIN_SHM),
-        ("free disk below the temporary folder", node.disk_free, _MIN_DISK),
-    )
+    sizes = (("memory", node.memory, _MIN_MEMORY), ("free /dev/shm", node.shm_free, _MIN_SHM))
     says = ", ".join(f"{what} {size / _GIB:.1f} GiB" for what, size, _ in sizes)
     remedy = "give it more: Ray spills frames to disk and ends workers where memory is short"
     short = any(size < least for _, size, least in sizes)
     yield Finding.slow_if(short, "memory", f"{node.cores} cores, {says}", remedy)
+    if (disk := node.disk) is not None:
+        says = (
+            f"{disk.folder}: {disk.free / _GIB:.1f} GiB free, {disk.share:.0%} full; Ray spills up to {disk.limit:.0%}"
+        )
+        if disk.share > disk.limit:
+            yield Finding("disk", "wrong", says, "free space there, or start Ray with --temp-dir on another disk")
+        else:
+            few = (disk.limit - disk.share) * disk.free < _MIN_DISK * (1 - disk.share)  # before the limit
+            yield Finding.slow_if(few, "disk", says, "free space there: a node whose disk is full is left out")
     if abs(node.skew_s) > _MAX_SKEW_S:
         says = f"its clock is {node.skew_s:+.1f} s from the driver's"
         yield Finding("clock", "wrong", says, "set the clocks by NTP: notes of runs and --keep-minutes use them")
@@ -141,17 +145,6 @@ def alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
     for node in ray.nodes():
         if node["Alive"]:
             yield f"{node['NodeManagerHostname']} {node['NodeID'][:6]}", node["NodeID"], node["Resources"]
-
-
-def _task(node_id: str, gpus: int = 0) -> Any:
-    """Make the Ray task that runs a function on one node, with so many GPUs."""
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(_call).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_retries=0)
-
-
-def _call(work: Callable[[], T]) -> T:
-    """Call ``work`` on the node that Ray placed this on."""
-    return work()
 
 
 def _can_decode(codec: str) -> bool:

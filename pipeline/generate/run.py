@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -65,7 +65,7 @@ from pipeline.generate.questions import (
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.options import config_of
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
-from pipeline.runner.cluster import at_most, choose_device, provenance
+from pipeline.runner.cluster import at_most, choose_device, node_selector, provenance, resources_without
 from pipeline.runner.driver import Driver
 from pipeline.runner.library import ProgressOption, checked_outcome, console_for, run_here
 from pipeline.runner.run_record import RunFile, check_out, new_run_id
@@ -119,11 +119,21 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
 
 
 def build_graph(
-    questions: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: ActorHandle | None = None
+    questions: Sequence[QuestionRecord],
+    setup: AnswerSetup,
+    plan: AnswerPlan,
+    heartbeats: ActorHandle | None = None,
+    *,
+    without: Collection[str] = (),
 ) -> RunGraph:
-    """Build the Ray Data graph that answers the questions; nothing runs until its output is asked for."""
+    """Build the Ray Data graph that answers the questions; nothing runs until its output is asked for.
+
+    ``without`` holds the ids of nodes on which no worker may run.
+    """
     blocks = pack_blocks(group_by_videos(questions, plan.questions_per_block))
-    answers = add_stage(ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats))
+    answers = add_stage(
+        ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats), node_selector(without)
+    )
     return RunGraph(answers, plan.questions_per_block, rows=unpack_answers)
 
 
@@ -305,17 +315,18 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return plan_answers(cluster["CPU"], cluster["GPU"] if self.device == "cuda" else 0.0, n_items, self.options)
 
     def available_resources(self) -> dict[str, float]:
-        """Return the cluster's resources, counting only GPUs of nodes that have enough for a whole model."""
-        cluster, per_model = dict(ray.cluster_resources()), self.options.tensor_parallel
+        """Return the nodes' resources, counting only GPUs of nodes that have enough for a whole model."""
+        cluster, per_model = resources_without(self.without), self.options.tensor_parallel
         gpus = cluster.get("GPU", 0.0)
         if per_model > 1:
-            of_nodes = (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
+            nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self.without]
+            of_nodes = (node["Resources"].get("GPU", 0.0) for node in nodes)
             gpus = sum(per_model * (n_gpus // per_model) for n_gpus in of_nodes)
         return at_most({**cluster, "GPU": gpus}, self.options.max_gpus)
 
     def build(self, items: list[QuestionRecord], plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         assert isinstance(plan, AnswerPlan)
-        return build_graph(items, self.worker_setup(), plan, heartbeats)
+        return build_graph(items, self.worker_setup(), plan, heartbeats, without=self.without)
 
     def worker_setup(self) -> AnswerSetup:
         """Return the settings of the workers, on the chosen device and dtype."""

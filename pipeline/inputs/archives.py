@@ -21,6 +21,7 @@ from pipeline.inputs.container import Container, ContainerOptions, Member, Rando
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER, LeftOut, is_apple_double
 from pipeline.inputs.listings import VIDEO_SUFFIXES, is_taken, suffix_of
 from pipeline.inputs.tables import UserValue, carried_json
+from pipeline.keys import sample_key, sample_spans
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 _MOST_HEADER = 2**20  # bytes of an extended header; a real one has some hundred
@@ -93,6 +94,11 @@ class Tar(Container):
             if not piece:
                 raise VideoFault("io", f"{self._file.uri} ends before the member does; run the same command again")
             yield piece
+
+    def sample(self, member: Member) -> int:
+        size = member.size or 0
+        spans = [(member.offset + start, member.offset + end) for start, end in sample_spans(size)]
+        return sample_key(size, [self._file.read(*span) for span in spans])
 
     def _carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
         """Return what a .json, .txt or .cls member holds; None of one that is too large to be carried."""
@@ -299,7 +305,7 @@ class Zip(Container):
                 wrong = fault("unsupported", "the member is encrypted or not deflated; use zip -0")
             if not exact and wrong is None:
                 self.note = f"names that are not UTF-8 are read as cp437, e.g. {name}; if that is garbled, {_ENCODING}"
-            yield Member(name, info.header_offset, info.file_size, fault=wrong)
+            yield Member(name, info.header_offset, info.file_size, fault=wrong, mark=f"crc-{info.CRC:08x}")
 
     def paired(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
         return [*videos], self._left_out

@@ -44,6 +44,7 @@ class Member(NamedTuple):
         start_s: start of the clip in seconds.
         end_s: end of the clip in seconds.
         video_id: its id, where that is not the container's and ``name``.
+        mark: what the container says of its content, by which another one is noticed.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Member(NamedTuple):
     start_s: float | None = None
     end_s: float | None = None
     video_id: str | None = None
+    mark: str | None = None
 
 
 class ContainerOptions(NamedTuple):
@@ -102,6 +104,10 @@ class Container(ABC):
     @abstractmethod
     def read(self, member: Member) -> Iterator[bytes]:
         """Yield a video's bytes, given its name, offset and size. Raises VideoFault or OSError."""
+
+    def sample(self, member: Member) -> int | None:
+        """Return the ``sample_key`` of a video's bytes; None where a form does not read parts of it. Raises OSError."""
+        return None
 
 
 def fault(fault_class: FaultClass, message: str) -> str:

@@ -94,6 +94,11 @@ class Discovery(AbstractContextManager["Discovery"]):
         return found if self._ended or not self.n_left else max(1, found)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all videos of this run are known."""
+        return not self.n_left or (self._ended and not self._closing and self._error is None)
+
+    @property
     def n_parts(self) -> int:
         """The number of parts that there will be: what was known before, and each container."""
         return 1 + len(self._places)
@@ -136,6 +141,8 @@ class Discovery(AbstractContextManager["Discovery"]):
             if seen:
                 break
         self.check()
+        if self.is_complete:
+            return max(1, len(self))
         scale = sum(self._sizes) / n_bytes if n_bytes else len(self._places)
         return max(1, round(min(known + seen * scale, len(self) + self._room)))
 

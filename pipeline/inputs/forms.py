@@ -10,8 +10,9 @@ from typing import NamedTuple
 from pipeline.errors import VideoFault
 from pipeline.inputs.archives import Tar, Zip
 from pipeline.inputs.columns import Table
-from pipeline.inputs.container import Container, Member, RandomFile, merged, open_container
+from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, merged, open_container
 from pipeline.inputs.listings import suffix_of
+from pipeline.keys import mark_key
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 
@@ -34,21 +35,27 @@ def spot_of(uri: str, offset: int | None, size: int | None) -> Spot | None:
     return None if offset is None else Spot(shard, Member(name, offset, size))
 
 
-def fetch_of(spot: Spot | None, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return a function that hands the bytes of a single video to a writer (``Containers.fetch``); None for no spot."""
+def fetch_of(
+    spot: Spot | None, objects: Objects, mark: int | None = None
+) -> Callable[[Callable[[bytes], object], int], int] | None:
+    """Return a function that hands the bytes of a single video to a writer (``Containers.fetch``); None for no spot.
+
+    ``mark`` is as ``Containers.find_again`` takes it.
+    """
     if spot is None:
         return None
 
     def fetch(write: Callable[[bytes], object], limit: int) -> int:
         with Containers(objects, [spot]) as opened:
-            return opened.fetch(spot, write, limit)
+            return opened.fetch(spot if mark is None else opened.find_again(spot, mark), write, limit)
 
     return fetch
 
 
 def fetch_again(row: VideoRow, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return ``fetch_of`` the place where a row of the videos table says that its video was read."""
-    return fetch_of(spot_of(row["uri"], row["source_offset"], row["source_size"]), objects)
+    """Return ``fetch_of`` the video that a row of the videos table is of, wherever in its container it lies now."""
+    spot = spot_of(row["uri"], row["source_offset"], row["source_size"])
+    return fetch_of(spot, objects, row["source_mark"])
 
 
 class Containers(AbstractContextManager["Containers"]):
@@ -86,6 +93,22 @@ class Containers(AbstractContextManager["Containers"]):
                 raise OSError(errno.EFBIG, f"the member has more than the {limit} bytes that are allowed")
             write(piece)
         return done
+
+    def find_again(self, spot: Spot, mark: int) -> Spot:
+        """Return where the video of a spot lies now: the spot itself where its container still has this ``mark_key``.
+
+        A container that was packed anew holds it elsewhere, by its name. Raises as ``fetch``.
+        """
+        container = self._open_container(spot.shard)
+        assert self._open is not None
+        if mark_key(self._open[1].mark) == mark:
+            return spot
+        members = container.members(ContainerOptions())
+        return Spot(spot.shard, next((one for one in members if one.name == spot.member.name), spot.member))
+
+    def sample(self, spot: Spot) -> int | None:
+        """Return ``Container.sample`` of a video. Raises OSError."""
+        return self._open_container(spot.shard).sample(spot.member)
 
     def _open_container(self, shard: str) -> Container:
         """Open a container in place of the one in hand, with requests planned for its spots, unless it is that one.

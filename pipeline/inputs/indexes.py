@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -35,7 +35,7 @@ from pipeline.inputs.left_out import LeftOut
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inputs.tables import number_of
-from pipeline.keys import column_keys, find, repeated
+from pipeline.keys import column_keys, find, mark_key, repeated
 from pipeline.rows import Json
 from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store, request_threads
@@ -43,6 +43,7 @@ from pipeline.storage.stores import INDEXES, Store, request_threads
 _NOTE_S = 10.0  # seconds between two lines of progress
 _FIRST_LOOK = 256  # members, after which it is first looked whether they are enough
 _VERSION: Final = 2  # of kept indexes; others are made anew
+_SUFFIX: Final = ".json.zlib"
 _KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
 _BEYOND: Final = 2**53  # bytes that no file has, as of a manifest; sums of fewer stay numbers of 64 bits
 _CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
@@ -171,7 +172,7 @@ class Indexing:
         if index is None:
             return None
         self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
-        return _table(place, index.members, self.asked)
+        return _table(place, index.members, self.asked, index.mark)
 
     def _index(self, place: NamedContainer, file: RandomFile, kept: _Index | None) -> _Index | None:
         """Return the index of an open container; None where it is left out. Raises as ``_rows``, and OSError."""
@@ -183,13 +184,14 @@ class Indexing:
             self._n_read += 1
         container = FORMS[suffix_of(place.uri)](file)
         index, complete = self._members(place, container)
+        index = index._replace(mark=self._mark(place, file))
         with self._counting:
             self.unit = max(self.unit, container.unit)
             if container.note is not None and suffix_of(place.uri) not in self._notes:
                 self._notes.add(suffix_of(place.uri))
                 self.say(f"note: {place.uri}: {printable(container.note)}")
         if complete:
-            self._keep(place, index._replace(mark=self._mark(place, file)))
+            self._keep(place, index)
         return index
 
     def _mark(self, place: NamedContainer, file: RandomFile) -> str:
@@ -259,14 +261,50 @@ class Indexing:
             raise RunFailed(f"{self.store}: the index of {place.uri} cannot be kept: {error}") from error
 
 
+def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = ()) -> list[str]:
+    """Take members out of the kept indexes, with what is carried with them; return the names of deleted indexes.
+
+    An index is deleted, and made anew when it is wanted, where it cannot be read, or where a member may have an id of
+    ``ids`` and its place is not among ``uris``: an id does not tell which folder was named. Raises OSError.
+    """
+    deleted, ends = list[str](), frozenset(ids)
+    names = store.names(INDEXES, _SUFFIX) if ids or uris else []
+    if not ids:
+        names = sorted(set(names) & {_name(uri.partition("#")[0]) for uri in uris})
+    for name, data in zip(names, store.read_all(names), strict=True):
+        try:
+            told, *members = json.loads(zlib.decompress(data))
+            if told[0] != _VERSION:
+                raise ValueError(told[0])
+            places = [f"{told[1]}#{member[0]}" for member in members]
+            gone = [member[0] for member, place in zip(members, places, strict=True) if place in uris]
+            left = [member for member, place in zip(members, places, strict=True) if place not in uris]
+            doubtful = any(not ends.isdisjoint(_ends(f"{told[1]}/{member[0]}")) for member in left)
+        except (ValueError, TypeError, LookupError, zlib.error):
+            doubtful, left, gone = True, [], []
+        if doubtful:
+            store.delete(name)
+            deleted.append(name)
+        elif gone:
+            left_out = LeftOut(*told[3:])
+            left_out.forget(gone)
+            store.put(name, zlib.compress(json.dumps([[*told[:3], left_out.as_record()], *left]).encode(), 1))
+    return deleted
+
+
+def _ends(path: str) -> Iterator[str]:
+    """Yield what remains of a path behind each of its slashes."""
+    return (path[place + 1 :] for place, letter in enumerate(path) if letter == "/")
+
+
 def _name(uri: str) -> str:
     """Return the name of a container's kept index."""
     digest = hashlib.blake2b(uri.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return f"{INDEXES}/{digest}.json.zlib"
+    return f"{INDEXES}/{digest}{_SUFFIX}"
 
 
-def _table(place: NamedContainer, members: Sequence[Member], asked: ContainerOptions) -> pa.Table:
-    """Return the members of a container as MANIFEST_SCHEMA."""
+def _table(place: NamedContainer, members: Sequence[Member], asked: ContainerOptions, mark: str = "") -> pa.Table:
+    """Return the members of a container as MANIFEST_SCHEMA; ``mark`` is the container's, for members without one."""
     rows = suffix_of(place.uri) in OF_COLUMNS
     members = [_bounded(member) for member in members]
     if asked.clips_from is not None or rows:
@@ -284,6 +322,8 @@ def _table(place: NamedContainer, members: Sequence[Member], asked: ContainerOpt
         "size": [member.size for member in members],
         "source_offset": [member.offset for member in members],
         "fault": [member.fault for member in members],
+        # A table that was changed has other uris.
+        "mark": [None if rows else mark_key(member.mark or mark) for member in members],
     }
     return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 

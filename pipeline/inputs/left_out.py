@@ -49,6 +49,13 @@ class LeftOut:
             if len(found["names"]) < MAX_NAMES:
                 found["names"] += [*names][: MAX_NAMES - len(found["names"])]
 
+    def forget(self, videos: Iterable[str]) -> None:
+        """Drop the names of files beside these videos, which have their names up to the suffix; they stay counted."""
+        stems = [f"/{PurePosixPath(video).with_suffix('')}." for video in videos]
+        with self._adding:
+            for found in self._kinds.values():
+                found["names"] = [name for name in found["names"] if not any(stem in f"/{name}" for stem in stems)]
+
     def as_record(self, max_names: int = MAX_NAMES) -> dict[str, LeftOutKind]:
         """Return the counts JSON-able, with at most ``max_names`` names of a kind."""
         with self._adding:

@@ -36,7 +36,7 @@ from pipeline.inputs.listings import (
 )
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
-from pipeline.keys import ROWS_AT_ONCE
+from pipeline.keys import ROWS_AT_ONCE, mark_key
 from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
@@ -307,8 +307,9 @@ def _listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
     left, parts = iter(places), []
     while part := list(islice(left, ROWS_AT_ONCE)):
         rows = [
-            {"video_id": one.name, "uri": one.uri, "policy": one.policy, "size": one.info.size if one.info else None}
-            for one in part
+            {"video_id": place.name, "uri": place.uri, "policy": place.policy, "size": size, "mark": mark_key(mark)}
+            for place in part
+            for _, size, mark in (place.info or (place.uri, None, ""),)
         ]
         parts.append(pa.RecordBatch.from_pylist(rows, schema=MANIFEST_SCHEMA))
     return Listed(unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))

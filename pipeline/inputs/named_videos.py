@@ -26,6 +26,7 @@ from pipeline.storage.s3 import is_object
 # ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
 # listing on S3 said, or the manifest's size_bytes; null elsewhere, where it costs a request or a look at the file.
 # ``source_offset`` is set in containers alone; ``fault`` ("class: message") is what is known to be wrong with a video.
+# ``mark`` is the ``mark_key`` of what a listing or an index says of the content.
 MANIFEST_SCHEMA = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),
@@ -37,6 +38,7 @@ MANIFEST_SCHEMA = pa.schema(
         pa.field("size", pa.int64()),
         pa.field("source_offset", pa.int64()),
         pa.field("fault", pa.string()),
+        pa.field("mark", pa.uint64()),
     ]
 )
 #: A row to process: a manifest's row and the number of this attempt.
@@ -121,7 +123,7 @@ class NamedVideos:
         if located is None:
             return None
         columns = [ids, located.uris, *times, rows.carried(_OWN), located.policy, sizes]
-        columns += [pa.nulls(len(ids), kind) for kind in (pa.int64(), pa.string())]
+        columns += [pa.nulls(len(ids), kind) for kind in (pa.int64(), pa.string(), pa.uint64())]
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
     def _all_objects(self, uris: pa.Array) -> Located | None:

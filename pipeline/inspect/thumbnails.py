@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gstep.backbones.preprocess import resize_frames
 from pipeline.cache.header import SamplingIdentity
-from pipeline.errors import VideoFault
+from pipeline.errors import ReplacedSource, VideoFault
 from pipeline.inputs.forms import fetch_again
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
@@ -74,7 +74,7 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects) -
     with same_source(row, objects, fetch_again(row, objects)) as source, DecodeSandbox() as sandbox:
         video = source.decode(sandbox, request)
     if video.source_hash != row["source_hash"]:
-        raise VideoFault("io", "the source file has changed since: its hash is another one")
+        raise ReplacedSource("the source file has changed since: its hash is another one")
     if video.frame_indices.tolist() != row["frame_indices"]:
         raise VideoFault("io", "decoded now, the source file gives other frames than those that were sampled")
     return video

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,11 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cache.header import fingerprint
+from pipeline.cache.header import HEADER, fingerprint
 from pipeline.cache.live import Ledger
 from pipeline.cache.reader import TokenCache
-from pipeline.errors import CorruptShard
-from pipeline.runner.claim import Holder, holder
+from pipeline.errors import CorruptShard, NotACache
+from pipeline.runner.claim import Holder, holder, who
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
@@ -37,7 +38,7 @@ class RunProgress:
         status: starting, finished, failed, cancelled, running, or "gone": it was running, and is not any more.
         host: where its driver runs or ran.
         pid: of the driver.
-        n_videos: what it set out to do.
+        n_videos: what it set out to do; where this is ``estimated``, containers are not all indexed.
         n_done: videos with a row by it.
         n_failed: those of them that failed.
         seconds: since it started, or what it took.
@@ -50,6 +51,7 @@ class RunProgress:
     host: str
     pid: int
     n_videos: int = 0
+    estimated: bool = False
     n_done: int = 0
     n_failed: int = 0
     seconds: float = 0.0
@@ -58,7 +60,8 @@ class RunProgress:
 
     def describe(self) -> str:
         """Describe the run's progress in one line."""
-        done = f"{self.n_done} of {self.n_videos} videos, {self.n_failed} failed"
+        about = "about " if self.estimated else ""
+        done = f"{self.n_done} of {about}{self.n_videos} videos, {self.n_failed} failed"
         rate = self.n_done / max(self.seconds, 1.0)
         where = f"{self.run_id} on {self.host} (pid {self.pid})"
         if self.status == "running":
@@ -95,6 +98,9 @@ def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProg
     n_done, n_failed = ledger.of_run(record["run_id"])
     status = "gone" if record["status"] == "running" and not note else record["status"]
     until = datetime.fromisoformat(record.get("ended") or now())
+    if status == "running" and note and "seconds" in note:  # by the clock of the run, which may not be this machine's
+        until = datetime.fromisoformat(note["since"]) + timedelta(seconds=note["seconds"])
+    seconds = (until - datetime.fromisoformat(record["started"])).total_seconds()
     try:
         workers = Progress(**note["progress"]) if note else None  # type: ignore[arg-type]  # what it lacks raises
     except (KeyError, TypeError):
@@ -105,29 +111,57 @@ def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProg
         host=record["host"],
         pid=record["pid"],
         n_videos=record["videos"],
+        estimated=record.get("estimated", False),
         n_done=n_done,
         n_failed=n_failed,
-        seconds=(until - datetime.fromisoformat(record["started"])).total_seconds(),
+        seconds=max(0.0, seconds),
         error=record.get("error"),
         now=workers,
     )
 
 
+def wait_for_cache(store: Store, say: Callable[[str], object], every_s: float = _LOCAL_S) -> None:
+    """Wait until a run that was just started has begun its cache.
+
+    Returns at once where there is a cache, or something else. Raises NotACache where the run ends without one, OSError,
+    and KeyboardInterrupt at Ctrl-C.
+    """
+    noted, waited = None, False
+    while not (store.exists(HEADER) or store.taken()):
+        note = holder(store)
+        if noted is not None and note is None and not store.exists(HEADER):
+            raise NotACache(f"{store}: {who(noted)} ended before it began the cache; its own log says why")
+        if not waited:
+            say(f"no cache at {store} yet. Waiting for a run to begin one; Ctrl-C ends that")
+        noted, waited = note or noted, True
+        time.sleep(every_s)
+
+
 def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> RunProgress | None:
     """Show the run that writes to a cache, else its newest one, until that ends; return its last state.
 
-    It is looked at ``every_s`` seconds, by default more often in a folder than in a store.
+    It is looked at ``every_s`` seconds, by default more often in a folder on a terminal than in a store or for a log,
+    which gets a line each time.
 
     Returns None where the cache has no run. Raises OSError, CorruptShard, and KeyboardInterrupt at Ctrl-C.
     """
-    run = None
-    every_s = every_s or (_STORE_S if cache.store.folder is None else _LOCAL_S)
-    with Live(console=console, auto_refresh=False) as live:
+    run, shown = None, console.is_terminal
+    every_s = every_s or (_LOCAL_S if shown and cache.store.folder is not None else _STORE_S)
+    with Live(console=console, auto_refresh=False) if shown else nullcontext() as live:
         for run, rate in looks(cache.store, fingerprint(cache.identity), every_s):
-            live.update(_render(run, rate), refresh=True)
-    if run is not None and not console.is_terminal:
-        console.line()  # elsewhere the last state has no end of its line
+            if live is None:
+                console.print(_line(run, rate), highlight=False, markup=False, soft_wrap=True)
+            else:
+                live.update(_render(run, rate), refresh=True)
     return run
+
+
+def _line(run: RunProgress, rate: float) -> str:
+    """Say the state of a run in a line of a log, with ``rate`` in videos a second of late."""
+    if run.status != "running":
+        return run.describe()
+    load = "" if run.now is None else run.now.load
+    return ", ".join(filter(None, (run.describe(), f"{rate:.2f} videos/s of late", load)))
 
 
 def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunProgress, float]]:

@@ -62,9 +62,17 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     on_changed: str = option(
         "refuse",
-        "what to do with a cached video whose uri, size or clip differs now, or which other code of your own --decoder "
-        "read; redo also encodes a whole cache again whose own --pruner has other code now (skip does not)",
+        "what to do with a cached video whose uri, file or clip differs now, or which other code of your own --decoder "
+        "read: refuse to start, keep its tokens, or encode it again; skip and redo go on with the new videos. redo "
+        "also encodes a whole cache again whose own --pruner has other code now (skip does not). A file of the same "
+        "size with another time, ETag or CRC has changed if bytes at its start, middle or end differ",
         choices=("refuse", "skip", "redo"),
+    )
+    redo: str | None = option(
+        None,
+        "encode these cached videos again, failed ones too: a file with a video_id a line, as of jobs.remove --ids. "
+        "Each run with it does them all",
+        metavar="FILE",
     )
     shard: str | None = option(
         None,

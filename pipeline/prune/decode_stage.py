@@ -50,6 +50,7 @@ _OF_ITS_VIDEO = (
         "codec",
     ),
     *("backend", "backend_version", "backend_note", "decode_warnings", "source_size", "source_hash"),
+    "source_sample",
     *("color_transfer", "sample_aspect_ratio"),
 )
 
@@ -113,7 +114,7 @@ class VideoDecoder:
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """Return the record of a video and its frames [t,h,w,3]; a fault of the video makes an error row and None."""
         started, setup = time.perf_counter() - self._sandbox.starting_s, self._setup
-        record, clip = _first_record(row), (row["start_s"], row["end_s"])
+        record, clip = _first_record(row, source), (row["start_s"], row["end_s"])
         kind = setup.sampling, setup.preprocessor
         request = DecodeRequest(row["uri"], *kind, *clip, setup.decoder)
         try:
@@ -176,9 +177,10 @@ def _spot(row: TodoRow) -> Spot | None:
     return spot_of(row["uri"], row["source_offset"], row["size"])
 
 
-def _first_record(row: TodoRow) -> VideoRecord:
-    """Return the record of a video with the columns that its manifest row decides."""
+def _first_record(row: TodoRow, source: Source) -> VideoRecord:
+    """Return the record of a video with the columns that its manifest row and its open file decide."""
     known = {name: value for name, value in row.items() if name in _OF_ITS_ROW}
+    known["source_mark"] = source.mark or row["mark"]  # the open file's may be newer than a listing's
     if (spot := _spot(row)) is not None:
         known["source_shard"] = spot.shard
     return without_nulls({"status": "ok", **known}, VideoRecord)

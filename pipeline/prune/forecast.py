@@ -12,6 +12,8 @@ from tempfile import TemporaryDirectory
 from time import process_time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -35,6 +37,7 @@ from pipeline.plan.estimate import (
     estimate,
     mean_of,
     named_type,
+    total,
 )
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
@@ -194,17 +197,17 @@ def _lines(plan: Forecast) -> list[tuple[str, str]]:
     counts, (T, N) = plan.tally, plan.grid
     waiting = counts.n_todo - plan.n_todo
     rest = f", {waiting} more wait (--limit)" if waiting else ""
-    again = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed"
+    again = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed or named by --redo"
     largest = "" if plan.one_size else ", in full HD and of full length"
     wrong = [(f"{found.n} of the {plan.n_todo} {what}", found.first) for what, found in plan.doomed.items()]
-    total = plan.video_bytes * (plan.n_todo - sum(found.n for found in plan.doomed.values()))
+    in_all = plan.video_bytes * (plan.n_todo - sum(found.n for found in plan.doomed.values()))
     lines = [
         ("cache", plan.out),
         ("videos", f"{plan.n_todo} to do{rest}, {counts.done} done, {counts.failed} failed before and left alone"),
         ("left to do", again),
         *(("will fail", f"{count}, e.g. {first}") for count, first in wrong),
         ("a video", f"{T} x {N} = {T * N} tokens, about {plan.kept} kept{largest}"),
-        ("bytes", f"about {plan.video_bytes:,} a video, {total:,} in all{largest}"),
+        ("bytes", f"about {plan.video_bytes:,} a video, {in_all:,} in all{largest}"),
         ("a minute", "{:,} tokens, about {:,} kept in {:,} bytes, in full HD".format(*plan.minute)),
         ("model", plan.model),
         ("to stock", plan.stock),
@@ -280,7 +283,8 @@ def _probed_work(config: PruneConfig, cluster: Cluster, console: Console) -> Wor
         return Workload(videos=0)
     places = sorted({int(place) for place in np.linspace(0, n_videos - 1, min(config.probe or _PROBE, n_videos))})
     console.print(f"probing {len(places)} of {n_videos} videos", highlight=False)
-    seen, encode_s = _probe(recipe, todo.take(places).to_pylist(), cluster)
+    probed: list[TodoRow] = todo.take(places).to_pylist()
+    seen, encode_s = _probe(recipe, probed, cluster)
     good = [record for record in seen if record["status"] == "ok"]
     if not good:
         first = f"{seen[0]['video_id']}: {seen[0]['error_message']}"
@@ -293,17 +297,33 @@ def _probed_work(config: PruneConfig, cluster: Cluster, console: Console) -> Wor
         ((width, height),) = pixels
         notes.append(f"all of them are {width} x {height}: nothing is known of other sizes")
     shapes = [_shape(record) for record in good]
-    sizes = [float(size) for record in seen if (size := record.get("source_size"))]
+    unlisted = [record for row, record in zip(probed, seen, strict=True) if row["size"] is None]
     counted = _counted_work(recipe, cluster, n_videos, shapes)
     return replace(
         counted,
         failed=1 - len(good) / len(seen),
         decode_s=mean_of([record["decode_s"] for record in seen], n_videos, least=0.1),
         encode_s=mean_of(encode_s, n_videos, least=0.1) if encode_s else counted.encode_s,
-        input_bytes=mean_of(sizes, n_videos) if sizes else None,
+        input_bytes=_input_bytes(todo["size"], unlisted),
         video_s=mean_of([video_seconds(record) for record in good], n_videos),
         notes=(*notes, *(() if encode_s else counted.notes)),
     )
+
+
+def _input_bytes(listed: pa.ChunkedArray, unlisted: Sequence[VideoRecord]) -> Interval | None:
+    """Return the mean bytes of a file: as a listing or an index has them, and by a sample where it has none.
+
+    Args:
+        listed: the size of each video, null where it is not known.
+        unlisted: probed videos without one.
+    """
+    known, n_unknown = pc.sum(listed).as_py() or 0, listed.null_count
+    if not n_unknown:
+        return Interval.exactly(known / len(listed))
+    sizes = [float(size) for record in unlisted if (size := record.get("source_size"))]
+    if not sizes:
+        return None
+    return total(Interval.exactly(known), mean_of(sizes, n_unknown).scaled(n_unknown)).scaled(1 / len(listed))
 
 
 def _shape(record: VideoRecord) -> Shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -200,7 +200,7 @@ def plan_resources(
 
 
 def planned_workers(
-    config: PruneConfig, setups: PruneStages, cluster: dict[str, float], n_videos: int, file_bytes: float = math.inf
+    config: PruneConfig, setups: PruneStages, cluster: Mapping[str, float], n_videos: int, file_bytes: float = math.inf
 ) -> tuple[Resources, Resources]:
     """Plan the workers for ``n_videos`` of ``file_bytes`` in all: as wanted, and as the object stores allow."""
     shape, encode = setups.decode.largest_frames(), setups.encode

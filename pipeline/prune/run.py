@@ -24,7 +24,7 @@ from gstep.backbones import family_of
 from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.changed_code import begin_anew, drop_superseded
 from pipeline.cache.header import HEADER, codec_of, deepstack_levels, fingerprint, header_bytes, made_with, read_header
-from pipeline.cache.live import TIMED, Ledger
+from pipeline.cache.live import REMOVED, TIMED, Ledger
 from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.token_shard import token_shard_id
@@ -42,9 +42,10 @@ from pipeline.errors import (
 )
 from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.discovery import Discovery
-from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.indexes import Indexing, forget_members
 from pipeline.inputs.left_out import say_counts
 from pipeline.inputs.manifest import given_manifest, read_manifest
+from pipeline.options import read_ids
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
@@ -55,6 +56,7 @@ from pipeline.prune.recipe import resolve
 from pipeline.prune.resources import Resources, files_bytes, planned_workers, shortfalls
 from pipeline.prune.resume import (
     at_hand,
+    check_redo,
     of_shard,
     remaining,
     retry_candidates,
@@ -112,7 +114,6 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.unread: dict[str, int] = {}
         self.fetched = 0
         self._is_again = False  # whether this is the second pass
-        self._without: Mapping[str, str] = {}  # nodes that the graph leaves out: id -> host
         self._reports: list[WorkerReport] = []  # the last ones of the graphs
         self._outside: Counter[FaultClass] = Counter()  # failures from outside the videos
         self._example: dict[FaultClass, str] = {}
@@ -125,6 +126,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._objects = Objects.from_environment(config.s3_endpoint)
         self.store, self.run_id = store_at(config.out, self._objects), new_run_id()
         check_out(self.store)
+        self._redo = None if config.redo is None else pa.array(read_ids("redo", config.redo), pa.string())
         with store_usage_errors():
             if not self.store.exists(HEADER) and self.store.taken():
                 raise NotACache(
@@ -180,7 +182,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             )
         if lost := self.ledger.lost(self._committed):
             self.say(f"warning: {lost_line(len(lost), lost)}")
-        todo, self.tally = remaining(self.manifest, self.ledger, self.options, self._objects)
+        if self._redo is not None:
+            check_redo(self._redo, None if self.indexing.left else self._listed, self.ledger, self.options)
+        self._forget_removed(self.manifest)
+        todo, self.tally = remaining(self.manifest, self.ledger, self.options, self._objects, self._redo)
         for line in skipped_lines(self.tally, self.options):
             self.say(line)
         known, self._n_waiting = within_limit(todo, self.options.limit)
@@ -210,8 +215,20 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def _select(self, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
         """Return the videos of this run among those of a container, and the rows of those to process."""
+        self._forget_removed(videos)
         mine = of_shard(videos, self.options.part())
-        return mine, remaining(mine, self.ledger, self.options, self._objects).todo
+        return mine, remaining(mine, self.ledger, self.options, self._objects, self._redo).todo
+
+    def _forget_removed(self, videos: pa.Table) -> None:
+        """Take removed videos out of indexes that were made since, and out of the names of what is left out."""
+        if not self.indexing.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
+            return
+        rows = self.ledger.find(videos["video_id"])
+        removed = rows >= 0
+        removed[removed] = self.ledger.removed(rows[removed])
+        gone = videos.filter(pa.array(removed))
+        self.indexing.left_out.forget(gone["video_id"].to_pylist())
+        forget_members(self.store, set(gone["uri"].filter(gone["source_offset"].is_valid()).to_pylist()))
 
     def refuse_empty(self, todo: Discovery) -> None:
         """Raise UsageError where no container that was opened holds a video, and no other is named."""
@@ -221,7 +238,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def process(self, todo: Discovery) -> None:
         with todo:
-            self._todo, n_videos = todo, todo.expected()
+            self._todo, self._is_estimated = todo, not todo.is_complete
+            n_videos = todo.expected()
             device, dtype = self._begin(n_videos)
             record: JsonObject = {
                 **provenance(self.run_id, _RECORDED_VERSIONS),
@@ -229,13 +247,16 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 "device": device,
                 "dtype": dtype,
                 "videos": n_videos,
+                "estimated": self._is_estimated,
             }
             self.run_file = RunFile(self.store, record)
             with self.run_file:
                 try:
                     self.stream(todo)
                     todo.check()
-                    self.run_file.note(videos=len(todo), left_out=cast(JsonObject, self.indexing.left_out.as_record()))
+                    self.run_file.note(
+                        videos=len(todo), estimated=False, left_out=cast(JsonObject, self.indexing.left_out.as_record())
+                    )
                     self._try_again(todo)
                 except LimitReached as reached:
                     self.run_file.note(ended_by=str(reached))
@@ -271,11 +292,14 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         for report in self._reports:
             without |= failing_nodes(report.tried)
         hosts = ", ".join(sorted(set(without.values())))
-        elsewhere = bool(without) and self._can_run_on(resources_without(without))
+        elsewhere = bool(without) and self._can_run_on(resources_without({**self.without, **without}))
         attempts = self.options.max_attempts
         again = retry_candidates(todo.found().todo, self.retryable if elsewhere else self.unread, attempts)
         if elsewhere:
-            self._without, why = without, f"that failed are tried again without {hosts}, where most did"
+            self.without, why = (
+                {**self.without, **without},
+                f"that failed are tried again without {hosts}, where most did",
+            )
         else:  # a file that is gone would fail again, for the start of all workers
             again, why = at_hand(again, self._objects), "that could not be read (io) are there now, and are tried again"
         if len(again):
@@ -286,9 +310,6 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def _can_run_on(self, cluster: Mapping[str, float]) -> bool:
         """Return whether a cluster with these resources can run all stages."""
         return cluster.get("CPU", 0.0) > 0 and (self.stages.encode.device != "cuda" or cluster.get("GPU", 0.0) >= 1)
-
-    def available_resources(self) -> dict[str, float]:
-        return resources_without(self._without, self.options.max_gpus)
 
     def plan(self, items: Discovery) -> Resources:
         cluster = self.available_resources()
@@ -309,7 +330,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             return None
         return self._planned(self.available_resources(), n_items)[1]
 
-    def _planned(self, cluster: dict[str, float], n_videos: int) -> tuple[Resources, Resources]:
+    def _planned(self, cluster: Mapping[str, float], n_videos: int) -> tuple[Resources, Resources]:
         """Plan the workers as ``planned_workers`` does, with units of whole row groups."""
         wanted, plan = planned_workers(self.options, self.stages, cluster, n_videos, self._files_bytes)
         return wanted, replace(plan, rows_per_group=self.indexing.unit)
@@ -317,7 +338,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def build(self, items: Discovery, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         assert isinstance(plan, Resources)
         decode, encode = self.stages.decode, self.stages.encode
-        return build_graph(items, decode, encode, plan, self.store, self.run_id, heartbeats, without=self._without)
+        return build_graph(items, decode, encode, plan, self.store, self.run_id, heartbeats, without=self.without)
 
     def commit(self, number: int, rows: pa.Table) -> None:
         """Commit the rows of a shard (WRITTEN), and count them."""
@@ -386,6 +407,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         Too many videos failed alike, by no fault of theirs, and no worker does better.
         """
         self._todo.check()
+        if self._is_estimated and self._todo.is_complete:
+            self._is_estimated = False
+            self.run_file.save(videos=len(self._todo), estimated=False)
         if self.facts is not None:
             self.facts.check_limit()
         if self._is_again or not report.failing or not self._outside:

@@ -38,6 +38,7 @@ class Holder(TypedDict, total=False):
         namespace: tells the processes of one container from those of another.
         started: when the process was started, in ticks of the kernel.
         since: when the run began, by the clock of its host.
+        seconds: since then, up to the last sign of life: clocks of hosts differ.
         checked: whether it has looked for others, and found none.
         beat: goes up with every sign of life.
         progress: the numbers of the run (``Progress``), once its workers are at work.
@@ -49,6 +50,7 @@ class Holder(TypedDict, total=False):
     namespace: str
     started: str | None
     since: str
+    seconds: float
     checked: bool
     beat: int
     progress: JsonObject
@@ -85,6 +87,7 @@ class Claim:
             "checked": False,
             "beat": 0,
         }
+        self._began = time.monotonic()
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._live, name="claim", daemon=True)
 
@@ -135,6 +138,7 @@ class Claim:
     def _beat(self, store: Store) -> None:
         """Write this run's note again, with a higher count."""
         self._me["beat"] += 1
+        self._me["seconds"] = time.monotonic() - self._began
         store.put(self._name, json.dumps(self._me).encode())
 
     def _live(self) -> None:

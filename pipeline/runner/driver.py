@@ -27,7 +27,7 @@ from rich.console import Console
 from pipeline.errors import RunFailed
 from pipeline.options import RunOptions
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster import check_device, root_cause
+from pipeline.runner.cluster import check_device, full_disks, resources_without, root_cause
 from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
 from pipeline.runner.last_writes import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
 from pipeline.runner.monitor import Monitor
@@ -35,7 +35,7 @@ from pipeline.runner.progress import reporter
 from pipeline.runner.run_record import Outcome, RunFile
 from pipeline.runner.shards import TICK_S, RunGraph, Shard, Shards
 from pipeline.runner.stages import Plan, end_workers
-from pipeline.runner.watchdog import ClusterChanged, Fetcher, Growth, Watchdog, still_running
+from pipeline.runner.watchdog import ClusterChanged, DiskFull, Fetcher, Growth, Watchdog, still_running
 from pipeline.storage.outages import OUTAGES, saying_outages
 from pipeline.storage.stores import Store
 
@@ -56,6 +56,7 @@ class Driver(ABC, Generic[O, T, S]):
         run_file: the record of the run; ``process`` sets it.
         monitor: shows the run to others.
         n_shards: how many numbers of shards are taken.
+        without: the nodes on which no worker may run, id -> host.
     """
 
     store: Store
@@ -67,6 +68,8 @@ class Driver(ABC, Generic[O, T, S]):
         self.options = options
         self.console = console
         self.n_shards = 0
+        self.without: dict[str, str] = {}
+        self._nodes: dict[str, str] | None = None  # those that were alive at the last look, id -> host
 
     # The steps of a kind of run
 
@@ -115,7 +118,7 @@ class Driver(ABC, Generic[O, T, S]):
 
     def available_resources(self) -> Mapping[str, float]:
         """Return the resources of the nodes that the run may use now."""
-        return dict(ray.cluster_resources())
+        return resources_without(self.without, self.options.max_gpus)
 
     def give_up(self, report: WorkerReport) -> str | None:
         """Return the reason to stop, or None."""
@@ -128,6 +131,18 @@ class Driver(ABC, Generic[O, T, S]):
         """Merge the files that the run wrote, once all is committed and counted."""
 
     # What all runs share
+
+    def note_nodes(self) -> None:
+        """Tell which nodes were lost and which joined since the last call."""
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        hosts = {name: str(node["NodeManagerHostname"]) for name, node in alive.items()}
+        before, self._nodes = self._nodes or hosts, hosts
+        for name in sorted(before.keys() - hosts):
+            self.say(f"note: node {before[name]} ({name[:6]}) was lost. What its workers had is done by others")
+        for name in sorted(hosts.keys() - before):
+            has = alive[name]["Resources"]
+            what = f"{has.get('CPU', 0.0):g} CPUs and {has.get('GPU', 0.0):g} GPUs"
+            self.say(f"note: node {hosts[name]} ({name[:6]}) joined with {what}. Workers start there if it saves time")
 
     def say(self, line: str) -> None:
         """Print a line for the user."""
@@ -183,7 +198,12 @@ class Driver(ABC, Generic[O, T, S]):
                 if still_running():
                     raise RunFailed(f"{why}, but what ran before does not end; run the same command again") from None
                 end_workers()
-                self.say(f"note: {why}: {len(items)} {plan.wording.item}s are planned anew on those that are there")
+                left = f"{len(items)} {plan.wording.item}s are planned anew on"
+                if isinstance(why, DiskFull):
+                    self.without |= why.nodes
+                    self.say(f"note: {why}. {left} the other nodes. Free space there for the next run")
+                else:
+                    self.say(f"note: {why}: {left} those that are there")
             except RunFailed:
                 end_workers()  # they would keep room from the next run of this process
                 raise
@@ -259,6 +279,13 @@ class GraphRun(Generic[T]):
         except (ray.exceptions.RayError, OSError) as error:
             why = (isinstance(error, ray.exceptions.RayError) and self._watchdog.failure()) or root_cause(error)
             of = f"{done.at.done} of {len(self._items)} {item}s"
+            full = dict[str, str]()
+            with suppress(Exception):  # of a cluster that does not answer: the first error tells more
+                full = full_disks(self._driver.without) if isinstance(error, ray.exceptions.RayError) else {}
+            if full:
+                if resources_without({**self._driver.without, **full}).get("CPU", 0.0) > 0:
+                    raise DiskFull(full) from error
+                why = f"{DiskFull(full)}, and no other node is left; free space there, and run the same command again"
             raise RunFailed(f"the run stopped after {of}: {why}") from error
         if missing := len(self._items) - done.at.done:
             raise RunFailed(f"{missing} of {len(self._items)} {item}s have no row; run the same command again")
@@ -283,6 +310,8 @@ class GraphRun(Generic[T]):
         OUTAGES.take_reports(report.outages)
         progress.stages(report)
         driver.monitor.look(report, progress.at)
+        with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
+            driver.note_nodes()
         if (why := driver.give_up(report)) is not None:
             raise RunFailed(why)
         self._watchdog.check()

@@ -83,12 +83,19 @@ class Load:
     def busy(self) -> dict[str, float]:
         """Return the share of their time in which each stage's workers had items in hand, 0 to 1.
 
-        A stage is left out as long as none of its workers could work.
+        A stage is left out as long as none of its workers could work. One of which nothing came since the last look is
+        not busy: workers that are report each second, and dead ones do not.
         """
         first, last = self._reports[0], self._reports[-1]
+        before = self._reports[-2] if len(self._reports) > 1 else first
         up_s = {stage: seconds - first.up_s.get(stage, 0.0) for stage, seconds in last.up_s.items()}
         worked_s = {stage: seconds - first.busy_s.get(stage, 0.0) for stage, seconds in last.busy_s.items()}
-        return {stage: min(1.0, max(0.0, worked_s[stage] / seconds)) for stage, seconds in up_s.items() if seconds > 0}
+        silent = {stage for stage, seconds in last.up_s.items() if seconds == before.up_s.get(stage, 0.0)}
+        return {
+            stage: 0.0 if stage in silent else min(1.0, max(0.0, worked_s[stage] / seconds))
+            for stage, seconds in up_s.items()
+            if seconds > 0
+        }
 
     def waiting(self, total: int) -> dict[str, int]:
         """Return how many items each stage has to do or in hand, of those that the stage before is through with.

@@ -37,6 +37,7 @@ class RunRecord(TypedDict, total=False):
         versions: of packages, by name.
         config: the run's options, those at their default too.
         videos: how many it set out to do.
+        estimated: whether ``videos`` is an estimate, as long as containers are not all indexed.
         error: what ended it, if something did.
     """
 
@@ -46,6 +47,7 @@ class RunRecord(TypedDict, total=False):
     versions: dict[str, str | None]
     config: JsonObject
     videos: int
+    estimated: bool
     status: str
     started: str
     ended: str

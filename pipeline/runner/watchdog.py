@@ -32,6 +32,14 @@ class ClusterChanged(Exception):  # noqa: N818
     """An error: what is left must be planned anew for the nodes that are there now. Its text says why."""
 
 
+class DiskFull(ClusterChanged):
+    """The disks of some nodes take no more objects of Ray: node id -> host and folder."""
+
+    def __init__(self, nodes: Mapping[str, str]) -> None:
+        super().__init__(f"the disk is full on {', '.join(sorted(nodes.values()))}")
+        self.nodes = nodes
+
+
 @dataclass
 class Watchdog:
     """The judge of a running graph that does not move.
@@ -171,7 +179,8 @@ class Growth:
         settled, self._seen = pools == self._seen, pools
         if not settled or all(pools[stage] <= workers for stage, workers in self._plan.pools.items()):
             return
-        again_s = sum(list(at.waiting.values())[1:-1]) / speed.rate
+        # Queued items are decoded again, at the pace of the first stage's workers when all of them are busy.
+        again_s = sum(list(at.waiting.values())[1:-1]) / speed.rate * next(iter(at.busy.values()), 1.0)
         saved_s = speed.left_s * (1 - 1 / self._speed_up(pools, at.busy)) if any(at.busy.values()) else 0.0
         if saved_s > 2 * (speed.start_s + again_s):
             raise ClusterChanged(f"nodes joined, which saves about {saved_s - speed.start_s - again_s:.0f} s")

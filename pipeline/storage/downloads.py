@@ -52,6 +52,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
 
     Attributes:
         size: bytes of the whole object.
+        mark: its ETag, if the store has told one.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         whole = not start and end is None
         with errors():
             answer = ask(None if whole else f"bytes={start}-{self._last}", None)
-            self._body, self._mark = answer["Body"], answer.get("ETag")
+            self._body, self.mark = answer["Body"], answer.get("ETag")
             length, stated = answer.get("ContentLength"), answer.get("ContentRange")
             wrong = None
             if length is None:  # a gateway with chunked transfer does not send the size
@@ -108,11 +109,11 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
             except self._broken:
                 self._resumes = 1 if self._since >= _PROGRESS else self._resumes + 1
                 self._since = 0
-                if self._resumes > _RESUMES or self._mark is None:
+                if self._resumes > _RESUMES or self.mark is None:
                     raise
             finally:
                 self._spent_s += time.monotonic() - began
-            answer = self._ask(f"bytes={self._at}-{self._last}", self._mark)
+            answer = self._ask(f"bytes={self._at}-{self._last}", self.mark)
             self._body = answer["Body"]
             if not answer.get("ContentRange", "").startswith(f"bytes {self._at}-"):
                 self.close()

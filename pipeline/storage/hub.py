@@ -6,12 +6,11 @@ The endpoint and the token are those that huggingface_hub finds on each node (HF
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.storage.downloads import hand_over
 from pipeline.storage.s3 import ObjectInfo, Objects, Slice, is_object
 
 SCHEME = "hf://"
@@ -63,21 +62,18 @@ class HubFiles:
         """Begin to download bytes [start, end) of a file, in one request for each 64 MiB."""
         return HubDownload(self, uri, start, end)
 
-    def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
-        """Hand the file to ``write`` piece by piece; returns its size. Raises OSError with EFBIG above ``limit``."""
-        return hand_over(self.download(uri), write, limit, uri)
-
 
 class HubDownload(Iterator[bytes]):
     """Bytes [start, end) of a file of the hub on their way: an iterator of pieces, in order.
 
     Attributes:
         size: bytes of the whole file.
+        mark: the hash of its content.
     """
 
     def __init__(self, files: HubFiles, uri: str, start: int, end: int | None) -> None:
         self._files, self._uri, self._at = files, uri, start
-        self.size = files.size(uri)
+        _, self.size, self.mark = files.info(uri)
         self._end = self.size if end is None else min(end, self.size)
 
     def __next__(self) -> bytes:

@@ -25,6 +25,7 @@ from pipeline.storage.random_access import LocalFile, RangedObject
 from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_object
 
 NOTE = ".running"  # how the notes of runs end; see pipeline.runner.claim
+TEMPORARY = ".tmp-"  # how the name of a file begins that is not complete yet
 INDEXES = "sources"  # the folder of a cache that keeps the indexes of containers, a file each
 _READERS = 16
 
@@ -126,7 +127,8 @@ class LocalStore:
     def taken(self) -> bool:
         """Return whether the root holds anything besides the notes of runs and the indexes of containers."""
         root = self.root
-        files = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+        found = (path for path in root.rglob("*") if not path.name.startswith(TEMPORARY))
+        files = (path.relative_to(root) for path in found if path.is_file())
         return root.is_file() or any(path.suffix != NOTE and path.parts[0] != INDEXES for path in files)
 
     def impatient(self) -> LocalStore:
@@ -136,7 +138,7 @@ class LocalStore:
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError."""
         root, path = self._descriptor(), PurePosixPath(checked_name(name))
-        temporary = str(path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}"))
+        temporary = str(path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"))
         mode = _make_folders(path, root)
         try:
             with open(temporary, "xb", opener=partial(os.open, mode=0o666, dir_fd=root)) as file:

@@ -22,7 +22,7 @@ from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.live import ok_rows
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, VideoItem
-from pipeline.errors import UsageError, VideoFault, usage_errors
+from pipeline.errors import ReplacedSource, UsageError, VideoFault, usage_errors
 from pipeline.inputs.forms import fetch_again
 from pipeline.options import checked_options
 from pipeline.prune.config import PruneConfig
@@ -41,6 +41,7 @@ from pipeline.video.source import same_source
 # 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
 MOST_ROUNDING = 0.1  # norm of the differences over the tokens' norm, above which no rounding explains them
 LEAST_SHARED = 0.5  # share of common positions below which no rounding explains the difference
+_KINDS = {"failed": Kind.LIVE_FAILED, "source-changed": Kind.SOURCE_CHANGED}  # of problems, by a result's state
 _RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "shared_pass")
 
 
@@ -78,8 +79,8 @@ class LiveCheck:
                 row = self._cache.metadata(video_id)
                 result = self._compare(row, decoder)
                 report.live.append(result)
-                if result.state == "failed":
-                    report.problems.append(Problem(Kind.LIVE_FAILED, result.note, row["token_shard"], video_id))
+                if (kind := _KINDS.get(result.state)) is not None:
+                    report.problems.append(Problem(kind, result.note, row["token_shard"], video_id))
                 elif why := suspicion(result):
                     report.problems.append(Problem(Kind.LIVE, why, row["token_shard"], video_id))
 
@@ -88,6 +89,8 @@ class LiveCheck:
         video_id = row["video_id"]
         try:
             again = self._encoded(row, decoder)
+        except ReplacedSource as fault:
+            return LiveResult(video_id, "source-changed", fault.message)
         except VideoFault as fault:
             return LiveResult(video_id, "source-gone" if fault.fault_class == "io" else "failed", fault.message)
         assert again.kept is not None  # encode_one raises where a video fails
@@ -102,7 +105,7 @@ class LiveCheck:
         return replace(result, versions=versions_of(row, run, again.record))
 
     def _encoded(self, row: VideoRow, decoder: VideoDecoder) -> VideoItem:
-        """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone."""
+        """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone, and ReplacedSource."""
         where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
         todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
         with same_source(row, self._objects, fetch_again(row, self._objects)) as source:
@@ -110,7 +113,7 @@ class LiveCheck:
         if frames is None:
             raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")
         if record["source_hash"] != row["source_hash"]:
-            raise VideoFault("io", "the source has changed since: its hash is another one")
+            raise ReplacedSource("the source has changed since: its hash is another one")
         try:
             return self._encoder.encode_one(record, frames)
         except VideoFault as fault:

@@ -1,8 +1,9 @@
 """Videos whose tokens are written again to other token shards: ``jobs.remove`` and ``jobs.compact --tokens``.
 
 A removal first commits a row with status "removed". This row beats every other row of its video: from then on readers
-refuse the video and no run encodes it again. Then the other videos of its token shards move to new ones, and the table
-is merged, which leaves out superseded rows. Last, what held the video is deleted, once readers had time to go on.
+refuse the video and no run encodes it again. Files beside the tables forget the video (``pipeline.verify.forget``).
+Then the other videos of its token shards move to new ones, and the table is merged, which leaves out superseded rows.
+Last, what held the video is deleted, once readers had time to go on.
 
 A join writes the videos of small token shards again, many to a shard. Its record names the shards that it emptied, and
 a later join deletes them.
@@ -38,8 +39,9 @@ from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
 from pipeline.runner.run_record import COMMITTED, RUNS, RunFile, new_run_id
 from pipeline.storage.stores import Store
+from pipeline.verify.forget import forget_videos
 
-_COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra")
+_COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra", "uri")
 # Key in a removed row's model_extra: the shards that held the video, for a later run of the removal.
 _HELD = "token_shards"
 _EMPTIED = "emptied"  # key of a join's record: the token shards whose videos were written again
@@ -101,6 +103,7 @@ def remove_videos(
         removal = _Removal(store, identity, done, frozenset(ids))
         removal.mark(reason)
         removal.find_earlier()
+        done.deleted += removal.forget()
         removal.move_others()
         merge(store, identity, everything=True, keep=keep)
         if left := removal.unused():
@@ -172,6 +175,10 @@ class _Removal:
         for name, ids in zip(names, map_in_order(partial(ids_in_footer, self._store), names, 8, 16), strict=True):
             for video_id in self._ids.intersection(ids):
                 self._held[video_id].add(name)
+
+    def forget(self) -> list[str]:
+        """Take what is said of the videos out of the files beside the tables; return the names of deleted files."""
+        return forget_videos(self._store, self._ids, set(self._of_removed()["uri"].to_pylist()) - {""})
 
     def move_others(self) -> None:
         """Copy the other videos of token shards that hold a removed one to new shards."""

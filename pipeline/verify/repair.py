@@ -34,10 +34,9 @@ from pipeline.rows import VideoRow
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.checks import Place, check_token_shard, is_json
 from pipeline.verify.moves import move_videos
-from pipeline.verify.report import Kind, Marked, Repaired, Report
+from pipeline.verify.report import KEPT_IN, Kind, Marked, Repaired, Report
 
 UPLOAD_AGE = timedelta(hours=1)  # a younger upload may still be running
-KEPT_IN = "repaired"  # folder for replaced files
 _WHOLE = frozenset({Kind.MISSING, Kind.FOOTER})  # problems that damage all videos of a token shard
 _OF_TOKENS = frozenset({*_WHOLE, Kind.DAMAGED, Kind.ROWS, Kind.CHECKSUM, Kind.TOKENS})
 _OF_TABLE = frozenset({Kind.COMMIT, Kind.FINGERPRINT})  # problems whose file leaves the table

@@ -11,6 +11,7 @@ from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Upload
 from pipeline.storage.stores import FileInfo
 
+KEPT_IN = "repaired"  # folder of a cache for the files that a repair has replaced
 _SHOWN = 10  # files and videos that are listed by name in the terminal; the JSON has them all
 _REDO = "restore it from a copy, or let --repair mark its videos for another attempt of jobs.prune"
 
@@ -49,6 +50,10 @@ class Kind(StrEnum):
         "live-failed",
         "the source is the same and cannot be encoded here: the message says why, the tokens may be sound",
     )
+    SOURCE_CHANGED = (
+        "source-changed",
+        "the tokens are those of an earlier file: jobs.prune with --redo FILE, a video_id a line, encodes the new one",
+    )
     LIVE = "live", "run jobs.prune again into another --out, unless that processor rounds in another way"
 
 
@@ -82,7 +87,7 @@ class LiveResult:
 
     Attributes:
         video_id: which one.
-        state: "same" (every bit), "different", "source-gone" (or changed), or "failed" (to be encoded again).
+        state: "same" (every bit), "different", "source-gone", "source-changed", or "failed" (to be encoded again).
         note: why, in words.
         same_indices: the share of the selected positions that both have.
         max_difference: the largest absolute difference of a number of a token that both have.
@@ -91,7 +96,7 @@ class LiveResult:
     """
 
     video_id: str
-    state: Literal["same", "different", "source-gone", "failed"]
+    state: Literal["same", "different", "source-gone", "source-changed", "failed"]
     note: str = ""
     same_indices: float | None = None
     max_difference: float | None = None

@@ -31,7 +31,7 @@ from pipeline.runner.progress import reporter
 from pipeline.runner.run_record import RUNS, committed_by, new_run_id
 from pipeline.runner.stages import Wording
 from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import FileInfo, Store
+from pipeline.storage.stores import TEMPORARY, FileInfo, Store
 from pipeline.verify.checks import (
     JUDGED_COLUMNS,
     CheckedCommit,
@@ -52,7 +52,6 @@ _ORPHANS_STAY = (
     "no orphan was removed: they may be of the files of videos/ that were damaged or lost; put those back from a copy, "
     "or remove the orphans with --clean"
 )
-_TEMPORARY = ".tmp-"  # LocalStore.put's prefix for a file that is not complete yet
 _SHARES = (0.001, 0.01, 0.05)  # of damaged videos, for which a sample says how likely it misses them all
 
 
@@ -261,7 +260,7 @@ class _Verification:
         store, report = self.store, self.report
         named, needed = _token_shards(rows), _token_shards(live)
         for found in files.values():
-            report.leftovers += [file for file in found if PurePosixPath(file.name).name.startswith(_TEMPORARY)]
+            report.leftovers += [file for file in found if PurePosixPath(file.name).name.startswith(TEMPORARY)]
         shards = [file for file in files[TOKENS] if file.name.endswith(".parquet") and file not in report.leftovers]
         report.orphans += [file for file in shards if file.name not in named]
         report.superseded += [file for file in shards if file.name in named and file.name not in needed]

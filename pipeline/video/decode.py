@@ -31,7 +31,14 @@ from pipeline.rows import BY_DECODING
 from pipeline.video.containers import missing_bytes, open_regular, overstated_table, sniff
 from pipeline.video.damage import check_decodable
 from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder, version_of
-from pipeline.video.frame_folders import JPEGS, fingerprint_frames, frame_names, index_frames, whole_frames
+from pipeline.video.frame_folders import (
+    JPEGS,
+    fingerprint_frames,
+    frame_names,
+    index_frames,
+    sample_file,
+    whole_frames,
+)
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_repeated, snapped
 
@@ -114,6 +121,7 @@ class DecodedVideo:
         sample_aspect_ratio: width by height of a shown pixel ("16:15"); None where the file does not state it.
         source_size: bytes of the file.
         source_hash: "blake2b:" and the 16 byte digest of the whole file in hex.
+        source_sample: the ``sample_key`` of the file, or of a folder's frames.
         seconds: what decoding took, from opening the file on.
         attempts: child processes it took (2 where another library than PyAV took the first one down).
     """
@@ -136,6 +144,7 @@ class DecodedVideo:
     decode_warnings: int = 0
     source_size: int = 0
     source_hash: str = ""
+    source_sample: int | None = None
     seconds: float = 0.0
     attempts: int = 1
     color_transfer: str | None = None
@@ -206,14 +215,16 @@ class _Decoding:
             raise
         assert index.packets is not None
         with closing(index.packets):
-            return replace(self._read_by_any(index), source_size=size, source_hash=digest)
+            sample = sample_file(path)
+            return replace(self._read_by_any(index), source_size=size, source_hash=digest, source_sample=sample)
 
     def _folder(self, path: str) -> DecodedVideo:
         """Decode a folder of JPEG frames. Raises VideoFault, or an error of PyAV's."""
         index = index_frames(path)
         size, digest = fingerprint_frames(path, frame_names(path))
         clip = whole_frames(self._request.start_s, self._request.end_s, index.fps)
-        return replace(self._read(index, JPEGS, clip), source_size=size, source_hash=digest)
+        video = self._read(index, JPEGS, clip)
+        return replace(video, source_size=size, source_hash=digest, source_sample=sample_file(path))
 
     def _read_by_any(self, index: VideoIndex) -> DecodedVideo:
         """Read with the first of the request's decoders that succeeds. Raises the last one's error."""

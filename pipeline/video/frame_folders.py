@@ -15,12 +15,15 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
+from typing import NamedTuple
 
 import av
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
+from pipeline.keys import mark_key, sample_key, sample_spans
+from pipeline.video.containers import open_regular
 from pipeline.video.decoders import Frames
 from pipeline.video.packets import MAX_PIXELS
 from pipeline.video.probe import VideoIndex
@@ -97,13 +100,39 @@ def fingerprint_frames(path: str, names: Iterable[str]) -> tuple[int, str]:
     return size, f"blake2b:{digest.hexdigest()}"
 
 
+class FileState(NamedTuple):
+    """The bytes of a video's file, -1 where it is gone, and the ``mark_key`` of its content, 0 where not known."""
+
+    size: int
+    mark: int
+
+
+def source_state(path: str) -> FileState:
+    """Return the state of a file, or of all frames of a folder. Raises OSError or ValueError where there is none."""
+    status = [os.stat(path)]  # noqa: PTH116 - of a million files, a Path each would double the time
+    if stat.S_ISDIR(status[0].st_mode):
+        with os.scandir(path) as entries:
+            status = [entry.stat() for entry in entries if _FRAME.fullmatch(entry.name)]
+    newest = max((one.st_mtime_ns for one in status), default=0)
+    return FileState(sum(one.st_size for one in status), mark_key(str(newest)) or 0)
+
+
 def source_bytes(path: str) -> int:
-    """Return the bytes of a file, or of all frames of a folder. Raises OSError or ValueError where there is none."""
-    status = os.stat(path)  # noqa: PTH116 - of a million files, a Path each would double the time
-    if not stat.S_ISDIR(status.st_mode):
-        return status.st_size
-    with os.scandir(path) as entries:
-        return sum(entry.stat().st_size for entry in entries if _FRAME.fullmatch(entry.name))
+    """Return the bytes of a file, or of all frames of a folder. Raises as ``source_state``."""
+    return source_state(path).size
+
+
+def sample_file(path: str) -> int:
+    """Return the ``sample_key`` of a file, or of a folder's first, middle and last frame.
+
+    Raises VideoFault or OSError where it cannot be read.
+    """
+    if os.path.isdir(path):  # noqa: PTH112
+        names = frame_names(path)
+        return sample_key(len(names), [read_frame(path, names[place]) for place in (0, len(names) // 2, -1)])
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return sample_key(size, [os.pread(file.fileno(), end - start, start) for start, end in sample_spans(size)])
 
 
 def whole_frames(start_s: float | None, end_s: float | None, rate: float) -> tuple[float | None, float | None]:

@@ -15,21 +15,24 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pipeline.errors import UsageError, VideoFault, printable
+from pipeline.errors import ReplacedSource, UsageError, VideoFault, printable
+from pipeline.keys import mark_key, sample_key, sample_spans
 from pipeline.rows import VideoRow
+from pipeline.storage.downloads import hand_over
 from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
 from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
-from pipeline.video.frame_folders import source_bytes
+from pipeline.video.frame_folders import FileState, sample_file, source_bytes, source_state
 from pipeline.video.sandbox import DecodeSandbox
 
-_ASKED = 32  # requests for sizes at a time
+_ASKED = 32  # requests about files at a time
+GONE = FileState(-1, 0)
 _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
 
 
@@ -48,6 +51,7 @@ class Source(AbstractContextManager["Source"]):
         descriptor: of the content in memory.
         path: of the content on disk: the video's own, or a temporary file's where the platform has no files in memory.
         fetched: whether the content is a copy, which goes once it is closed.
+        mark: the ``mark_key`` of the file or object, as of when it was opened; None where it is not known.
     """
 
     uri: str
@@ -56,6 +60,7 @@ class Source(AbstractContextManager["Source"]):
     descriptor: int | None = None
     path: str | None = None
     fetched: bool = False
+    mark: int | None = None
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -92,10 +97,10 @@ def open_source(uri: str, objects: Objects, limit: int, fetch: Fetch | None = No
     ``fetch`` brings the bytes of a member of a container, whose ``uri`` names nothing that could be opened.
     """
     if not is_remote(uri) and fetch is None:
-        return Source(uri, path=uri)
+        return Source(uri, path=uri, mark=_state_on_disk(uri).mark or None)
     source = Source(uri, fetched=True)
     try:
-        _fetch(source, fetch or partial(reach(uri, objects).fetch, uri), limit)
+        _fetch(source, fetch or partial(_download, source, objects), limit)
     except Exception as error:  # noqa: BLE001 - the error boundary of a video: anything becomes its error row
         source.close()
         source.fault = _fault(uri, error, limit)
@@ -105,7 +110,8 @@ def open_source(uri: str, objects: Objects, limit: int, fetch: Fetch | None = No
 def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
     """Open the source of a videos row, if its size is still the recorded one; an object is one GET.
 
-    ``fetch`` is as ``open_source`` takes it. Raises VideoFault("io") where it is gone or has another size.
+    ``fetch`` is as ``open_source`` takes it. Raises VideoFault("io") where it is gone, ReplacedSource where it has
+    another size.
     """
     copied = fetch is not None or is_remote(row["uri"])
     if not copied:
@@ -117,12 +123,12 @@ def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> 
         raise VideoFault("io", f"the source object is not at hand: {source.fault.message}")
     if copied and source.size != row["source_size"]:  # a larger object is not fetched at all
         source.close()
-        raise VideoFault("io", f"the source object has changed since: it does not have {row['source_size']:,} bytes")
+        raise ReplacedSource(f"the source object has changed since: it does not have {row['source_size']:,} bytes")
     return source
 
 
 def _check_present(row: VideoRow) -> None:
-    """Check that the file of a row is on this machine and has the recorded size. Raises VideoFault("io")."""
+    """Check that the file of a row is on this machine and has the recorded size. Raises as ``same_source``."""
     path = Path(row["uri"])
     if not path.is_absolute():
         raise VideoFault("io", "the source is no file of this machine")
@@ -131,7 +137,7 @@ def _check_present(row: VideoRow) -> None:
     except (OSError, ValueError) as error:
         raise VideoFault("io", "the source file is not at hand (moved, deleted or on another machine)") from error
     if row["source_size"] is not None and size != row["source_size"]:
-        raise VideoFault("io", f"the source file has changed since: it has {size:,} bytes, not {row['source_size']:,}")
+        raise ReplacedSource(f"the source file has changed since: it has {size:,} bytes, not {row['source_size']:,}")
 
 
 def _fetch(source: Source, fetch: Fetch, limit: int) -> None:
@@ -150,6 +156,13 @@ def _fetch(source: Source, fetch: Fetch, limit: int) -> None:
         source.size = fetch(file.write, limit)
 
 
+def _download(source: Source, objects: Objects, write: Callable[[bytes], object], limit: int) -> int:
+    """Hand a remote file to ``write``, in one GET, and note its mark; return its size. Raises OSError."""
+    with closing(reach(source.uri, objects).download(source.uri)) as download:
+        source.mark = mark_key(download.mark or "")
+        return hand_over(download, write, limit, source.uri)
+
+
 def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
     """Make the fault of an object that could not be fetched."""
     if isinstance(error, VideoFault):
@@ -163,58 +176,68 @@ def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
 
 
 class Sizes:
-    """The sizes of files and objects; a store that never answers is an error, since no guess would be safe."""
+    """The sizes and marks of files and objects; a store that never answers is an error, as no guess would be safe."""
 
     def __init__(self, objects: Objects | None = None) -> None:
         self._objects = objects
         self._asked = self._refused = 0  # requests; those in a row, up to the last one, that were refused
         self._refusal: OSError | None = None
 
+    @property
+    def objects(self) -> Objects:
+        """The client that asks."""
+        if self._objects is None:
+            self._objects = Objects.from_environment()
+        return self._objects
+
     def of(self, paths: Sequence[str]) -> list[int]:
-        """Look up the bytes of each file or object; -1 where it is gone or cannot be asked about.
+        """Return the sizes of ``states``."""
+        return [state.size for state in self.states(paths)]
+
+    def states(self, paths: Sequence[str]) -> list[FileState]:
+        """Look up each file or object, in one request; GONE where it is gone or cannot be asked about.
 
         Raises UsageError once the store has refused as many requests in a row as are sent at a time.
         """
         found = self._on_s3([path for path in paths if is_remote(path)])
-        return [next(found) if is_remote(path) else _on_disk(path) for path in paths]
+        return [next(found) if is_remote(path) else _state_on_disk(path) for path in paths]
 
     def finish(self) -> None:
         """Raise UsageError if the store has refused all requests, however few."""
         if self._refusal is not None and self._refused == self._asked:
-            raise _no_answer(self._refusal)
+            raise make_no_answer(self._refusal)
 
-    def _on_s3(self, uris: Sequence[str]) -> Iterator[int]:
-        """Yield the size of each object, -1 for a missing one. Raises UsageError as ``of``."""
+    def _on_s3(self, uris: Sequence[str]) -> Iterator[FileState]:
+        """Yield the state of each object. Raises UsageError as ``states``."""
         if not uris:
             return
         with request_threads(_ASKED) as pool:
             for start in range(0, len(uris), 8 * _ASKED):  # a map sends all its requests even after an error
                 yield from self._counted(pool.map(self._head, uris[start : start + 8 * _ASKED]))
 
-    def _counted(self, answers: Iterable[int | OSError]) -> Iterator[int]:
-        """Yield sizes while counting refusals in a row. Raises UsageError after too many."""
+    def _counted(self, answers: Iterable[FileState | OSError]) -> Iterator[FileState]:
+        """Yield states while counting refusals in a row. Raises UsageError after too many."""
         for answer in answers:
             refusal = answer if isinstance(answer, OSError) else None
             self._asked += 1
             self._refused = self._refused + 1 if refusal else 0
             self._refusal = refusal
             if refusal and self._refused == _ASKED:
-                raise _no_answer(refusal)
-            yield -1 if isinstance(answer, OSError) else answer
+                raise make_no_answer(refusal)
+            yield GONE if isinstance(answer, OSError) else answer
 
-    def _head(self, uri: str) -> int | OSError:
-        """Ask the store for an object's size; -1 where it is gone, or the error of a refusal."""
-        if self._objects is None:
-            self._objects = Objects.from_environment()
+    def _head(self, uri: str) -> FileState | OSError:
+        """Ask the store for an object's state; GONE where it is gone, or the error of a refusal."""
         try:
-            return reach(uri, self._objects).size(uri)
+            _, size, mark = reach(uri, self.objects).info(uri)
         except FileNotFoundError:
-            return -1
+            return GONE
         except OSError as error:
             return error
+        return FileState(size, mark_key(mark) or 0)
 
 
-def _no_answer(refusal: OSError) -> UsageError:
+def make_no_answer(refusal: OSError) -> UsageError:
     """Return the error about a store that does not answer."""
     return UsageError(
         f"{refusal.filename}: whether cached videos have changed cannot be asked: {refusal.strerror}; "
@@ -222,9 +245,24 @@ def _no_answer(refusal: OSError) -> UsageError:
     )
 
 
-def _on_disk(path: str) -> int:
-    """Return the bytes of a local video, -1 if it is gone."""
+def _state_on_disk(path: str) -> FileState:
+    """Return the state of a local video; GONE if it is gone."""
     try:
-        return source_bytes(path)
+        return source_state(path)
     except (OSError, ValueError):
-        return -1
+        return GONE
+
+
+def sample_source(uri: str, size: int, objects: Objects) -> int | None:
+    """Return the ``sample_key`` of a file or object of ``size`` bytes, in up to three requests; None where it is gone.
+
+    Raises UsageError where the store does not answer.
+    """
+    try:
+        if not is_remote(uri):
+            return sample_file(uri)
+        return sample_key(size, [reach(uri, objects).read_slice(uri, *span).data for span in sample_spans(size)])
+    except (FileNotFoundError, VideoFault):
+        return None
+    except OSError as error:
+        raise make_no_answer(error) from error

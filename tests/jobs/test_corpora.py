@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 import zipfile
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pytest
 import ray
 
 import pipeline
-from jobs import inspect, prune, verify
+from jobs import inspect, prune, remove, verify
 from pipeline import TokenCache
 from pipeline.inputs.archives import Tar
 from pipeline.inputs.forms import FORMS
@@ -136,6 +137,69 @@ def test_broken_members_and_changed_tars(cluster, files, tmp_path):
     opened = TokenCache(cache)
     ids = ["a.tar/bad.mp4", "a.tar/bikes.mp4", "a.tar/new.mp4", "b.tar/carphone.mp4", "b.tar/cut.mp4"]
     assert opened.video_ids == ids and opened.metadata("a.tar/bad.mp4")["attempts"] == 2
+
+
+def contents_below(cache: Path) -> dict[str, str]:
+    """Each file below a cache as text: its bytes, what they are when decompressed, and all columns of a table."""
+    found = {}
+    for file in cache.rglob("*"):
+        if file.is_file():
+            data = file.read_bytes()
+            texts = [data.decode("latin-1"), zlib.decompress(data).decode() if file.suffix == ".zlib" else ""]
+            if file.suffix == ".parquet" and data.endswith(b"PAR1"):
+                texts.append(str(pq.read_table(file).to_pylist()))
+            found[file.relative_to(cache).as_posix()] = "\n".join(texts)
+    return found
+
+
+def test_after_a_removal_no_byte_of_a_video_s_texts_is_left(cluster, files, tmp_path):
+    place, cache, clip = tmp_path / "tars", tmp_path / "cache", files["bikes.mp4"]
+    place.mkdir()
+    alone = place / "lone-wolf.mp4"
+    alone.write_bytes(clip)
+    members = {"stay.mp4": clip, "stay.txt": b"a kept caption", "zebra.mp4": clip, "zebra.txt": b"striped-caption"}
+    broken = {"okapi.mp4": b"no video", "okapi.json": b'{"says": "shy-caption"}', "zebra.cls": bytes(2**17)}
+    write_tar(place / "a.tar", {**members, **broken})
+    argv = [str(place / "a.tar"), str(alone), "--out", str(cache), *OPTIONS]
+    assert run_here(prune, argv).returncode == 0
+    (cache / "repaired").mkdir()
+    shutil.copy(next((cache / "videos").iterdir()), cache / "repaired")
+    (cache / "repaired" / "damaged.parquet").write_bytes(b"zebra")
+    (next((cache / "runs").glob("*.json")).with_suffix(".log")).write_text(f"{place}/a.tar#zebra.mp4: frame 7\nstay")
+    texts = ("zebra", "striped-caption", "okapi", "shy-caption", "lone-wolf")
+    before = contents_below(cache)
+    assert all(sum(text in content for content in before.values()) >= 2 for text in texts)
+
+    ids = tmp_path / "ids"
+    ids.write_text("a.tar/zebra.mp4\na.tar/okapi.mp4\nlone-wolf.mp4\n")
+    argv_of_removal = [str(cache), "--ids", str(ids), "--reason", "takedown 17", "--keep-minutes", "0"]
+
+    def assert_gone() -> None:
+        for name, content in contents_below(cache).items():
+            left = [text for text in texts if text in content]
+            assert not left or (name.startswith("videos/") and not any("caption" in text for text in left)), name
+            rows = pq.read_table(cache / name).to_pylist() if name.startswith("videos/") else ()
+            for row in rows:
+                if row["status"] == "removed":
+                    assert {row[column] for column in ("uri", "manifest", "source_hash")} == {"", None}
+        assert "a kept caption" in "".join(contents_below(cache).values())
+
+    assert run_here(remove, argv_of_removal).returncode == 0
+    assert_gone()
+    assert verify.main([str(cache)]) == 0
+    argv.remove(str(alone))  # the record of a run has what its user names
+    again = run_here(prune, argv)
+    assert again.returncode == 0 and "a.tar/stay.mp4" in TokenCache(cache).video_ids, again.stdout
+    assert_gone()
+    for _ in range(2):  # a tar that was packed anew is indexed anew
+        write_tar(place / "a.tar", {**members, **broken, "more.mp4": clip})
+        again = run_here(prune, argv)
+        assert again.returncode == 0 and "a.tar/more.mp4" in TokenCache(cache).video_ids, again.stdout
+        assert_gone()
+    sources = next((cache / "sources").iterdir())
+    sources.write_bytes(zlib.compress(sources.read_bytes()))  # one that cannot be read
+    assert run_here(remove, argv_of_removal).returncode == 0  # which has no rows any more that tell the places
+    assert_gone()
 
 
 def test_a_dry_run_counts_tars_and_their_videos_where_it_may(corpus, tmp_path, monkeypatch):

@@ -52,7 +52,8 @@ def test_a_node_with_another_version_a_missing_codec_a_lying_store_and_no_model_
     (tmp_path / "other" / "av-99.0.dist-info").mkdir(parents=True)
     (tmp_path / "other" / "sitecustomize.py").write_text(NO_VP9)
     (tmp_path / "other" / "av-99.0.dist-info" / "METADATA").write_text("Name: av\nVersion: 99.0\n")
-    other = {"num_cpus": 1, "env_vars": {"PYTHONPATH": f"{tmp_path / 'other'}:{ROOT}"}}
+    full = {"RAY_local_fs_capacity_threshold": "0.0001"}  # so that Ray takes its disk for full
+    other = {"num_cpus": 1, "env_vars": {"PYTHONPATH": f"{tmp_path / 'other'}:{ROOT}", **full}}
     argv = ["--num-frames", "2", "--out", str(tmp_path / "cache"), CLIP]
     with ray_here({"num_cpus": 1}, other):
         shown = run_here(doctor, argv)
@@ -68,6 +69,11 @@ def test_a_node_with_another_version_a_missing_codec_a_lying_store_and_no_model_
     assert states["store"] == states["model"] == states["decoding"] == states["encode"] == "ok"
     assert "PyAV cannot decode vp9" in shown.stdout and "av 99.0 on " in shown.stdout
     assert {"name", "state", "says", "remedy"} == set(listed[0])
+    disks = {found["state"]: found["says"] for found in listed if found["name"].startswith("disk (")}
+    assert disks.keys() == {"ok", "wrong"} and "; Ray spills up to 0%" in disks["wrong"]
+    assert len([words for words in lines if words[1:3] == ["object", "store"]]) == 2
+    assert len([words for words in lines if words[:2] == ["ok", "decoding"]]) == 3  # the driver, and each node
     wrong = {found["name"].split(" (")[0]: found for found in listed if found["state"] == "wrong"}
-    assert set(wrong) == {"versions", "codecs", "store", "model"} and all(found["remedy"] for found in wrong.values())
+    assert set(wrong) == {"versions", "codecs", "disk", "store", "model"}
+    assert all(found["remedy"] for found in wrong.values())
     assert "no-model" in wrong["model"]["says"] and "is 3600 s old" in wrong["store"]["says"]

@@ -59,6 +59,7 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
         done = _run_that_loses_a_node(cache, argv)
     assert done.returncode == 0, done.stdout
     assert_complete(cache, ids)
+    assert " was lost. What its workers had is done by others" in done.stdout
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["status"] == "finished"
     anew = "note: nodes were lost and nothing moves: " in done.stdout
@@ -129,3 +130,33 @@ def planned_cpus(cache: Path) -> float:
     """Return the CPUs of the cluster that the run in this cache was last planned for."""
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     return record["resources"]["cluster"]["CPU"]
+
+
+#: A node whose disk counts as full from the first byte on, and whose object store holds a few videos' frames.
+FULL = {"num_cpus": 2, "object_store_memory": 75 * 2**20, "env_vars": {"RAY_local_fs_capacity_threshold": "0.0001"}}
+
+
+def _prune_large_frames(folder: Path) -> tuple[list[str], subprocess.CompletedProcess[str]]:
+    """Run jobs.prune on videos of 29 MB of frames each."""
+    ids = tiny_videos(folder / "videos", 24)
+    argv = [str(folder / "videos"), "--out", str(folder / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
+    return ids, run_here(prune, argv)
+
+
+def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path):
+    with ray_here({"num_cpus": 1, "object_store_memory": 2**29}, FULL):
+        ids, done = _prune_large_frames(tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert_complete(tmp_path / "c", ids)
+    (line,) = [line for line in done.stdout.splitlines() if "note: the disk is full on " in line]
+    assert "% full). " in line and line.endswith(
+        " are planned anew on the other nodes. Free space there for the next run"
+    )
+
+
+def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(tmp_path):
+    with ray_here(FULL):
+        _, done = _prune_large_frames(tmp_path)
+    assert done.returncode == 1
+    assert "the disk is full on " in done.stdout and "/session_" in done.stdout
+    assert "no other node is left; free space there, and run the same command again" in done.stdout

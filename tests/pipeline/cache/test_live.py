@@ -132,10 +132,10 @@ def store(tmp_path):
     return write_header(tmp_path)
 
 
-def test_a_ledger_takes_80_bytes_a_video(store):
+def test_a_ledger_takes_96_bytes_a_video(store):
     write_shard(store, "r1", good("a"))
     ledger = Ledger(store).refresh()
-    assert sum(column.nbytes for column in ledger.columns.values()) == 80
+    assert sum(column.nbytes for column in ledger.columns.values()) == 96
 
 
 def test_the_live_row_of_the_ledger_is_the_one_that_readers_take(store):

@@ -72,9 +72,11 @@ def test_nothing_is_listed_first_and_a_part_is_there_before_the_next_one_is_inde
         assert first.later_bytes == sum((tars / f"{number}.tar").stat().st_size for number in (1, 2))
         sizes = [(tars / f"{number}.tar").stat().st_size for number in range(3)]
         assert (len(found), found.n_left, found.expected()) == (3, 2, round(3 * sum(sizes) / sizes[0]))
+        assert not found.is_complete
         gate.set()
         assert [ids(part.todo) for part in parts] == [["1.tar/0.mp4", "1.tar/1.mp4"], ["2.tar/0.mp4"]]
         assert ids(found.all().videos) == ids(found.found().todo) and len(found) == 6 and found.n_left == 0
+        assert found.is_complete and found.expected() == 6 != round(3 * sum(sizes) / sizes[0])
     whole, indexing = listed(tars, tmp_path)
     assert ids(whole) == ids(found.found().videos) and indexing.left == []  # all indexes were kept
 

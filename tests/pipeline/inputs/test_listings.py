@@ -1,6 +1,7 @@
 """What to process on S3: the forms that a disk has, at a known number of requests, and nothing outside of them."""
 
 import json
+from hashlib import md5
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,6 +9,7 @@ import pytest
 
 from pipeline.errors import ManifestError, UsageError
 from pipeline.inputs.manifest import read_manifest
+from pipeline.keys import mark_key
 from pipeline.storage.s3 import Objects
 from tests.pipeline.s3 import SECRET, S3Server
 
@@ -44,7 +46,7 @@ def test_a_folder_lists_videos_by_their_key_below_it(server):
     assert rows[1] == {
         "video_id": "b.mp4", "uri": server.uri("v/b.mp4"), "size": 5,
         "start_s": None, "end_s": None, "manifest": None, "policy": None,
-        "source_offset": None, "fault": None,
+        "source_offset": None, "fault": None, "mark": mark_key(md5(b"12345").hexdigest()),
     }  # fmt: skip
     for whole in (server.uri(), server.uri().rstrip("/")):
         assert ids(read(server, whole)) == ["e.mp4", "v/a/c.MKV", "v/b.mp4", "vv/d.mp4"]

@@ -2,6 +2,7 @@
 
 import io
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -11,9 +12,9 @@ from rich.console import Console
 from pipeline import TokenCache
 from pipeline.cache.header import fingerprint
 from pipeline.cache.live import Ledger
-from pipeline.errors import CorruptShard, VideoFault
+from pipeline.errors import CorruptShard, NotACache, VideoFault
 from pipeline.inspect import watch as watching
-from pipeline.inspect.watch import latest_run, looks, watch
+from pipeline.inspect.watch import latest_run, looks, wait_for_cache, watch
 from pipeline.runner.claim import Claim
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RunFile
@@ -76,6 +77,78 @@ def test_a_log_gets_the_last_state_as_whole_lines(tmp_path):
     run_file(store).save(status="running")
     watch(TokenCache(tmp_path), Console(file=shown, width=200))
     assert "ended without a final record" in shown.getvalue() and shown.getvalue().endswith("\n")
+
+
+def test_a_log_gets_a_line_each_time(store):
+    shown, cache = io.StringIO(), TokenCache(str(store), store=store)
+    watcher = threading.Thread(target=lambda: watch(cache, Console(file=shown, width=60), 0.05))
+    with Claim(store, "r1", print, heartbeat_s=0.05) as claim, run_file(store):
+        claim.tell(NOW)
+        watcher.start()
+        for n_done in (0, 1):
+            wait_until(lambda: f"{n_done} of 4 videos" in shown.getvalue(), shown.getvalue)  # noqa: B023 - called here
+            write_shard(store, "r1", encoded(f"v{n_done}", random_tokens(0), 0.25, "gstep"))
+    watcher.join(timeout=60)
+    *lines, last = shown.getvalue().splitlines()
+    assert len(lines) > 1 and all(" running for " in line and "videos/s of late" in line for line in lines)
+    assert any("busy: decode 97% encode 41% (bottleneck: decode)" in line for line in lines)
+    assert "r1 on h (pid 7) finished after" in last
+
+
+def test_it_waits_for_a_run_that_begins_the_cache(tmp_path):
+    shown, said = threading.Event(), list[str]()
+    store = store_at(str(tmp_path / "c"))
+    waiter = threading.Thread(target=lambda: (wait_for_cache(store, said.append, 0.02), shown.set()))
+    waiter.start()
+    wait_until(lambda: said, lambda: said)
+    store.make()
+    with Claim(store, "r1", print):
+        assert not shown.wait(0.2)  # a note is no cache yet
+        write_header(tmp_path / "c")
+        assert shown.wait(60)
+    assert len(said) == 1 and "Waiting for a run to begin one" in said[0]
+    wait_for_cache(store, said.append)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    wait_for_cache(store_at(str(tmp_path / "other")), said.append)  # for another error to say what that is
+    assert len(said) == 1
+
+
+def test_a_run_that_never_begins_its_cache_ends_the_wait(tmp_path):
+    store, said = store_at(str(tmp_path / "c")), list[str]()
+    store.make()
+    failures = list[BaseException]()
+
+    def wait() -> None:
+        try:
+            wait_for_cache(store, said.append, 0.02)
+        except NotACache as error:
+            failures.append(error)
+
+    waiter = threading.Thread(target=wait)
+    with Claim(store, "r1", print):
+        waiter.start()
+        wait_until(lambda: said, lambda: said)
+    waiter.join(timeout=60)
+    assert "ended before it began the cache" in str(failures[0]) and "r1" in str(failures[0])
+
+
+def test_clocks_that_differ_give_no_negative_time(written):
+    ahead = (datetime.now(UTC) + timedelta(minutes=10)).isoformat()
+    RunFile(written, record()).save(status="running", started=ahead)
+    with Claim(written, "r2", print, heartbeat_s=0.05) as claim:
+        assert progress(written).seconds == 0
+        claim._me["since"] = ahead  # as the clock of the run has it
+        wait_until(lambda: progress(written).seconds > 0, lambda: progress(written))
+        assert progress(written).seconds <= time.monotonic() - claim._began
+    RunFile(written, record()).save(status="finished", started=ahead)
+    assert "finished after 0 s" in progress(written).describe()
+
+
+def test_a_number_that_is_estimated_is_said_to_be(written):
+    RunFile(written, record(estimated=True)).save(status="running")
+    with Claim(written, "r2", print):
+        assert "2 of about 10 videos" in progress(written).describe()
 
 
 def test_a_cache_without_runs_has_nothing_to_watch(tmp_path):

@@ -58,6 +58,13 @@ def test_a_plan_decodes_videos_and_touches_nothing(folder):
     assert 0 < plan.encode_core_s.low < plan.encode_core_s.high < 30
 
 
+def test_the_bytes_of_the_input_are_those_that_the_index_knows(folder):
+    clip = (folder / "videos" / "a.mp4").read_bytes()
+    write_tar(folder / "a.tar", {f"{number}.mp4": clip + bytes(1000 * number**2) for number in range(5)})
+    plan = planned(folder, videos=[str(folder / "a.tar")], probe=1)
+    assert plan.videos == 5 and tuple(plan.input_bytes) == pytest.approx((5 * len(clip) + 1000 * 30,) * 3)
+
+
 def test_some_of_the_videos_are_probed_and_the_rest_is_inferred(folder):
     plan = planned(folder, probe=2)
     assert plan.videos == 3 and "2 of 3 videos were decoded" in plan.notes[0]

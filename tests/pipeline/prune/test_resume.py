@@ -1,6 +1,7 @@
 """Resume: the manifest minus the live rows, and nothing that changed goes unnoticed."""
 
 import json
+import os
 
 import pyarrow as pa
 import pytest
@@ -13,6 +14,7 @@ from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import ManifestCounts, at_hand, remaining, retry_candidates, skipped_lines, unfinished
 from pipeline.storage.stores import LocalStore
+from pipeline.video.frame_folders import source_state
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 
@@ -181,6 +183,18 @@ def test_a_mended_file_gets_its_attempts_anew(folder, live):
     assert retried(folder) == 4 and retried(folder, max_attempts=1) is None
     fail(folder, "b.mp4", 4)
     assert retried(folder) is None and retried(folder, max_attempts=3) == 5
+
+
+def test_a_file_that_was_mended_at_its_old_size_gets_another_attempt(folder, live):
+    path = folder / "b.mp4"
+    row = {"source_size": 5, "source_mark": source_state(str(path)).mark, **source_here(path)}
+    for attempts in (2, 3):
+        failure = encoded_failure("b.mp4", VideoFault("io", "x"), attempts=attempts, **row)
+        write_shard(LocalStore(folder / "cache"), f"run{attempts}", failure)
+        assert retried(folder) is None
+    path.write_bytes(b"abcde")
+    os.utime(path, (1e9, 1e9))
+    assert retried(folder) == 4
 
 
 def test_a_file_that_was_missing_is_mended_by_being_there(folder):

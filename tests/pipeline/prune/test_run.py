@@ -25,6 +25,7 @@ from pipeline.prune.facts import Facts
 from pipeline.prune.recipe import PruneStages
 from pipeline.prune.resources import FILES_LOOKED_AT, files_bytes, planned_workers, shortfalls
 from pipeline.prune.run import PruneRun
+from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.monitor import Monitor
 from pipeline.runner.run_record import RunFile
 from pipeline.storage.s3 import Objects
@@ -127,6 +128,22 @@ def test_the_record_of_a_run_says_what_it_committed(run):
     run.run_file.save()
     said = json.loads(run.store.read("runs/run.json"))["token_shards"]
     assert sorted(said) == sorted(map(token_shard_id, run.store.names("tokens", ".parquet")))
+
+
+def test_the_record_gets_the_number_of_videos_once_it_is_known(run, tmp_path):
+    place = NamedContainer(str(write_tar(tmp_path / "a.tar", {"a.mp4": b"a", "b.mp4": b"b"})), "a.tar")
+    todo, attempts = TODO_SCHEMA.empty_table(), TODO_SCHEMA.field("attempts")
+
+    def take(videos):
+        return videos, videos.append_column(attempts, pa.array([1] * len(videos), attempts.type))
+
+    run._todo, run._is_estimated = Discovery(Indexing(left=[place]), Objects(), take, todo), True
+    run.run_file.save(videos=65, estimated=True)
+    with run._todo:
+        list(run._todo.parts())
+        assert run.give_up(WorkerReport()) is None
+    record = json.loads(run.store.read("runs/run.json"))
+    assert (record["videos"], record["estimated"]) == (2, False)
 
 
 def test_a_video_that_failed_and_is_ok_later_counts_once(run):

@@ -38,7 +38,7 @@ with Containers(objects, spots) as opened:
     for row, spot in zip(rows, spots):
         parts = []
         if spot is None:
-            reach(row["uri"], objects).fetch(row["uri"], parts.append)
+            parts.append(reach(row["uri"], objects).read(row["uri"]))
         else:
             opened.fetch(spot, parts.append, 2**30)
         digests[row["video_id"]] = hashlib.sha256(b"".join(parts)).hexdigest()

@@ -28,6 +28,13 @@ def test_shares_are_those_of_the_last_looks_alone():
     assert load.busy() == {"decode": 0.0, "encode": 0.0, "write": pytest.approx(0.5)}
 
 
+def test_a_stage_whose_workers_are_dead_is_not_busy():
+    load = Load()
+    for look in range(1, 5):
+        load.add(report(up_s=(10 * look, 10 * min(look, 3), 0), busy_s=(5 * look, 10 * min(look, 3), 0)))
+        assert load.busy() == {"decode": 0.5, "encode": 1.0 if look < 4 else 0.0}
+
+
 def test_queues_hold_what_the_stage_before_is_through_with():
     load = Load()
     load.add(report(left=(7, 4, 4)))

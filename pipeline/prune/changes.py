@@ -1,0 +1,59 @@
+"""Whether the files of cached videos have other bytes now, by a few of their bytes.
+
+It is asked where a file has its old size and another mark: a copy of the same bytes has other times and, uploaded in
+parts, another ETag. A rebuilt tar has another mark, and most of its members are the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+
+from pipeline.inputs.forms import Containers, spot_of
+from pipeline.rows import ManifestRow
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import request_threads
+from pipeline.video.source import make_no_answer, sample_source
+
+_AT_ONCE = 32  # files and containers that are looked into at a time
+
+
+def are_replaced(rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects) -> list[bool]:
+    """Return whether the file of each row has other bytes than its cached video had; not so where it is gone.
+
+    Args:
+        rows: with the ``size`` of each file.
+        samples: the ``sample_key`` of each cached video's file.
+
+    Raises UsageError where the store does not answer.
+    """
+    groups = defaultdict[str, list[int]](list)  # file or container -> its rows
+    for number, row in enumerate(rows):
+        groups[row["uri"] if row["source_offset"] is None else row["uri"].partition("#")[0]].append(number)
+    replaced = [False] * len(rows)
+    with request_threads(min(_AT_ONCE, len(groups) or 1)) as pool:
+        look = partial(_look, rows, samples, objects)
+        for numbers, found in zip(groups.values(), pool.map(look, groups.values()), strict=True):
+            for number, is_replaced in zip(numbers, found, strict=True):
+                replaced[number] = is_replaced
+    return replaced
+
+
+def _look(rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects, numbers: Sequence[int]) -> list[bool]:
+    """Return the same of the rows with these numbers, which lie in one container, or of the row of a file."""
+    with Containers(objects) as opened:
+        return [_is_replaced(rows[number], samples[number], objects, opened) for number in numbers]
+
+
+def _is_replaced(row: ManifestRow, sample: int, objects: Objects, opened: Containers) -> bool:
+    """Return whether a row's file has another sample, or is a member whose mark alone tells its content."""
+    spot = spot_of(row["uri"], row["source_offset"], row["size"])
+    if spot is None:
+        return sample_source(row["uri"], row["size"] or 0, objects) not in (None, sample)
+    try:
+        return opened.sample(spot) != sample
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise make_no_answer(error) from error

@@ -1,0 +1,107 @@
+"""What a cache says of removed videos outside its tables: kept indexes, records and logs of runs, replaced files.
+
+The tables forget by themselves: a removal moves the other videos and deletes what held the removed ones.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import PurePosixPath
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.cache.schema import TOKENS, VIDEOS
+from pipeline.inputs.forms import FORMS
+from pipeline.inputs.indexes import forget_members
+from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
+from pipeline.rows import Json
+from pipeline.runner.run_record import RUNS
+from pipeline.storage.stores import INDEXES, TEMPORARY, Store
+from pipeline.verify.report import KEPT_IN
+
+_FOLDERS = ("", TOKENS, VIDEOS, RUNS, INDEXES, KEPT_IN)
+_INSTEAD = "(removed)"
+# Fields of a record that name no video: a short id must not change a version or a shard.
+_OTHERS = frozenset({"run_id", "host", "versions", "status", "device", "dtype", "resources", "token_shards", "emptied"})
+_IN_ARCHIVE = re.compile(rf"({'|'.join(map(re.escape, FORMS))})/")
+
+
+def forget_videos(store: Store, ids: Collection[str], uris: Collection[str]) -> list[str]:
+    """Take ids, addresses and carried texts of videos out of all files but the tables; return the deleted files.
+
+    ``uris`` are the places that rows had; where an earlier removal has deleted the rows, ``ids`` alone tell. No run may
+    be writing. Raises OSError.
+    """
+    deleted = forget_members(store, uris, ids)
+    texts = _stems([*ids, *uris, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)])
+    for file in store.listed(RUNS):
+        if file.name.endswith((".json", ".log")):
+            _rewrite(store, file.name, texts)
+    for folder in _FOLDERS:
+        for file in store.listed(folder):
+            unfinished = PurePosixPath(file.name).name.startswith(TEMPORARY)
+            if unfinished or (folder == KEPT_IN and _may_hold(store.read(file.name), ids)):
+                store.delete(file.name)
+                deleted.append(file.name)
+    return deleted
+
+
+def _stems(texts: Iterable[str]) -> list[str]:
+    """Return texts without a video's suffix, the longest first: what is beside a video has its stem."""
+    stems = {text[: -len(suffix_of(text))] if suffix_of(text) in VIDEO_SUFFIXES else text for text in texts}
+    return sorted(stems - {""}, key=lambda stem: (-len(stem), stem))
+
+
+def _rewrite(store: Store, name: str, texts: Iterable[str]) -> None:
+    """Write a record or log of a run anew where it has one of the texts."""
+    content = store.read(name).decode("utf-8", "replace")
+    try:
+        record: Json = json.loads(content)
+    except ValueError:
+        record = content  # a log, or a record that was cut off
+    whole = "\n".join(_texts(record))
+    present = [text for text in texts if text in whole]
+    patterns = [re.compile(rf"(?<![\w-]){re.escape(text)}(\.\w+)*(?![\w-])") for text in present]
+    changed = _without(record, patterns)
+    if changed != record:
+        store.put(name, (changed if isinstance(changed, str) else json.dumps(changed, indent=2)).encode())
+
+
+def _texts(value: Json) -> Iterator[str]:
+    """Yield the texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _without(value: Json, patterns: Collection[re.Pattern[str]]) -> Json:
+    """Return a value of JSON with other words for what the patterns match in its texts."""
+    if isinstance(value, str):
+        for pattern in patterns:
+            value = pattern.sub(_INSTEAD, value)
+        return value
+    if isinstance(value, dict):
+        return {name: part if name in _OTHERS else _part(name, part, patterns) for name, part in value.items()}
+    return [_without(part, patterns) for part in value] if isinstance(value, list) else value
+
+
+def _part(name: str, part: Json, patterns: Collection[re.Pattern[str]]) -> Json:
+    """Return a part of a record; of the options of a run ``videos`` alone names videos."""
+    if name != "config" or not isinstance(part, dict):
+        return _without(part, patterns)
+    return {option: _without(value, patterns) if option == "videos" else value for option, value in part.items()}
+
+
+def _may_hold(data: bytes, ids: Collection[str]) -> bool:
+    """Return whether a file of the videos table has a row of one of the videos, or cannot be read."""
+    try:
+        table = pq.read_table(io.BytesIO(data), columns=["video_id"])
+    except (pa.ArrowException, OSError, ValueError):
+        return True
+    return not set(ids).isdisjoint(table["video_id"].to_pylist())

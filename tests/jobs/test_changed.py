@@ -1,0 +1,154 @@
+"""Cached videos whose files were replaced, copied or packed anew: the same bytes are kept, others are noticed."""
+
+import io
+import json
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import ray
+
+from jobs import prune, verify
+from pipeline import TokenCache
+from tests.jobs.jobs import document_of, run_here
+from tests.pipeline.rays import PLAIN, ray_here
+from tests.pipeline.s3 import S3Server
+from tests.pipeline.videos import write_clip
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ("--num-frames", "2")
+IDS = ("file", "object", "t.tar/a", "t.tar/b", "s.tar/a", "s.tar/b", "z.zip/a", "z.zip/b")
+FORMS = ("file", "object", "t.tar/a", "s.tar/a", "z.zip/a")  # the id of a video of each form
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_here(*PLAIN):
+        yield ray.get_runtime_context().gcs_address
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory) -> list[bytes]:
+    """Three clips of other lengths, with as many bytes: a box that players pass over fills them up."""
+    folder = tmp_path_factory.mktemp("clips")
+    clips = [write_clip(folder / f"{count}.mp4", count=count).read_bytes() for count in (40, 20, 30)]
+    size = max(map(len, clips)) + 8
+    return [clip + (size - len(clip)).to_bytes(4, "big") + b"free" + bytes(size - len(clip) - 8) for clip in clips]
+
+
+def tar_of(files: dict[str, bytes], mtime: float = 0) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(content), mtime
+            tar.addfile(info, io.BytesIO(content))
+    return data.getvalue()
+
+
+class Corpus:
+    """A video of each form: a file, an object of a manifest, and members of a tar here, of one on S3 and of a zip."""
+
+    def __init__(self, folder: Path, server: S3Server) -> None:
+        self.folder, self.server = folder, server
+        self.cache = folder / "cache"
+        folder.mkdir()
+        rows = [{"video_id": "file", "uri": "f.mp4"}, {"video_id": "object", "uri": server.uri("o.mp4")}]
+        (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def write(self, a: bytes, b: bytes, first: dict[str, bytes] | None = None, mtime: float = 0) -> None:
+        """Write ``a`` as a video of each form, and ``b`` beside it in archives, which begin with other members."""
+        (self.folder / "f.mp4").write_bytes(a)
+        os.utime(self.folder / "f.mp4", (mtime, mtime))
+        self.server.upload("o.mp4", a)
+        members = {**(first or {}), "a": a, "b": b}
+        files = {f"{name}.mp4": content for name, content in members.items()}
+        (self.folder / "t.tar").write_bytes(tar_of(files, mtime))
+        self.server.upload("s.tar", tar_of(files, mtime))
+        with zipfile.ZipFile(self.folder / "z.zip", "w") as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
+
+    def upload_in_parts(self, data: bytes) -> None:
+        client, place = self.server.client, {"Bucket": self.server.bucket, "Key": "o.mp4"}
+        upload = client.create_multipart_upload(**place)["UploadId"]
+        tag = client.upload_part(**place, UploadId=upload, PartNumber=1, Body=data)["ETag"]
+        parts = {"Parts": [{"PartNumber": 1, "ETag": tag}]}
+        assert client.complete_multipart_upload(**place, UploadId=upload, MultipartUpload=parts)["ETag"] != tag
+
+    def prune(self, *more: str):
+        places = [str(self.folder / "m.jsonl"), str(self.folder / "t.tar"), self.server.uri("s.tar")]
+        places += [str(self.folder / "z.zip"), "--video-root", self.server.uri()]
+        return run_here(prune, [*places, "--out", str(self.cache), *OPTIONS, *more])
+
+    def hashes(self) -> dict[str, str]:
+        """What was read of each video."""
+        cache = TokenCache(self.cache)
+        return {video_id.removesuffix(".mp4"): cache.metadata(video_id)["source_hash"] for video_id in cache.video_ids}
+
+    def attempts(self) -> dict[str, int]:
+        cache = TokenCache(self.cache)
+        return {video_id.removesuffix(".mp4"): cache.metadata(video_id)["attempts"] for video_id in cache.video_ids}
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with S3Server() as opened:
+        opened.reach(monkeypatch)
+        yield opened
+
+
+def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(cluster, contents, server, tmp_path):
+    a, b, other = contents
+    corpus = Corpus(tmp_path / "corpus", server)
+    corpus.write(a, b)
+    done = corpus.prune()
+    assert done.returncode == 0, done.stdout
+    before = corpus.hashes()
+    assert sorted(before) == sorted(IDS)
+
+    corpus.write(a, b, mtime=1e9)  # a copy with other times, and another mark of each tar
+    corpus.upload_in_parts(a)  # with an ETag that is no hash of the content
+    again = corpus.prune()
+    assert again.returncode == 0 and "8 of 8 videos are in the cache already" in again.stdout, again.stdout
+    assert "nothing to do" in again.stdout
+
+    corpus.write(a, b, {"new": other}, mtime=2e9)  # packed anew, with another member in front
+    again = corpus.prune()
+    assert again.returncode == 0 and "8 of 11 videos are in the cache already" in again.stdout, again.stdout
+    assert {name: value for name, value in corpus.hashes().items() if name in IDS} == before
+
+    corpus.write(other, b, {"new": other, "newer": b}, mtime=3e9)  # as many bytes
+    refused = corpus.prune()
+    text = " ".join(refused.stdout.split())
+    assert refused.returncode == 2 and "5 videos of the cache" in text and "--on-changed skip goes on with" in text
+    assert all(f"{name}" in text for name in FORMS) and f"has its {len(a)} bytes still, and other content" in text
+
+    code, record, said = document_of(verify, [str(corpus.cache), "--live", "11"])
+    changed = {item["video_id"].removesuffix(".mp4") for item in record["live"] if item["state"] == "source-changed"}
+    assert code == 1 and changed == {*FORMS} and "nothing is wrong" not in said
+    assert {problem["class"] for problem in record["problems"]} == {"source-changed"}
+
+    assert corpus.prune("--on-changed", "skip").returncode == 0
+    assert {name: value for name, value in corpus.hashes().items() if name in IDS} == before
+    assert "t.tar/newer" in corpus.hashes()
+    redone = corpus.prune("--on-changed", "redo")
+    assert redone.returncode == 0, redone.stdout
+    after = corpus.hashes()
+    assert {name for name in IDS if after[name] != before[name]} == {*FORMS}
+    assert {after[name] for name in FORMS} == {after["t.tar/new"]}
+    assert {name for name, attempts in corpus.attempts().items() if attempts == 2} == {*FORMS}
+    assert verify.main([str(corpus.cache), "--live", "14"]) == 0
+
+    ids = tmp_path / "ids.txt"
+    ids.write_text("t.tar/b.mp4\nfile\n")
+    redone = corpus.prune("--redo", str(ids))
+    assert redone.returncode == 0 and corpus.attempts()["t.tar/b"] == 2 and corpus.attempts()["file"] == 3
+    assert sum(corpus.attempts().values()) == 14 + 5 + 2
+    for named, why in (("typo.mp4\n", "1 of its ids have no row"), ("file\nx", "e.g. x")):
+        ids.write_text(named)
+        refused = corpus.prune("--redo", str(ids))
+        assert refused.returncode == 2 and why in " ".join(refused.stdout.split())
