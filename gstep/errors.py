@@ -26,6 +26,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "OutOfMemoryError" in kinds or _NO_MEMORY.search(str(error)) is not None
 
 
+def gpu_refuses_work() -> bool:
+    """Ask the GPU of this process's CUDA context, which there must be, and return True where it fails."""
+    import torch  # noqa: PLC0415 - whoever has such a context has imported it
+
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # noqa: BLE001 - whatever it is, the next kernel would raise it too
+        return True
+    return False
+
+
 class TooFewFrames(UnsupportedVideo):
     """A video of fewer sampled frames than the model takes; the message says how many it needs."""
 

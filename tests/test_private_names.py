@@ -33,6 +33,8 @@ TABLE = (
             "the log of a run has who died and with what in hand, not what they had written"),
     Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/runner/cluster.py",
             "harmless lines of Ray's own are nowhere"),
+    Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/runner/nodes.py",
+            "nobody knows the folders of Ray on a node, nor whether their disk is full"),
     Private("RayParams", "ray", "2.60", "ray._private.parameter", "pipeline/runner/cluster.py",
             "every command starts a monitor, and waits a second for it when it ends"),
     Private("iter_internal_ref_bundles", "ray", "2.60", "ray.data:Dataset", "pipeline/runner/shards.py",

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,8 @@ def test_folders_of_the_same_names_that_are_no_packages_hide_nothing(site, tmp_p
         site = tmp_path / "site"
     for name in ("pipeline", "jobs"):
         (tmp_path / "project" / name).mkdir(parents=True)
-    code = f"import site; site.addsitedir({str(site)!r}); import jobs, pipeline; print(pipeline.__file__)"
+    others = f"sys.path.append({sysconfig.get_path('purelib')!r})"  # the packages that commands import
+    code = f"import site, sys; site.addsitedir({str(site)!r}); {others}; import jobs, pipeline as p; print(p.__file__)"
     done = run_python("-S", "-c", code, cwd=tmp_path / "project", env={})
     assert done.stdout == f"{tmp_path / 'clone' if editable else site}/pipeline/__init__.py\n", done.stderr
 

@@ -117,10 +117,11 @@ class ModelFamily(ABC):
 
         Raises ModelError, naming some, where tensors are missing or quantized.
         """
-        stored, built = stored_types(self.source), self.empty_tower(Runtime("cpu", torch.float32, "sdpa"))
-        if stored is None or built is None:
+        if (stored := stored_types(self.source)) is None:
             return False
-        check_names(self.source.name, built[0], built[1], stored)
+        if (built := self.empty_tower(Runtime("cpu", torch.float32, "sdpa"))) is None:
+            return False
+        check_names(self.source.name, *built, stored)
         return True
 
     @abstractmethod

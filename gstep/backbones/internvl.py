@@ -12,18 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
-from gstep.backbones.preprocess import FixedSizePreprocessor
-from gstep.backbones.runtime import NameRule, Runtime, check_loaded, empty_model, load_weights
+from gstep.backbones.base import Backbone, ModelExtra, SampledVideo, StaticParts, TowerWork
+from gstep.backbones.fixed_size import DEFAULTS, FixedSizeFamily
+from gstep.backbones.runtime import Runtime, check_loaded, load_weights
 from gstep.errors import ModelError
 from gstep.types import VisualTokens
 
-# Class defaults of InternVLVideoProcessor (video_processing_internvl.py); the published files have other values.
-DEFAULTS: Mapping[str, Any] = {
-    "size": {"height": 384, "width": 384},
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
 # Defaults of InternVLVisionConfig.
 _VISION: Mapping[str, Any] = {
     "hidden_size": 1024,
@@ -34,10 +28,11 @@ _VISION: Mapping[str, Any] = {
 }
 
 
-class InternVL(ModelFamily):
+class InternVL(FixedSizeFamily):
     """The InternVL family: a frame of 448 x 448 pixels is 16 x 16 tokens, each of 2 x 2 patches."""
 
     model_type = "internvl"
+    video_processor = "InternVLVideoProcessor"
     variant = "llava"
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> InternVLBackbone:
@@ -48,37 +43,29 @@ class InternVL(ModelFamily):
         model.eval().requires_grad_(False)
         return InternVLBackbone(self, model, preprocessor, runtime, frame_batch)
 
-    def empty_tower(self, runtime: Runtime) -> tuple[Any, NameRule]:
-        model: Any = empty_model(self.source.stock_config(), runtime)
-        del model.language_model
-        return model, _names_in_memory
+    def image_side(self) -> int:
+        return self._side("image_size")
 
-    def preprocessor(self) -> FixedSizePreprocessor:
-        source = self.source
-        kind = source.preprocessor.get("video_processor_type", "InternVLVideoProcessor")
-        if kind != "InternVLVideoProcessor":
-            raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
+    def check_features(self) -> None:
         layer, strategy = (
-            source.config.get(f"vision_feature_{name}", default)
+            self.source.config.get(f"vision_feature_{name}", default)
             for name, default in (("layer", -1), ("select_strategy", "default"))
         )
         if (layer, strategy) != (-1, "default"):
             raise ModelError(
-                f"{source.name!r}: vision_feature_layer={layer!r} with vision_feature_select_strategy={strategy!r} in "
-                "config.json is not implemented; the published models have -1 and 'default'"
+                f"{self.source.name!r}: vision_feature_layer={layer!r} with vision_feature_select_strategy="
+                f"{strategy!r} in config.json is not implemented; the published models have -1 and 'default'"
             )
-        given = {name: value for name, value in source.preprocessor.items() if value is not None}
-        side = self._side("image_size")
-        defaults = dict(DEFAULTS)
-        if not source.weight_files:  # random weights, perhaps without preprocessor files
-            defaults["size"] = {"height": side, "width": side}
-        preprocessor = FixedSizePreprocessor.from_settings({**defaults, **given})
-        if (preprocessor.height, preprocessor.width) != (side, side):
-            raise ModelError(
-                f"{source.name!r}: the preprocessor setting size, {preprocessor.height} x {preprocessor.width}, does "
-                f"not fit the vision tower of {side} x {side} pixels in config.json"
-            )
-        return preprocessor
+
+    def names_in_memory(self, key: str) -> list[str]:
+        """List the names in memory for a name on disk: with or without ``model.``, by library version."""
+        return [key.removeprefix("model.")]
+
+    def pixel_defaults(self) -> Mapping[str, Any]:
+        if self.source.weight_files:
+            return DEFAULTS
+        side = self.image_side()  # random weights, perhaps without preprocessor files
+        return {**DEFAULTS, "size": {"height": side, "width": side}}
 
     def static(self) -> StaticParts:
         return StaticParts(self._text_width(), None)
@@ -148,8 +135,3 @@ class InternVLBackbone(Backbone):
         """Return the grid alone: the positions of this family are just counted."""
         side = math.isqrt(self.family.token_counts(1, video.height, video.width)[1])
         return {"grid": [side, side]}
-
-
-def _names_in_memory(key: str) -> list[str]:
-    """List the names in memory that a name on disk may mean: with or without ``model.``, by library version."""
-    return [key.removeprefix("model.")]

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
+from gstep.backbones.base import Backbone, ModelExtra, SampledVideo, StaticParts, TowerWork
+from gstep.backbones.fixed_size import FixedSizeFamily
 from gstep.backbones.gpu_forms import FusedSteps, suit_llava
-from gstep.backbones.preprocess import FixedSizePreprocessor
-from gstep.backbones.runtime import NameRule, Runtime, empty_model, load_weights, observing, rebuild_position_ids
+from gstep.backbones.runtime import Runtime, load_weights, observing, rebuild_position_ids
 from gstep.backbones.siglip import FrameObserver, PoolingHead, last_layer_evidence, patch_evidence, probe_evidence
 from gstep.checkpoints.source import ModelSource, PoolingHeadSource
 from gstep.checkpoints.tensors import read_tensors
@@ -28,18 +28,12 @@ from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES, LAST_LAYER, PER_FRAME, POOLING_HEAD, SINGLE_PATCHES, name_of
 from gstep.types import VisualTokens
 
-# Class defaults of LlavaOnevisionVideoProcessor (video_processing_llava_onevision.py), for missing settings.
-DEFAULTS: Mapping[str, Any] = {
-    "size": {"height": 384, "width": 384},
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
 
-
-class LlavaOnevision(ModelFamily):
+class LlavaOnevision(FixedSizeFamily):
     """The LLaVA-OneVision family: 196 tokens a frame of 384 x 384 pixels, and one newline row a video, kept apart."""
 
     model_type = "llava_onevision"
+    video_processor = "LlavaOnevisionVideoProcessor"
     variant = "llava"
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset(
         {
@@ -60,26 +54,23 @@ class LlavaOnevision(ModelFamily):
             backbone.pooling_head = PoolingHead.load(self.source.pooling_head, runtime.device)
         return backbone
 
-    def empty_tower(self, runtime: Runtime) -> tuple[Any, NameRule]:
-        model: Any = empty_model(self.source.stock_config(), runtime)
-        del model.language_model
-        return model, _names_in_memory
+    def image_side(self) -> int:
+        return self._vision("image_size", 384)
 
-    def preprocessor(self) -> FixedSizePreprocessor:
-        source = self.source
-        kind = source.preprocessor.get("video_processor_type", "LlavaOnevisionVideoProcessor")
-        if kind != "LlavaOnevisionVideoProcessor":
-            raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
-        _check_feature_layer(source)
-        given = {name: value for name, value in source.preprocessor.items() if value is not None}
-        preprocessor = FixedSizePreprocessor.from_settings({**DEFAULTS, **given})
-        side = self._vision("image_size", 384)
-        if (preprocessor.height, preprocessor.width) != (side, side):
+    def check_features(self) -> None:
+        """Raise ModelError where visual tokens would come from several vision layers; the published models use one."""
+        layer = self.source.config.get("vision_feature_layer", -1)
+        if not isinstance(layer, int) or isinstance(layer, bool):
             raise ModelError(
-                f"{source.name!r}: the preprocessor setting size, {preprocessor.height} x {preprocessor.width}, does "
-                f"not fit the vision tower of {side} x {side} pixels in config.json"
+                f"{self.source.name!r}: vision_feature_layer in config.json is {layer!r}; only a single layer (a "
+                "number, -1 in the published models) is implemented"
             )
-        return preprocessor
+
+    def names_in_memory(self, key: str) -> list[str]:
+        """List the names in memory for a name on disk: with or without ``vision_model.``, by library version."""
+        name = key.removeprefix("model.")
+        plain = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+        return [plain, plain.replace("vision_tower.", "vision_tower.vision_model.", 1)]
 
     def with_pooling_head(self, siglip: str | Path) -> ModelSource:
         return replace(self.source, pooling_head=PoolingHeadSource.resolve(siglip, self._vision("hidden_size", 1152)))
@@ -212,23 +203,6 @@ class LlavaOnevisionBackbone(Backbone):
         return {"grid": [side, side]}
 
 
-def _check_feature_layer(source: ModelSource) -> None:
-    """Raise ModelError where visual tokens would come from several vision layers; the published models use one."""
-    layer = source.config.get("vision_feature_layer", -1)
-    if not isinstance(layer, int) or isinstance(layer, bool):
-        raise ModelError(
-            f"{source.name!r}: vision_feature_layer in config.json is {layer!r}; only a single layer (a number, -1 in "
-            "the published models) is implemented"
-        )
-
-
 def _tokens_per_frame(image_size: int, patch_size: int) -> int:
     """Count the tokens of a square frame: its grid of patches, pooled to half its side."""
     return math.ceil(image_size // patch_size / 2) ** 2
-
-
-def _names_in_memory(key: str) -> list[str]:
-    """List the names in memory that a name on disk may mean: with or without ``vision_model.``, by library version."""
-    name = key.removeprefix("model.")
-    plain = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
-    return [plain, plain.replace("vision_tower.", "vision_tower.vision_model.", 1)]

@@ -16,6 +16,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from gstep.language.types import has_linear_attention
 from gstep.pruners.base import Pruner
 from gstep.types import VisualTokens
 
@@ -176,7 +177,7 @@ def check_layer(method: Pruner, config: Any) -> int:
         )
     params = ", ".join(f"{name}={value}" for name, value in method.params().items())
     who = f"{method.name} with {params}" if params else method.name
-    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+    if has_linear_attention(config):
         raise ValueError(
             f"{who} prunes inside of a model, and {config.model_type} has layers of linear attention, whose state has "
             "taken in all tokens by then: choose a method that prunes before the model"

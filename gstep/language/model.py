@@ -17,7 +17,7 @@ from gstep.language.batch import MASK_ELEMENTS, Batch, batches_by_cost, encoder_
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
 from gstep.language.layer_pruning import CACHE, PruneInside, visual_places
 from gstep.language.prompt import text_ids, tokenizer_of
-from gstep.language.types import Answer, Decoding, Prompt, Score, placeholder_of
+from gstep.language.types import Answer, Decoding, Prompt, Score, has_linear_attention, placeholder_of
 from gstep.language.weights import ends_of, load_llm
 from gstep.pruners.base import Pruner
 
@@ -47,11 +47,6 @@ class LanguageModel:
     def n_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether some layers carry a state from token to token (Qwen3.5): padding within a row would change it."""
-        return "linear_attention" in (getattr(self.model.config.get_text_config(), "layer_types", None) or ())
 
     @property
     def context_length(self) -> int:
@@ -210,7 +205,7 @@ class LanguageModel:
         """Return the batch of all prompts, and the key-value cache of their videos if computing that first saves work.
 
         It does where prompts share videos, or where one attention mask for all would be too large; otherwise the cache
-        is None. The cache of a recurrent model also holds the texts, but for their ``last`` tokens.
+        is None. With linear attention the cache also holds the texts, but for their ``last`` tokens.
         """
         shared: list[int] = []  # the first prompt of each group
         group = []
@@ -227,7 +222,7 @@ class LanguageModel:
         firsts = [prompts[i] for i in shared]
         prefix = Batch.of(firsts, [slice(p.prefix_length) for p in firsts])
         cache = self._prefix_cache(firsts)
-        if self.recurrent:
+        if has_linear_attention(self.model.config):  # padding within a row would change the state
             return Batch.of(prompts), self._cache_of_all_but(last, prompts, prefix, cache, group)
         cache.reorder_cache(torch.tensor(group, device=self.device))
         tails = Batch.of(prompts, [slice(p.prefix_length, None) for p in prompts])

@@ -84,6 +84,11 @@ def placeholder_of(config: Any) -> tuple[str, int]:
     return modality, int(getattr(config, f"{modality}_token_id"))
 
 
+def has_linear_attention(config: Any) -> bool:
+    """Tell a model whose layers carry a state from token to token (Qwen3.5) by its configuration."""
+    return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One question about one or more videos, ready for the model; everything on the CPU.

@@ -107,6 +107,8 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Measurement:
             (folder / "model").mkdir()
         source = ModelSource.random(model, folder / "model") if random else ModelSource.resolve(model)
         grid = parse_pruning_grid(arguments.method, arguments.retention_ratio, siglip)
+        if any(point.positions for point in grid):
+            raise UsageError("--method: positions change no cost; ask for them in jobs.evaluate")
         pruned = [point for point in grid if point.method != FULL]
         evidence = {pair for point in pruned for pair in needed_by(point.method, source.model_type, point.params)}
         if siglip is not None and not {where for _, where in evidence} & HEAD_SOURCES:

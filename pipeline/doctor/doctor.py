@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from pipeline.doctor.finding import Finding, guarded
-from pipeline.doctor.nodes import alive_nodes, judge_nodes, look_at_nodes, look_here, on_each_node
+from pipeline.doctor.nodes import judge_nodes, look_at_nodes, look_here, on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, check_device, first_videos
 from pipeline.doctor.store import check_store, reachable
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import Recipe, resolve
 from pipeline.runner.cluster import connect
+from pipeline.runner.nodes import alive_nodes
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 

@@ -14,7 +14,8 @@ import av.codec
 import ray
 
 from pipeline.doctor.finding import Finding
-from pipeline.runner.cluster import RayDisk, package_version, root_cause, task_on
+from pipeline.runner.cluster import package_version, root_cause
+from pipeline.runner.nodes import RayDisk, alive_nodes, task_on
 
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
@@ -33,7 +34,7 @@ class Node(NamedTuple):
     Attributes:
         versions: of PACKAGES and OPTIONAL, and of Python; None for a package that is not installed.
         cores, memory, shm_free: CPU cores, and bytes; of /dev/shm 0 where there is none.
-        disk: to which Ray spills objects; None where Ray does not run.
+        disks: to which Ray writes; none where Ray does not run.
         missing_codecs: of CODECS, that PyAV cannot decode.
         skew_s: seconds that its clock is ahead of the driver's, beyond what the way there takes.
     """
@@ -42,7 +43,7 @@ class Node(NamedTuple):
     cores: int
     memory: int
     shm_free: int
-    disk: RayDisk | None
+    disks: list[RayDisk]
     missing_codecs: list[str]
     skew_s: float = 0.0
 
@@ -56,7 +57,7 @@ def look_here() -> Node:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else 0,
-        disk=RayDisk.here() if ray.is_initialized() else None,
+        disks=RayDisk.here() if ray.is_initialized() else [],
         missing_codecs=[name for name in CODECS if not _can_decode(name)],
     )
 
@@ -126,25 +127,18 @@ def _judge_one(node: Node) -> Iterator[Finding]:
     remedy = "give it more: Ray spills frames to disk and ends workers where memory is short"
     short = any(size < least for _, size, least in sizes)
     yield Finding.slow_if(short, "memory", f"{node.cores} cores, {says}", remedy)
-    if (disk := node.disk) is not None:
+    for disk in node.disks:
         says = (
             f"{disk.folder}: {disk.free / _GIB:.1f} GiB free, {disk.share:.0%} full; Ray spills up to {disk.limit:.0%}"
         )
-        if disk.share > disk.limit:
-            yield Finding("disk", "wrong", says, "free space there, or start Ray with --temp-dir on another disk")
+        remedy = "free space there, or start Ray with --temp-dir or --object-spilling-directory on another disk"
+        if not disk.room:
+            yield Finding("disk", "wrong", says, remedy)
         else:
-            few = (disk.limit - disk.share) * disk.free < _MIN_DISK * (1 - disk.share)  # before the limit
-            yield Finding.slow_if(few, "disk", says, "free space there: a node whose disk is full is left out")
+            yield Finding.slow_if(disk.room < _MIN_DISK, "disk", says, f"{remedy}: a full node is left out of a run")
     if abs(node.skew_s) > _MAX_SKEW_S:
         says = f"its clock is {node.skew_s:+.1f} s from the driver's"
         yield Finding("clock", "wrong", says, "set the clocks by NTP: notes of runs and --keep-minutes use them")
-
-
-def alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
-    """Yield (unique name, node id, resources) of each living node."""
-    for node in ray.nodes():
-        if node["Alive"]:
-            yield f"{node['NodeManagerHostname']} {node['NodeID'][:6]}", node["NodeID"], node["Resources"]
 
 
 def _can_decode(codec: str) -> bool:

@@ -110,7 +110,8 @@ class EvaluateConfig(EngineOptions):
     positions: str = option(
         "auto",
         "positions of the kept tokens: as before pruning (original), counted anew (contiguous) or rows of each (both); "
-        "auto is the model family's: contiguous for LLaVA-OneVision, original for Qwen",
+        "auto is the model family's: contiguous for LLaVA-OneVision, where original is worth more than a choice of "
+        "method, original for Qwen; positions=original behind a method is its own",
         choices=tuple(POSITIONS),
     )
     seed: int = option(
@@ -208,14 +209,18 @@ class EvaluateConfig(EngineOptions):
     def grid(self) -> dict[str, PruningSpec | None]:
         """Return the arms that every question is answered under, by label: None (full retention), then each method.
 
-        Each method comes at each ratio, from the largest, and at each of the positions that were named. Raises
-        UsageError for a method that is no METHOD[,NAME=VALUE...].
+        Each method comes at each ratio, from the largest, and at its own positions, else at each that ``positions``
+        names. Raises UsageError for a method that is no METHOD[,NAME=VALUE...].
         """
         asked = parse_pruning_grid(
             self.method or DEFAULT_METHODS, self.retention_ratio or DEFAULT_RATIOS, self.siglip, self.seed
         )
         named = [one for one in asked if one.method != FULL]
-        placed = [replace(one, positions=positions) for one in named for positions in POSITIONS[self.positions]]
+        placed = [
+            replace(one, positions=positions)
+            for one in named
+            for positions in ([one.positions] if one.positions else POSITIONS[self.positions])
+        ]
         return {FULL_LABEL: None, **{one.label: one for one in placed}}
 
 

@@ -27,7 +27,8 @@ class PromptOptions:
     positions: str = option(
         "auto",
         "positions of the kept tokens: as before pruning (original) or counted anew (contiguous); auto is the model "
-        "family's: contiguous for LLaVA-OneVision, original for Qwen",
+        "family's: contiguous for LLaVA-OneVision, where original is worth more than a choice of method, original for "
+        "Qwen",
         choices=("auto", "contiguous", "original"),
         group="prompts",
     )

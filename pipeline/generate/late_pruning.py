@@ -19,6 +19,7 @@ from gstep.backbones import BACKBONES, ModelSource, TextTowerSource, family_of
 from gstep.evidence import HEAD_SOURCES, PER_FRAME, name_of
 from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
+from gstep.language.types import POSITIONS
 from gstep.pruners import find_method, method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.changed_code import check_code
@@ -80,19 +81,24 @@ def parse_pruning_grid(
 ) -> list[PruningSpec]:
     """Parse each METHOD[,NAME=VALUE...] and pair it with each ratio from the largest; seed=0..4 is five methods.
 
-    Raises UsageError for a malformed one.
+    ``positions`` among the parameters are those of the kept tokens. Raises UsageError for a malformed one.
     """
     specs = []
     largest_first = sorted(set(ratios), reverse=True)
     for text in methods:
         method, *given = (part.strip() for part in text.split(","))
         params = named_values(given, f"--method {text}: a parameter")
+        positions = params.pop("positions", None)
+        if positions not in (None, *POSITIONS):
+            raise UsageError(f"--method {text}: positions must be {' or '.join(POSITIONS)}")
         several = [params]
         if ends := re.fullmatch(r"(\d+)\.\.(\d+)", params.get("seed", "")):
             several = [{**params, "seed": str(number)} for number in range(int(ends[1]), int(ends[2]) + 1)]
         if not several:
             raise UsageError(f"--method {text}: the first seed is larger than the last")
-        specs += [PruningSpec(method, ratio, one, siglip, seed) for one in several for ratio in largest_first]
+        specs += [
+            PruningSpec(method, ratio, one, siglip, seed, positions) for one in several for ratio in largest_first
+        ]
     return specs
 
 

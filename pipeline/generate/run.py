@@ -302,7 +302,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
     def plan(self, items: list[QuestionRecord]) -> AnswerPlan:
         cluster, config = self.available_resources(), self.options
-        if cluster.get("CPU", 0.0) <= 0 or (self.device == "cuda" and cluster.get("GPU", 0.0) < config.tensor_parallel):
+        if not self.can_run_on(cluster):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         plan = self.plan_again(len(items))
         if config.workers is not None and plan.answer.workers < min(config.workers, len(items)):
@@ -323,6 +323,10 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             of_nodes = (node["Resources"].get("GPU", 0.0) for node in nodes)
             gpus = sum(per_model * (n_gpus // per_model) for n_gpus in of_nodes)
         return at_most({**cluster, "GPU": gpus}, self.options.max_gpus)
+
+    def can_run_on(self, cluster: Mapping[str, float]) -> bool:
+        n_gpus = self.options.tensor_parallel if self.device == "cuda" else 0
+        return super().can_run_on(cluster) and cluster.get("GPU", 0.0) >= n_gpus
 
     def build(self, items: list[QuestionRecord], plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         assert isinstance(plan, AnswerPlan)

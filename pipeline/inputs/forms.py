@@ -55,7 +55,7 @@ def fetch_of(
 def fetch_again(row: VideoRow, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:
     """Return ``fetch_of`` the video that a row of the videos table is of, wherever in its container it lies now."""
     spot = spot_of(row["uri"], row["source_offset"], row["source_size"])
-    return fetch_of(spot, objects, row["source_mark"])
+    return fetch_of(spot, objects, row.get("source_mark"))
 
 
 class Containers(AbstractContextManager["Containers"]):

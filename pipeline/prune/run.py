@@ -292,7 +292,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         for report in self._reports:
             without |= failing_nodes(report.tried)
         hosts = ", ".join(sorted(set(without.values())))
-        elsewhere = bool(without) and self._can_run_on(resources_without({**self.without, **without}))
+        elsewhere = bool(without) and self.can_run_on(resources_without({**self.without, **without}))
         attempts = self.options.max_attempts
         again = retry_candidates(todo.found().todo, self.retryable if elsewhere else self.unread, attempts)
         if elsewhere:
@@ -307,13 +307,13 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self._is_again = True
             self.stream(Discovery.of(again))
 
-    def _can_run_on(self, cluster: Mapping[str, float]) -> bool:
-        """Return whether a cluster with these resources can run all stages."""
-        return cluster.get("CPU", 0.0) > 0 and (self.stages.encode.device != "cuda" or cluster.get("GPU", 0.0) >= 1)
+    def can_run_on(self, cluster: Mapping[str, float]) -> bool:
+        on_gpus = self.stages.encode.device == "cuda"
+        return super().can_run_on(cluster) and (not on_gpus or cluster.get("GPU", 0.0) >= 1)
 
     def plan(self, items: Discovery) -> Resources:
         cluster = self.available_resources()
-        if not self._can_run_on(cluster):
+        if not self.can_run_on(cluster):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         n_videos = items.expected()
         self._files_bytes = math.inf if items.n_left else files_bytes(items.found().todo)

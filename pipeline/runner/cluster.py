@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import platform
-import shutil
 import signal
 import socket
 import sys
@@ -20,11 +19,9 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
 
 import ray
 import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gstep.backbones import choose_runtime
 from gstep.lazy import importing_much, saying
@@ -42,7 +39,6 @@ from pipeline.runner.heartbeats import NodeTally
 from pipeline.runner.prefork.server import forking_workers
 from pipeline.runner.stages import OOM_RETRIES, configure_ray_data
 
-T = TypeVar("T")
 _LOOK_S = 1.0
 # A start that fails later than this has waited for a process of Ray's in vain, as on a machine that is busy for a
 # moment. What is wrong with the machine itself shows earlier.
@@ -52,8 +48,6 @@ FORKS_ON_GPU_NODES = True
 _connecting = threading.Lock()
 # Log lines of Ray's Python code that no user can do anything about.
 _KNOWN_LINES = ("_StatsActor", "SIGTERM handler is not set")
-_SPILL_VARIABLE, _SPILL_LIMIT = "RAY_local_fs_capacity_threshold", 0.95  # Ray's name and default
-_ANSWER_S = 30.0  # seconds that nodes may take to say how full their disks are
 NODE_LABEL = "ray.io/node-id"  # a label that Ray itself sets on every node
 _NO_GPU = (
     "the cluster has no GPU now, so the model runs on CPUs, in {}, which what is written here stays with; if GPUs are "
@@ -310,11 +304,19 @@ def package_version(name: str) -> str | None:
 
 def root_cause(error: BaseException) -> str:
     """Return the innermost error of a Ray task or actor in one line: Ray wraps it in tracebacks of its own."""
+    if is_out_of_disk(error):  # Ray's own text has the bytes of an address
+        return "OutOfDiskError: the object store of a node is full, and the disk that it spills to"
     if isinstance(error, ray.exceptions.RayTaskError):
         return printable(f"{type(error.cause).__name__}: {error.cause}")
     if isinstance(error, ray.exceptions.RayError):
         return printable(str(error).strip().splitlines()[-1])
     return printable(f"{type(error).__name__}: {error}")
+
+
+def is_out_of_disk(error: BaseException) -> bool:
+    """Return whether Ray found neither memory nor disk for an object on some node."""
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    return isinstance(cause, ray.exceptions.OutOfDiskError)
 
 
 def failing_nodes(tried: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str]:
@@ -330,58 +332,6 @@ def failing_nodes(tried: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str
             if node.failed * n_all > n_failed * (node.failed + node.done):
                 found[name] = node.host
     return found
-
-
-def task_on(node_id: str, gpus: int = 0) -> Any:
-    """Make the Ray task that calls a function without arguments on one node, with so many GPUs."""
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(_call).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_retries=0)
-
-
-def _call(work: Callable[[], T]) -> T:
-    """Call ``work`` on the node that Ray placed this on."""
-    return work()
-
-
-class RayDisk(NamedTuple):
-    """The disk to which Ray spills objects on one node.
-
-    Attributes:
-        folder: of Ray's session, below its temporary folder.
-        free: bytes.
-        share: how full it is, from 0 to 1.
-        limit: the share above which Ray spills nothing more, and fails.
-    """
-
-    folder: str
-    free: int
-    share: float
-    limit: float
-
-    @classmethod
-    def here(cls) -> RayDisk:
-        """Measure the disk of the node that this process, a worker or a driver of Ray, runs on."""
-        folder = ray._private.worker.global_worker.node.get_session_dir_path()
-        disk = shutil.disk_usage(folder)
-        limit = float(os.environ.get(_SPILL_VARIABLE, _SPILL_LIMIT))
-        return cls(folder, disk.free, 1 - disk.free / disk.total, limit)
-
-
-def full_disks(without: Collection[str] = ()) -> dict[str, str]:
-    """Return the living nodes whose disk is too full for Ray, but for those in ``without``: node id -> host and folder.
-
-    A node that does not answer is left out.
-    """
-    nodes = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-    asked = {node: task_on(node).remote(RayDisk.here) for node in nodes.keys() - without}
-    ray.wait(list(asked.values()), num_returns=max(1, len(asked)), timeout=_ANSWER_S)
-    full: dict[str, str] = {}
-    for node, answer in asked.items():
-        with suppress(ray.exceptions.RayError):
-            disk = ray.get(answer, timeout=0)
-            if disk.share > disk.limit:
-                full[node] = f"{nodes[node]} ({disk.folder}, {disk.share:.0%} full)"
-    return full
 
 
 def resources_without(nodes: Collection[str], max_gpus: int | None = None) -> dict[str, float]:

@@ -27,10 +27,11 @@ from rich.console import Console
 from pipeline.errors import RunFailed
 from pipeline.options import RunOptions
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster import check_device, full_disks, resources_without, root_cause
+from pipeline.runner.cluster import check_device, is_out_of_disk, resources_without, root_cause
 from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
 from pipeline.runner.last_writes import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
 from pipeline.runner.monitor import Monitor
+from pipeline.runner.nodes import NodeLog, full_disks
 from pipeline.runner.progress import reporter
 from pipeline.runner.run_record import Outcome, RunFile
 from pipeline.runner.shards import TICK_S, RunGraph, Shard, Shards
@@ -42,6 +43,7 @@ from pipeline.storage.stores import Store
 O = TypeVar("O", bound=RunOptions)  # noqa: E741 - beside T and S
 T = TypeVar("T", bound=Sized)
 S = TypeVar("S", bound=Outcome)
+FREE_SPACE = "Free space there, or start these nodes with --temp-dir or --object-spilling-directory on another disk"
 _RECORD_S = 3.0  # of the time for the last writes those of the record and the note get this much
 
 
@@ -69,7 +71,7 @@ class Driver(ABC, Generic[O, T, S]):
         self.console = console
         self.n_shards = 0
         self.without: dict[str, str] = {}
-        self._nodes: dict[str, str] | None = None  # those that were alive at the last look, id -> host
+        self.nodes = NodeLog(self.say)
 
     # The steps of a kind of run
 
@@ -120,6 +122,10 @@ class Driver(ABC, Generic[O, T, S]):
         """Return the resources of the nodes that the run may use now."""
         return resources_without(self.without, self.options.max_gpus)
 
+    def can_run_on(self, cluster: Mapping[str, float]) -> bool:
+        """Return whether a cluster with these resources can run all stages."""
+        return cluster.get("CPU", 0.0) > 0
+
     def give_up(self, report: WorkerReport) -> str | None:
         """Return the reason to stop, or None."""
         return None
@@ -131,18 +137,6 @@ class Driver(ABC, Generic[O, T, S]):
         """Merge the files that the run wrote, once all is committed and counted."""
 
     # What all runs share
-
-    def note_nodes(self) -> None:
-        """Tell which nodes were lost and which joined since the last call."""
-        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        hosts = {name: str(node["NodeManagerHostname"]) for name, node in alive.items()}
-        before, self._nodes = self._nodes or hosts, hosts
-        for name in sorted(before.keys() - hosts):
-            self.say(f"note: node {before[name]} ({name[:6]}) was lost. What its workers had is done by others")
-        for name in sorted(hosts.keys() - before):
-            has = alive[name]["Resources"]
-            what = f"{has.get('CPU', 0.0):g} CPUs and {has.get('GPU', 0.0):g} GPUs"
-            self.say(f"note: node {hosts[name]} ({name[:6]}) joined with {what}. Workers start there if it saves time")
 
     def say(self, line: str) -> None:
         """Print a line for the user."""
@@ -201,7 +195,7 @@ class Driver(ABC, Generic[O, T, S]):
                 left = f"{len(items)} {plan.wording.item}s are planned anew on"
                 if isinstance(why, DiskFull):
                     self.without |= why.nodes
-                    self.say(f"note: {why}. {left} the other nodes. Free space there for the next run")
+                    self.say(f"note: {why}. {left} the other nodes. {FREE_SPACE}")
                 else:
                     self.say(f"note: {why}: {left} those that are there")
             except RunFailed:
@@ -223,6 +217,7 @@ class GraphRun(Generic[T]):
     def run(self) -> None:
         """Run the graph to its end. Raises RunFailed, also if rows are missing at the end, and ClusterChanged."""
         driver = self._driver
+        self._look_at_nodes(WorkerReport())
         driver.say(f"starting workers: {self._plan.workers}")
         graph = driver.build(self._items, self._plan, self._heartbeats)
         with self._progress, Shards(graph, driver.options.flush_seconds) as shards:
@@ -244,6 +239,7 @@ class GraphRun(Generic[T]):
                 report = self._watchdog.last()
                 OUTAGES.take_reports(report.outages)
                 driver.monitor.look(report, self._progress.at)
+                self._look_at_nodes(report)
                 driver.graph_ended(report)
                 for worker in report.out_of_service:
                     driver.say(f"note: out of service: {worker}")
@@ -279,16 +275,20 @@ class GraphRun(Generic[T]):
         except (ray.exceptions.RayError, OSError) as error:
             why = (isinstance(error, ray.exceptions.RayError) and self._watchdog.failure()) or root_cause(error)
             of = f"{done.at.done} of {len(self._items)} {item}s"
-            full = dict[str, str]()
-            with suppress(Exception):  # of a cluster that does not answer: the first error tells more
-                full = full_disks(self._driver.without) if isinstance(error, ray.exceptions.RayError) else {}
-            if full:
-                if resources_without({**self._driver.without, **full}).get("CPU", 0.0) > 0:
+            if full := self._full_disks(error):
+                if self._driver.can_run_on(resources_without({**self._driver.without, **full})):
                     raise DiskFull(full) from error
-                why = f"{DiskFull(full)}, and no other node is left; free space there, and run the same command again"
+                why += f"; {DiskFull(full)}, and no other node can go on. {FREE_SPACE}; then run the same command again"
             raise RunFailed(f"the run stopped after {of}: {why}") from error
         if missing := len(self._items) - done.at.done:
             raise RunFailed(f"{missing} of {len(self._items)} {item}s have no row; run the same command again")
+
+    def _full_disks(self, error: Exception) -> dict[str, str]:
+        """Return the nodes whose disks are full, which may be the reason for an error of Ray: id -> host and folder."""
+        with suppress(Exception):  # of a cluster that does not answer: the error itself tells more
+            if isinstance(error, ray.exceptions.RayError):
+                return full_disks(self._driver.without, spilling_failed=is_out_of_disk(error))
+        return {}
 
     def _commit(self, shard: Shard) -> None:
         """Commit a shard, and count its items as progress."""
@@ -310,14 +310,18 @@ class GraphRun(Generic[T]):
         OUTAGES.take_reports(report.outages)
         progress.stages(report)
         driver.monitor.look(report, progress.at)
-        with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
-            driver.note_nodes()
+        self._look_at_nodes(report)
         if (why := driver.give_up(report)) is not None:
             raise RunFailed(why)
         self._watchdog.check()
         if (speed := progress.pace.speed()) is not None and progress.at.busy:
             self._growth.look(progress.at, speed, self._plan_again(speed.left))
         self._looked_at = time.monotonic()
+
+    def _look_at_nodes(self, report: WorkerReport) -> None:
+        """Tell which nodes have come and gone."""
+        with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
+            self._driver.nodes.look(report, self._plan)
 
     def _plan_again(self, n_items: int) -> Plan | None:
         """Plan ``n_items`` for the cluster as it is now; None where it does not answer, or cannot be planned."""

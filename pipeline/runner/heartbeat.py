@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import ray
 from ray.actor import ActorHandle
 
-from gstep.errors import is_out_of_memory
+from gstep.errors import gpu_refuses_work, is_out_of_memory
 from pipeline.runner.heartbeats import REPORT_S, SELDOM_S, ProgressDelta, Worker
 from pipeline.storage.outages import OUTAGES, Outage
 
@@ -238,11 +238,7 @@ def _is_broken(error: Exception) -> bool:
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "CUDA error" in str(error)
-    try:
-        torch.cuda.synchronize()
-    except Exception:  # noqa: BLE001 - whatever it is, the next kernel would raise it too
-        return True
-    return False
+    return gpu_refuses_work()
 
 
 def give_up_process(item: str, error: Exception) -> NoReturn:

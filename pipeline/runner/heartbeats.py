@@ -99,6 +99,7 @@ class WorkerReport:
         faults: how often items failed, by stage, host and error class; again where they were tried again.
         deaths: the last processes of workers that died.
         outages: stores that do not answer a worker, each since the first worker noticed.
+        workers: node id -> stage -> its workers there.
     """
 
     inside: dict[str, list[str]] = field(default_factory=dict)
@@ -114,6 +115,7 @@ class WorkerReport:
     faults: dict[FailureKind, int] = field(default_factory=dict)
     deaths: list[Death] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
+    workers: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 _RESTARTS = 3
@@ -328,7 +330,16 @@ class Heartbeats:
             faults=dict(self._faults),
             deaths=list(self._dead),
             outages=self._current_outages(),
+            workers=self._workers_of_nodes(),
         )
+
+    def _workers_of_nodes(self) -> dict[str, dict[str, int]]:
+        """Count the workers of each stage by the node of their last process."""
+        found: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for stage, workers in self._processes.items():
+            for node, count in Counter(worker.node for worker in workers.values()).items():
+                found[node][stage] = count
+        return dict(found)
 
     def _current_outages(self) -> list[Outage]:
         """Return what processes that still run have reported of stores, the first report of each store."""

@@ -179,16 +179,26 @@ class Growth:
         settled, self._seen = pools == self._seen, pools
         if not settled or all(pools[stage] <= workers for stage, workers in self._plan.pools.items()):
             return
-        # Queued items are decoded again, at the pace of the first stage's workers when all of them are busy.
-        again_s = sum(list(at.waiting.values())[1:-1]) / speed.rate * next(iter(at.busy.values()), 1.0)
-        saved_s = speed.left_s * (1 - 1 / self._speed_up(pools, at.busy)) if any(at.busy.values()) else 0.0
-        if saved_s > 2 * (speed.start_s + again_s):
-            raise ClusterChanged(f"nodes joined, which saves about {saved_s - speed.start_s - again_s:.0f} s")
+        queued = sum(list(at.waiting.values())[1:-1])  # the first stage does them again
+        at_best_s = self._left_s(at, speed, pools)
+        cost_s = speed.start_s + self._left_s(at, speed, pools, queued) - at_best_s
+        saved_s = self._left_s(at, speed, self._plan.pools) - at_best_s
+        if saved_s > 2 * cost_s:
+            raise ClusterChanged(f"nodes joined, which saves about {saved_s - cost_s:.0f} s")
 
-    def _speed_up(self, pools: Mapping[str, int], busy: Mapping[str, float]) -> float:
-        """Return how many times as fast these pools are: so much as the stage that will be the busiest then gets."""
-        most = max(busy.values())
-        return min(pools[x] / self._plan.pools[x] * most / share for x, share in busy.items() if share)
+    def _left_s(self, at: Progress, speed: Speed, pools: Mapping[str, int], again: int = 0) -> float:
+        """Estimate the seconds until the slowest stage is through, with these pools.
+
+        A stage with the pool of today does as many items a second as all workers together, divided by how busy it is
+        beside the busiest stage. ``again`` items that the first stage has done are its work once more.
+        """
+        most, items, left_s = max(at.busy.values(), default=0.0), again, 0.0
+        for number, (stage, waiting) in enumerate(at.waiting.items()):
+            items += waiting - (again if number == 1 else 0)  # they are in the queues of the later stages already
+            if share := at.busy.get(stage):
+                slower = share / most * self._plan.pools[stage] / pools[stage]
+                left_s = max(left_s, items / speed.rate * slower)
+        return left_s
 
 
 def _take_gpu() -> None:

@@ -263,7 +263,7 @@ class _Decoding:
         kind = load_decoder(backend)
         with closing(kind(index)) as decoder:
             frames = self._resized(decoder.read(np.unique(chosen)), chosen, index)
-            version = version_of(backend, kind) if ":" in backend else str(decoder.version)
+            version = version_of(kind) if ":" in backend else str(decoder.version)
         return DecodedVideo(
             frames=frames,
             frame_indices=chosen,

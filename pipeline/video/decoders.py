@@ -16,7 +16,7 @@ from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from gstep.lazy import LazyTable, load_object
-from pipeline.own_code import hash_code
+from pipeline.own_code import hash_code, is_own
 from pipeline.video.packets import Run
 from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex
 
@@ -74,14 +74,14 @@ def decoder_version(name: str | None) -> str | None:
     if name is None:
         return None
     try:
-        return version(_PACKAGES[name]) if name in _PACKAGES else version_of(name, load_decoder(name))
+        return version(_PACKAGES[name]) if name in _PACKAGES else version_of(load_decoder(name))
     except (PackageNotFoundError, KeyError, ImportError, AttributeError):
         return None
 
 
-def version_of(name: str, decoder: type[FrameDecoder]) -> str:
+def version_of(decoder: type[FrameDecoder]) -> str:
     """Return the version of a decoder class, of a user's own with the hash of its code behind it."""
-    code = f"{CODE}{hash_code(decoder)}" if ":" in name else ""
+    code = f"{CODE}{hash_code(decoder)}" if is_own(decoder) else ""
     return f"{decoder.version}{code}"
 
 

@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +63,8 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
         done = _run_that_loses_a_node(cache, argv)
     assert done.returncode == 0, done.stdout
     assert_complete(cache, ids)
-    assert " was lost. What its workers had is done by others" in done.stdout
+    (lost,) = [line for line in done.stdout.splitlines() if " was lost" in line]
+    assert re.search(r"note: node \S+ \w{6} was lost.*\. The videos that it had in hand run again", lost)
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["status"] == "finished"
     anew = "note: nodes were lost and nothing moves: " in done.stdout
@@ -123,6 +128,11 @@ def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp
         (tmp_path / "videos" / "quick").touch()
         assert running.result().n_ok == len(ids)
     assert any(note.startswith("note: nodes joined, which saves about ") for note in notes), notes
+    assert any(
+        re.match(r"note: node \S+ \w{6} joined \(4 CPUs, 0 GPUs\) and has no workers yet", note) for note in notes
+    )
+    places = [note for note in notes if note.startswith("workers of each node: ")]
+    assert [note.count(" to decode") for note in places][:2] == [2, 3], notes  # one decoder a CPU, before and after
     assert_complete(cache, ids)
 
 
@@ -132,26 +142,41 @@ def planned_cpus(cache: Path) -> float:
     return record["resources"]["cluster"]["CPU"]
 
 
-#: A node whose disk counts as full from the first byte on, and whose object store holds a few videos' frames.
-FULL = {"num_cpus": 2, "object_store_memory": 75 * 2**20, "env_vars": {"RAY_local_fs_capacity_threshold": "0.0001"}}
+#: A node whose object store holds a few videos' frames, and the same with a disk that counts as full from the start.
+SMALL: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 75 * 2**20}
+FULL = {**SMALL, "env_vars": {"RAY_local_fs_capacity_threshold": "0.0001"}}
+
+
+@pytest.fixture
+def node_of_a_small_disk(tmp_path) -> Iterator[dict[str, Any]]:
+    """A node that spills to a disk of 40 MB, which it fills itself; where this user may not mount one, FULL."""
+    place = tmp_path / "spilled"
+    place.mkdir()
+    able = sys.platform == "linux" and shutil.which("mount") is not None
+    command = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", place]
+    if able and subprocess.run(command, check=False).returncode == 0:
+        yield {**SMALL, "object_spilling_directory": str(place)}
+        subprocess.run(["umount", "-l", place], check=True)
+    else:
+        yield FULL
 
 
 def _prune_large_frames(folder: Path) -> tuple[list[str], subprocess.CompletedProcess[str]]:
     """Run jobs.prune on videos of 29 MB of frames each."""
     ids = tiny_videos(folder / "videos", 24)
     argv = [str(folder / "videos"), "--out", str(folder / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
-    return ids, run_here(prune, argv)
+    return ids, run_here(prune, [*argv, "--decode-workers", "4"])  # so that most are on the node with four CPUs
 
 
-def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path):
-    with ray_here({"num_cpus": 1, "object_store_memory": 2**29}, FULL):
+def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small_disk):
+    with ray_here({"num_cpus": 1, "object_store_memory": 2**29}, node_of_a_small_disk) as (_, full):
         ids, done = _prune_large_frames(tmp_path)
     assert done.returncode == 0, done.stdout
     assert_complete(tmp_path / "c", ids)
     (line,) = [line for line in done.stdout.splitlines() if "note: the disk is full on " in line]
-    assert "% full). " in line and line.endswith(
-        " are planned anew on the other nodes. Free space there for the next run"
-    )
+    folder = node_of_a_small_disk.get("object_spilling_directory", "/")
+    assert f" {full[:6]} ({folder}" in line and "% full" in line
+    assert " are planned anew on the other nodes. Free space there, or start these nodes with --temp-dir" in line
 
 
 def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(tmp_path):
@@ -159,4 +184,5 @@ def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(tmp_path):
         _, done = _prune_large_frames(tmp_path)
     assert done.returncode == 1
     assert "the disk is full on " in done.stdout and "/session_" in done.stdout
-    assert "no other node is left; free space there, and run the same command again" in done.stdout
+    assert "and no other node can go on. Free space there, or start " in done.stdout
+    assert "then run the same command again" in done.stdout

@@ -83,7 +83,7 @@ def test_a_pruner_that_selects_for_each_question(refuse, videos, tmp_path, prune
         (
             "tiny-qwen3-vl",
             ["visionzip", "--pruner-param", "variant=llava"],
-            "models of type llava_onevision do, and none, random, uniform, topk, fps, gstep, novelty, vidcom2 need",
+            "models of type llava_onevision do, and none, random, uniform, topk, fps, gstep, novelty, divprune,",
         ),
         (
             "tiny-qwen3-vl",

@@ -136,6 +136,7 @@ def test_a_config_alone_is_measured_with_random_weights(name, clip, tmp_path, ca
         (["--model", "tiny", "--method", "fastv"], "this model has 2 layers"),
         (["--method", "gstep", "--siglip", "tiny"], "none of the methods takes anything from a SigLIP"),
         (["--method", "gstepp"], "unknown method"),
+        (["--method", "gstep,positions=original"], "positions change no cost"),
         (["--device", "cpu", "--attn", "flash_attention_2"], "runs on cuda"),
         (["--model", "/no/such/folder"], "is no folder"),
         (["--videos", "/no/such/folder"], "no such folder"),

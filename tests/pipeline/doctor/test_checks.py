@@ -110,7 +110,7 @@ def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
     setup = resolve(PruneConfig(num_frames=4)).decode_setup()
     rows = [
         {"video_id": name, "uri": str(path), "policy": None, "start_s": None, "end_s": None}
-        | {"manifest": None, "size": None, "attempts": 1, "fault": None, "source_offset": None}
+        | {"manifest": None, "size": None, "attempts": 1, "fault": None, "source_offset": None, "mark": None}
         for name, path in {"good": sample("bikes.mp4"), "bad": sample("bikes.mp4").with_name("none.mp4")}.items()
     ]
     findings, seconds = check_decoding(setup, rows)

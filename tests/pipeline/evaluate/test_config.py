@@ -45,6 +45,19 @@ def test_seeds_are_methods_of_their_own_and_a_range_of_them_is_short_for_each():
     assert grid("random,seed=1", "gstep", reference="random").keys() == {FULL_LABEL, "random,seed=1@0.25", "gstep@0.25"}
 
 
+def test_a_method_may_name_positions_of_its_own_as_its_row_is_called():
+    """Behind any parameters: rows are called by sorted names."""
+    both = ("vcast,positions=original,tau=0.5", "gstep")
+    named = [FULL_LABEL, "vcast,tau=0.5,positions=original@0.25"]
+    assert list(grid(*both)) == [*named, "gstep@0.25"]
+    assert list(grid(*both, positions="both")) == [
+        *named, "gstep,positions=contiguous@0.25", "gstep,positions=original@0.25"
+    ]  # fmt: skip
+    assert grid(*both)[named[1]] == PruningSpec("vcast", 0.25, {"tau": "0.5"}, positions="original")
+    with pytest.raises(UsageError, match="--method gstep,positions=close: positions must be contiguous or original"):
+        grid("gstep,positions=close")
+
+
 def test_positions_have_the_words_of_jobs_generate():
     choices = {one.name: set(one.metadata["choices"]) for one in fields(GenerateConfig) if one.name == "positions"}
     assert set(POSITIONS) - {"both"} == choices["positions"]

@@ -98,6 +98,14 @@ def test_methods_are_asked_at_the_positions_that_were_named(tmp_path, positions,
     assert list(request.grid) == ["none@1", *(label.replace("fastv", "fastv,K=1") for label in labels)]
 
 
+def test_positions_of_one_method_are_asked_beside_the_familys_own(tmp_path):
+    whole(tmp_path, source=ModelSource.resolve("tiny"))
+    request = own(tmp_path, method=["gstep", "gstep,positions=original", "fastv,K=1,positions=original"])
+    assert list(request.grid) == ["none@1", "gstep@0.25", "gstep,positions=original@0.25", "fastv,K=1@0.25"]
+    late = request.grid["gstep,positions=original@0.25"]
+    assert late is not None and late.positions == "original"
+
+
 def test_checking_starts_and_writes_nothing(tmp_path):
     whole(tmp_path)
     own(tmp_path)

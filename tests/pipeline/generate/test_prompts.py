@@ -64,7 +64,8 @@ class Made:
             pruner = gstep.make_pruner(method, **{pruner.family_parameter: variant})
         whole = method == "none"
         evidence = evidence_sources([",".join(OF_A_VIDEO)], self.source.model_type, pruner) if whole else {}
-        setup = EncodeSetup(self.source, method, ratio, seed, pruner.params(), evidence, device="cpu", dtype="float32")
+        options = {"pruner_params": pruner.params(), "evidence": evidence, "device": "cpu", "dtype": "float32"}
+        setup = EncodeSetup(self.source, method, ratio, seed, **options)
         identity = {
             "model": {"type": self.source.model_type, "weights": self.source.identity},
             "pruner": describe_method(pruner),

@@ -308,10 +308,13 @@ def test_processes_that_died_are_named_once_with_what_they_held():
     heartbeats.state("encode", worker("w2", node="n2"), ["v3"], ProgressDelta(moves=1))
     living.remove("n2")
     heartbeats._clock.now += 11
-    lost = heartbeats.read().deaths[1:]
+    report = heartbeats.read()
+    lost = report.deaths[1:]
+    assert report.workers == {"n1": {"encode": 1}, "n2": {"encode": 2}}
     assert lost == [("encode", worker("w2", node="n2"), ("v3",)), ("encode", worker("w3", node="n2"), ())]
     heartbeats.start("encode", worker("w2", node="n1"))  # Ray has started it again elsewhere
     assert len(heartbeats.read().deaths) == 3
+    assert heartbeats.read().workers == {"n1": {"encode": 2}, "n2": {"encode": 1}}
     living.add("n3")
     heartbeats.start("encode", worker("w4", node="n3"))  # of a node that has joined since Ray was asked
     assert len(heartbeats.read().deaths) == 3

@@ -157,6 +157,7 @@ ENCODING = {"decode": 0.4, "encode": 0.99, "write": 0.01}
         ((4, 0), 1000, 0, (7, 0), {"decode": 0.98, "encode": 0.7}, 133),
         ((4, 2), 1000, 0, (64, 2), ENCODING, None),  # nodes that do not help the slowest stage
         ((4, 0), 1000, 400, (8, 0), DECODING, None),  # what encoders have not got through would be decoded again
+        ((4, 2), 1000, 700, (8, 4), ENCODING, 240),  # decoders have time to do so again: the encoders take longer
         ((4, 0), 1000, 0, None, DECODING, None),
         ((4, 0), 1000, 0, (8, 0), {}, None),
     ],

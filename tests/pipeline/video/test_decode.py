@@ -115,10 +115,10 @@ def test_files_that_are_no_video(tmp_path):
     assert fault_of(audio_with_cover(tmp_path / "d.mp4")).fault_class == "unsupported"
 
 
-def test_the_unforeseen_is_internal_printable_and_keeps_no_credentials(tmp_path):
+def test_the_unforeseen_in_a_users_decoder_is_its_own_printable_and_keeps_no_credentials(tmp_path):
     path = write_clip(tmp_path / "a.mp4", count=5)
     fault = fault_of(path, decoder="tests.pipeline.videos:Raising")
-    assert fault.fault_class == "internal" and fault.backend == "tests.pipeline.videos:Raising"
+    assert fault.fault_class == "own-code" and fault.backend == "tests.pipeline.videos:Raising"
     assert "ValueError" in fault.message and "s3://host" in fault.message and "secret" not in fault.message
 
 

@@ -59,7 +59,7 @@ def test_the_child_returns_what_decoding_here_does(sandbox):
         ("Segfaulting", "crash", signal.SIGSEGV, "SIGSEGV"),
         ("Exiting", "crash", None, "exit code 7"),
         ("Hungry", "out-of-memory", None, "MemoryError"),
-        ("Raising", "internal", None, "ValueError"),
+        ("Raising", "own-code", None, "ValueError"),
     ],
 )
 def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit_signal, message):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gstep.backbones.llava_onevision import DEFAULTS
+from gstep.backbones.fixed_size import DEFAULTS
 from gstep.backbones.preprocess import FixedSizePreprocessor, check_settings, rgb_triple
 from gstep.errors import ModelError
 from tests.gstep.synthetic import defaults

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gstep.backbones.llava_onevision import DEFAULTS
+from gstep.backbones.fixed_size import DEFAULTS
 from gstep.backbones.preprocess import FixedSizePreprocessor
 from gstep.errors import ModelError
 from tests.paths import GOLDEN

@@ -1,0 +1,27 @@
+"""DivPrune: the tokens that are farthest from each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gstep.pruners.base import Pruner, Selection
+from gstep.selection.dispatch import fast_density_guided_fps
+from gstep.types import VisualTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivPrune(Pruner):
+    """Max-min diversity by cosine distance (arXiv 2503.02175): farthest point sampling from the most isolated token.
+
+    Selects as ``fps`` with ``start="isolated"``. The authors keep round(r x M) tokens, this project floor(r x M) as of
+    every nested method, so that a cache serves smaller ratios: at most one token less, and ``budget`` asks for it.
+    """
+
+    name: ClassVar[str] = "divprune"
+    nested: ClassVar[bool] = True
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        tokens_MD = visual.tokens.flatten(0, 1)
+        no_density_M = tokens_MD.new_zeros(len(tokens_MD))
+        return Selection(fast_density_guided_fps(tokens_MD, no_density_M, budget, alpha=1.0, start="isolated"))

@@ -1,0 +1,86 @@
+"""V-CAST: more tokens to frames at which the video turns, and in a frame the tokens that stand out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gstep.density import frame_mean, row_slices, working_copy
+from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.checks import check_number
+from gstep.pruners.vectors import unit
+from gstep.types import VisualTokens
+
+_EPS = 1e-6  # as in the official code: the least norm to divide by, and what a range of norms is widened by
+
+
+@dataclass(frozen=True, kw_only=True)
+class VCAST(Pruner):
+    """Video curvature-aware pruning (arXiv 2603.27650; github.com/xinyouu/V-CAST, compressor/v_cast).
+
+    The authors' code keeps round(r x M) tokens and at least one a frame; here it is B as of other methods, and below
+    one a frame some frames have none. Given that number as ``budget``, the same tokens are kept. A single frame is
+    pruned too, where their code keeps it whole.
+
+    Attributes:
+        tau: the temperature of the budgets over frames, > 0; lower ones give more to frames at which the video turns.
+    """
+
+    name: ClassVar[str] = "vcast"
+    nested: ClassVar[bool] = False
+
+    tau: float = 0.7
+
+    def __post_init__(self) -> None:
+        self._set(tau=check_number("tau", self.tau, "above 0", lambda tau: tau > 0))
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        tokens_TND = working_copy(visual.tokens)
+        centre_TD = unit(frame_mean(tokens_TND))
+        weight_T = torch.softmax(curvature(centre_TD) / self.tau, dim=0)
+        budget_T = frame_budgets(weight_T, budget, tokens_TND.shape[1])
+        order_TN = token_scores(tokens_TND, centre_TD).argsort(dim=1, descending=True, stable=True)
+        kept_TN = order_TN.argsort(dim=1) < budget_T[:, None]
+        return Selection(index=kept_TN.flatten().nonzero().squeeze(1))
+
+
+def curvature(centre_TD: Tensor) -> Tensor:
+    """Compute each frame's turn, [T] in [0, 2]: 1 - cosine of the steps to and from its centre; 1 at both ends."""
+    turn_T = torch.ones_like(centre_TD[:, 0])
+    step_SD = centre_TD.diff(dim=0)
+    norm_S = torch.linalg.vector_norm(step_SD, dim=-1).clamp(min=_EPS)
+    turn_T[1:-1] -= (step_SD[1:] * step_SD[:-1]).sum(dim=-1) / (norm_S[1:] * norm_S[:-1])
+    return turn_T
+
+
+def frame_budgets(weight_T: Tensor, budget: int, per_frame: int) -> Tensor:
+    """Divide the budget over frames by weight (of sum 1), [T] int64: one each where it suffices, at most N each.
+
+    What rounding down and full frames leave over goes to the frame with the largest fraction until that is full, then
+    to the next.
+    """
+    n_frames = len(weight_T)
+    least = 1 if budget >= n_frames else 0
+    share_T = weight_T * (budget - least * n_frames)
+    whole_T = torch.floor(share_T + 1e-9)  # a share may lie a rounding error below an integer
+    budget_T = least + whole_T.long().clamp(max=per_frame - least)
+    order_T = (share_T - whole_T).argsort(descending=True, stable=True)
+    room_T = per_frame - budget_T[order_T]
+    left_T = budget - budget_T.sum() - (room_T.cumsum(0) - room_T)  # before each frame's turn
+    budget_T[order_T] += torch.minimum(room_T, left_T.clamp(min=0))
+    return budget_T
+
+
+def token_scores(tokens_TND: Tensor, centre_TD: Tensor) -> Tensor:
+    """Score each token, [T,N] float64: 1 - cosine to its frame's centre, plus its norm on a scale of 0 to 1 there."""
+    cosine_TN = centre_TD.new_empty(tokens_TND.shape[:2])
+    norm_TN = torch.empty_like(cosine_TN)
+    for frames in row_slices(tokens_TND):
+        part_TND = tokens_TND[frames].double()
+        norm_TN[frames] = torch.linalg.vector_norm(part_TND, dim=-1)
+        cosine_TN[frames] = (part_TND * centre_TD[frames, None]).sum(dim=-1) / norm_TN[frames].clamp(min=_EPS)
+    low_T1, high_T1 = norm_TN.amin(dim=1, keepdim=True), norm_TN.amax(dim=1, keepdim=True)
+    return 1 - cosine_TN + (norm_TN - low_T1) / (high_T1 - low_T1 + _EPS)

@@ -1,0 +1,64 @@
+"""What a run says of its nodes, and which of their disks it takes for full."""
+
+import pytest
+import ray
+
+from pipeline.prune.resources import plan_resources
+from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.nodes import NodeLog, RayDisk, full_disks
+from tests.pipeline.rays import PLAIN, ray_here
+
+GIB = 2**30
+
+
+def node(name: str, cpus: float = 4.0) -> dict[str, object]:
+    return {"NodeID": name * 8, "NodeManagerHostname": "host", "Alive": True, "Resources": {"CPU": cpus}}
+
+
+def test_nodes_that_are_lost_replaced_or_new_are_told_once_with_their_workers(monkeypatch):
+    said, nodes, plan = list[str](), [node("a"), node("b")], plan_resources(8, 0, 4000)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    log = NodeLog(said.append)
+    log.look(WorkerReport(workers={"a" * 8: {"decode": 4}}), plan)  # others are still starting
+    assert said == []
+    report = WorkerReport(workers={"a" * 8: {"decode": 4}, "b" * 8: {"decode": 4, "encode": 2, "write": 1}})
+    log.look(report, plan)
+    log.look(report, plan)
+    assert said == ["workers of each node: host aaaaaa: 4 to decode; host bbbbbb: 4 to decode, 2 to encode"]
+    nodes = [node("a")]
+    log.look(report, plan)
+    assert said[1:] == [
+        "note: node host bbbbbb was lost (4 to decode, 2 to encode, 1 to write). The videos that it had in hand run "
+        "again on the other nodes"
+    ]
+    nodes = [node("a"), node("c"), node("d", 2)]
+    log.look(report, plan)
+    nodes = nodes[::-1]
+    log.look(report, plan)
+    in_place, new = sorted(said[2:], key=lambda line: " in place of " not in line)
+    assert in_place.endswith(" in place of host bbbbbb. Workers that wait for a node start there")
+    assert new.endswith(" and has no workers yet. What is left is planned anew if that saves time")
+    assert {line.split(" joined ")[0] for line in said[2:]} == {"note: node host cccccc", "note: node host dddddd"}
+
+
+def test_a_disk_takes_no_more_than_up_to_rays_limit():
+    assert RayDisk("/t", 10 * GIB, 100 * GIB, 0.95).room == 5 * GIB
+    assert RayDisk("/t", 4 * GIB, 100 * GIB, 0.95).room == 0
+    assert str(RayDisk("/t", 4 * GIB, 100 * GIB, 0.95)) == "/t, 96% full"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limit", "failed", "says"),
+    [
+        ("0.0001", False, "% full)"),
+        ("", False, None),
+        ("", True, None),  # Ray's disk here takes more than the object store holds
+    ],
+)
+def test_a_node_is_full_by_the_limit_that_its_own_ray_has(limit, failed, says):
+    env = {"env_vars": {"RAY_local_fs_capacity_threshold": limit}} if limit else {}
+    with ray_here({"num_cpus": 1, **env}) if env else ray_here(*PLAIN) as nodes:
+        full = full_disks(spilling_failed=failed)
+        assert full_disks(without=nodes) == {}
+    assert (list(full) == nodes and says in full[nodes[0]]) if says else full == {}
