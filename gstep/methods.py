@@ -24,6 +24,7 @@ OF_A_VIDEO: Mapping[str, str] = {
     "fastvid": "gstep.pruners.fastvid:FastVID",
     "visionzip": "gstep.pruners.visionzip:VisionZip",
     "holitom": "gstep.pruners.holitom:HoliTom",
+    "flashvid": "gstep.pruners.flashvid:FlashVID",
 }
 
 #: Methods that look at the question too: they choose anew for each.

@@ -18,7 +18,7 @@ from gstep.density import working_copy
 from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_integer, check_number
-from gstep.pruners.segments import density_peaks, distances, tie_noise
+from gstep.pruners.segments import group_by_peaks, tie_noise
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens
@@ -124,7 +124,7 @@ def choose_windows(still_UN: Tensor, longest: int) -> tuple[list[tuple[int, int]
     the T-1 pairs of neighbours. Of equal choices the shorter last window is taken, a lone frame first.
     """
     # run[t, n]: for how many pairs up to the last before frame t the place has stood still.
-    run_TN = [torch.zeros(still_UN.shape[1], dtype=torch.int64)]
+    run_TN = [torch.zeros(still_UN.shape[1], dtype=torch.int64, device="cpu")]
     for still_N in still_UN.cpu():
         run_TN.append(torch.where(still_N, run_TN[-1] + 1, 0))
     best, first = [0], []  # best[t]: the tokens saved in the frames before t
@@ -155,10 +155,8 @@ def merge_into_peaks(
 
     A peak that none is nearest to stays as it is.
     """
-    distance_XX = distances(rows_XD)
-    peak_C = largest(density_peaks(distance_XX, noise_X, neighbours), count).sort().values
-    nearest_X = distance_XX[:, peak_C].argmin(dim=1).index_fill(0, peak_C, -1)
-    mean_CD, count_C = assigned_mean(nearest_X, rows_XD, count)
+    peak_C, group_X = group_by_peaks(rows_XD, noise_X, count, neighbours)
+    mean_CD, count_C = assigned_mean(group_X.index_fill(0, peak_C, -1), rows_XD, count)
     grown_C = count_C > 0
     peak_CD = rows_XD[peak_C]
     return peak_C, torch.where(grown_C[:, None], beta * peak_CD + (1 - beta) * mean_CD, peak_CD), grown_C

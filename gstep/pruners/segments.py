@@ -1,4 +1,4 @@
-"""Tools of the methods that merge: the segments of a video, and the density peaks among tokens."""
+"""Tools of the methods that merge: the segments of a video, density peaks among tokens and the groups around them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gstep.density import work_dtype
 from gstep.pruners.vectors import unit
+from gstep.selection.reference import largest
 from gstep.types import VisualTokens
 
 
@@ -61,3 +62,14 @@ def density_peaks(distance_XX: Tensor, noise_X: Tensor, neighbours: int) -> Tens
     denser_XX = density_X[None, :] > density_X[:, None]
     # The densest token has no denser one: it gets the largest distance of all.
     return density_X * torch.where(denser_XX, distance_XX, distance_XX.max()).amin(dim=1)
+
+
+def group_by_peaks(rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int) -> tuple[Tensor, Tensor]:
+    """Group rows around the ``count`` density peaks: the peaks' places [C], ascending, and each row's nearest peak [X].
+
+    A peak's nearest is itself.
+    """
+    distance_XX = distances(rows_XD)
+    peak_C = largest(density_peaks(distance_XX, noise_X, neighbours), count).sort().values
+    nearest_X = distance_XX[:, peak_C].argmin(dim=1)
+    return peak_C, nearest_X.index_copy(0, peak_C, torch.arange(count, device=peak_C.device))

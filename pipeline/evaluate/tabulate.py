@@ -39,6 +39,7 @@ _TITLES = {
     "cdpruner": "CDPruner",
     "visionzip": "VisionZip",
     "holitom": "HoliTom",
+    "flashvid": "FlashVID",
     "vidcom2": "VidCom2",
     "gstep": "GSTEP",
     "novelty": "Novelty",
