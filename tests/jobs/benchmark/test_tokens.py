@@ -8,7 +8,7 @@ import torch
 from gstep.selection.reference import density_guided_fps
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.read import TimedReader
-from jobs.benchmark.selection import select_by_loop, loop_steps
+from jobs.benchmark.selection import loop_steps, select_by_loop
 from jobs.benchmark.tokens import INPUTS
 
 
