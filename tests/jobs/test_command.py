@@ -36,18 +36,18 @@ def test_errors_become_exit_codes_with_a_line_each():
     failed = (RunFailed, CorruptShard)
     assert code_of(lambda: 0) == (0, "")
     assert code_of(lambda: 1) == (1, "")
-    assert code_of(raising(RunFailed("no [room]")), failed=failed) == (1, "failed: no [room]")
-    assert code_of(raising(UsageError("no such [flag]")), failed=failed) == (2, "error: no such [flag]")
-    assert code_of(raising(ValueError("odd")), refused=(ValueError,)) == (2, "error: odd")
-    assert code_of(raising(UsageError("x")), failed=(UsageError,)) == (1, "failed: x")
-    assert code_of(raising(KeyboardInterrupt()), interrupted="ended early") == (130, "ended early")
+    assert code_of(raising(RunFailed("no [room]")), failures=failed) == (1, "failed: no [room]")
+    assert code_of(raising(UsageError("no such [flag]")), failures=failed) == (2, "error: no such [flag]")
+    assert code_of(raising(ValueError("odd")), refusals=(ValueError,)) == (2, "error: odd")
+    assert code_of(raising(UsageError("x")), failures=(UsageError,)) == (1, "failed: x")
+    assert code_of(raising(KeyboardInterrupt()), interrupt_message="ended early") == (130, "ended early")
 
 
 def test_a_log_has_the_time_in_front_of_every_message_and_no_line_is_cut(capsys):
     console = LogConsole()
     console.print("note: " + "word " * 100, highlight=False)
     console.print("[room]", markup=False)
-    assert run_to_exit_code(raising(RunFailed("x" * 300)), console, failed=(RunFailed,)) == 1
+    assert run_to_exit_code(raising(RunFailed("x" * 300)), console, failures=(RunFailed,)) == 1
     assert run_to_exit_code(raising(UsageError("y" * 300)), console) == 2  # nothing was started: no log
     lines = capsys.readouterr().err.splitlines()
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
@@ -103,7 +103,7 @@ def test_an_error_behind_an_interrupt_is_a_line_and_not_its_end():
 
         return fail
 
-    assert code_of(work(RunFailed("the store")), failed=(RunFailed,)) == (130, "interrupted\nfailed: the store")
+    assert code_of(work(RunFailed("the store")), failures=(RunFailed,)) == (130, "interrupted\nfailed: the store")
     assert code_of(work(OSError("the store"))) == (130, "interrupted\nfailed: the store")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.flashvid import merge_back, pick
+from gstep.pruners.flashvid import merge_back, pick_diverse
 from gstep.pruners.vectors import unit
 from tests.gstep.synthetic import prune, video
 
@@ -21,7 +21,7 @@ def test_flashvid_picks_what_weighs_much_far_from_what_is_picked() -> None:
         ([1.0, 9.0, 1.0, 1.0], [1, 3, 2, 0]),  # 9 x 0.13 is the most
         ([-1.0, -1.0, 1.0, -1.0], [2, 1, 0, 3]),  # none is picked twice where all the others score below 0
     ):
-        picked = [pick(direction, torch.tensor([weight]), count)[0] for count in range(5)]
+        picked = [pick_diverse(direction, torch.tensor([weight]), count)[0] for count in range(5)]
         assert [int((after & ~before).nonzero()) for before, after in pairwise(picked)] == order
 
 
@@ -30,11 +30,11 @@ def test_flashvid_divides_by_what_is_merged_into_a_token_directly() -> None:
     a, b = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0])
     tokens = torch.stack([torch.stack([a, b]), torch.stack([2 * a, -b]), torch.stack([3 * a, 4 * a])])
     free = torch.ones(3, 2, dtype=torch.bool)
-    merged, left = merge_back(tokens, unit(tokens), free, 0.8, least=1)
+    merged, left = merge_back(tokens, unit(tokens), free, 0.8, min_tokens=1)
     assert left.tolist() == [[True, True], [False, True], [False, False]]
     assert torch.equal(merged[0, 0], (1 + 2 + 3 + 4) * a / 2) and torch.equal(merged[0, 1], b)
     free[1, 0] = False  # picked: no part of a tree
-    merged, left = merge_back(tokens, unit(tokens), free, 0.8, least=1)
+    merged, left = merge_back(tokens, unit(tokens), free, 0.8, min_tokens=1)
     assert left.tolist() == [[True, True], [False, True], [True, True]]
     assert torch.equal(merged[left], tokens[left])
 
