@@ -107,7 +107,7 @@ def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
 
 
 def _build_pruner(kind: type[Pruner], params: Mapping[str, Any], label: str) -> Pruner:
-    """Make an object of a method's class from checked parameters. Raises ValueError."""
+    """Check the parameters and make an object of a method's class. Any error of its checks becomes a ValueError."""
     values = check_params(kind, params, label)
     try:
         return kind(**values)

@@ -85,7 +85,10 @@ class HoliTom(Pruner):
         index, tokens, merged = [], [], []
 
         def add(index_X: Tensor, rows_XD: Tensor, kept_S: Tensor, n_peaks: int, *, is_mean: bool) -> None:
-            """Append the rows ``kept_S`` unchanged, and ``n_peaks`` density peaks with all other rows merged in."""
+            """Append the rows ``kept_S`` unchanged, and ``n_peaks`` density peaks with all other rows merged in.
+
+            ``is_mean`` marks all of them as merged, because the rows are means over frames.
+            """
             nonlocal n_drawn
             is_free_X = torch.ones(len(index_X), dtype=torch.bool, device=index_X.device)
             is_free_X[kept_S] = False

@@ -152,6 +152,9 @@ class _Search:
         mark: [M], the number of picks that ``nearest`` includes.
         score: [M], the score that follows from ``nearest``, -inf once the token is selected. It is the key of
             ``gstep.selection.reference`` if ``by_key``, else Eq. (11).
+        term: [M], the density's part of the score: the weight of the key, or the logarithm of Eq. (11).
+        block: K, the candidates of a round.
+        by_bound: True while candidates are compared by the bound first.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ def test_a_reader_that_does_not_wait_for_the_document_is_no_error():
     ],
 )
 def test_an_error_is_a_document_with_the_same_exit_code(capsys, error, code, named, message):
-    more = {"failed": (RunFailed,), "interrupted": "ended early"}
+    more = {"failures": (RunFailed,), "interrupt_message": "ended early"}
     ends = ended(raising(error), capsys, **more)
     assert ends[:2] == (code, {"error": {"class": named, "message": message}}) and message in ends[2]
 
