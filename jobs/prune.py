@@ -19,7 +19,7 @@ examples:
   python -m jobs.prune videos/ --out cache --model llava-hf/llava-onevision-qwen2-7b-ov-hf
   python -m jobs.prune manifest.jsonl --video-root /data --fps 1 --max-frames 64
   python -m jobs.prune manifest.jsonl --dry-run                 list the work of a run; --limit 100 does a part of it
-  python -m jobs.prune manifest.jsonl --plan                    forecast time, memory and cost from 20 videos
+  python -m jobs.prune manifest.jsonl --plan                    forecast time, bytes and cost from 20 videos
   python -m jobs.prune --plan --model MODEL --gpus 64 --gpu-type A100 --videos 2e6 --seconds 60
 
 Rerun the same command to resume; it does nothing if every video has a row.
