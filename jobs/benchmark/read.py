@@ -194,9 +194,9 @@ def _read_in_turn(ways: Sequence[TimedReader], repeats: int, objects: _CountedOb
 def _by_pyarrow(store: LocalStore) -> Iterator[TimedReader]:
     """Yield the baselines that read the same row groups and columns with pyarrow alone, from open files."""
     cache = TokenCache(store.root)
-    whole, tier = (_rows_to_read(cache, ratio) for ratio in (None, TIER))
+    all_rows, tier_rows = (_rows_to_read(cache, ratio) for ratio in (None, TIER))
 
-    def reading(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
+    def make_reader(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
         names = {rows.row["token_shard"] for rows in rows_of_videos}
         files = {name: pq.ParquetFile(store.root / name, **options) for name in names}
         groups = [(files[rows.row["token_shard"]], _groups(rows)) for rows in rows_of_videos]
@@ -204,13 +204,16 @@ def _by_pyarrow(store: LocalStore) -> Iterator[TimedReader]:
             groups, lambda at: at[0].read_row_groups(at[1], columns=list(_COLUMNS), use_threads=False)
         )
 
-    checked = {"page_checksum_verification": True}
-    size = _token_bytes(whole)
-    yield TimedReader("pyarrow, mapped", reading(whole, memory_map=True, **checked), "", size)
-    yield TimedReader("pyarrow, mapped, no checksums", reading(whole, memory_map=True), "pyarrow, mapped", size)
-    yield TimedReader("pyarrow, not mapped", reading(whole, **checked), "pyarrow, mapped", size)
+    checksums = {"page_checksum_verification": True}
+    size = _token_bytes(all_rows)
+    yield TimedReader("pyarrow, mapped", make_reader(all_rows, memory_map=True, **checksums), "", size)
+    yield TimedReader("pyarrow, mapped, no checksums", make_reader(all_rows, memory_map=True), "pyarrow, mapped", size)
+    yield TimedReader("pyarrow, not mapped", make_reader(all_rows, **checksums), "pyarrow, mapped", size)
     yield TimedReader(
-        "pyarrow, mapped, 10 % of 25 %", reading(tier, memory_map=True, **checked), "", _token_bytes(tier)
+        "pyarrow, mapped, 10 % of 25 %",
+        make_reader(tier_rows, memory_map=True, **checksums),
+        "",
+        _token_bytes(tier_rows),
     )
 
 
@@ -218,28 +221,32 @@ def _by_cache(store: Store, where: str) -> Iterator[TimedReader]:
     """Yield this package's own ways of reading: single videos, batches, a data loader."""
     cache = TokenCache(str(store), store=store)
     ids = cache.video_ids
-    mixed = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
+    shuffled_ids = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
     batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
     size, tier_size = (_token_bytes(_rows_to_read(cache, ratio)) for ratio in (None, TIER))
     beside = f"{where}boto3, a GET a video" if where else "pyarrow, mapped"
-    tier = beside if where else "pyarrow, mapped, 10 % of 25 %"
+    tier_baseline = beside if where else "pyarrow, mapped, 10 % of 25 %"
 
-    def loader(workers: int) -> Callable[[], None]:
+    def make_loader_reader(workers: int) -> Callable[[], None]:
         data = DataLoader(TokenDataset(cache), batch_size=BATCH, collate_fn=pack, num_workers=workers)
         return lambda: _read_all(data, lambda batch: None)
 
-    whole: dict[str, Callable[[], None]] = {
+    readers: dict[str, Callable[[], None]] = {
         "get, in order of selection": lambda: _read_all(ids, lambda video_id: cache.get(video_id, order="selection")),
         "get, in order of index": lambda: _read_all(ids, cache.get),
-        "get, shuffled videos": lambda: _read_all(mixed, cache.get),
+        "get, shuffled videos": lambda: _read_all(shuffled_ids, cache.get),
         f"get_many, batches of {BATCH}": lambda: _read_all(batches, cache.get_many),
-        f"DataLoader, batches of {BATCH}": loader(0),
+        f"DataLoader, batches of {BATCH}": make_loader_reader(0),
     }
-    for name, read in whole.items():
+    for name, read in readers.items():
         yield TimedReader(where + name, read, beside, size, counted=True)
-    yield TimedReader(f"{where}DataLoader, 2 workers", loader(2), beside, size)
+    yield TimedReader(f"{where}DataLoader, 2 workers", make_loader_reader(2), beside, size)
     yield TimedReader(
-        f"{where}get, 10 % of 25 %", lambda: _read_all(ids, lambda i: cache.get(i, TIER)), tier, tier_size, counted=True
+        f"{where}get, 10 % of 25 %",
+        lambda: _read_all(ids, lambda i: cache.get(i, TIER)),
+        tier_baseline,
+        tier_size,
+        counted=True,
     )
 
 
@@ -270,8 +277,8 @@ def _read_all(items: Iterable[T], read: Callable[[T], object]) -> None:
 
 def _rows_to_read(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
     """List the token rows to read at this ratio, for each video of the cache."""
-    reading = cache.check_options(ratio, "index", (), False)
-    return [cache.rows_to_read(cache.metadata(video_id), reading) for video_id in cache.video_ids]
+    options = cache.check_options(ratio, "index", (), False)
+    return [cache.rows_to_read(cache.metadata(video_id), options) for video_id in cache.video_ids]
 
 
 def _token_bytes(rows_of_videos: Sequence[TokenRows]) -> int:
