@@ -181,7 +181,7 @@ class ModelFamily(ABC):
         if head_evidence and self.source.pooling_head is None:
             raise ModelError(
                 f"{describe_evidence(head_evidence)} needs a SigLIP checkpoint, since {self.model_type} has no such "
-                "head: pass --siglip (google/siglip-so400m-patch14-384 for the published models)"
+                "head: name it with --siglip, for the published models google/siglip-so400m-patch14-384"
             )
 
     @abstractmethod
