@@ -45,20 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError("--plan and --dry-run are for jobs.prune: leave them out")
         for finding in Doctor(config, lambda line: console.print(line, style="dim")).findings():
             findings.append(finding)
-            console.print(_line(finding))
+            console.print(_format_finding(finding))
         if not arguments.json:
-            wide_console().print(_page(findings))
+            wide_console().print(_make_table(findings))
         return CommandResult(1 if any(finding.state == "wrong" for finding in findings) else 0, findings)
 
     return run_to_exit_code(check, console, failures=(RunFailed,), document=arguments.json)
 
 
-def _line(finding: Finding) -> Text:
+def _format_finding(finding: Finding) -> Text:
     """Format a finding as a line: its coloured state and its name."""
     return Text.assemble((f"{finding.state:8}", _COLOURS[finding.state]), finding.name)
 
 
-def _page(findings: Iterable[Finding]) -> Table:
+def _make_table(findings: Iterable[Finding]) -> Table:
     """Make the table of the findings: state, name, explanation and remedy."""
     table = Table(box=None, padding=(0, 1), show_edge=False)
     for title in ("", "what", "seen", "what to do"):

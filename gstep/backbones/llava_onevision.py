@@ -84,7 +84,7 @@ class LlavaOnevision(FixedSizeFamily):
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Count (T, N) as :meth:`ModelFamily.token_counts`; the vision tower takes frames of one size only."""
-        return n_frames, _tokens_per_frame(height, self._vision("patch_size", 14))
+        return n_frames, _count_tokens_per_frame(height, self._vision("patch_size", 14))
 
     def tower_work(self, height: int, width: int) -> TowerWork:
         """Count as :meth:`ModelFamily.tower_work`; all patches pass the projector and are pooled afterwards."""
@@ -128,13 +128,13 @@ class LlavaOnevisionBackbone(Backbone):
         """Encode [t,384,384,3] uint8 to [t,196,D]."""
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config
-        tokens_per_frame = _tokens_per_frame(vision.image_size, vision.patch_size)
-        observers = {source: self._observer(source) for source in sorted(set(evidence.values()))}
+        tokens_per_frame = _count_tokens_per_frame(vision.image_size, vision.patch_size)
+        observers = {source: self._make_observer(source) for source in sorted(set(evidence.values()))}
         with ExitStack() as hooks:
             for observer in observers.values():
                 hooks.enter_context(observe_inputs(observer.module, observer))
             # Some versions of transformers append the newline here: the slice leaves it out.
-            tokens = self._features(pixels)[: len(pixels) * tokens_per_frame]
+            tokens = self._compute_features(pixels)[: len(pixels) * tokens_per_frame]
         outputs = {source: observer.evidence() for source, observer in observers.items()}
         evidence_by_label: dict[str, Tensor] = {}
         for key, source in evidence.items():
@@ -143,7 +143,7 @@ class LlavaOnevisionBackbone(Backbone):
             evidence_by_label[key] = values if name in PER_FRAME else self._pool_patches(values)
         return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size), evidence_by_label)
 
-    def _features(self, pixels_F3HW: Tensor) -> Tensor:
+    def _compute_features(self, pixels_F3HW: Tensor) -> Tensor:
         """Compute the pooled features [F*N,D] of frames as the stock get_video_features; a newline row may follow.
 
         On a GPU the layers are called one after the other, because the stock method keeps the states of all layers.
@@ -183,7 +183,7 @@ class LlavaOnevisionBackbone(Backbone):
         """The module that holds the vision tower's embeddings and layers, under one of two names by library version."""
         return getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
 
-    def _observer(self, source: str) -> FrameObserver:
+    def _make_observer(self, source: str) -> FrameObserver:
         """Make the observer that computes the evidence of one source (gstep.evidence) while the tower runs."""
         if source == LAST_LAYER:
             layer: Any = self.layers[-1].self_attn
@@ -200,10 +200,10 @@ class LlavaOnevisionBackbone(Backbone):
     def model_extra(self, video: SampledVideo) -> ModelExtra:
         """Return the grid alone: positions of this family depend on nothing else."""
         vision = self.model.config.vision_config
-        side = math.isqrt(_tokens_per_frame(vision.image_size, vision.patch_size))
+        side = math.isqrt(_count_tokens_per_frame(vision.image_size, vision.patch_size))
         return {"grid": [side, side]}
 
 
-def _tokens_per_frame(image_size: int, patch_size: int) -> int:
+def _count_tokens_per_frame(image_size: int, patch_size: int) -> int:
     """Count the tokens of a square frame: its grid of patches, pooled to half its side."""
     return math.ceil(image_size // patch_size / 2) ** 2

@@ -58,12 +58,12 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         column_1N = torch.arange(columns, device="cpu")[None] // window
         return torch.argsort((row_N1 * columns + column_1N).flatten(), stable=True)
 
-    def _attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
+    def _count_attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
         """Count the operations of attention in all layers for one temporal patch.
 
         A few layers attend to the whole patch, all other layers within windows.
         """
-        whole = super()._attention_flops(vision, height, width) // vision["depth"]
+        whole = super()._count_attention_flops(vision, height, width) // vision["depth"]
         side = vision["window_size"] // vision["patch_size"]
         rows, columns = (
             [min(side, n - start) for start in range(0, n, side)]
@@ -85,7 +85,7 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         }
 
     @classmethod
-    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Return ``settings`` with min_pixels and max_pixels, the keys of old files, moved into ``size``.
 
         They win over ``size``, as in Qwen2VLVideoProcessor.__init__.

@@ -62,7 +62,7 @@ class Qwen3VL(QwenVL):
         }
 
     @classmethod
-    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Return ``settings`` unchanged; raise ModelError for min_pixels and max_pixels, ignored by the stock class."""
         for name in ("min_pixels", "max_pixels"):
             if name in settings:
@@ -85,9 +85,9 @@ class Qwen3_5(Qwen3VL):  # noqa: N801 - the family's name
     model_type = "qwen3_5"
     vision_defaults: ClassVar[Mapping[str, Any]] = {**Qwen3VL.vision_defaults, "deepstack_visual_indexes": ()}
 
-    def _vision(self) -> dict[str, Any]:
+    def _vision_config(self) -> dict[str, Any]:
         """Return the vision part of config.json without deepstack levels, which the stock tower ignores."""
-        return super()._vision() | {"deepstack_visual_indexes": ()}
+        return super()._vision_config() | {"deepstack_visual_indexes": ()}
 
 
 class Qwen3_5Moe(Qwen3_5):  # noqa: N801 - the family's name

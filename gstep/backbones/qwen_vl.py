@@ -79,9 +79,9 @@ class QwenVL(ModelFamily):
 
     def preprocessor(self) -> DynamicSizePreprocessor:
         self._check_processor()
-        source, vision = self.source, self._vision()
+        source, vision = self.source, self._vision_config()
         overrides = {name: value for name, value in source.preprocessor.items() if value is not None}
-        settings = self._pixel_bounds({**self.pixel_defaults, **overrides})
+        settings = self._convert_pixel_bounds({**self.pixel_defaults, **overrides})
         for setting, key in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size")):
             if settings[setting] != (value := vision[key]):
                 raise ModelError(
@@ -111,26 +111,26 @@ class QwenVL(ModelFamily):
         return replace(source, preprocessor=settings)
 
     def static(self) -> StaticParts:
-        vision = self._vision()
+        vision = self._vision_config()
         return StaticParts(int(vision["out_hidden_size"]), None, len(vision.get("deepstack_visual_indexes", ())))
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        vision = self._vision()
+        vision = self._vision_config()
         side = vision["patch_size"] * vision["spatial_merge_size"]
         return -(-n_frames // vision["temporal_patch_size"]), (height // side) * (width // side)
 
     def tower_work(self, height: int, width: int) -> TowerWork:
         """Count as :meth:`ModelFamily.tower_work`; each deepstack level has its own merger."""
-        vision = self._vision()
+        vision = self._vision_config()
         C, inner, merged = vision["hidden_size"], vision["intermediate_size"], vision["spatial_merge_size"] ** 2
         P = merged * self.token_counts(1, height, width)[1]
         embedding = 3 * vision["patch_size"] ** 2 * vision["temporal_patch_size"] * C
         layers = vision["depth"] * (4 * C**2 + self.mlp_products * C * inner)
         merger = merged * C * (merged * C + vision["out_hidden_size"])
         mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
-        return TowerWork(P, embedding + layers, mergers * merger, self._attention_flops(vision, height, width))
+        return TowerWork(P, embedding + layers, mergers * merger, self._count_attention_flops(vision, height, width))
 
-    def _attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
+    def _count_attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
         """Count the operations of attention in all layers for one temporal patch."""
         P = (height // vision["patch_size"]) * (width // vision["patch_size"])
         return int(vision["depth"] * 4 * P**2 * vision["hidden_size"])
@@ -149,11 +149,11 @@ class QwenVL(ModelFamily):
         return torch.arange(rows * columns, device="cpu")
 
     @classmethod
-    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Return ``settings`` with ``size`` as the stock class derives it from older keys."""
         return settings
 
-    def _vision(self) -> dict[str, Any]:
+    def _vision_config(self) -> dict[str, Any]:
         """Return the vision part of config.json with the stock defaults."""
         return {**self.vision_defaults, **self.source.config.get("vision_config", {})}
 
@@ -226,10 +226,10 @@ class QwenBackbone(Backbone):
         return visuals
 
     def _suit_gpu(self) -> FusedSteps:
-        self._cached_grid_facts = lru_cache(_MAX_CACHED_GRIDS)(self._grid_facts)
+        self._cached_grid_facts = lru_cache(_MAX_CACHED_GRIDS)(self._compute_grid_facts)
         return suit_qwen(self.model)
 
-    def _grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+    def _compute_grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
         """Compute the keyword arguments of a tower's forward that depend on the grids (T, H, W) of a pass alone.
 
         The stock functions compute them. A GPU waits for several of them; they are cached, because most videos of a

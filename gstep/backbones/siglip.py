@@ -156,14 +156,14 @@ class TextTowerSource:
         config = (head.files.read_json("config.json") or {}).get("text_config")
         if not isinstance(config, dict):
             raise ModelError(f"{head.name!r} is the vision half of a SigLIP checkpoint: name the whole checkpoint")
-        source = cls(head, _identity(head, config), config)
+        source = cls(head, _compute_identity(head, config), config)
         width = config.get("projection_size") or config.get("hidden_size", 768)
         if width != head.width:
             raise ModelError(
                 f"{head.name!r}: its text tower gives {width} values, its pooling head {head.width}: name the SigLIP "
                 "checkpoint that the vision tower was made of"
             )
-        _tokenizer(source)  # so that a bad tokenizer is refused before anything is loaded
+        _load_tokenizer(source)  # so that a bad tokenizer is refused before anything is loaded
         return source
 
 
@@ -183,7 +183,7 @@ class TextTower:
         """
         from transformers import SiglipTextConfig, SiglipTextModel  # noqa: PLC0415 - seconds, and rarely needed
 
-        if _identity(source.head, source.config) != source.identity:
+        if _compute_identity(source.head, source.config) != source.identity:
             raise ModelError(
                 f"{source.head.name!r} has another text tower on this node: copy the checkpoint to every node"
             )
@@ -193,7 +193,7 @@ class TextTower:
             model = SiglipTextModel(config)
         load_weights(model, source.head, _names_in_memory, device=device, dtype=torch.float32)
         rebuild_position_ids(model, device)
-        return cls(model.eval().requires_grad_(False), _tokenizer(source), device)
+        return cls(model.eval().requires_grad_(False), _load_tokenizer(source), device)
 
     @torch.inference_mode()
     def embedding(self, text: str) -> Tensor:
@@ -223,7 +223,7 @@ class TextTower:
         return torch.tensor([row + [pad] * (length - len(row)) for row in rows], device="cpu")
 
 
-def _tokenizer(source: TextTowerSource) -> Any:
+def _load_tokenizer(source: TextTowerSource) -> Any:
     """Load the tokenizer of a checkpoint. Raises ModelError if it cannot be loaded.
 
     tokenizer.json of the published checkpoints lowercases and drops punctuation like their SiglipTokenizer, the class
@@ -253,7 +253,7 @@ def _names_in_memory(key: str) -> list[str]:
     return [key.removeprefix(PREFIX), key] if key.startswith(PREFIX) else []
 
 
-def _identity(head: PoolingHeadSource, config: dict[str, Any]) -> str:
+def _compute_identity(head: PoolingHeadSource, config: dict[str, Any]) -> str:
     """Hash the files that determine a text tower's embeddings: "siglip-text:<hash>".
 
     Raises ModelError if the checkpoint has no tensor of a text tower.

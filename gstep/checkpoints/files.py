@@ -65,7 +65,7 @@ class CheckpointFiles:
             raise ModelError(
                 f"{model!r} is no folder here, no model of this package{hint}, and no owner/name of the hub"
             )
-        return cls("hub", model, _hub_commit(model, revision))
+        return cls("hub", model, _resolve_commit(model, revision))
 
     def find(self, filename: str) -> Path | None:
         """Return the local path of a file, downloaded or built if need be; None if the checkpoint has no such file."""
@@ -118,7 +118,7 @@ def _package_kind(model: str) -> Literal["shipped", "tiny"] | None:
     return "tiny" if model in tiny.TINY else None
 
 
-def _hub_commit(repo: str, revision: str | None) -> str:
+def _resolve_commit(repo: str, revision: str | None) -> str:
     """Resolve a branch, tag or sha of a model repository to its commit sha, on the Hub or (offline) in its cache.
 
     Raises ModelError if the repository is neither reachable nor in the cache, or has no config.json.

@@ -64,7 +64,7 @@ def write_stand_ins(files: CheckpointFiles, config: Mapping[str, Any], folder: P
         (folder / "preprocessor_config.json").write_text("{}\n", encoding="utf-8")
     if not any((folder / name).exists() for name in _TOKENIZERS):
         kind = next(t.tokenizer for t in tiny.TINY.values() if t.config["model_type"] == config["model_type"])
-        write_bytes(folder, kind, *_vocabulary(files, config, kind))
+        write_bytes(folder, kind, *_choose_token_ids(files, config, kind))
     return CheckpointFiles("folder", str(folder))
 
 
@@ -90,7 +90,9 @@ def random_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype
     return tensors
 
 
-def _vocabulary(files: CheckpointFiles, config: Mapping[str, Any], kind: TinyTokenizer) -> tuple[dict[str, int], int]:
+def _choose_token_ids(
+    files: CheckpointFiles, config: Mapping[str, Any], kind: TinyTokenizer
+) -> tuple[dict[str, int], int]:
     """Return (special token -> id, vocabulary size) for a checkpoint without tokenizer.
 
     Ids missing in config.json are taken from the end of the vocabulary. Raises ModelError if 256 bytes and the special

@@ -68,8 +68,8 @@ class ModelSource(TensorSource):
         refuse_adapter_files(name, files)
         model_type, config = _read_config(name, files, SERVED if quantized else ())
         weight_files = find_weight_files(name, files)
-        identity = _identity(files, weight_files, config)
-        return cls(name, identity, files, weight_files, model_type, config, _preprocessor_settings(name, files))
+        identity = _compute_identity(files, weight_files, config)
+        return cls(name, identity, files, weight_files, model_type, config, _read_preprocessor_settings(name, files))
 
     @classmethod
     def random(cls, model: str | Path, folder: Path, revision: str | None = None) -> ModelSource:
@@ -84,7 +84,7 @@ class ModelSource(TensorSource):
         original = CheckpointFiles.locate(name, revision)
         model_type, config = _read_config(name, original)
         files, identity = random_weights.write_stand_ins(original, config, folder), random_weights.identity(config)
-        return cls(name, identity, files, (), model_type, config, _preprocessor_settings(name, files))
+        return cls(name, identity, files, (), model_type, config, _read_preprocessor_settings(name, files))
 
     def file(self, filename: str) -> Path:
         """Return the local path of a file, downloaded or built on this node if need be.
@@ -92,7 +92,7 @@ class ModelSource(TensorSource):
         Raises ModelError if there is no such file, or if this node's model of that name differs from the driver's.
         """
         if self.files.kind in {"shipped", "tiny"}:
-            identity = _identity(self.files, self.weight_files, self.config)
+            identity = _compute_identity(self.files, self.weight_files, self.config)
             if identity != self.identity:
                 raise ModelError(
                     f"this node has {identity}, the driver {self.identity}: "
@@ -140,7 +140,7 @@ def _read_config(name: str, files: CheckpointFiles, served_methods: Collection[s
     raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(FAMILIES)}.{nearest}{remote}")
 
 
-def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
+def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
     """Compute the identity of the weights: the commit of a Hub model, else a hash of the files."""
     if files.kind == "hub":
         return f"hub:{files.location}@{files.revision}"
@@ -151,7 +151,7 @@ def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dic
     return identity.replace("folder:", f"{files.location}:") if files.kind == "shipped" else identity
 
 
-def _preprocessor_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
+def _read_preprocessor_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the preprocessor settings with the precedence of transformers' get_video_processor_dict.
 
     See video_processing_utils.py there.

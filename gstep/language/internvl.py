@@ -27,7 +27,7 @@ class InternVLPrompts(PromptBuilder):
         # The template's token for a video differs from the placeholder of its visual tokens.
         self._video_token = str(getattr(tokenizer, "video_token", "<video>"))
 
-    def _with_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
+    def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
         parts_of_frames: list[tuple[str, int, int | None]] = []
         before = parts[0]
         for video, (visual, after) in enumerate(zip(visuals, parts[1:], strict=True)):
@@ -37,11 +37,11 @@ class InternVLPrompts(PromptBuilder):
             before = f"</img>{after}"
         return [*parts_of_frames, (before, len(visuals), None)]
 
-    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         assert frame is not None
         indices = indices_in_frame(visual, frame)
         if self.policy.positions == "contiguous":
             positions, extent = torch.arange(len(indices), device="cpu"), len(indices)
         else:
             positions, extent = (indices % visual.tokens_per_frame).cpu(), visual.tokens_per_frame
-        return Segment(self._placeholders(len(indices)), positions[None], extent)
+        return Segment(self._make_placeholders(len(indices)), positions[None], extent)

@@ -69,7 +69,7 @@ class LanguageModel:
 
         ``last`` tokens must come after the last video; videos that prompts share are then computed once.
         """
-        batch, cache = self._batch_with_cache(prompts, last) if last else (Batch.of(prompts), None)
+        batch, cache = self._make_batch_and_cache(prompts, last) if last else (Batch.of(prompts), None)
         output = self._forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)
         masks = batch.mask[:, -last:].to(self.device)
         return [row[mask.bool()] for row, mask in zip(output.logits, masks, strict=True)]
@@ -96,13 +96,13 @@ class LanguageModel:
             with self._prune_inside(prompts, *inside).apply_hooks(self.model):
                 return self.generate(prompts, decodings, share_prefix=False)
         start = time.perf_counter()
-        batch, cache = self._batch_with_cache(prompts) if share_prefix else (Batch.of(prompts), None)
+        batch, cache = self._make_batch_and_cache(prompts) if share_prefix else (Batch.of(prompts), None)
         clock = FirstToken()
         tokens = self._generate_ids(batch, cache, prompts if cache is None else (), decodings, clock).cpu()
         end, first = time.perf_counter(), clock.at
         assert first is not None
         return [
-            self._answer(row, decoding, first - start, end - first)
+            self._make_answer(row, decoding, first - start, end - first)
             for row, decoding in zip(tokens.tolist(), decodings, strict=True)
         ]
 
@@ -120,8 +120,8 @@ class LanguageModel:
         """
         length = batch.input_ids.shape[1]
         output: Tensor = self.model.generate(
-            **self._inputs(batch, prompts, past),
-            generation_config=self._config(decodings),
+            **self._make_inputs(batch, prompts, past),
+            generation_config=self._make_config(decodings),
             logits_processor=LogitsProcessorList([SeededSampling(decodings), clock]),
             stopping_criteria=StoppingCriteriaList([RowLimits(decodings, length)]),
         )
@@ -143,7 +143,9 @@ class LanguageModel:
         ids = [[text_ids(self.tokenizer, text) for text in texts] for texts in continuations]
         pruning = self._prune_inside(prompts, *inside).apply_hooks(self.model) if inside else nullcontext()
         with pruning as active:
-            batch, cache = self._batch_with_cache(prompts) if share_prefix and not active else (Batch.of(prompts), None)
+            batch, cache = (
+                self._make_batch_and_cache(prompts) if share_prefix and not active else (Batch.of(prompts), None)
+            )
             new = prompts if cache is None else ()
             output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
             first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
@@ -170,12 +172,12 @@ class LanguageModel:
         batch_size = max(1, self.copied_tokens // prompt.input_ids.shape[1])
         for part in (multi_token[start : start + batch_size] for start in range(0, len(multi_token), batch_size)):
             with inside.for_rows([row] * len(part)) if inside else nullcontext():
-                later_logprobs = self._later_logprobs(prompt, cache, row, [continuations[i] for i in part])
+                later_logprobs = self._score_later_tokens(prompt, cache, row, [continuations[i] for i in part])
             for i, value in zip(part, later_logprobs, strict=True):
                 logprobs[i] += value
         return [Score(value, len(ids)) for value, ids in zip(logprobs, continuations, strict=True)]
 
-    def _later_logprobs(
+    def _score_later_tokens(
         self, prompt: Batch, cache: DynamicCache, row: int, continuations: list[list[int]]
     ) -> list[float]:
         """Compute each continuation's summed log-probability after its first token; each has two tokens or more."""
@@ -203,7 +205,7 @@ class LanguageModel:
             prunable[row, batch.mask.shape[1] - len(prompt) :] = mark_prunable(prompt.input_ids, video, counts, newline)
         return PruneInside(method, retention_ratio, prunable, batch.mask.bool())
 
-    def _batch_with_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, DynamicCache | None]:
+    def _make_batch_and_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, DynamicCache | None]:
         """Make the batch of all prompts, and compute the key-value cache of their videos if that saves work.
 
         It saves work if prompts share videos, or if an attention mask for all prompts would be too large; otherwise the
@@ -224,14 +226,14 @@ class LanguageModel:
             return Batch.of(prompts), None
         group_prompts = [prompts[i] for i in first_of_group]
         prefix = Batch.of(group_prompts, [slice(p.prefix_length) for p in group_prompts])
-        cache = self._prefix_cache(group_prompts)
+        cache = self._compute_prefix_cache(group_prompts)
         if has_linear_attention(self.model.config):  # padding within a row would change the state
-            return Batch.of(prompts), self._cache_without_last(last, prompts, prefix, cache, group)
+            return Batch.of(prompts), self._compute_cache_without_last(last, prompts, prefix, cache, group)
         cache.reorder_cache(torch.tensor(group, device=self.device))
         tails = Batch.of(prompts, [slice(p.prefix_length, None) for p in prompts])
         return tails.after(prefix.rows(group)), cache
 
-    def _cache_without_last(
+    def _compute_cache_without_last(
         self, last: int, prompts: Sequence[Prompt], prefixes: Batch, cache: DynamicCache, group: Sequence[int]
     ) -> DynamicCache:
         """Compute the cache of each prompt without its ``last`` tokens, padded on the left.
@@ -261,7 +263,7 @@ class LanguageModel:
         stack.reorder_cache(torch.tensor(order, device=self.device).argsort())
         return stack
 
-    def _prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
+    def _compute_prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
         """Compute the key-value cache of each prompt up to the end of its videos, in batches that fit into memory."""
         lengths = [prompt.prefix_length for prompt in prompts]
         parts = batches_by_cost(lengths, lengths, len(lengths), self.mask_elements)
@@ -281,9 +283,9 @@ class LanguageModel:
     ) -> Any:
         """Run the model over the tokens of ``batch`` that are not in ``past``."""
         start = 0 if past is None else past.get_seq_length()
-        return self.model(**self._inputs(batch, prompts, past, start), **keywords)
+        return self.model(**self._make_inputs(batch, prompts, past, start), **keywords)
 
-    def _inputs(
+    def _make_inputs(
         self, batch: Batch, prompts: Sequence[Prompt], past: DynamicCache | None, start: int = 0
     ) -> dict[str, Any]:
         """Make the keyword arguments of forward: ``batch`` from token ``start`` on, and the videos of ``prompts``."""
@@ -297,7 +299,7 @@ class LanguageModel:
             inputs["mm_encoder_outputs"] = encoder_outputs(visuals, self.model)
         return inputs
 
-    def _config(self, decodings: Sequence[Decoding]) -> Any:
+    def _make_config(self, decodings: Sequence[Decoding]) -> Any:
         """Make a GenerationConfig that is greedy for all rows; SeededSampling adds the noise of sampled rows."""
         config = copy.deepcopy(self.model.generation_config)
         config.update(
@@ -315,7 +317,7 @@ class LanguageModel:
         candidates = (generation.pad_token_id, self.tokenizer.pad_token_id, *end_ids(generation), 0)
         return next(int(i) for i in candidates if i is not None)
 
-    def _answer(self, row: list[int], decoding: Decoding, prefill_s: float, decode_s: float) -> Answer:
+    def _make_answer(self, row: list[int], decoding: Decoding, prefill_s: float, decode_s: float) -> Answer:
         """Make the Answer of one row of token ids: cut it at its limit and at the first end token, decode the text."""
         ends = end_ids(self.model.generation_config)
         ids = row[: decoding.max_new_tokens]

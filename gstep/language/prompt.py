@@ -131,10 +131,10 @@ class PromptBuilder(ABC):
         for visual in visuals:
             self.check(visual)
         prompt_text = self._render(messages, len(visuals))
-        parts = self._with_markers(prompt_text.split(self._video_token), visuals)
-        segments = list(self._segments(parts, visuals))
+        parts = self._add_markers(prompt_text.split(self._video_token), visuals)
+        segments = list(self._make_segments(parts, visuals))
         starts = accumulate((segment.extent for segment in segments), initial=0)
-        spans = _video_spans(segments)
+        spans = _locate_videos(segments)
         return Prompt(
             input_ids=torch.cat([segment.ids for segment in segments]),
             positions=torch.cat([s.positions + start for s, start in zip(segments, starts, strict=False)], dim=1),
@@ -155,10 +155,10 @@ class PromptBuilder(ABC):
             raise ValueError("the newline row of this model is missing from the cache")
 
     @abstractmethod
-    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         """Make the segment of a whole video (``frame`` is None), or of a frame if each frame has markers."""
 
-    def _with_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
+    def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
         """Add the text around each frame to ``parts``, the texts between videos.
 
         Returns (text before the placeholders, number of the video, frame or None for the whole video). The last entry
@@ -166,22 +166,22 @@ class PromptBuilder(ABC):
         """
         return [(part, video, None) for video, part in enumerate(parts)]
 
-    def _segments(self, parts: list[tuple[str, int, int | None]], visuals: Sequence[Visual]) -> Iterator[Segment]:
+    def _make_segments(self, parts: list[tuple[str, int, int | None]], visuals: Sequence[Visual]) -> Iterator[Segment]:
         """Yield the segments of a prompt in order: texts, and the placeholders of videos or frames."""
         for text, video, frame in parts:
             if text:
-                yield self._text_segment(text)
+                yield self._make_text_segment(text)
             if video < len(visuals):
-                yield replace(self._visual_segment(visuals[video], frame), video=video)
+                yield replace(self._make_visual_segment(visuals[video], frame), video=video)
 
-    def _text_segment(self, text: str) -> Segment:
+    def _make_text_segment(self, text: str) -> Segment:
         """Tokenize a text to a segment whose positions count up from 0."""
         # Special tokens split a text anywhere, so pieces between placeholders get the same ids as in the whole text.
         pieces = [self.tokenizer(piece, add_special_tokens=False).input_ids for piece in text.split(_MARK)]
         ids = torch.tensor([i for piece in pieces for i in piece], dtype=torch.int64, device="cpu")
         return Segment(ids, torch.arange(len(ids), device="cpu").expand(self.axes, -1), len(ids))
 
-    def _placeholders(self, count: int) -> Tensor:
+    def _make_placeholders(self, count: int) -> Tensor:
         """Return ``count`` placeholder ids, [count] int64."""
         return torch.full((count,), self.placeholder_id, dtype=torch.int64, device="cpu")
 
@@ -278,7 +278,7 @@ def indices_in_frame(visual: Visual, frame: int) -> Tensor:
     return visual.index[first:end]
 
 
-def _video_spans(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+def _locate_videos(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """Locate each video's placeholders in the prompt, (first token, end), with the texts between its frames."""
     spans: dict[int, tuple[int, int]] = {}
     starts = accumulate((len(segment.ids) for segment in segments), initial=0)

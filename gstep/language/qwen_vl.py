@@ -91,26 +91,26 @@ class QwenPrompts(PromptBuilder):
         super().check(visual)
         Grid.of(visual)
 
-    def _contiguous(self, count: int) -> Segment:
+    def _make_renumbered_segment(self, count: int) -> Segment:
         """Make a segment of ``count`` placeholders with renumbered positions: all three axes count up from 0."""
-        return Segment(self._placeholders(count), torch.arange(count, device="cpu").expand(3, -1), count)
+        return Segment(self._make_placeholders(count), torch.arange(count, device="cpu").expand(3, -1), count)
 
 
 class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
     """The prompt builder of Qwen2.5-VL: a video's kept tokens are one segment, and positions advance by seconds."""
 
-    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         if self.policy.positions == "contiguous":
-            return self._contiguous(len(visual.index))
+            return self._make_renumbered_segment(len(visual.index))
         grid = Grid.of(visual)
         t, h, w = grid.coordinates(visual.index)
-        times = self._times(visual, grid.n_frames)
+        times = self._compute_times(visual, grid.n_frames)
         extent = max(grid.height, grid.width)
         if self.rule.text_after_time:
             extent = max(extent, int(times[-1]) + 1)
-        return Segment(self._placeholders(len(t)), torch.stack([times[t], h, w]), extent)
+        return Segment(self._make_placeholders(len(t)), torch.stack([times[t], h, w]), extent)
 
-    def _times(self, visual: Visual, n_frames: int) -> Tensor:
+    def _compute_times(self, visual: Visual, n_frames: int) -> Tensor:
         """Compute the temporal position of each temporal patch, [T] int64."""
         try:
             # float32, as the stock processor gives it
@@ -137,7 +137,7 @@ class Qwen3Prompts(QwenPrompts):
         start, end = (int(getattr(config, f"vision_{name}_token_id")) for name in ("start", "end"))
         self._start, self._end = (str(tokenizer.convert_ids_to_tokens(i)) for i in (start, end))
 
-    def _with_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
+    def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
         if not self.rule.outer_markers and all(
             before.endswith(self._start) and after.startswith(self._end) for before, after in itertools.pairwise(parts)
         ):
@@ -149,33 +149,33 @@ class Qwen3Prompts(QwenPrompts):
         parts_of_frames: list[tuple[str, int, int | None]] = []
         before = parts[0]
         for video, (visual, after) in enumerate(zip(visuals, parts[1:], strict=True)):
-            for frame, seconds in enumerate(self._seconds(visual)):
+            for frame, seconds in enumerate(self._read_seconds(visual)):
                 parts_of_frames.append((f"{before}<{seconds:.1f} seconds>{self._start}", video, frame))
                 before = self._end
             before += after
         return [*parts_of_frames, (before, len(visuals), None)]
 
-    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         assert frame is not None
         indices = indices_in_frame(visual, frame)
         if self.policy.positions == "contiguous":
-            return self._contiguous(len(indices))
+            return self._make_renumbered_segment(len(indices))
         grid = Grid.of(visual)
         _, h, w = grid.coordinates(indices)
         # The time is in the text, so that all tokens of a patch share a temporal position.
         positions = torch.stack([torch.zeros_like(h), h, w])
-        return Segment(self._placeholders(len(indices)), positions, max(grid.height, grid.width))
+        return Segment(self._make_placeholders(len(indices)), positions, max(grid.height, grid.width))
 
-    def _seconds(self, visual: Visual) -> list[float]:
+    def _read_seconds(self, visual: Visual) -> list[float]:
         """Return the seconds to write before each temporal patch. Raises ValueError if the cache lacks them."""
         if self.policy.frame_times == "stock":
-            return self._stock_seconds(visual)
+            return self._compute_stock_seconds(visual)
         times = visual.extra.get("patch_timestamps")
         if times is None or len(times) != visual.n_frames:
             raise ValueError("the cache lacks the times of temporal patches: prune the video again")
         return [float(time) for time in times]
 
-    def _stock_seconds(self, visual: Visual) -> list[float]:
+    def _compute_stock_seconds(self, visual: Visual) -> list[float]:
         """Compute times like Qwen3VLProcessor._calculate_timestamps of transformers, to the last bit.
 
         Frame indices count from the start of the file, even for a clip: qwen-vl-utils subtracts no start.

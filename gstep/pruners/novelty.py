@@ -85,13 +85,15 @@ def token_novelty(tokens_TND: Tensor) -> Tensor:
         for first in range(0, per_frame, n_places):
             places = slice(first, first + n_places)
             part_TRD = float64_copy(tokens_TND[frames, places])
-            novelty_TN[start + 1 : frames.stop, places] = _distances(part_TRD if scale == 1.0 else part_TRD.mul_(scale))
+            novelty_TN[start + 1 : frames.stop, places] = _compute_distances(
+                part_TRD if scale == 1.0 else part_TRD.mul_(scale)
+            )
     if n_frames > 1:
         novelty_TN[0] = novelty_TN[1:].max()
     return novelty_TN
 
 
-def _distances(tokens_TRD: Tensor) -> Tensor:
+def _compute_distances(tokens_TRD: Tensor) -> Tensor:
     """Compute the cosine distance of each token to the token at the same position in the next frame, [T-1,R]."""
     norm_TR = torch.linalg.vector_norm(tokens_TRD, dim=-1)
     return distance_of_products((tokens_TRD[1:] * tokens_TRD[:-1]).sum(dim=-1), norm_TR[1:], norm_TR[:-1])

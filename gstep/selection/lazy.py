@@ -106,7 +106,7 @@ def lazy_density_guided_fps(
     return torch.from_numpy(search.picks.order)
 
 
-def _distance(products: NDArray[np.floating], scale: Floats) -> Floats:
+def _compute_distance(products: NDArray[np.floating], scale: Floats) -> Floats:
     """Compute Eq. (10) from products of raw tokens and of their inverse norms, 0 below ZERO_DISTANCE."""
     distance = 1 - products.astype(np.float64) * scale
     distance[distance < ZERO_DISTANCE] = 0.0
@@ -187,19 +187,19 @@ class _Search:
         """Select the first token and measure the distance of every token to it."""
         self.picks.add(first)
         for part, rows in self.survey.rows.chunks():
-            products = self._all_products(rows, self.picks.rows[:1])[:, 0]
-            self.nearest[part] = _distance(products, self.survey.inverse[part] * self.picks.inverse[0])
+            products = self._multiply_all(rows, self.picks.rows[:1])[:, 0]
+            self.nearest[part] = _compute_distance(products, self.survey.inverse[part] * self.picks.inverse[0])
         self.counts.products += len(self.nearest)
         self.mark[:] = 1
         self.term[first] = -np.inf
-        self.score = self._scores(self.nearest, self.term)
+        self.score = self._compute_scores(self.nearest, self.term)
 
     def round(self) -> None:
         """Run one round: refresh the best candidates, then select as many of them as are certain, perhaps none."""
-        indices, rival = self._best_candidates()
+        indices, rival = self._choose_candidates()
         rows = _RoundRows(self.survey.rows, indices)
         self._refresh(rows, indices, rival)
-        self.score[indices] = scores = self._scores_of(indices)
+        self.score[indices] = scores = self._compute_scores_of(indices)
         certain = (self.mark[indices] == self.picks.count) & (scores >= rival.score) & (scores > -np.inf)
         # The score of a candidate that was not compared with all picks is only an upper bound, and a candidate below
         # the rival cannot be next. If no candidate is certain, the refresh has lowered scores, and the next round takes
@@ -207,17 +207,17 @@ class _Search:
         if certain.any():
             self._select(rows, indices[certain], scores[certain], rival)
 
-    def _scores(self, nearest: Floats, term: Floats) -> Floats:
+    def _compute_scores(self, nearest: Floats, term: Floats) -> Floats:
         """Compute Eq. (11), or its key if ``by_key``; a selected token, whose density term is -inf, gets -inf."""
         distance = nearest + self.beta
         scores: Floats = distance * term if self.by_key else self.alpha * np.log(distance) + term
         return scores
 
-    def _scores_of(self, indices: Indices) -> Floats:
+    def _compute_scores_of(self, indices: Indices) -> Floats:
         """Compute the current scores of the tokens ``indices``."""
-        return self._scores(self.nearest[indices], self.term[indices])
+        return self._compute_scores(self.nearest[indices], self.term[indices])
 
-    def _best_candidates(self) -> tuple[Indices, _Rival]:
+    def _choose_candidates(self) -> tuple[Indices, _Rival]:
         """Find the K tokens of the highest known scores, equals by lowest index, and the best token outside of them."""
         score, size = self.score, self.block
         if len(score) <= size:
@@ -243,7 +243,7 @@ class _Search:
             picks = slice(start, min(start + block, count))
             mark = self.mark[indices]
             waiting = (mark >= picks.start) & (mark < picks.stop)
-            candidates = indices[waiting & (self._scores_of(indices) >= rival.score)]
+            candidates = indices[waiting & (self._compute_scores_of(indices) >= rival.score)]
             if len(candidates) == 0:
                 continue
             if self.by_bound:
@@ -254,12 +254,12 @@ class _Search:
     def _compare(self, rows: _RoundRows, candidates: Indices, picks: slice) -> None:
         """Update candidates with their distances to ``picks``, every pair multiplied in full, and move their marks."""
         scale = np.multiply.outer(self.survey.inverse[candidates], self.picks.inverse[picks])
-        distance = _distance(self._all_products(rows.tokens_of(candidates), self.picks.rows[picks]), scale)
+        distance = _compute_distance(self._multiply_all(rows.tokens_of(candidates), self.picks.rows[picks]), scale)
         self.counts.products += scale.size
         self.nearest[candidates] = np.minimum(self.nearest[candidates], distance.min(axis=1))
         self.mark[candidates] = picks.stop
 
-    def _all_products(self, a_XD: Tensor, b_YD: Tensor) -> NDArray[np.floating]:
+    def _multiply_all(self, a_XD: Tensor, b_YD: Tensor) -> NDArray[np.floating]:
         """Multiply each row of ``a`` with each row of ``b``; copies of a row get bit-equal products."""
         # A matrix product alone does not promise that.
         if not self.survey.has_copies:
@@ -274,7 +274,7 @@ class _Search:
 
         The bound is switched off for good if it rules out too few candidates.
         """
-        bounds = self._cosine_bounds(candidates, picks)
+        bounds = self._bound_cosines(candidates, picks)
         self.n_bounded += len(candidates)
         row = np.arange(len(candidates))
         # A product with the likeliest pick often lowers ``nearest`` so far that the bound rules out all other picks.
@@ -287,7 +287,7 @@ class _Search:
                 return
             self._measure(rows, candidates[row], likeliest, picks)
             bounds[row, likeliest] = -_OUT_OF_REACH
-            row = row[self._scores_of(candidates[row]) >= rival.score]
+            row = row[self._compute_scores_of(candidates[row]) >= rival.score]
         self.n_unresolved += len(row)
         if len(row):
             self._compare_pairs(rows, candidates[row], bounds[row], picks)
@@ -303,7 +303,7 @@ class _Search:
             self._measure(rows, candidates[row], column, picks)
         self.mark[candidates] = picks.stop
 
-    def _cosine_bounds(self, candidates: Indices, picks: slice) -> NDArray[np.float32]:
+    def _bound_cosines(self, candidates: Indices, picks: slice) -> NDArray[np.float32]:
         """Compute upper bounds of cosines, [candidates, picks]; -3 for pairs that were compared already.
 
         The result is a view of a buffer that the next call overwrites.
@@ -314,7 +314,7 @@ class _Search:
         if len(self._bounds) < size:
             self._bounds = np.empty(size, np.float32)  # fresh memory for every product would cost more than the product
         bounds = self._bounds[:size].reshape(shape)
-        coordinates, columns = self._coordinates(candidates), self.picks.coordinates[picks].T
+        coordinates, columns = self._get_coordinates(candidates), self.picks.coordinates[picks].T
         for start in range(0, len(candidates), _ROWS):
             rows = slice(start, start + _ROWS)
             torch.mm(coordinates[rows], columns, out=torch.from_numpy(bounds[rows]))
@@ -324,7 +324,7 @@ class _Search:
             bounds[np.arange(picks.start, picks.stop) < mark[:, None]] = -_OUT_OF_REACH
         return bounds
 
-    def _coordinates(self, indices: Indices) -> Tensor:
+    def _get_coordinates(self, indices: Indices) -> Tensor:
         """Return the subspace coordinates of the tokens ``indices``."""
         assert self.survey.coordinates is not None
         return self.survey.coordinates.index_select(0, torch.from_numpy(indices))
@@ -333,7 +333,7 @@ class _Search:
         """Lower the distance of ``candidates[i]`` (ascending) by pick ``column[i]`` of ``picks``; marks stay."""
         products = pair_products(rows.tokens, self.picks.rows[picks], rows.rows_of(candidates), column)
         scale = self.survey.inverse[candidates] * self.picks.inverse[picks][column]
-        np.minimum.at(self.nearest, candidates, _distance(products, scale))
+        np.minimum.at(self.nearest, candidates, _compute_distance(products, scale))
         self.counts.products += len(candidates)
 
     def _select(self, rows: _RoundRows, finalists: Indices, score: Floats, rival: _Rival) -> None:
@@ -342,7 +342,7 @@ class _Search:
         It updates their distances, scores and marks with these picks.
         """
         nearest, term = self.nearest[finalists], self.term[finalists]
-        distance_LL = self._mutual_distances(rows, finalists)
+        distance_LL = self._measure_mutual_distances(rows, finalists)
         winners: list[int] = []
         n_free = len(self.picks.order) - self.picks.count
         while len(winners) < n_free:
@@ -354,17 +354,17 @@ class _Search:
             closer = np.nonzero(distance_LL[best] < nearest)[0]
             nearest[closer] = distance_LL[best][closer]
             # No other score changes.
-            score[closer] = self._scores(nearest[closer], term[closer])
+            score[closer] = self._compute_scores(nearest[closer], term[closer])
         self.picks.add(finalists[winners])
         self.nearest[finalists], self.term[finalists], self.score[finalists] = nearest, term, score
         self.mark[finalists] = self.picks.count
 
-    def _mutual_distances(self, rows: _RoundRows, finalists: Indices) -> Floats:
+    def _measure_mutual_distances(self, rows: _RoundRows, finalists: Indices) -> Floats:
         """Compute the finalists' mutual distances [L,L]; inf for a pair that cannot change either's nearest pick."""
         scale, size = self.survey.inverse[finalists], len(finalists)
         row, column = np.triu_indices(size, 1) if self.survey.has_copies else (None, None)
         if self.by_bound:
-            coordinates = self._coordinates(finalists)
+            coordinates = self._get_coordinates(finalists)
             self.counts.bounds += size * (size - 1) // 2
             threshold = _cosine_threshold(self.nearest[finalists])
             # A pair matters if either token could come nearer to the other: the lower of the two thresholds.
@@ -375,12 +375,12 @@ class _Search:
         if row is None or column is None:
             self.counts.products += size * (size - 1) // 2
             tokens_LD = rows.tokens_of(finalists)
-            return _distance((tokens_LD @ tokens_LD.T).numpy(), np.multiply.outer(scale, scale))
+            return _compute_distance((tokens_LD @ tokens_LD.T).numpy(), np.multiply.outer(scale, scale))
         distance_LL = np.full((size, size), np.inf)
         self.counts.products += len(row)
         row_of = rows.rows_of(finalists)
         products = pair_products(rows.tokens, rows.tokens, row_of[row], row_of[column])
-        distance = _distance(products, scale[row] * scale[column])
+        distance = _compute_distance(products, scale[row] * scale[column])
         distance_LL[row, column] = distance_LL[column, row] = distance
         return distance_LL
 
@@ -455,7 +455,7 @@ def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
         dims = 32 if n_tokens < 4096 else 48 if n_tokens < 16384 else 64
         # A bound costs k / D of a product: it saves little with k near D. A sample of few tokens would be all of them.
         dims = dims if hidden >= 8 * dims and n_tokens > _SAMPLE[0] else 0
-    subspace = _subspace(rows, dims) if dims else None
+    subspace = _fit_subspace(rows, dims) if dims else None
     if subspace is not None and subspace.residual > _NO_SUBSPACE:
         subspace = None
     squared_M = torch.empty(n_tokens, dtype=rows.dtype, device="cpu")
@@ -478,7 +478,7 @@ def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
     )
 
 
-def _subspace(rows: ConvertedTokens, dims: int) -> Subspace:
+def _fit_subspace(rows: ConvertedTokens, dims: int) -> Subspace:
     """Find a subspace of ``dims`` dimensions from a seeded sample of the tokens."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])

@@ -39,11 +39,11 @@ def full_precision() -> Iterator[None]:
 
 def _set_full() -> Callable[[], None]:
     """Set full float32 precision, and return the function that restores the previous settings."""
-    operators = _operators()
+    operators = _list_operators()
     precisions = [operator.fp32_precision for operator in operators]
     if operators and _FULL.issuperset(precisions):
         return lambda: None
-    process_setting = _process_setting()
+    process_setting = _read_process_setting()
     if process_setting is not None:
         torch.set_float32_matmul_precision("highest")
     for operator in operators:
@@ -60,13 +60,13 @@ def _set_full() -> Callable[[], None]:
     return restore
 
 
-def _operators() -> tuple[Any, ...]:
+def _list_operators() -> tuple[Any, ...]:
     """List torch's backend objects whose own precision setting, since torch 2.9, overrides the process-wide one."""
     on_cpu = getattr(torch.backends.mkldnn, "matmul", None)
     return () if on_cpu is None else (torch.backends.cuda.matmul, on_cpu)
 
 
-def _process_setting() -> str | None:
+def _read_process_setting() -> str | None:
     """Return the value of set_float32_matmul_precision; None if a backend's own setting overrides it."""
     try:
         return torch.get_float32_matmul_precision()

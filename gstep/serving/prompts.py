@@ -85,12 +85,12 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
 def video_spans(prompt: Prompt, video_token_id: int) -> list[VideoSpan]:
     """List the spans of a prompt's videos, in their order."""
     return [
-        _span(prompt, visual, first, end, video_token_id)
+        _make_span(prompt, visual, first, end, video_token_id)
         for visual, (first, end) in zip(prompt.visuals, prompt.spans, strict=True)
     ]
 
 
-def _span(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoSpan:
+def _make_span(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoSpan:
     """Make the span of the video that is tokens [first, end) of the prompt."""
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(visual.placeholder_rows)

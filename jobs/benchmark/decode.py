@@ -128,8 +128,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clips", nargs="+", metavar="NAME", help="some of them only, by what their names hold [all]")
     parser.add_argument("--long", action="store_true", help="longer clips of 1080p and 2160p too, which take minutes")
     parser.add_argument("--frames", type=count, default=32, metavar="T", help="frames a clip [32]")
-    parser.add_argument("--fps", type=_positive, metavar="F", help="so many frames a second instead")
-    parser.add_argument("--snap", type=_positive, default=5.0, metavar="S", help="seconds to keyframes [5]")
+    parser.add_argument("--fps", type=_parse_positive, metavar="F", help="so many frames a second instead")
+    parser.add_argument("--snap", type=_parse_positive, default=5.0, metavar="S", help="seconds to keyframes [5]")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="rounds; the best is shown [3]")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="make the clips there, and keep them")
     parser.add_argument(
@@ -138,7 +138,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=count, default=2, metavar="N", help="decode workers of these loops [2]")
 
 
-def _positive(text: str) -> float:
+def _parse_positive(text: str) -> float:
     """Parse a finite number above 0, as a flag's type."""
     number = float(text)
     if not 0 < number < float("inf"):
@@ -283,14 +283,14 @@ def decode_needed_frames(path: str, pts: Sequence[int], keys: Sequence[int]) -> 
     return decoded
 
 
-def _by_decord(path: str, frames: list[int]) -> torch.Tensor:
+def _decode_by_decord(path: str, frames: list[int]) -> torch.Tensor:
     """Decode and resize frames with decord: [T,h,w,3] uint8."""
     import decord  # noqa: PLC0415 - not there on every platform
 
     return resize_frames(decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1).get_batch(frames).asnumpy(), SIZE)
 
 
-def _by_torchcodec(path: str, frames: list[int]) -> torch.Tensor:
+def _decode_by_torchcodec(path: str, frames: list[int]) -> torch.Tensor:
     """Decode and resize frames with torchcodec: [T,h,w,3] uint8."""
     from torchcodec.decoders import VideoDecoder  # noqa: PLC0415 - an extra
 
@@ -298,7 +298,7 @@ def _by_torchcodec(path: str, frames: list[int]) -> torch.Tensor:
     return resize_frames(video.get_frames_at(frames).data, SIZE)
 
 
-LIBRARIES = {"decord": _by_decord, "torchcodec": _by_torchcodec}
+LIBRARIES = {"decord": _decode_by_decord, "torchcodec": _decode_by_torchcodec}
 
 
 def _convert_and_resize(frame: Any) -> Any:
@@ -360,7 +360,7 @@ def videos_per_second(path: Path, frames: list[int], counts: Sequence[int], work
                 pass
 
     n_few, n_many = sorted(counts)
-    ways: dict[str, Callable[[int], object]] = {JOB: lambda count: encode_s.append(_job(path, len(frames), count))}
+    ways: dict[str, Callable[[int], object]] = {JOB: lambda count: encode_s.append(_run_job(path, len(frames), count))}
     ways |= {f"loop with {library}": partial(run_loop, library) for library in LIBRARIES}
     speeds: dict[str, float | None] = {}
     for way, run_way in ways.items():
@@ -372,7 +372,7 @@ def videos_per_second(path: Path, frames: list[int], counts: Sequence[int], work
     return speeds
 
 
-def _job(path: Path, n_frames: int, count: int) -> float:
+def _run_job(path: Path, n_frames: int, count: int) -> float:
     """Run ``jobs.prune`` on ``count`` copies of a clip; return the minimum seconds of encoding and pruning a copy."""
     with TemporaryDirectory() as folder:
         manifest, out = Path(folder) / "videos.jsonl", Path(folder) / "cache"

@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
         with closing(Bench(job, Path(folder), throttle(say, _PROGRESS_S))) as bench:
             results = bench.run()
     rows = [summarise(result) for result in results]
-    title = _title(job, arguments, rows[0]["visual_tokens"])
+    title = _make_title(job, arguments, rows[0]["visual_tokens"])
     memory = "GPU GiB" if job.runtime.device != "cpu" else "process's GiB"
     if arguments.latex is not None:
         arguments.latex.write_text(table3(results, title, memory), encoding="utf-8")
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
     return CommandResult(0, record, list(tables(rows, title, memory)))
 
 
-def _title(job: Measurement, arguments: argparse.Namespace, visual_tokens: float) -> str:
+def _make_title(job: Measurement, arguments: argparse.Namespace, visual_tokens: float) -> str:
     """Describe model, machine and workload in one line for the tables' title."""
     runtime, n_videos = job.runtime, job.manifest.num_rows
     model = f"{job.recipe.source.name}{' with random weights' if job.random else ''}"
@@ -226,25 +226,27 @@ def table3(results: Sequence[ArmResult], title: str, memory: str) -> str:
     """
     full, *results_of_methods = results
     lines = [f"% {title}", "% Needs booktabs.", r"\begin{tabular}{l cccc}", r"\toprule"]
-    lines.append(_latex_row("\\textbf{Method}", [rf"\textbf{{{escape_latex(head)}}}" for head in _LATEX_HEADS]))
-    lines += [r"\midrule", _latex_row(r"Original (100\%)", _latex_cells(full, full))]
+    lines.append(_format_latex_row("\\textbf{Method}", [rf"\textbf{{{escape_latex(head)}}}" for head in _LATEX_HEADS]))
+    lines += [r"\midrule", _format_latex_row(r"Original (100\%)", _format_latex_cells(full, full))]
     largest_first = sorted(results_of_methods, key=lambda result: -result.arm.retention_ratio)
     for ratio, block in groupby(largest_first, key=lambda result: result.arm.retention_ratio):
         heading = rf"Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)"
         lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{\textit{{{heading}}}}} \\"]
         for result in block:
-            lines.append(_latex_row(escape_latex(method_title(result.arm.method)), _latex_cells(result, full)))
+            lines.append(
+                _format_latex_row(escape_latex(method_title(result.arm.method)), _format_latex_cells(result, full))
+            )
     note = escape_latex(f"{len(full.online)} questions a line; memory: {memory}.")
     lines += [r"\bottomrule", rf"\multicolumn{{5}}{{p{{0.95\linewidth}}}}{{\footnotesize {note}}} \\"]
     return "\n".join([*lines, r"\end{tabular}"]) + "\n"
 
 
-def _latex_row(title: str, cells: Sequence[str]) -> str:
+def _format_latex_row(title: str, cells: Sequence[str]) -> str:
     """Format a line of a LaTeX table."""
     return " & ".join([title, *cells]) + r" \\"
 
 
-def _latex_cells(result: ArmResult, full: ArmResult) -> list[str]:
+def _format_latex_cells(result: ArmResult, full: ArmResult) -> list[str]:
     """Format an arm's E2E seconds, LLM seconds, peak GiB and KV MiB in LaTeX, each with its change to ``full``."""
 
     def values(of: ArmResult) -> list[float | None]:

@@ -272,7 +272,7 @@ class Bench:
         """
         results = [ArmResult(arm) for arm in self._job.arms]
         for arm, store in self._stores.items():
-            header = self._header(arm)
+            header = self._make_header(arm)
             store.make()
             store.put(HEADER, header_bytes(header))
             self._fingerprints[arm] = fingerprint(header["identity"])
@@ -333,7 +333,7 @@ class Bench:
             tokens_per_frame=per_frame,
             extra=self.tower.model_extra(without_pixels(record)),
             deepstack=tuple(level.flatten(0, 1) for level in encoded.deepstack),
-            newline=self._newline(),
+            newline=self._read_newline(),
             evidence={
                 name: values if is_per_frame(name) else values.flatten(0, 1)
                 for name, values in encoded.evidence.items()
@@ -342,7 +342,7 @@ class Bench:
             fps=record["fps"],
         )
 
-    def _newline(self) -> torch.Tensor | None:
+    def _read_newline(self) -> torch.Tensor | None:
         """Return the newline row [D] in bfloat16, the dtype of a cache; None if the model has none."""
         row = self.tower.newline()
         return None if row is None else row.to(torch.bfloat16)
@@ -435,14 +435,14 @@ class Bench:
                 sample = self.ask(arm, video.visual, number, prunes=not arm.stores_kept, read_s=read_s, **about)
                 result.cached.append(sample)
 
-    def _header(self, arm: Arm) -> CacheHeader:
+    def _make_header(self, arm: Arm) -> CacheHeader:
         """Make the cache header of an arm: for its kept tokens, or for all tokens with evidence if it prunes later."""
         recipe = self._job.recipe
         cached = {name: where for name, where in recipe.evidence.items() if name in arm.cached_evidence}
         recipe = replace(recipe, evidence=cached)
         if arm.stores_kept and arm.late is not None:
             recipe = replace(recipe, pruner=arm.late.pruner, retention_ratio=arm.late.retention_ratio)
-        static = StaticParts(self.tower.hidden_size, self._newline(), self._job.builder.deepstack_levels)
+        static = StaticParts(self.tower.hidden_size, self._read_newline(), self._job.builder.deepstack_levels)
         return recipe.header(self._job.runtime.dtype_name, static)
 
 

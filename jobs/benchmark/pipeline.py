@@ -140,7 +140,7 @@ def run_child(work: Work) -> dict[str, float]:
         make_videos(work)
         command = [sys.executable, "-c", _CHILD, json.dumps(asdict(work))]
         with Path(temporary, "stdout").open("wb") as out, Path(temporary, "stderr").open("wb") as err:
-            environment = _environment(ray_folder)
+            environment = _make_environment(ray_folder)
             child = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
             tree = _watch(child)
         if child.returncode:
@@ -177,7 +177,7 @@ def _watch(child: subprocess.Popen[bytes]) -> ProcessTree:
     return tree
 
 
-def _environment(ray_folder: str) -> dict[str, str]:
+def _make_environment(ray_folder: str) -> dict[str, str]:
     """Make the child's environment: no inherited Ray, and Ray workers at the same priority as a DataLoader's."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     ray = {"TMPDIR": ray_folder, "AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}

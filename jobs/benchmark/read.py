@@ -112,14 +112,14 @@ def run(arguments: argparse.Namespace) -> CommandResult:
         say(f"making a cache of {arguments.videos} videos")
         make_cache(store, arguments)
         say("reading it")
-        ways = [*_by_pyarrow(store), *_by_cache(store, "")]
+        ways = [*_make_pyarrow_readers(store), *_make_cache_readers(store, "")]
         _read_in_turn(ways, arguments.repeats)
         if arguments.s3:
-            with _s3_server() as (objects, client):
+            with _run_s3_server() as (objects, client):
                 say("the same on S3")
                 remote = ObjectStore(f"s3://{BUCKET}/cache", objects)
                 make_cache(remote, arguments)
-                on_s3 = [_by_plain_gets(remote, client), *_by_cache(remote, "S3: ")]
+                on_s3 = [_make_get_reader(remote, client), *_make_cache_readers(remote, "S3: ")]
                 _read_in_turn(on_s3, arguments.repeats, objects)
                 ways += on_s3
     by_name, rows = {way.name: way for way in ways}, []
@@ -191,21 +191,21 @@ def _read_in_turn(ways: Sequence[TimedReader], repeats: int, objects: _CountedOb
             way.requests = objects.requests - before
 
 
-def _by_pyarrow(store: LocalStore) -> Iterator[TimedReader]:
+def _make_pyarrow_readers(store: LocalStore) -> Iterator[TimedReader]:
     """Yield the baselines that read the same row groups and columns with pyarrow alone, from open files."""
     cache = TokenCache(store.root)
-    all_rows, tier_rows = (_rows_to_read(cache, ratio) for ratio in (None, TIER))
+    all_rows, tier_rows = (_list_rows(cache, ratio) for ratio in (None, TIER))
 
     def make_reader(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
         names = {rows.row["token_shard"] for rows in rows_of_videos}
         files = {name: pq.ParquetFile(store.root / name, **options) for name in names}
-        groups = [(files[rows.row["token_shard"]], _groups(rows)) for rows in rows_of_videos]
+        groups = [(files[rows.row["token_shard"]], _list_row_groups(rows)) for rows in rows_of_videos]
         return lambda: _read_all(
             groups, lambda at: at[0].read_row_groups(at[1], columns=list(_COLUMNS), use_threads=False)
         )
 
     checksums = {"page_checksum_verification": True}
-    size = _token_bytes(all_rows)
+    size = _count_token_bytes(all_rows)
     yield TimedReader("pyarrow, mapped", make_reader(all_rows, memory_map=True, **checksums), "", size)
     yield TimedReader("pyarrow, mapped, no checksums", make_reader(all_rows, memory_map=True), "pyarrow, mapped", size)
     yield TimedReader("pyarrow, not mapped", make_reader(all_rows, **checksums), "pyarrow, mapped", size)
@@ -213,17 +213,17 @@ def _by_pyarrow(store: LocalStore) -> Iterator[TimedReader]:
         "pyarrow, mapped, 10 % of 25 %",
         make_reader(tier_rows, memory_map=True, **checksums),
         "",
-        _token_bytes(tier_rows),
+        _count_token_bytes(tier_rows),
     )
 
 
-def _by_cache(store: Store, where: str) -> Iterator[TimedReader]:
+def _make_cache_readers(store: Store, where: str) -> Iterator[TimedReader]:
     """Yield this package's own ways of reading: single videos, batches, a data loader."""
     cache = TokenCache(str(store), store=store)
     ids = cache.video_ids
     shuffled_ids = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
     batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
-    size, tier_size = (_token_bytes(_rows_to_read(cache, ratio)) for ratio in (None, TIER))
+    size, tier_size = (_count_token_bytes(_list_rows(cache, ratio)) for ratio in (None, TIER))
     beside = f"{where}boto3, a GET a video" if where else "pyarrow, mapped"
     tier_baseline = beside if where else "pyarrow, mapped, 10 % of 25 %"
 
@@ -250,9 +250,9 @@ def _by_cache(store: Store, where: str) -> Iterator[TimedReader]:
     )
 
 
-def _by_plain_gets(store: ObjectStore, client: Any) -> TimedReader:
+def _make_get_reader(store: ObjectStore, client: Any) -> TimedReader:
     """Make the baseline: one S3 GET for each video's bytes and nothing else."""
-    rows_of_videos = _rows_to_read(TokenCache(store.root, store=store), None)
+    rows_of_videos = _list_rows(TokenCache(store.root, store=store), None)
     footers = {rows.row["token_shard"]: rows.row["footer_hash"] for rows in rows_of_videos}
     shards = {name: TokenShard(store, name, footer_hash) for name, footer_hash in footers.items()}
     prefix = store.root.removeprefix(f"s3://{BUCKET}/")
@@ -265,7 +265,7 @@ def _by_plain_gets(store: ObjectStore, client: Any) -> TimedReader:
         name, (start, end) = place
         return client.get_object(Bucket=BUCKET, Key=name, Range=f"bytes={start}-{end - 1}")["Body"].read()
 
-    size = _token_bytes(rows_of_videos)
+    size = _count_token_bytes(rows_of_videos)
     return TimedReader("S3: boto3, a GET a video", lambda: _read_all(places, read), "", size, requests=len(places))
 
 
@@ -275,18 +275,18 @@ def _read_all(items: Iterable[T], read: Callable[[T], object]) -> None:
         read(item)
 
 
-def _rows_to_read(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
+def _list_rows(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
     """List the token rows to read at this ratio, for each video of the cache."""
     options = cache.check_options(ratio, "index", (), False)
     return [cache.rows_to_read(cache.metadata(video_id), options) for video_id in cache.video_ids]
 
 
-def _token_bytes(rows_of_videos: Sequence[TokenRows]) -> int:
+def _count_token_bytes(rows_of_videos: Sequence[TokenRows]) -> int:
     """Count the bytes of the bfloat16 tokens in these rows."""
     return sum(2 * rows.keep * int(rows.row["hidden_size"]) for rows in rows_of_videos)
 
 
-def _groups(rows: TokenRows) -> list[int]:
+def _list_row_groups(rows: TokenRows) -> list[int]:
     """List the numbers of the row groups that have the rows."""
     ends, first = np.cumsum(rows.row["row_counts"]), rows.row["first_row_group"]
     return list(range(first, first + int(np.searchsorted(ends, rows.keep)) + 1))
@@ -307,7 +307,7 @@ class _CountedObjects(Objects):
 
 
 @contextmanager
-def _s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
+def _run_s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
     """Run moto's S3 server with an empty bucket; yield a counting reader and boto3's client of it.
 
     Raises UsageError if moto is not installed, RunFailed if it does not start.
@@ -323,7 +323,7 @@ def _s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        while not _answers(f"{address}/moto-api/"):
+        while not _is_answering(f"{address}/moto-api/"):
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RunFailed(f"moto's server did not start: see {' '.join(command)}")
             time.sleep(0.1)
@@ -336,7 +336,7 @@ def _s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
         server.wait()
 
 
-def _answers(address: str) -> bool:
+def _is_answering(address: str) -> bool:
     """Return True if a server answers at the address without an error."""
     try:
         with urlopen(address, timeout=5):

@@ -131,7 +131,7 @@ class CachedWay:
         prompts: list[Prompt] = []
         for number_of_video, video_id in enumerate(self._cache.video_ids):
             visual = read(video_id)
-            video_prompts = [self._builder.build(text, [visual]) for text in questions_of(questions)]
+            video_prompts = [self._builder.build(text, [visual]) for text in make_questions(questions)]
             prompts += (
                 self._replace_by_words(video_prompts, Random(f"{number} {number_of_video}"))
                 if self._words
@@ -195,7 +195,7 @@ class OnlineWay:
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
-        messages = [[_message(file, text)] for file in self._files for text in questions_of(questions)]
+        messages = [[_make_message(file, text)] for file in self._files for text in make_questions(questions)]
         return functools.partial(self._ask, messages)
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class OnlineWay:
         )
 
 
-def _message(file: Path, text: str) -> JsonObject:
+def _make_message(file: Path, text: str) -> JsonObject:
     """Make a chat message with a video and a question."""
     video: JsonObject = {"type": "video_url", "video_url": {"url": file.as_uri()}}
     return {"role": "user", "content": [video, {"type": "text", "text": text}]}
@@ -238,6 +238,6 @@ class SentBytes:
         client.encoder.encode = encode_and_count
 
 
-def questions_of(count: int) -> list[str]:
+def make_questions(count: int) -> list[str]:
     """Make ``count`` different questions."""
     return [f"Question {number}: what happens in this video, and why?" for number in range(count)]

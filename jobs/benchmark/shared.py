@@ -39,7 +39,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 def machine(device: str = "cpu") -> dict[str, str | int]:
     """Return the processor, threads and torch version, JSON-able."""
     return {
-        "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu_name(),
+        "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else _read_cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -52,7 +52,7 @@ def machine_line(device: str = "cpu") -> str:
     return f"{about['processor']}{threads}, torch {str(about['torch']).partition('+')[0]}"
 
 
-def _cpu_name() -> str:
+def _read_cpu_name() -> str:
     """Return the processor's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -130,7 +130,7 @@ class ProcessTree:
             if self._kinds.get(pid, OTHER) == OTHER:  # Ray's workers get their names late, and lose them in the end
                 self._kinds[pid] = kind_of(_read(pid, "cmdline"))
         if memory:
-            self.peak_mb = max(self.peak_mb, sum(map(_pss, cpu_s_by_pid)) / 1e6)
+            self.peak_mb = max(self.peak_mb, sum(map(_read_pss, cpu_s_by_pid)) / 1e6)
 
     def cpu_s(self) -> dict[str, float]:
         """Sum the recorded CPU seconds by kind of process, ended processes included."""
@@ -155,7 +155,7 @@ class ProcessTree:
         return {pid: (int(stats[pid][11]) + int(stats[pid][12])) / _TICKS for pid in tree}
 
 
-def _pss(pid: int) -> int:
+def _read_pss(pid: int) -> int:
     """Read the proportional set size in bytes; 0 for an ended process."""
     sizes = (line.split()[1] for line in _read(pid, "smaps_rollup").splitlines() if line.startswith("Pss:"))
     return int(next(sizes, 0)) << 10

@@ -47,7 +47,7 @@ def print_document(record: Mapping[str, object] | Sequence[object], stdout: Text
 
     ``stdout`` is the file that ``stdout_as_stderr`` yields.
     """
-    print_lines([json.dumps(_strict(record), indent=2, allow_nan=False)], stdout)
+    print_lines([json.dumps(_to_json_types(record), indent=2, allow_nan=False)], stdout)
 
 
 def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
@@ -88,14 +88,14 @@ def stdout_as_stderr() -> Iterator[TextIO]:
         os.close(stdout_copy)
 
 
-def _strict(value: Any) -> Any:
+def _to_json_types(value: Any) -> Any:
     """Convert a value to JSON types: dataclasses become objects, numbers that are not finite become None."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
+        return {str(key): _to_json_types(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(item) for item in value]
+        return [_to_json_types(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else str(value)

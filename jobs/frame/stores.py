@@ -31,10 +31,10 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 def add_keep_minutes(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add ``--keep-minutes``, the time for which replaced files stay for their readers."""
-    parser.add_argument("--keep-minutes", type=_minutes, default=10.0, metavar="M", help=f"{help_text} [10]")
+    parser.add_argument("--keep-minutes", type=_parse_minutes, default=10.0, metavar="M", help=f"{help_text} [10]")
 
 
-def _minutes(text: str) -> float:
+def _parse_minutes(text: str) -> float:
     """Parse a number of minutes, 0 to _MAX_KEEP_MINUTES, as a flag's type."""
     if not 0 <= (value := float(text)) <= _MAX_KEEP_MINUTES:
         raise argparse.ArgumentTypeError(f"must be from 0 to {_MAX_KEEP_MINUTES:,}, got {text}")

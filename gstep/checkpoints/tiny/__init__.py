@@ -45,7 +45,7 @@ def build(name: str) -> Path:
 
     Several processes may race: the folder appears whole, in one rename. Raises ModelError if it cannot be written.
     """
-    folder = _cache_root() / identity(name).replace(":", "-")
+    folder = _choose_cache_root() / identity(name).replace(":", "-")
     if folder.is_dir():
         return folder
     try:
@@ -69,7 +69,7 @@ def build(name: str) -> Path:
 def write(name: str, folder: Path) -> None:
     """Write a tiny model's files into an existing folder."""
     model = _ALL[name]
-    save_file(_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_draw_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
     for filename, content in {"config.json": model.config, **model.processor_files}.items():
         (folder / filename).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.write(folder, model.tokenizer)
@@ -79,18 +79,18 @@ def write(name: str, folder: Path) -> None:
 def identity(name: str) -> str:
     """Compute "<name>:<version>-<hash>"; the hash covers the config and every weight, so that nodes can be compared."""
     digest = hashlib.sha256(json.dumps(_ALL[name].config, sort_keys=True).encode())
-    for key, array in sorted(_weights(name).items()):
+    for key, array in sorted(_draw_weights(name).items()):
         digest.update(f"\n{key} {array.shape}\n".encode())
         digest.update(array.tobytes())
     return f"{name}:{VERSION}-{digest.hexdigest()[:12]}"
 
 
-def _weights(name: str) -> Weights:
+def _draw_weights(name: str) -> Weights:
     """Draw all weights of the tiny model ``name``."""
     return _ALL[name].weights(_ALL[name].config)
 
 
-def _cache_root() -> Path:
+def _choose_cache_root() -> Path:
     """Choose the parent folder of tiny models; never the home folder, so that a first try leaves nothing there.
 
     Raises ModelError if another user owns it.

@@ -77,7 +77,7 @@ class Draw:
             self.weights[f"{name}.bias"] = self.uniform((width,), 0.05)
 
 
-def decoder(
+def draw_decoder(
     draw: Draw,
     config: Mapping[str, Any],
     *,

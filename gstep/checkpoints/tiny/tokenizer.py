@@ -66,7 +66,7 @@ def write(folder: Path, kind: TinyTokenizer) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     if kind.chat_template is None:
-        tokenizer.normalizer = _canonical()
+        tokenizer.normalizer = _make_normalizer()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in kind.special],
@@ -114,7 +114,7 @@ def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
         (folder / "chat_template.jinja").write_text(kind.chat_template, encoding="utf-8")
 
 
-def _canonical() -> normalizers.Normalizer:
+def _make_normalizer() -> normalizers.Normalizer:
     """Make a normalizer equal to canonicalize_text of transformers' SiglipTokenizer.
 
     See models/siglip/tokenization_siglip.py there.

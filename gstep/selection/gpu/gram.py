@@ -100,7 +100,7 @@ def prepare_task(
     tuning = tuning or default_tuning(tokens_MD.dtype, len(tokens_MD))
     return Task(
         tokens=tokens_MD,
-        inverse=_inverse_norms(tokens_MD, tuning),
+        inverse=_compute_inverse_norms(tokens_MD, tuning),
         weight=weight_M,
         start=starting_token(
             start, tokens_MD.to(work_dtype(tokens_MD)) if start == "isolated" else tokens_MD, density_M
@@ -120,7 +120,7 @@ def _prepare_tokens(tokens_MD: Tensor) -> Tensor:
     return (level_copy(tokens_MD) if out_of_range else tokens_MD).to(dtype).contiguous()
 
 
-def _inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
+def _compute_inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
     """Compute 1 / L2 norm, [M] float64, 0 of a zero token, from the diagonal of the products: see ``kernels``."""
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)

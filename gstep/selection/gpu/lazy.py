@@ -63,7 +63,7 @@ class LazyForm:
         ``max_picks`` is an upper bound of the number of picks so far, for a launch that does not wait for the GPU.
         """
         task = self.task
-        row_K, bar = self._candidates()
+        row_K, bar = self._choose_candidates()
         # Sorted by mark, so that each tile updates its tokens from their own smallest mark on.
         self._refresh(row_K[self.mark_M[row_K].argsort()], max_picks)
         distance_K = run_greedy(task, row_K, self.distance_M[row_K], bar, self.order_B, self.count_1)
@@ -71,7 +71,7 @@ class LazyForm:
         self.distance_M[row_K] = distance_K
         self.mark_M[row_K] = self.count_1
 
-    def _candidates(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _choose_candidates(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Find the K best tokens by stale key, in ascending index, and the best token outside of them as the bar.
 
         Ties go to the lowest index. The best token of all is a candidate, so that it is picked or refreshed.

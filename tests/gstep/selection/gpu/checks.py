@@ -232,7 +232,7 @@ def test_a_static_video_on_tensor_cores_is_selected_as_by_the_plain_form(form: s
 def test_with_norms_taken_elsewhere_a_static_video_is_selected_by_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test before this one would show; and that the check of a process shows it."""
     exact = lambda tokens, tuning: reference.inverse_norms(tokens)  # noqa: E731
-    monkeypatch.setattr(gram, "_inverse_norms", exact)
+    monkeypatch.setattr(gram, "_compute_inverse_norms", exact)
     tokens, rho = static_video(2048), torch.zeros(30, dtype=torch.float64)
     assert select("gram", tokens, rho, 20) != density_guided_fps(tokens, rho, 20).tolist()
     with pytest.raises(RuntimeError, match="selects other"):
