@@ -1,9 +1,9 @@
 """Forms of the stock vision towers that a GPU runs fast: the same sums in layouts, sizes and kernels that suit it.
 
-``suit_llava`` and ``suit_qwen`` change the modules of one loaded tower, never a class of transformers. On a CPU nothing
-is changed. The stock towers lose most of a GPU's time to strided layouts (LLaVA-OneVision), to one call of attention a
-window and to widths that matrix units do not take (Qwen2.5-VL), and to element-wise work in float32 (both Qwen
-families); jobs/benchmark/README.md has the figures.
+``suit_llava``, ``suit_internvl`` and ``suit_qwen`` change the modules of one loaded tower, never a class of
+transformers. On a CPU nothing is changed. The stock towers lose most of a GPU's time to strided layouts
+(LLaVA-OneVision), to one call of attention a window and to widths that matrix units do not take (Qwen2.5-VL), and to
+element-wise work (InternVL; in float32 both Qwen families); jobs/benchmark/README.md has the figures.
 
 Shapes: F frames, S rows (patches of a pass), C channels, H heads of E channels, I inner channels of an MLP.
 """
@@ -137,9 +137,8 @@ def suit_llava(model: Any, vision: Any) -> FusedSteps:
     take. Their kernels serve on a GPU where the first layer proves them.
     """
     steps, embeddings = FusedSteps(), vision.embeddings
-    kernel_CK = embeddings.patch_embedding.weight.flatten(1)
-    kernel_CK = pad(kernel_CK, (0, -kernel_CK.shape[1] % _ALIGNED))
-    embeddings.forward = partial(_embed_patches, embeddings, kernel_CK)
+    kernel_CK = _flat_kernel(embeddings.patch_embedding)
+    embeddings.forward = partial(_embed_siglip, embeddings, kernel_CK)
     for layer in vision.encoder.layers:
         layer.forward = partial(_run_siglip_layer, layer, steps)
         if vision.config.hidden_act == _TANH_GELU:
@@ -149,6 +148,28 @@ def suit_llava(model: Any, vision: Any) -> FusedSteps:
         first = vision.encoder.layers[0]
         hidden_1SC = _example(first.layer_norm1.weight)[None]
         steps.prove(kernel_CK.device, lambda: first(hidden_1SC, attention_mask=None))
+    return steps
+
+
+def suit_internvl(tower: Any) -> FusedSteps:
+    """Change an InternVLVisionModel: patches by a product, joined queries, keys and values, fused norms.
+
+    The scales of a layer (``lambda_1``, ``lambda_2``) become part of the weights of its last products, and 1
+    themselves; a second call changes nothing. Returns the steps as :func:`suit_llava` does.
+    """
+    steps, patches = FusedSteps(), tower.embeddings.patch_embeddings
+    kernel_CK = _flat_kernel(patches.projection)
+    patches.forward = partial(_embed_internvl, patches, kernel_CK)
+    for layer in tower.encoder.layer:
+        _fold_scale(layer.attention.projection_layer, layer.lambda_1)
+        _fold_scale(layer.mlp.fc2, layer.lambda_2)
+        layer.forward = partial(_run_internvl_layer, layer, steps)
+        if tower.config._attn_implementation == "sdpa" and not tower.config.use_qk_norm:
+            layer.attention.forward = partial(_attend_to_frame, layer.attention, _join_qkv(layer.attention))
+    if kernel_CK.is_cuda:
+        first = tower.encoder.layer[0]
+        hidden_1SC = _example(first.layernorm_before.weight)[None]
+        steps.prove(kernel_CK.device, lambda: first(hidden_1SC))
     return steps
 
 
@@ -186,18 +207,32 @@ def _example(like: Tensor) -> Tensor:
     return torch.randn(_CHECKED_ROWS, len(like), generator=seeded, device="cpu").to(like.device, like.dtype)
 
 
-def _embed_patches(
+def _flat_kernel(convolution: nn.Conv2d) -> Tensor:
+    """Return the weights of a patch embedding as rows [C,K], padded with zeros to a K that matrix units take."""
+    kernel_CK = convolution.weight.flatten(1)
+    return pad(kernel_CK, (0, -kernel_CK.shape[1] % _ALIGNED))
+
+
+def _embed_patches(pixels_F3hw: Tensor, kernel_CK: Tensor, bias_C: Tensor | None, patch: int) -> Tensor:
+    """Embed square patches as a product, [F,S,C], contiguous: a convolution's output is channels first."""
+    pixels = pixels_F3hw.to(kernel_CK.dtype)
+    blocks = pixels.unfold(2, patch, patch).unfold(3, patch, patch).permute(0, 2, 3, 1, 4, 5)
+    patches_FSK = blocks.reshape(len(pixels), blocks.shape[1] * blocks.shape[2], -1)
+    return linear(pad(patches_FSK, (0, kernel_CK.shape[1] - patches_FSK.shape[2])), kernel_CK, bias_C)
+
+
+def _embed_siglip(
     embeddings: Any, kernel_CK: Tensor, pixel_values: Tensor, interpolate_pos_encoding: bool = False
 ) -> Tensor:
-    """Compute SiglipVisionEmbeddings.forward of [F,3,h,w], contiguous: a convolution's output is channels first."""
-    side, patch = embeddings.image_size // embeddings.patch_size, embeddings.patch_size
-    pixels = pixel_values[:, :, : side * patch, : side * patch].to(kernel_CK.dtype)
-    blocks = pixels.unfold(2, patch, patch).unfold(3, patch, patch).permute(0, 2, 3, 1, 4, 5)
-    patches_FSK = blocks.reshape(len(pixels), side * side, -1)
-    patches_FSK = pad(patches_FSK, (0, kernel_CK.shape[1] - patches_FSK.shape[2]))
-    embedded = linear(patches_FSK, kernel_CK, embeddings.patch_embedding.bias)
+    """Compute SiglipVisionEmbeddings.forward of [F,3,h,w]."""
+    embedded = _embed_patches(pixel_values, kernel_CK, embeddings.patch_embedding.bias, embeddings.patch_size)
     positions: Tensor = embeddings.position_embedding(embeddings.position_ids)
     return embedded + positions
+
+
+def _embed_internvl(patches: Any, kernel_CK: Tensor, pixel_values: Tensor) -> Tensor:
+    """Compute InternVLVisionPatchEmbeddings.forward of [F,3,h,w]."""
+    return _embed_patches(pixel_values, kernel_CK, patches.projection.bias, patches.patch_size[0])
 
 
 def _embed_rows(projection: Any, hidden_states: Tensor) -> Tensor:
@@ -215,6 +250,43 @@ def _run_siglip_layer(
     hidden_states, normed = steps.norm(layer.layer_norm2, hidden_states, attended)
     done: Tensor = hidden_states + layer.mlp(normed)
     return done
+
+
+def _run_internvl_layer(layer: Any, steps: FusedSteps, hidden_states: Tensor) -> Tensor:
+    """Compute InternVLVisionLayer.forward, whose scales are in the weights of its last products."""
+    _, normed = steps.norm(layer.layernorm_before, hidden_states)
+    attended, _ = layer.attention(normed)
+    hidden_states, normed = steps.norm(layer.layernorm_after, hidden_states, attended)
+    output: Tensor = hidden_states + layer.mlp(normed)
+    return output
+
+
+def _fold_scale(product: nn.Linear, scale_C: Tensor) -> None:
+    """Multiply a product's weights and bias by ``scale_C``, once: the scale becomes 1."""
+    scale = scale_C.detach().float()
+    product.weight.detach().copy_(product.weight.float() * scale[:, None])
+    product.bias.detach().copy_(product.bias.float() * scale)
+    scale_C.detach().fill_(1.0)
+
+
+def _join_qkv(attention: Any) -> nn.Linear:
+    """Return the three products of an attention as one layer."""
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    weight = torch.cat([part.weight.detach() for part in parts])
+    biases = [part.bias.detach() for part in parts if part.bias is not None]
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return joined
+
+
+def _attend_to_frame(attention: Any, joined: nn.Linear, hidden_states: Tensor) -> tuple[Tensor, None]:
+    """Compute InternVLVisionAttention.forward without norms of queries and keys."""
+    frames, rows, width = hidden_states.shape
+    qkv = joined(hidden_states).view(frames, rows, 3, attention.num_heads, -1)
+    attended = _attend_batch(*qkv.unbind(2))
+    return attention.projection_layer(attended.reshape(frames, rows, width)), None
 
 
 def _run_qwen_block(

@@ -14,14 +14,15 @@ from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, QWEN, asked_of, fr
 from tests.gstep.synthetic import needs_cuda, needs_triton
 from tests.interpreter import run_python
 
-MODELS = ["tiny", *QWEN]
+MODELS = ["tiny", *QWEN, "tiny-internvl"]
 ROUNDING = 2e-5  # of the largest value, in float32: of all layers together
 
 
 def loaded(name, runtime=FLOAT32):
-    """Load the stock tower and one in the form for GPUs, both on the CPU."""
+    """Load the stock tower and one in the form for GPUs, both on the CPU; a second change must change nothing."""
     stock, suited = (family_of(ModelSource.resolve(name)).load(runtime) for _ in range(2))
-    suited.steps = suited._suit_gpu()
+    for _ in range(2):
+        suited.steps = suited._suit_gpu()
     return stock, suited
 
 
