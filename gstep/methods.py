@@ -23,6 +23,8 @@ OF_A_VIDEO: Mapping[str, str] = {
     "vcast": "gstep.pruners.vcast:VCAST",
     "fastvid": "gstep.pruners.fastvid:FastVID",
     "visionzip": "gstep.pruners.visionzip:VisionZip",
+    "holitom": "gstep.pruners.holitom:HoliTom",
+    "flashvid": "gstep.pruners.flashvid:FlashVID",
 }
 
 #: Methods that look at the question too: they choose anew for each.

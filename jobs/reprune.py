@@ -39,7 +39,7 @@ class RepruneConfig(RewriteOptions):
     out: str | None = option(None, "the cache to create or to continue", metavar="CACHE")
     pruner: str = option(
         "gstep",
-        f"pruning method: {', '.join(OF_A_VIDEO)}, or the import path module:Class of one of your own",
+        f"pruning method: {', '.join(OF_A_VIDEO)}, or module:Class of your own",
         metavar="METHOD",
         group="pruning",
     )

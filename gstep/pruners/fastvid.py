@@ -7,12 +7,11 @@ salient, A anchors of one frame.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from gstep.density import working_copy
 from gstep.evidence import MERGED_QUERIES, POOLING_HEAD
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
+from gstep.pruners.segments import adjacent_cosines, cut, density_peaks, distances, tie_noise
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens, budget_for
@@ -30,7 +30,7 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "llava": MappingProxyType({"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}),
     "qwen": MappingProxyType({"token_attention": MERGED_QUERIES}),
 }
-_NEIGHBOURS = 4  # nearest tokens whose mean distance makes a token's density, itself included
+_NEIGHBOURS = 4  # nearest tokens whose mean distance makes a token's density
 
 
 class Kept(NamedTuple):
@@ -101,18 +101,14 @@ class FastVID(Pruner):
         return n_frames * budget_for(retention_ratio, per_frame)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        n_frames, per_frame, _ = visual.tokens.shape
+        per_frame = visual.tokens.shape[1]
         tokens_TND = working_copy(visual.tokens)
-        noise_M = visual.evidence.get("noise")
-        if noise_M is None:
-            noise_M = torch.from_numpy(np.random.default_rng(seed).random(n_frames * per_frame))
+        noise_M = tie_noise(visual, seed)
         is_llava = self.variant == "llava"
         feature_TV = visual.evidence["frame_feature"] if is_llava else tokens_TND.mean(dim=1)
         frame_budget = budget_for(ratio, per_frame)
         spans, counts = self._plan(adjacent_cosines(feature_TV), per_frame, frame_budget)
-        kept = keep(
-            tokens_TND, visual.evidence["token_attention"], noise_M.to(tokens_TND), counts, every_frame_draws=is_llava
-        )
+        kept = keep(tokens_TND, visual.evidence["token_attention"], noise_M, counts, every_frame_draws=is_llava)
         direction_TND = unit(tokens_TND)
         index, tokens, merged = [], [], []
         for start, end in spans:
@@ -139,26 +135,6 @@ class FastVID(Pruner):
                 last = [inner_end - 1 for _, inner_end in cut(similarity[start : end - 1], 1, self.ignore)]
                 counts += qwen_counts(end - start, last, size, budget, self.d, self.p)
         return spans, counts
-
-
-def adjacent_cosines(feature_TV: Tensor) -> list[float]:
-    """Compute the cosine of each frame's feature with the next one's, T-1 of them."""
-    direction_TV = unit(feature_TV)
-    cosines: list[float] = (direction_TV[:-1] * direction_TV[1:]).sum(dim=1).tolist()
-    return cosines
-
-
-def cut(similarity: Sequence[float], least: int, threshold: float) -> Iterator[tuple[int, int]]:
-    """Cut len(similarity) + 1 frames into segments [start, end): at least ``least``, if there are as many frames.
-
-    Frames are cut apart at the lowest ``least - 1`` similarities (the earlier first) and below ``threshold``.
-    """
-    lowest = sorted(range(len(similarity)), key=similarity.__getitem__)[: least - 1]
-    cuts = {i for i, value in enumerate(similarity) if value < threshold}.union(lowest)
-    start = 0
-    for end in [*sorted(i + 1 for i in cuts), len(similarity) + 1]:
-        yield start, end
-        start = end
 
 
 def llava_counts(length: int, size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
@@ -215,24 +191,11 @@ def keep(
         rest_X = ranked_N[n_salient:].sort().values
         anchors_A = rest_X[:0]
         if n_anchors:
-            peak_X = density_peaks(tokens_ND[rest_X], noise_M[used : used + len(rest_X)])
+            peak_X = density_peaks(distances(tokens_ND[rest_X]), noise_M[used : used + len(rest_X)], _NEIGHBOURS)
             anchors_A = rest_X[largest(peak_X, n_anchors).sort().values]
         kept.append(Kept(ranked_N[:n_salient], anchors_A))
         used += len(rest_X) if n_anchors or every_frame_draws else 0
     return kept
-
-
-def density_peaks(tokens_XD: Tensor, noise_X: Tensor) -> Tensor:
-    """Score each token's centrality: its density times the distance to the nearest denser token, [X]."""
-    # Without the matrix product, whose cancellation would make up small distances between equal tokens.
-    distance_XX = torch.cdist(tokens_XD, tokens_XD, compute_mode="donot_use_mm_for_euclid_dist")
-    distance_XX /= math.sqrt(tokens_XD.shape[1])
-    nearest_XK = distance_XX.topk(min(_NEIGHBOURS, len(tokens_XD)), largest=False).values
-    # The noise breaks ties: of tokens of equal density none would count as denser.
-    density_X = torch.exp(-nearest_XK.square().mean(dim=1)) + 1e-6 * noise_X
-    denser_XX = density_X[None, :] > density_X[:, None]
-    # The densest token has no denser one: it gets the largest distance of all.
-    return density_X * torch.where(denser_XX, distance_XX, distance_XX.max()).amin(dim=1)
 
 
 def compress(

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.fastvid import cut, density_peaks, even_shares, keep, llava_counts, merge, qwen_counts
+from gstep.pruners.fastvid import even_shares, keep, llava_counts, merge, qwen_counts
+from gstep.pruners.segments import cut, density_peaks, distances
 from tests.gstep.synthetic import prune, video
 
 
@@ -56,7 +57,7 @@ def test_fastvid_density_peaks() -> None:
     noise = torch.linspace(0, 1, 8)
     denser = [[j for j in range(8) if density[j] + 1e-6 * noise[j] > density[i] + 1e-6 * noise[i]] for i in range(8)]
     expected = [density[i] * min((float(distance[i, j]) for j in denser[i]), default=6.5) for i in range(8)]
-    assert np.allclose(density_peaks(tokens, noise).numpy(), expected, atol=1e-5)
+    assert np.allclose(density_peaks(distances(tokens), noise, 4).numpy(), expected, atol=1e-5)
 
 
 def test_fastvid_merge() -> None:
