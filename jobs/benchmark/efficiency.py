@@ -149,13 +149,16 @@ def _title(job: Measurement, arguments: argparse.Namespace, visual_tokens: float
 
 
 def summarise(result: ArmResult) -> Row:
-    """Return an arm's row: medians with their range, peaks, and from how many questions on a cache pays."""
+    """Return an arm's row: medians with their range, peaks, and from how many questions on a cache pays.
+
+    ``same_answers`` is None where the repeats of a question differ among themselves, as they do on a GPU.
+    """
 
     def spread(values: Sequence[float]) -> dict[str, float] | None:
         return {"median": median(values), "low": min(values), "high": max(values)} if values else None
 
-    def answers(samples: Sequence[Sample]) -> dict[tuple[str, int, int], tuple[int, ...]]:
-        return {(sample.video_id, sample.question, sample.repeat): sample.answer for sample in samples}
+    def answers(samples: Sequence[Sample]) -> set[tuple[str, int, tuple[int, ...]]]:
+        return {(sample.video_id, sample.question, sample.answer) for sample in samples}
 
     def peak(samples: Sequence[Sample]) -> float | None:
         return max((sample.peak_bytes for sample in samples if sample.peak_bytes is not None), default=None)
@@ -167,6 +170,8 @@ def summarise(result: ArmResult) -> Row:
     for name in ("visual_tokens", "prompt_tokens", "kv_bytes"):
         row[name] = median(getattr(sample, name) for sample in result.online)
     row["build_s"] = spread(result.build_s)
+    online, cached = answers(result.online), answers(result.cached)
+    repeatable = len(online) == len(cached) == len({question[:2] for question in online})
     seconds = [row[name]["median"] for name in ("build_s", "cached_s", "online_s")]
     return {
         **row,
@@ -174,7 +179,7 @@ def summarise(result: ArmResult) -> Row:
         "online_peak_bytes": peak(result.online),
         "cached_peak_bytes": peak(result.cached),
         "break_even": break_even(*seconds),
-        "same_answers": answers(result.online) == answers(result.cached),
+        "same_answers": online == cached if repeatable else None,
     }
 
 

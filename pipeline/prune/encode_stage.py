@@ -203,7 +203,19 @@ class VideoEncoder:
         return visual, turn.seconds
 
     def _prune(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
-        """Prune tokens as ``pruned``; return what is kept and the seconds."""
+        """Prune tokens as ``pruned``; return the kept tokens and the seconds.
+
+        Where a GPU's memory is full, PyTorch gives back the memory that it caches, and the tokens are pruned again.
+        """
+        try:
+            return self._prune_once(visual)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        torch.cuda.empty_cache()  # not in the handler, where the error still holds the tensors
+        return self._prune_once(visual)
+
+    def _prune_once(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
         with self._turn(self._pruning, self._prunes) as turn:
             try:
                 pruned = prune_tokens(self._pruner, visual, self._setup.retention_ratio, self._setup.seed)

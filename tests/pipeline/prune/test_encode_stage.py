@@ -16,6 +16,7 @@ from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline.cache.cached_video import bfloat16
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
+from pipeline.prune import encode_stage
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.encode_stage import Encoder, EncodeSetup, VideoEncoder
 from pipeline.rows import failed_video
@@ -255,6 +256,22 @@ def test_a_video_that_does_not_fit_the_memory_may_be_tried_again(error):
 
     ((record, _),) = in_order(changed(full)(bundle_of("a")))
     assert (record["status"], record["error_class"], record["retryable"]) == ("failed", "out-of-memory", True)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_pruning_that_does_not_fit_the_memory_is_tried_once_more(failures, monkeypatch):
+    freed, errors, prune_tokens = [], [*NO_MEMORY][:failures], encode_stage.prune_tokens
+
+    def prune_when_free(*arguments):
+        if errors:
+            raise errors.pop()
+        return prune_tokens(*arguments)
+
+    monkeypatch.setattr(encode_stage, "prune_tokens", prune_when_free)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(errors)))
+    ((record, _),) = in_order(sharing(2)(bundle_of("a")))
+    assert (record["status"], record.get("error_class")) == [("ok", None), ("failed", "out-of-memory")][failures - 1]
+    assert freed[0] == failures - 1
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=["torch", "cublas"])
