@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gstep.errors import MissingEvidence, ModelError
-from gstep.lazy import LazyTable, attributes_of
+from gstep.lazy import LazyTable, make_getattr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,30 +57,29 @@ def prune(
     seed: int = 0,
     **params: Any,
 ) -> PrunedTokens:
-    """Keep a share of one video's visual tokens.
+    """Prune one video's visual tokens to a share of them.
 
     Args:
         tokens: [T,N,D], finite, float16, bfloat16, float32 or float64, on any device; it is not changed.
         retention_ratio: the share of the T*N tokens to keep, in (0, 1]: B = max(1, floor(r*T*N + 1e-9)).
-        method: a key of PRUNERS; the import path ``module:Class`` of a method of your own; or an object of one, as in
-            ``method=Mine(p=2)``.
-        evidence: what else the encoder (or the LLM) gives and some methods need, floats by name: frame_feature [T,Dv],
-            token_attention [T,N], token_key [T,N,Dk], image_embedding [T,N,De], text_embedding [Q,De],
-            llm_attention [T*N], noise [T*N]. What a method does not ask for is not looked at.
+        method: a key of PRUNERS, the import path ``module:Class`` of your own method, or a Pruner object, as in
+            ``method=MyMethod(p=2)``.
+        evidence: further outputs of the encoder or the LLM, which some methods need, as floats by name: frame_feature
+            [T,Dv], token_attention [T,N], token_key [T,N,Dk], image_embedding [T,N,De], text_embedding [Q,De],
+            llm_attention [T*N], noise [T*N]. Evidence that the method does not use is ignored.
         budget: B itself, in [1, T*N]; overrides ``retention_ratio``. Methods that count in shares (of a frame, or with
             rounding) take r = B / (T*N).
-        seed: of methods that draw; a non-negative integer.
-        params: the method's hyper-parameters, the fields of its class, in their types; none beside an object.
+        seed: the seed of methods that draw random numbers, a non-negative integer.
+        params: the method's hyper-parameters: the fields of its class, in their types. None with a Pruner object.
 
     Returns:
         The kept tokens [B,D] in ascending index, of the input's dtype and device, without gradients. Methods that are
         not ``exact`` keep more or fewer than B tokens, by the rule in their docstring, never none.
 
     Raises:
-        ValueError: an argument, or evidence, outside of what it accepts, which the message names; a class that is no
-            method.
-        MissingEvidence: the method needs evidence that was not given.
-        RuntimeError: a method of your own selected what cannot be kept.
+        ValueError: an argument or evidence that is not accepted, or a class that is no method; the message names it.
+        MissingEvidence: the method needs evidence that is missing.
+        RuntimeError: your own method returned an invalid selection.
     """
     from gstep.pruners import make_pruner  # noqa: PLC0415 - torch loads with the first use, not with --help
     from gstep.types import VisualTokens  # noqa: PLC0415
@@ -90,4 +89,4 @@ def prune(
 
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
-    __getattr__ = attributes_of(__name__, _PUBLIC)
+    __getattr__ = make_getattr(__name__, _PUBLIC)

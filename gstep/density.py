@@ -1,4 +1,4 @@
-"""The spatio-temporal density of GSTEP: one function an equation.
+"""The spatio-temporal density of GSTEP: a function for each equation.
 
 Shapes: T frames, N tokens a frame, D hidden size, K = 2r+1 taps of a kernel of radius r. Everything here is computed in
 float64 on the tokens' device: the results are small, and a selection by argmax must not follow rounding noise.
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-#: Cosine distances below this count as 0, between tokens and between frame centres: it lies above the rounding noise
-#: of float32 (which the mean normalisation of a static video would blow up) and below any change that matters.
+#: Smaller cosine distances, between tokens and between frame centres, count as 0. It lies above the rounding noise of
+#: float32, which the mean normalisation of a static video would amplify, and below any change that matters.
 ZERO_DISTANCE = 2e-6
 
 _SAFE_EXPONENT = 40  # exponent of 2 beyond which sums of squares approach the limits of float32
@@ -30,9 +30,9 @@ def work_dtype(tokens: Tensor) -> torch.dtype:
 
 
 def working_scale(tokens: Tensor) -> float:
-    """Return the power of two by which squares of finite ``tokens`` neither overflow nor vanish.
+    """Compute a power of two as a factor for finite ``tokens``, so that their squares neither overflow nor vanish.
 
-    It is 1 unless the largest magnitude lies far out for their work dtype. Neither cosines nor the spatial density
+    It is 1 unless the largest magnitude is near the limits of their work dtype. Neither cosines nor the spatial density
     depend on it.
     """
     safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (_SAFE_EXPONENT, 126)
@@ -42,18 +42,18 @@ def working_scale(tokens: Tensor) -> float:
 
 
 def working_copy(tokens: Tensor) -> Tensor:
-    """Convert ``tokens``, of any shape, to their work dtype times their working scale; no copy without need."""
+    """Convert ``tokens``, of any shape, to their work dtype and multiply by their working scale; no needless copy."""
     scale = working_scale(tokens)
     tokens = tokens.to(work_dtype(tokens))
     return tokens if scale == 1.0 else tokens * scale
 
 
 def row_factors(tokens_MD: Tensor) -> Tensor | None:
-    """Compute the power of two, [M] float64, that brings a row's largest magnitude into [1/2, 1) if it lies far out.
+    """Compute a power of two for each row, [M] float64, that keeps squares in the range of float32; None if all are 1.
 
-    Other rows have 1, and the result is None where no row lies far out: there squares of 16-bit and float32 tokens
-    leave the range of float32, or float64 tokens leave it themselves. Powers of two are exact, and cosines do not
-    depend on them, whatever factor each row has.
+    The factor brings the largest magnitude of an out-of-range row into [1/2, 1); other rows have 1. Out of range are
+    16-bit and float32 rows whose squares leave float32, and float64 rows that leave it themselves. Powers of two are
+    exact, and cosines do not depend on them.
     """
     largest_M = torch.maximum(tokens_MD.amax(dim=1), -tokens_MD.amin(dim=1)).double()
     exponent_M = torch.frexp(largest_M).exponent
@@ -66,37 +66,37 @@ def row_factors(tokens_MD: Tensor) -> Tensor | None:
 
 
 def level_copy(tokens_MD: Tensor) -> Tensor:
-    """Convert ``tokens_MD`` to their work dtype times their ``row_factors``; no copy without need."""
-    return scaled_rows(tokens_MD, row_factors(tokens_MD))
+    """Convert ``tokens_MD`` to their work dtype and multiply by their ``row_factors``; no needless copy."""
+    return scale_rows(tokens_MD, row_factors(tokens_MD))
 
 
-def scaled_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
+def scale_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
     """Convert ``tokens_MD`` to their work dtype, each row times its factor."""
     dtype = work_dtype(tokens_MD)
     return tokens_MD.to(dtype) if factor_M is None else (tokens_MD.double() * factor_M[:, None]).to(dtype)
 
 
 def row_slices(rows: Tensor) -> Iterator[slice]:
-    """Yield slices along the first axis, so small that float64 intermediates stay in a CPU's cache or a GPU's slack."""
+    """Yield slices along the first axis, so small that float64 intermediates fit a CPU's cache or spare GPU memory."""
     elements = 2**25 if rows.is_cuda else 2**20
     step = max(1, elements // max(1, rows[0].numel()))
     return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
 def float64_copy(tokens: Tensor) -> Tensor:
-    """Copy tokens to float64 row by row, whatever their strides, to be worked on in place."""
+    """Copy tokens to contiguous float64, for work in place."""
     return tokens.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
 
 
 def floor_distance(distance: Tensor) -> Tensor:
-    """Set cosine distances below ZERO_DISTANCE, negative ones too, to exactly 0."""
+    """Set cosine distances below ZERO_DISTANCE, negative distances too, to exactly 0."""
     return distance.masked_fill(distance < ZERO_DISTANCE, 0.0)
 
 
 def frame_mean(tokens_TND: Tensor) -> Tensor:
     """Compute the semantic centre of each frame, Eq. (2): [T,N,D] -> [T,D] float64.
 
-    Taken relative to the frame's first token, so that the centre of identical tokens is that token exactly.
+    The mean is taken relative to the frame's first token, so that the centre of identical tokens is that token exactly.
     """
     n_frames, _, hidden = tokens_TND.shape
     mean_TD = tokens_TND.new_empty(n_frames, hidden, dtype=torch.float64)
@@ -111,10 +111,10 @@ def frame_mean(tokens_TND: Tensor) -> Tensor:
 
 
 def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
-    """Compute Eq. (3): each token's distance to its frame's centre over the largest there, [T,N] float64 in [0, 1].
+    """Compute Eq. (3): each token's distance to its frame's centre over the frame's largest, [T,N] float64 in [0, 1].
 
-    0 throughout a constant frame, one whose largest deviation is at most 8 eps of the work dtype times its largest
-    token norm: beyond that the quotient would be one of rounding errors.
+    All tokens of a constant frame have 0. A frame is constant if its largest deviation is at most 8 eps of the work
+    dtype times its largest token norm: below that the quotient would be a quotient of rounding errors.
     """
     deviation_TN = mean_TD.new_empty(tokens_TND.shape[:2])
     norm_TN = torch.empty_like(deviation_TN)
@@ -128,13 +128,13 @@ def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
     return torch.where(constant_T1, 0.0, deviation_TN / torch.where(constant_T1, 1.0, largest_T1))
 
 
-def frames_described(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute Eqs. (2)-(3) on finite tokens [T,N,D] of any float dtype.
+def describe_frames(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute frame centres and spatial density, Eqs. (2)-(3), of finite tokens [T,N,D] of any float dtype.
 
-    Returns frame centres [T,D], times the tokens' working scale, and the spatial density [T,N], both float64.
+    Returns the centres [T,D] multiplied by the tokens' working scale, and the density [T,N], both float64.
     """
     scale, dtype = working_scale(tokens_TND), work_dtype(tokens_TND)
-    # In an allocation of their own: results among the temporaries of a slice would keep those from being freed.
+    # Allocated before the slices: results among the temporaries of a slice would keep the temporaries from being freed.
     mean_TD = tokens_TND.new_empty(tokens_TND[:, 0].shape, dtype=torch.float64)
     spatial_TN = tokens_TND.new_empty(tokens_TND.shape[:2], dtype=torch.float64)
     for frames in row_slices(tokens_TND):  # scaled slice by slice in the cache; a whole copy would double the memory
@@ -147,7 +147,7 @@ def frames_described(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
 def cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
     """Compute d(a, b) = 1 - cos(a, b) of each pair of rows, [X,D] x 2 -> [X], 0 below ZERO_DISTANCE.
 
-    A zero row has cosine 0 with everything but another zero row, which it equals (distance 0).
+    A zero row has cosine 0 with every row except another zero row, at distance 0.
     """
     norm_a, norm_b = torch.linalg.vector_norm(a_XD, dim=-1), torch.linalg.vector_norm(b_XD, dim=-1)
     return distance_of_products((a_XD * b_XD).sum(dim=-1), norm_a, norm_b)
@@ -189,9 +189,9 @@ def box_kernel(radius: int | None = None) -> Tensor:
 
 
 def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
-    """Find the frame in [0, T) that stands in at each (possibly outside) position; both int64, of the same shape.
+    """Map each position, inside or outside [0, T), to the frame that the boundary rule puts there; int64, same shape.
 
-    reflect (edge not repeated), symmetric (edge repeated) and circular go on periodically, however far out.
+    reflect (edge not repeated), symmetric (edge repeated) and circular continue periodically without limit.
     """
     if boundary == "circular":
         return position % n_frames
@@ -215,7 +215,7 @@ def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> T
     kernel_K = kernel_K.to(change_T)
     frame_T1 = torch.arange(n_frames, device=change_T.device)[:, None]
     position_TK = frame_T1 + torch.arange(-radius, radius + 1, device=change_T.device)
-    # zero and renorm clamp positions too; the values taken there are masked below.
+    # zero and renorm clamp positions too; values outside are masked below.
     smoothed_TK = change_T[source_frame(position_TK, n_frames, boundary)] * kernel_K
     if boundary not in ("zero", "renorm"):
         return smoothed_TK.sum(dim=1)
@@ -275,9 +275,9 @@ def spatio_temporal_density(
 ) -> tuple[Tensor, Tensor]:
     """Compute rho [T,N] and the temporal density [T], Eqs. (2)-(8), float64, of finite tokens [T,N,D].
 
-    The parameters are those of ``temporal_density`` and ``fuse``; their names' values are in SMOOTHINGS, BOUNDARIES and
-    FUSIONS and are not checked again here.
+    The parameters are the parameters of ``temporal_density`` and ``fuse``. The values of SMOOTHINGS, BOUNDARIES and
+    FUSIONS are allowed; they are not checked here.
     """
-    mean_TD, spatial_TN = frames_described(tokens_TND)
+    mean_TD, spatial_TN = describe_frames(tokens_TND)
     temporal_T = temporal_density(mean_TD, smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps)
     return fuse(temporal_T, spatial_TN, fusion), temporal_T

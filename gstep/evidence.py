@@ -1,10 +1,11 @@
-"""The sources of evidence: methods mean different things by one name, so that a method names a source with it.
+"""Evidence: outputs of an encoder besides its tokens, by name and source.
 
-A pruner lists its evidence from the vision encoder in ``Pruner.sources``, a model family what it can give in
-``ModelFamily.gives``. Evidence is float32, its axes are those of :data:`EVIDENCE_SHAPES`.
+Methods mean different things by the same name, so a method names a source too. A pruner lists the evidence that it
+needs from the vision encoder in ``Pruner.sources``; a model family lists the evidence that it can give in
+``ModelFamily.gives``. Evidence is float32 with the axes of :data:`EVIDENCE_SHAPES`.
 
 Evidence is requested by a mapping from a label to a source. A label is the evidence's name, or ``<name>_<source>``
-(:func:`label`) where one name is requested from several sources; :func:`name_of` gives the name of a label.
+(:func:`make_label`) if the name is requested from several sources; :func:`name_of` gives the name of a label.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ EVIDENCE_SHAPES = {
     "noise": ("T*N",),
 }
 
-#: The attention that tokens get in the encoder's last layer, mean over heads and queries, and the layer's keys, mean
-#: over heads; pooled as the tokens are.
+#: Attention to tokens in the encoder's last layer, mean over heads and queries, and the layer's keys, mean over heads;
+#: both pooled like the tokens.
 LAST_LAYER = "last_layer"
 #: SigLIP's attention-pooling head on the encoder's output: the pooled feature and the attention of its probe.
 POOLING_HEAD = "pooling_head"
-#: The same head with one patch before its probe at a time: each patch in the space that SigLIP's texts are in.
+#: The same head, applied to a single patch at a time: each patch in the embedding space of SigLIP's texts.
 SINGLE_PATCHES = "single_patches"
-#: The encoder's last layer seen coarsely: the attention of a frame's mean query to the mean keys of merged patches.
+#: A coarse view of the encoder's last layer: attention of a frame's mean query to the mean keys of merged patches.
 MERGED_QUERIES = "merged_queries"
 
 #: The sources that must be read from a SigLIP checkpoint beside the model.
@@ -48,30 +49,30 @@ SOURCES: Mapping[str, str] = {
 PER_FRAME = frozenset({"frame_feature"})
 
 
-def is_per_frame(labelled: str) -> bool:
-    """Return whether evidence of this label has a value for each frame instead of each token."""
-    return any(labelled == name or labelled.startswith(f"{name}_") for name in PER_FRAME)
+def is_per_frame(label: str) -> bool:
+    """Return True if evidence of this label has a value for each frame instead of each token."""
+    return any(label == name or label.startswith(f"{name}_") for name in PER_FRAME)
 
 
-def label(name: str, source: str) -> str:
+def make_label(name: str, source: str) -> str:
     """Make the label ``<name>_<source>`` that tells evidence of one name from two sources apart."""
     return f"{name}_{source}"
 
 
-def name_of(labelled: str, source: str) -> str:
-    """Return the name of evidence from its label, which may be the name itself."""
-    return labelled.removesuffix(f"_{source}")
+def name_of(label: str, source: str) -> str:
+    """Return the evidence's name from its label, which may be the name itself."""
+    return label.removesuffix(f"_{source}")
 
 
-def pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """Return (name, source) of evidence, label -> source."""
-    return frozenset((name_of(labelled, source), source) for labelled, source in evidence.items())
+def name_source_pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """Convert evidence, label -> source, to the set of (name, source)."""
+    return frozenset((name_of(label, source), source) for label, source in evidence.items())
 
 
 def describe_evidence(evidence: Mapping[str, str]) -> str:
-    """Describe evidence: ``frame_feature, token_attention from SigLIP's attention-pooling head``."""
+    """Describe evidence for a message: ``frame_feature, token_attention from SigLIP's attention-pooling head``."""
     return "; ".join(
-        f"{', '.join(sorted(name for name, other in pairs(evidence) if other == source))} from "
+        f"{', '.join(sorted(name for name, name_source in name_source_pairs(evidence) if name_source == source))} from "
         f"{SOURCES.get(source, source)}"
         for source in sorted(set(evidence.values()))
     )

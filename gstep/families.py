@@ -1,6 +1,6 @@
-"""The model families, a line each: the class that makes visual tokens, and the one that puts them into prompts.
+"""The table of model families: the class that makes visual tokens, and the class that puts them into prompts.
 
-Strings, so that a checkpoint's type is known before any model code is imported.
+Classes are import paths, so that a checkpoint's type can be checked before any model code is imported.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """A family: the import paths of its two classes, ``package.module:Class``, and what its checkpoints are called.
+    """A model family.
 
-    A family without ``prompts`` can be encoded and cached, and not be asked.
+    Attributes:
+        backbone: the import path ``package.module:Class`` of the class that makes visual tokens.
+        prompts: the import path of the class that builds prompts; None for a family that can be encoded and cached,
+            but cannot answer questions.
+        published: the names of the family's published checkpoints.
     """
 
     backbone: str

@@ -1,4 +1,4 @@
-"""Tables from a name to a class that is imported on first use, near names, and contexts for large imports."""
+"""Late imports: tables whose classes are imported on first use, near names, and contexts for slow imports."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def load_object(target: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean KNOWN?)"`` for the known name nearest to a mistyped one, or "" if none is near."""
-    near = get_close_matches(name, list(known), 1)
-    return f" (did you mean {near[0]}?)" if near else ""
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return ``" (did you mean NAME?)"`` with the nearest of ``names`` to a mistyped name; "" if none is near."""
+    matches = get_close_matches(name, list(names), 1)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 @contextmanager
-def importing_much() -> Iterator[None]:
-    """Stop Python's garbage collector in this context, and exempt the imported objects from later collections.
+def pause_garbage_collector() -> Iterator[None]:
+    """Pause Python's garbage collector in this context, and exempt the imported objects from later collections.
 
-    The objects of torch, transformers and Ray stay for ever. Searching them took a sixth of the time of importing them,
-    and most of the time in which a process ends.
+    The objects of torch, transformers and Ray live as long as the process. Scanning them took a sixth of the import
+    time, and most of the time in which a process exits.
     """
     was_enabled, n_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -43,25 +43,25 @@ def importing_much() -> Iterator[None]:
 
 
 @contextmanager
-def saying(say: Callable[[str], object], line: str, every_s: float = 4.0) -> Iterator[None]:
-    """Call ``say`` with a line every ``every_s`` seconds in this context, from a thread: no log is silent."""
+def repeat_line(say: Callable[[str], object], line: str, every_s: float = 4.0) -> Iterator[None]:
+    """Call ``say(line)`` every ``every_s`` seconds in this context, from a thread: a slow step is never silent."""
     ended = threading.Event()
 
-    def tell() -> None:
+    def repeat() -> None:
         while not ended.wait(every_s):
             say(line)
 
-    teller = threading.Thread(target=tell, name="saying", daemon=True)
-    teller.start()
+    thread = threading.Thread(target=repeat, name="repeat_line", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        teller.join()
+        thread.join()
 
 
-def attributes_of(module: str, table: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module, which finds the names of ``table`` when they are first asked for."""
+def make_getattr(module: str, table: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Make a ``__getattr__`` for a module, by which the names of ``table`` are imported on first use."""
 
     def attribute(name: str) -> Any:
         if name in table:
@@ -74,17 +74,21 @@ def attributes_of(module: str, table: Mapping[str, Any]) -> Callable[[str], Any]
 class LazyTable(Mapping[str, Any]):
     """A read-only mapping whose values are given as ``"package.module:Name"`` and imported on first use.
 
-    A missing name raises KeyError that lists the known ones, in the words of ``what``.
+    An unknown name raises KeyError with the nearest and all known names.
+
+    Args:
+        kind: the noun for a name in that error, such as "method".
+        targets: name -> ``"package.module:Name"``.
     """
 
-    def __init__(self, what: str, targets: Mapping[str, str]) -> None:
-        self._what = what
+    def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
+        self._kind = kind
         self._targets = dict(targets)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._targets:
             hint = did_you_mean(name, self._targets)
-            raise KeyError(f"unknown {self._what} {name!r}{hint}; known: {', '.join(self._targets)}")
+            raise KeyError(f"unknown {self._kind} {name!r}{hint}; known: {', '.join(self._targets)}")
         return load_object(self._targets[name])
 
     def __contains__(self, name: object) -> bool:  # without importing anything

@@ -1,14 +1,14 @@
-"""The pruning methods, a line each: its name, and the class that it stands for.
+"""The tables of pruning methods: the name and the import path of the class.
 
-Strings, so that ``--help`` lists the methods without importing torch. A method goes into the table of what it looks at,
-which its class says too (``Pruner.cacheable``).
+Classes are import paths, so that ``--help`` lists the methods without importing torch. A method whose class is
+``cacheable`` belongs in OF_A_VIDEO, any other method in OF_A_QUESTION.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: Methods that look at the video alone: what they keep can be stored.
+#: Methods that look at the video alone: their selection can be cached.
 OF_A_VIDEO: Mapping[str, str] = {
     "none": "gstep.pruners.none:KeepAll",
     "random": "gstep.pruners.random:Random",
@@ -23,13 +23,15 @@ OF_A_VIDEO: Mapping[str, str] = {
     "vcast": "gstep.pruners.vcast:VCAST",
     "fastvid": "gstep.pruners.fastvid:FastVID",
     "visionzip": "gstep.pruners.visionzip:VisionZip",
+    "holitom": "gstep.pruners.holitom:HoliTom",
+    "flashvid": "gstep.pruners.flashvid:FlashVID",
 }
 
-#: Methods that look at the question too: they choose anew for each.
+#: Methods that look at the question too: they select again for each question.
 OF_A_QUESTION: Mapping[str, str] = {
     "cdpruner": "gstep.pruners.cdpruner:CDPruner",
     "fastv": "gstep.pruners.fastv:FastV",
 }
 
-#: All of them.
+#: All methods.
 METHODS: Mapping[str, str] = {**OF_A_VIDEO, **OF_A_QUESTION}

@@ -15,14 +15,16 @@ from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what only counts or passes tokens on does not wait for torch
+if TYPE_CHECKING:  # code that only counts tokens or passes them on does not wait for torch
     from torch import Tensor
 
 
 def budget_for(retention_ratio: float, n_total: int) -> int:
-    """Compute B = max(1, floor(r*M + 1e-9)) tokens: "at most B", robust to r*M a rounding error below an integer.
+    """Compute B = max(1, floor(r*M + 1e-9)), the budget of a video of ``n_total`` tokens.
 
-    Raises ValueError where ``retention_ratio`` lies outside (0, 1].
+    The 1e-9 is for products that lie a rounding error below an integer.
+
+    Raises ValueError if ``retention_ratio`` lies outside (0, 1].
     """
     is_number = isinstance(retention_ratio, Real) and not isinstance(retention_ratio, bool)
     if not (is_number and 0.0 < retention_ratio <= 1.0):
@@ -30,27 +32,27 @@ def budget_for(retention_ratio: float, n_total: int) -> int:
     return max(1, math.floor(float(retention_ratio) * n_total + 1e-9))
 
 
-class _Compared:
+class _TensorFields:
     """The base of dataclasses with tensor fields: ``==`` compares dtype, device and values of tensors.
 
-    No hash goes with it: equal tensors have different ones.
+    Objects have no hash, because equal tensors have different hashes.
     """
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return _same(vars(self), vars(other))
+        return _is_equal(vars(self), vars(other))
 
     __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, eq=False)
-class VisualTokens(_Compared):
+class VisualTokens(_TensorFields):
     """The tokens of one video as a backbone makes them.
 
     Attributes:
-        tokens: [T,N,D], all its visual tokens.
-        evidence: what a method asked for besides.
+        tokens: [T,N,D], all visual tokens of the video.
+        evidence: further outputs of the encoder that a method needs, by label (gstep.evidence).
         deepstack: [T,N,D] each, further vectors of the same tokens that enter the LLM's first layers (Qwen3-VL).
     """
 
@@ -60,19 +62,17 @@ class VisualTokens(_Compared):
 
 
 @dataclass(frozen=True, eq=False)
-class PrunedTokens(_Compared):
+class PrunedTokens(_TensorFields):
     """The kept tokens of one video, in ascending flat index.
 
     Attributes:
         tokens: [B,D], dtype and device of the input.
         index: [B] int64, flat index t*N + i, ascending. A merged token carries its target's index.
         rank: [B] int64, the order in which each token was selected (0 first); None for a method without an order.
-        merged: [B] bool, or None where the method never merges.
-        order: [B] int64, positions into these rows in the order in which the method's own code puts them into a prompt;
-            None where that is ascending index.
+        merged: [B] bool, True for a token that is a mixture of input tokens; None for a method that never merges.
+        order: [B] int64, row numbers in the order of the method's own prompt; None for ascending index.
         n_total: M = T*N, the number of tokens before pruning.
-        retention_ratio: the nominal share asked for (budget / n_total where a budget was given); ``kept_ratio`` is the
-            real one.
+        retention_ratio: the nominal share, budget / n_total if a budget was passed; ``kept_ratio`` is the real share.
         density: [B] float32, rho of each kept token (Eq. 8); None for a method without a density.
         temporal_density: [T] float32, the normalised temporal density (Eq. 7); None for a method without one.
     """
@@ -89,12 +89,12 @@ class PrunedTokens(_Compared):
 
     @property
     def n_kept(self) -> int:
-        """The number of kept tokens. Methods that count frame by frame come near their budget, not always to it."""
+        """The number of kept tokens; methods that are not ``exact`` may miss the budget."""
         return len(self.index)
 
     @property
     def budget(self) -> int:
-        """B, the nominal number of tokens: that of ``retention_ratio``."""
+        """B, the nominal number of tokens at ``retention_ratio``."""
         return budget_for(self.retention_ratio, self.n_total)
 
     @property
@@ -104,26 +104,26 @@ class PrunedTokens(_Compared):
 
     @property
     def nested(self) -> bool:
-        """Whether every smaller selection is a prefix of this one in order of rank."""
+        """True if every smaller selection is a prefix of this selection in order of rank."""
         return self.rank is not None
 
     def selection_order(self) -> Tensor:
-        """Return [B] int64 positions into the rows of ``tokens``, first selected first.
+        """Return the row numbers of ``tokens`` in order of selection, [B] int64.
 
-        Without a rank, it is the order of the method's own prompt, which is ascending index where it has none.
+        A method without ranks has the order of its own prompt instead, or ascending index.
         """
         if self.order is not None:
             return self.order
         if self.rank is None:
-            import torch  # noqa: PLC0415 - it made the tensors, so it is loaded
+            import torch  # noqa: PLC0415 - loaded already, since the tensors exist
 
             return torch.arange(len(self.index), device=self.index.device)
         return self.rank.argsort()
 
     def at(self, retention_ratio: float) -> PrunedTokens:
-        """Return the nested smaller selection, ``retention_ratio`` being a share of all T*N tokens.
+        """Return the nested smaller selection at ``retention_ratio``, a share of all T*N tokens.
 
-        Raises ValueError where the ratio is larger than this selection's, or smaller and the method is not nested.
+        Raises ValueError if the ratio is larger than this selection's, or if it differs and the method is not nested.
         """
         budget = budget_for(retention_ratio, self.n_total)
         if retention_ratio > self.retention_ratio + 1e-9:
@@ -135,29 +135,29 @@ class PrunedTokens(_Compared):
                     f"is available, not {retention_ratio}: prune again at that ratio"
                 )
             return self
-        keep = self.rank < budget
+        mask = self.rank < budget
         return PrunedTokens(
-            tokens=self.tokens[keep],
-            index=self.index[keep],
-            rank=self.rank[keep],
-            merged=None if self.merged is None else self.merged[keep],
+            tokens=self.tokens[mask],
+            index=self.index[mask],
+            rank=self.rank[mask],
+            merged=None if self.merged is None else self.merged[mask],
             n_total=self.n_total,
             retention_ratio=float(retention_ratio),
-            density=None if self.density is None else self.density[keep],
+            density=None if self.density is None else self.density[mask],
             temporal_density=self.temporal_density,
         )
 
 
-def _same(a: object, b: object) -> bool:
-    """Return whether two field values are equal: tensors by dtype, device and values, others by ==."""
+def _is_equal(a: object, b: object) -> bool:
+    """Return True if two field values are equal: tensors by dtype, device and values, anything else by ==."""
     import torch  # noqa: PLC0415 - as above
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(value, b[name]) for name, value in a.items())
+        return a.keys() == b.keys() and all(_is_equal(value, b[name]) for name, value in a.items())
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_is_equal, a, b))
     return not any(isinstance(value, torch.Tensor) for value in (a, b)) and bool(a == b)
 
 
@@ -170,14 +170,13 @@ class Visual:
         index: [K] int64, flat index t*N + i before pruning; a merged token carries its target's index.
         n_frames: T (temporal patches on Qwen).
         tokens_per_frame: N.
-        extra: what the model family needs besides (``Backbone.model_extra``): grid, seconds a patch, patch times.
-        deepstack: [K,D] a level, the same rows as ``tokens``; Qwen3-VL alone has any.
-        newline: [D], the row that follows the tokens of a video; LLaVA-OneVision alone has one.
-        evidence: what the cache holds of the same tokens besides, for a method that has yet to prune them; no part of a
-            prompt.
-        frame_indices: the sampled frames, by their places in the source; a place repeats where a frame does. Empty
-            where nobody knows them.
-        fps: average frames a second of the whole source; None where nobody knows.
+        extra: further facts for the model family's positions (``Backbone.model_extra``): grid, seconds a patch, patch
+            times.
+        deepstack: [K,D] a level, the same rows as ``tokens``; only Qwen3-VL has levels.
+        newline: [D], the row that follows the tokens of a video; only LLaVA-OneVision has it.
+        evidence: the cached evidence of the same tokens, for a method that prunes them later; no part of a prompt.
+        frame_indices: the index in the source of each sampled frame, repeated frames included; empty if unknown.
+        fps: average frames a second of the whole source; None if unknown.
     """
 
     tokens: Tensor
@@ -193,9 +192,9 @@ class Visual:
 
     @cached_property
     def placeholder_rows(self) -> Tensor:
-        """[P,D*(1+levels)], what stands for the placeholders in a prompt: deepstack levels side by side, newline last.
+        """The embeddings of the placeholders in a prompt, [P,D*(1+levels)]: deepstack levels alongside, newline last.
 
-        Kept, as all questions on a video share them.
+        Cached, because all questions on a video share them.
         """
         import torch  # noqa: PLC0415 - as above
 
@@ -206,11 +205,11 @@ class Visual:
     def placeholder_hash(self) -> str:
         """A hash of ``placeholder_rows``, their dtype and their shape."""
         rows = self.placeholder_rows
-        return hash_of(f"{rows.dtype} {tuple(rows.shape)} ", rows)
+        return hash_tensor(f"{rows.dtype} {tuple(rows.shape)} ", rows)
 
 
-def hash_of(text: str, tensor: Tensor) -> str:
-    """Compute the SHA-256 of a text and a tensor's bytes."""
+def hash_tensor(text: str, tensor: Tensor) -> str:
+    """Compute the SHA-256 of a text followed by a tensor's bytes, as hex; the tensor is on the CPU."""
     import torch  # noqa: PLC0415 - as above
 
     digest = hashlib.sha256(text.encode())

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# Commands import these, some of them late. A Python without them is not of this package's environment.
+# Packages that the commands import, some of them late. A Python without them is not this package's environment.
 _PACKAGES = (
     "rich",
     "numpy",
@@ -29,19 +29,19 @@ if sys.version_info < (3, 11) or _missing:
     _remedy = (
         f"Activate the environment: source {_ENVIRONMENT}/bin/activate"
         if _ENVIRONMENT.exists()
-        else "Activate the environment that this package is installed in, or make one with Python 3.11 or newer: "
+        else "Activate the environment that this package is installed in, or create it with Python 3.11 or newer: "
         f"cd {_CLONE} && python3 -m venv .venv && .venv/bin/pip install -e '.[sample]' && source .venv/bin/activate"
     )
     print(f"error: {sys.executable} is not the environment of gstep-cache: it {_state}. {_remedy}", file=sys.stderr)
     raise SystemExit(2)
 
-for _room in ("gstep", "pipeline"):
-    # ``python -m`` puts the current folder first, and a file of the user's there hides the package of its name.
-    _spec = find_spec(_room)
-    if _spec is not None and _spec.origin != str(Path(__file__).parents[1] / _room / "__init__.py"):
-        _place = _spec.origin or ", ".join(_spec.submodule_search_locations or ())
+for _package in ("gstep", "pipeline"):
+    # ``python -m`` puts the current folder first on the path: a user's file there hides a package of the same name.
+    _spec = find_spec(_package)
+    if _spec is not None and _spec.origin != str(Path(__file__).parents[1] / _package / "__init__.py"):
+        _origin = _spec.origin or ", ".join(_spec.submodule_search_locations or ())
         print(
-            f"error: {_place} hides the package {_room!r} that this command needs: run it in another folder, or as "
+            f"error: {_origin} hides the package {_package!r} that this command needs: run it in another folder, or as "
             "gstep-cache",
             file=sys.stderr,
         )

@@ -10,19 +10,19 @@ from typing import cast
 
 from jobs.command import Parser
 
-#: Its name -> the module whose ``main`` carries it out, and what it does.
+#: Command name -> the module whose ``main`` runs it, and its purpose.
 COMMANDS = {
     "prune": ("jobs.prune", "encode videos, prune their visual tokens and cache them"),
     "generate": ("jobs.generate", "answer questions about cached videos"),
     "evaluate": ("jobs.evaluate", "score pruning methods on a benchmark"),
-    "inspect": ("jobs.inspect", "show what a cache holds, a video's kept tokens, or answers"),
+    "inspect": ("jobs.inspect", "show a cache's contents, a video's kept tokens, or answers"),
     "verify": ("jobs.verify", "check every file of a cache, and repair or clean it"),
     "compact": ("jobs.compact", "merge the small files of a cache's table"),
     "recode": ("jobs.recode", "store the tokens of a cache by another codec"),
     "reprune": ("jobs.reprune", "prune a cache of all tokens by another method, without videos"),
     "merge": ("jobs.merge", "merge caches that were made alike into one"),
     "remove": ("jobs.remove", "remove videos from a cache for good"),
-    "doctor": ("jobs.doctor", "check a machine or a cluster before a run: what is slow or wrong, and what to do"),
+    "doctor": ("jobs.doctor", "check a machine or a cluster before a run: slow or wrong parts, and their remedies"),
     "serve": ("jobs.serve", "an OpenAI chat API on a cache, by vLLM"),
     "benchmark": ("jobs.benchmark.__main__", "measure this package on this machine"),
     "testbed": ("jobs.testbed.__main__", "make synthetic videos with questions"),
@@ -30,25 +30,25 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that is named first; returns its exit code. No other command is imported."""
+    """Run the command of the first word with the other words; return its exit code. Imports no other command."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # A console script has its own folder first on the path. ``module:Class`` may name a file in the current one too.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    # A console script has its own folder first on the path; ``module:Class`` may be a file in the current folder.
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)
     if words and words[0] in COMMANDS:
         command = import_module(COMMANDS[words[0]][0])
         return cast(int, command.main(words[1:]))
     parser = Parser(
         "gstep-cache",
         description=__doc__,
-        epilog="commands:\n" + "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items()),
+        epilog="commands:\n" + "\n".join(f"  {name:10} {purpose}" for name, (_, purpose) in COMMANDS.items()),
     )
     if not words:
         parser.print_help()
         return 0
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="COMMAND --help shows its flags")
     parser.parse_args(words)
-    return 2  # unreachable: argparse has ended the process, as no command stands first
+    return 2  # unreachable: argparse has ended the process, because the first word is no command
 
 
 if __name__ == "__main__":

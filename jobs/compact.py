@@ -1,4 +1,4 @@
-"""Merge the files of a cache's videos table into few sorted ones, so that opening it and finding a video stay quick."""
+"""Merge the files of a cache's videos table into a few sorted files, so that opening it and finding videos is fast."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jobs.command import Parser
-from jobs.frame.json_document import Done, add_json
-from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores, saying
+from jobs.frame.json_document import CommandResult, add_json
+from jobs.frame.stores import add_cache, add_keep_minutes, make_say, run_on_stores
 
 if TYPE_CHECKING:
     from pipeline.storage.s3 import Objects
 
 EPILOG = """\
-jobs.prune merges by itself while it runs and when it ends; this merges everything, and may run beside others. Files
-that were merged stay for --keep-minutes, so that readers go on: the next jobs.compact or jobs.prune deletes them.
---tokens writes the videos of small token shards anew, many to a shard; the next jobs.compact --tokens deletes the old
+jobs.prune merges a part of the files while it runs and when it ends. jobs.compact merges all of them; runs may write at
+the same time. Merged files stay for --keep-minutes for their readers: the next jobs.compact or jobs.prune deletes them.
+--tokens rewrites the videos of small token shards, many to a shard; the next jobs.compact --tokens deletes the old
 shards after --keep-minutes.
 
 Exit code: 0 merged; 1 a file is damaged, rows of committed videos are lost, or the store failed; 2 usage, no cache, or
@@ -33,18 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Merge the files of a cache's videos table; return the exit code."""
     parser = Parser("python -m jobs.compact", description=__doc__, epilog=EPILOG)
     add_cache(parser)
-    add_keep_minutes(parser, "keep merged files for M minutes, so that readers go on")
+    add_keep_minutes(parser, "keep merged files for M minutes for their readers")
     parser.add_argument(
         "--tokens",
         action="store_true",
-        help="join small token shards too, as a slow run leaves them; refused while a run writes to the cache",
+        help="join the small token shards of a slow run too; refused while a run writes to the cache",
     )
     add_json(parser)
-    return run_on_stores(parser, argv, _compact, interrupted="interrupted: nothing is lost")
+    return run_on_stores(parser, argv, _compact, interrupt_message="interrupted: nothing is lost")
 
 
-def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
-    """Merge the videos table, print what was done, and return the record."""
+def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
+    """Merge the videos table, and the token shards if asked; print the results and return their record."""
     from pipeline.cache.header import fingerprint, read_header  # noqa: PLC0415
     from pipeline.cache.live import Ledger  # noqa: PLC0415
     from pipeline.cache.merging import merge  # noqa: PLC0415 - Arrow loads after the flags are checked
@@ -53,20 +53,22 @@ def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) 
     from pipeline.storage.stores import store_at  # noqa: PLC0415
     from pipeline.verify.moves import Joined, join_tokens  # noqa: PLC0415
 
-    store, say = store_at(arguments.cache, objects), saying(console)
+    store, say = store_at(arguments.cache, objects), make_say(console)
     identity = fingerprint(read_header(store)["identity"])
     committed = committed_shards(store)
     keep = timedelta(minutes=arguments.keep_minutes)
-    done = merge(store, identity, everything=True, keep=keep)
-    for line in done.lines():
+    result = merge(store, identity, everything=True, keep=keep)
+    for line in result.lines():
         say(line)
-    joined = join_tokens(store, say, keep) if arguments.tokens else Joined()
-    for line in joined.lines() if arguments.tokens else ():
+    join = join_tokens(store, say, keep) if arguments.tokens else Joined()
+    for line in join.lines() if arguments.tokens else ():
         say(line)
-    lost = Ledger(store, identity).refresh().lost(committed)
-    if lost:
-        say(lost_line(len(lost), lost))
-    return Done(1 if lost else 0, {"cache": str(store), **asdict(done), "n_lost": len(lost), "joined": asdict(joined)})
+    lost_ids = Ledger(store, identity).refresh().lost(committed)
+    if lost_ids:
+        say(lost_line(len(lost_ids), lost_ids))
+    return CommandResult(
+        1 if lost_ids else 0, {"cache": str(store), **asdict(result), "n_lost": len(lost_ids), "joined": asdict(join)}
+    )
 
 
 if __name__ == "__main__":

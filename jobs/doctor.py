@@ -1,4 +1,4 @@
-"""Look at this machine or cluster before a run does: what is ok, slow or wrong, and what to do about it."""
+"""Check this machine or cluster before a run: each check is ok, slow, wrong or unknown, with a remedy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from gstep.lazy import importing_much
-from jobs.command import LogConsole, Parser, exit_code_of, wide_console
+from gstep.lazy import pause_garbage_collector
+from jobs.command import LogConsole, Parser, run_to_exit_code, wide_console
 from jobs.frame.flags import add_flags, from_flags
-from jobs.frame.json_document import Done, add_json
+from jobs.frame.json_document import CommandResult, add_json
 from pipeline.errors import RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pipeline.doctor.finding import Finding
 
 EPILOG = """\
-The flags are those of jobs.prune, so that what is looked at is the run that you mean: its model, its frames, its
-videos (of which a few are decoded) and its place, where a file is written and removed again. It takes a minute or two.
+Pass the flags of your jobs.prune command: its model, frames, videos (a few are decoded) and output are checked. A file
+is written to the output and removed again. It takes a minute or two.
 
 Exit code: 0 nothing is wrong; 1 a run would fail or be wrong, or Ray did not start; 2 refused; 130 interrupted.
 """
@@ -29,41 +29,41 @@ _COLOURS = {"ok": "green", "slow": "yellow", "wrong": "bold red", "unknown": "di
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 where something is wrong, else 0."""
+    """Check the machine or cluster for a run of jobs.prune; return the exit code."""
     parser = Parser("python -m jobs.doctor", description=__doc__, epilog=EPILOG)
     add_json(parser)
     add_flags(parser, PruneConfig)
     arguments = parser.parse_args(argv)
     console = LogConsole()
 
-    def look() -> Done:
-        with importing_much():
+    def check() -> CommandResult:
+        with pause_garbage_collector():
             from pipeline.doctor.doctor import Doctor  # noqa: PLC0415 - --help needs neither torch nor Ray
 
-        found, config = [], from_flags(PruneConfig, arguments)
+        findings, config = [], from_flags(PruneConfig, arguments)
         if config.plan or config.dry_run:
             raise UsageError("--plan and --dry-run are for jobs.prune: leave them out")
         for finding in Doctor(config, lambda line: console.print(line, style="dim")).findings():
-            found.append(finding)
-            console.print(_line(finding))
+            findings.append(finding)
+            console.print(_format_finding(finding))
         if not arguments.json:
-            wide_console().print(_page(found))
-        return Done(1 if any(finding.state == "wrong" for finding in found) else 0, found)
+            wide_console().print(_make_table(findings))
+        return CommandResult(1 if any(finding.state == "wrong" for finding in findings) else 0, findings)
 
-    return exit_code_of(look, console, failed=(RunFailed,), document=arguments.json)
+    return run_to_exit_code(check, console, failures=(RunFailed,), document=arguments.json)
 
 
-def _line(finding: Finding) -> Text:
-    """Format a finding's coloured state and its name."""
+def _format_finding(finding: Finding) -> Text:
+    """Format a finding as a line: its coloured state and its name."""
     return Text.assemble((f"{finding.state:8}", _COLOURS[finding.state]), finding.name)
 
 
-def _page(found: Iterable[Finding]) -> Table:
-    """Lay out the findings in a table: state and name, what was found, and the remedy."""
+def _make_table(findings: Iterable[Finding]) -> Table:
+    """Make the table of the findings: state, name, explanation and remedy."""
     table = Table(box=None, padding=(0, 1), show_edge=False)
     for title in ("", "what", "seen", "what to do"):
         table.add_column(title, overflow="fold")
-    for finding in found:
+    for finding in findings:
         state = Text(finding.state, _COLOURS[finding.state])
         table.add_row(state, Text(finding.name), Text(finding.says), Text(finding.remedy))
     return table

@@ -1,4 +1,4 @@
-"""Score pruning methods on a benchmark: each video is encoded once, every method and ratio answers from that."""
+"""Score pruning methods on a benchmark: each video is encoded once for all methods and ratios."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, loading, other_sampling, run_command
-from jobs.frame.json_document import Done
-from jobs.frame.stores import saying
+from jobs.command import EXIT_CODES, Parser, import_libraries, overridden_sampling, run_command
+from jobs.frame.json_document import CommandResult
+from jobs.frame.stores import make_say
 from pipeline.evaluate.config import EvaluateConfig
 
 EPILOG = """\
@@ -18,12 +18,12 @@ examples:
       --method gstep vidcom2 fps --retention-ratio .10 .15 .20 .25 --out results
   python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep fastv,K=3
   python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep random,seed=0..4
-  python -m jobs.evaluate --score answers answers-10            score what jobs.generate answered
+  python -m jobs.evaluate --score answers answers-10            score answers of jobs.generate
   python -m jobs.evaluate --results r/videomme r/mlvu r/mvbench --out table            one table of several benchmarks
   python -m jobs.evaluate --results r/videomme --reference vidcom2 --out pairs         differences to another method
 
-The same command again goes on where the last one stopped; more methods or ratios are answered beside those that are
-there. --out gets scores.parquet, tables.md, tables.tex, tables.json and report.html.
+Rerun the same command to resume. Methods and ratios that you add are answered beside the existing answers. --out gets
+scores.parquet, tables.md, tables.tex, tables.json and report.html.
 
 """
 
@@ -37,32 +37,34 @@ USUAL = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Score pruning methods on a benchmark, or lay out tables of results; return the exit code."""
     parser = Parser("python -m jobs.evaluate", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="question"))
-    return run_command(parser, EvaluateConfig, _evaluate, argv, other_sampling, USUAL)
+    return run_command(parser, EvaluateConfig, _evaluate, argv, overridden_sampling, USUAL)
 
 
-def _evaluate(config: EvaluateConfig, console: Console) -> Done:
-    """Run the evaluation, or lay out given results, and print the tables."""
+def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
+    """Run the evaluation, or read given results, and print the tables."""
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
     if config.results:
-        return _lay_out(config, console)
-    with loading(console):
+        return _write_tables(config, console)
+    with import_libraries(console):
         from pipeline.evaluate.evaluate import evaluate, render_evaluation  # noqa: PLC0415
 
-    done = evaluate(config, console)
-    return Done(done.exit_code(config), done.as_record(), [render_evaluation(done)])
+    result = evaluate(config, console)
+    return CommandResult(result.exit_code(config), result.as_record(), [render_evaluation(result)])
 
 
-def _lay_out(config: EvaluateConfig, console: Console) -> Done:
-    """Write and print one table of the results in several folders."""
+def _write_tables(config: EvaluateConfig, console: Console) -> CommandResult:
+    """Write and print a table of the results in several folders (``--results``)."""
     from pipeline.evaluate.forms import markdown  # noqa: PLC0415
     from pipeline.evaluate.results import lay_out  # noqa: PLC0415
 
-    laid, say = lay_out(config), saying(console)
-    for line in laid.missing:
+    layout, say = lay_out(config), make_say(console)
+    for line in layout.missing:
         say(f"note: {line}")
-    print(markdown(*laid.tables))
-    say(f"{laid.out}: {', '.join(laid.files)}")
-    return Done(0, {"out": laid.out, "files": laid.files, "missing": laid.missing, **laid.tables[0].as_record()})
+    print(markdown(*layout.tables))
+    say(f"{layout.out}: {', '.join(layout.files)}")
+    return CommandResult(
+        0, {"out": layout.out, "files": layout.files, "missing": layout.missing, **layout.tables[0].as_record()}
+    )
 
 
 if __name__ == "__main__":

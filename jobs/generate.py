@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, loading, run_command, wide_console
-from jobs.frame.json_document import Done
-from jobs.frame.stores import saying
+from jobs.command import EXIT_CODES, Parser, import_libraries, run_command, wide_console
+from jobs.frame.json_document import CommandResult
+from jobs.frame.stores import make_say
 from pipeline.generate.config import GenerateConfig
 
 EPILOG = """\
@@ -21,7 +21,7 @@ examples:
   python -m jobs.generate cache --ask "What happens here?" --out captions
   python -m jobs.generate cache --questions mmmu.parquet --choices loglikelihood --format jsonl
 
-The same command again goes on where the last one stopped, and does nothing where nothing is left to do.
+Rerun the same command to resume; it does nothing if every question has an answer.
 """
 
 #: The options that --help shows.
@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(parser, GenerateConfig, _generate, argv, usual=USUAL)
 
 
-def _generate(config: GenerateConfig, console: Console) -> Done:
+def _generate(config: GenerateConfig, console: Console) -> CommandResult:
     """Answer the questions, print the summary, and return the exit code and record."""
     # Ray, torch and transformers load only now: --help and a mistyped flag answer at once.
-    with loading(console):
+    with import_libraries(console):
         from pipeline.generate.run import AnswerRun  # noqa: PLC0415
         from pipeline.generate.summary import render_answers  # noqa: PLC0415
 
@@ -49,9 +49,9 @@ def _generate(config: GenerateConfig, console: Console) -> Done:
     out.print(render_answers(summary))
     rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'
     code = f'from pipeline import read_answers; print(*{rows}, sep="\\n")'
-    saying(out)(f"\nread the first: python -c {shlex.quote(code)}")
+    make_say(out)(f"\nread the first: python -c {shlex.quote(code)}")
     ended = summary.exit_code(config.failure_limit(summary.n_questions))
-    return Done(ended, {"out": config.out, **summary.as_record()})
+    return CommandResult(ended, {"out": config.out, **summary.as_record()})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Show what a cache or a folder of answers holds: a summary, one video or question of it, or what failed."""
+"""Show a cache or a folder of answers: a summary, one video or question, or the failed items."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import Parser, exit_code_of
+from jobs.command import Parser, run_to_exit_code
 from jobs.frame.flags import add_flags, from_flags
-from jobs.frame.json_document import Done, add_json, print_lines
-from jobs.frame.stores import objects_of, saying
+from jobs.frame.json_document import CommandResult, add_json, print_lines
+from jobs.frame.stores import make_objects, make_say
 from pipeline.errors import CorruptShard, NotACache, UnknownVideo
 from pipeline.options import S3Options, share
 from pipeline.rows import JsonObject
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show a cache or answers, one item of them, or what failed, or write a video's page; return the exit code."""
+    """Show a cache or answers, one item or the failed items, or write a video's page; return the exit code."""
     parser = Parser("python -m jobs.inspect", description=__doc__)
     parser.add_argument(
         "place",
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("item", metavar="ID", nargs="?", help="one video of the cache, one question of the answers")
     parser.add_argument(
-        "--failed", action="store_true", help="print only what failed: id, class and message a line, separated by tabs"
+        "--failed", action="store_true", help="print only failed items, a line each: id, class, message, tab-separated"
     )
     parser.add_argument(
         "--retention-ratio", type=share, metavar="R", help="with a video: show a smaller ratio of the same cache"
@@ -47,25 +47,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="show the run that writes to the cache, anywhere, until it ends, or wait for a run to begin the cache; "
-        "exit code 1 where it did not finish. Where this is no terminal, a line each time",
+        help="show the run that writes to the cache, on any machine, until it ends, or wait for a run to begin the "
+        "cache; exit code 1 if it did not finish. Without a terminal, print a line each time",
     )
     add_json(parser)
     add_flags(parser, S3Options)
-    arguments = parser.parse_intermixed_args(argv)  # a video's id may stand behind the flags
+    arguments = parser.parse_intermixed_args(argv)  # a video's id may come after the flags
     _check_flags(parser, arguments)
-    return exit_code_of(
+    return run_to_exit_code(
         lambda: _inspect(arguments),
         Console(stderr=True),
-        failed=(CorruptShard, OSError),
-        refused=(ValueError, UnknownVideo),
-        interrupted="the run goes on" if arguments.watch else "interrupted",
+        failures=(CorruptShard, OSError),
+        refusals=(ValueError, UnknownVideo),
+        interrupt_message="interrupted: the run itself continues" if arguments.watch else "interrupted",
         document=arguments.json,
     )
 
 
 def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
-    """End the program with the parser's error where flags do not go together."""
+    """End the program with a usage error if flags exclude each other."""
     for flag in ("retention_ratio", "html"):
         if getattr(arguments, flag) is not None and arguments.item is None:
             parser.error(f"--{flag.replace('_', '-')} goes with a video: name its ID")
@@ -76,31 +76,31 @@ def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
         parser.error("--failed goes with no --watch")
 
 
-def _inspect(arguments: argparse.Namespace) -> Done:
-    """Open the place as a cache or a folder of answers, and show it. Raises an error where it is neither."""
+def _inspect(arguments: argparse.Namespace) -> CommandResult:
+    """Open the folder or prefix as a cache or as answers, and show it. Raises NotACache if it is neither."""
     from pipeline.cache.header import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    objects = objects_of(from_flags(S3Options, arguments))
+    objects = make_objects(from_flags(S3Options, arguments))
     store = store_at(arguments.place, objects)
     if arguments.watch:
         from pipeline.inspect.watch import wait_for_cache  # noqa: PLC0415
 
-        wait_for_cache(store, saying(Console(stderr=True)))
+        wait_for_cache(store, make_say(Console(stderr=True)))
     if store.exists(HEADER):
-        return _cache(store, arguments, objects)
+        return _show_cache(store, arguments, objects)
     if store.exists(ANSWERS_HEADER):
-        return _answers(store, arguments)
+        return _show_answers(store, arguments)
     if store.exists(f"answers/{ANSWERS_HEADER}"):
         raise NotACache(
             f"{store} holds results of jobs.evaluate: open its report.html, or name {store}/answers or {store}/cache"
         )
-    return _cache(store, arguments, objects)
+    return _show_cache(store, arguments, objects)
 
 
-def _answers(store: Store, arguments: argparse.Namespace) -> Done:
-    """Show a folder of answers: a summary, one question or the failed ones."""
+def _show_answers(store: Store, arguments: argparse.Namespace) -> CommandResult:
+    """Show a folder of answers: a summary, one question or the failed questions."""
     from pipeline.inspect.answers import Answers, answers_report, question_report  # noqa: PLC0415
 
     for flag in ("retention_ratio", "html", "watch"):
@@ -108,61 +108,65 @@ def _answers(store: Store, arguments: argparse.Namespace) -> Done:
             raise ValueError(f"--{flag.replace('_', '-')} goes with a cache; {store} holds answers")
     answers = Answers.open(store, arguments.item)
     if arguments.failed:
-        return _failed(answers.failed(), {"answers": str(store)}, arguments)
+        return _show_failures(answers.failed(), {"answers": str(store)}, arguments)
     if arguments.item is not None:
         if not arguments.json:
-            return Done(0, {}, [question_report(answers)])
-        return Done(0, {"answers": str(store), "question_id": arguments.item, "rows": answers.rows.to_pylist()})
+            return CommandResult(0, {}, [question_report(answers)])
+        return CommandResult(
+            0, {"answers": str(store), "question_id": arguments.item, "rows": answers.rows.to_pylist()}
+        )
     if not arguments.json:
-        return Done(0, {}, [answers_report(answers)])
-    return Done(0, answers.as_record())
+        return CommandResult(0, {}, [answers_report(answers)])
+    return CommandResult(0, answers.as_record())
 
 
-def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Done:
-    """Show a cache: a summary, one video, the failed ones or a page."""
+def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> CommandResult:
+    """Show a cache: a summary, one video, the failed videos or its run, or write a video's page."""
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415
     from pipeline.inspect import report  # noqa: PLC0415
 
     video_id, ratio = arguments.item, arguments.retention_ratio
     cache = TokenCache(arguments.place, store=store)
     if arguments.watch:
-        return _watched(cache, arguments)
+        return _show_run(cache, arguments)
     if arguments.failed:
-        return _failed(report.failed_videos(cache), {"cache": str(store)}, arguments)
+        return _show_failures(report.failed_videos(cache), {"cache": str(store)}, arguments)
     if video_id is None:
-        counted = report.count(cache)
-        code = 1 if counted.summary.n_lost else 0
+        counts = report.count(cache)
+        code = 1 if counts.summary.n_lost else 0
         if not arguments.json:
-            return Done(code, {}, [report.cache_report(cache, counted)])
-        return Done(code, report.cache_record(cache, counted))
+            return CommandResult(code, {}, [report.cache_report(cache, counts)])
+        return CommandResult(code, report.cache_record(cache, counts))
     if arguments.html is not None:
         from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
-        saying(Console())(write_page(cache, video_id, arguments.html, ratio, objects))
-        return Done(0, {"cache": str(store), "video_id": video_id, "page": str(arguments.html)})
+        make_say(Console())(write_page(cache, video_id, arguments.html, ratio, objects))
+        return CommandResult(0, {"cache": str(store), "video_id": video_id, "page": str(arguments.html)})
     if not arguments.json:
-        return Done(0, {}, [report.video_report(cache, video_id, ratio)])
-    return Done(0, report.video_record(cache, video_id, ratio))
+        return CommandResult(0, {}, [report.video_report(cache, video_id, ratio)])
+    return CommandResult(0, report.video_record(cache, video_id, ratio))
 
 
-def _watched(cache: TokenCache, arguments: argparse.Namespace) -> Done:
-    """Show the cache's run until it ends, and return its last state; the exit code is 1 where it did not finish."""
+def _show_run(cache: TokenCache, arguments: argparse.Namespace) -> CommandResult:
+    """Show the cache's run until it ends, and return its last state; the exit code is 1 if it did not finish."""
     from pipeline.inspect.watch import watch  # noqa: PLC0415
 
     run = watch(cache, Console(stderr=arguments.json))
     record = None if run is None else asdict(run)
-    return Done(int(run is not None and run.status != "finished"), {"cache": str(cache.store), "last_run": record})
+    return CommandResult(
+        int(run is not None and run.status != "finished"), {"cache": str(cache.store), "last_run": record}
+    )
 
 
-def _failed(failures: Failures, where: JsonObject, arguments: argparse.Namespace) -> Done:
+def _show_failures(failures: Failures, record: JsonObject, arguments: argparse.Namespace) -> CommandResult:
     """Print the failed items unless ``--json`` is given, and return their record."""
     from pipeline.inspect.report import failed_lines  # noqa: PLC0415
 
     if not arguments.json:
         print_lines(failed_lines(failures))
         if failures:
-            saying(Console(stderr=True))("note: the command that made them tries them again with --retry-failed")
-    return Done(0, {**where, "n_failed": len(failures), "failed": failures})
+            make_say(Console(stderr=True))("note: rerun the command that wrote them with --retry-failed to retry")
+    return CommandResult(0, {**record, "n_failed": len(failures), "failed": failures})
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, loading, other_sampling, run_command, wide_console
-from jobs.frame.json_document import Done
-from jobs.frame.stores import saying
+from jobs.command import EXIT_CODES, Parser, import_libraries, overridden_sampling, run_command, wide_console
+from jobs.frame.json_document import CommandResult
+from jobs.frame.stores import make_say
 from pipeline.prune.config import PruneConfig
 
 EPILOG = """\
@@ -18,11 +18,11 @@ examples:
   python -m jobs.prune                                          the sample clips, a tiny random model, ./cache
   python -m jobs.prune videos/ --out cache --model llava-hf/llava-onevision-qwen2-7b-ov-hf
   python -m jobs.prune manifest.jsonl --video-root /data --fps 1 --max-frames 64
-  python -m jobs.prune manifest.jsonl --dry-run                 what a run would do; --limit 100 to do a part of it
-  python -m jobs.prune manifest.jsonl --plan                    what that would take; looks at 20 videos
+  python -m jobs.prune manifest.jsonl --dry-run                 list the work of a run; --limit 100 does a part of it
+  python -m jobs.prune manifest.jsonl --plan                    forecast time, bytes and cost from 20 videos
   python -m jobs.prune --plan --model MODEL --gpus 64 --gpu-type A100 --videos 2e6 --seconds 60
 
-The same command again goes on where the last one stopped, and does nothing where nothing is left to do.
+Rerun the same command to resume; it does nothing if every video has a row.
 """
 
 #: The options that --help shows.
@@ -33,19 +33,19 @@ USUAL = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prune the videos that the flags name into a cache, or say what a run would do; return the exit code."""
+    """Prune videos into a cache, or forecast the run (``--dry-run``, ``--plan``); return the exit code."""
     parser = Parser("python -m jobs.prune", description=__doc__, epilog=EPILOG + EXIT_CODES.format(item="video"))
-    return run_command(parser, PruneConfig, _prune, argv, other_sampling, USUAL)
+    return run_command(parser, PruneConfig, _prune, argv, overridden_sampling, USUAL)
 
 
-def _prune(config: PruneConfig, console: Console) -> Done:
-    """Prune the videos, or forecast it with ``--plan``; print the summary and return the exit code and record."""
+def _prune(config: PruneConfig, console: Console) -> CommandResult:
+    """Run or forecast the pruning that ``config`` describes; print the summary and return it as a record."""
     from pipeline.prune.manifest_checks import refuse_other_file  # noqa: PLC0415
 
-    for named in config.videos:
-        refuse_other_file(named)
+    for video in config.videos:
+        refuse_other_file(video)
     # Ray, torch and the decoders load only now: --help, a mistyped flag and a file that is no video answer at once.
-    with loading(console):
+    with import_libraries(console):
         from pipeline.prune.forecast import forecast, plan_run, render_forecast  # noqa: PLC0415
         from pipeline.prune.run import PruneRun  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415
@@ -53,23 +53,23 @@ def _prune(config: PruneConfig, console: Console) -> Done:
     if config.plan:
         from pipeline.plan.render import render_plan  # noqa: PLC0415 - as above
 
-        planned = plan_run(config, console)
-        return Done(0, planned.as_record(), [render_plan(planned)])
+        plan = plan_run(config, console)
+        return CommandResult(0, plan.as_record(), [render_plan(plan)])
     if config.dry_run:
-        plan = forecast(config, console)
-        return Done(0, plan.as_record(), [render_forecast(plan)])
+        todo = forecast(config, console)
+        return CommandResult(0, todo.as_record(), [render_forecast(todo)])
     summary = PruneRun(config, console).run()
     out = wide_console()
     out.print(render(summary))
-    inside = f"python -m jobs.inspect {shlex.quote(config.out)}"
-    saying(out)(f"\nlook inside: {inside}")
+    command = f"python -m jobs.inspect {shlex.quote(config.out)}"
+    make_say(out)(f"\nlook inside: {command}")
     limit = config.outside_limit(summary.n_videos)
     if summary.n_outside > limit:
-        failed = f"failed: {summary.n_outside} of {summary.n_videos} videos failed by what is no fault of theirs"
-        remedy = "look at nodes, mounts, credentials and GPUs, then run again with --retry-failed"
-        console.print(f"{failed} (io, bugs, memory of a GPU), more than {limit}: {remedy}", highlight=False)
+        state = f"failed: {summary.n_outside} of {summary.n_videos} videos failed for infrastructure reasons"
+        remedy = "Check nodes, mounts, credentials and GPUs, then rerun with --retry-failed"
+        console.print(f"{state} (I/O, bugs, GPU memory), more than {limit}. {remedy}", highlight=False)
     code = summary.exit_code(config.failure_limit(summary.n_videos), limit)
-    return Done(code, {"out": config.out, **summary.as_record()})
+    return CommandResult(code, {"out": config.out, **summary.as_record()})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from jobs.command import Parser, run_command
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from jobs.frame.rewriting import RewriteOptions, rewrite_cache
 from pipeline.cache.codecs import CODECS
 from pipeline.errors import UsageError
@@ -19,17 +19,17 @@ EPILOG = """\
 example:
   python -m jobs.recode cache --token-codec int4 --out cache-int4
 
-The source is only read, and must hold bfloat16 tokens. The same command again goes on where the last one stopped, and
-takes in what was added to the source since.
+The source is only read, and must have bfloat16 tokens. Rerun the same command to resume, or to add new videos of the
+source.
 
-Exit code: 0 all videos of the source are there; 1 the codec has no scales for a video, a file is damaged, or the store
-failed; 2 usage or refused; 130 interrupted: the same command goes on.
+Exit code: 0 all videos of the source are in --out; 1 the codec has no scales for a video, a file is damaged, or the
+store failed; 2 usage or refused; 130 interrupted: rerun the same command to resume.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecodeConfig(RewriteOptions):
-    """All options of ``python -m jobs.recode``. Raises UsageError for a value that makes no sense."""
+    """All options of ``python -m jobs.recode``. Raises UsageError for an invalid value."""
 
     cache: str | None = option(
         None,
@@ -39,12 +39,12 @@ class RecodeConfig(RewriteOptions):
         group="caches",
     )
     out: str | None = option(None, "the cache to create or to continue", metavar="CACHE")
-    token_codec: str = option("int4", "how tokens are stored there", choices=tuple(CODECS)[1:])
+    token_codec: str = option("int4", "the codec of the new cache", choices=tuple(CODECS)[1:])
 
     def __post_init__(self) -> None:
         check_choices(self)
         if not self.cache or not self.out:
-            raise UsageError("name the cache to read, and with --out the one to make")
+            raise UsageError("name the cache to read, and with --out the cache to make")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(parser, RecodeConfig, _recode, argv)
 
 
-def _recode(config: RecodeConfig, console: Console) -> Done:
-    """Make a cache of another with its tokens in another codec, print what was done, and return the record."""
+def _recode(config: RecodeConfig, console: Console) -> CommandResult:
+    """Rewrite the cache with another codec into ``--out``, print the result, and return its record."""
     from pipeline.rewrite.rewrite import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
     assert config.cache is not None and config.out is not None

@@ -1,4 +1,4 @@
-"""Remove videos from a cache for good: their tokens, and all that the cache says of them."""
+"""Remove videos from a cache for good: their tokens and all their records."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jobs.command import Parser
-from jobs.frame.json_document import Done, add_json
-from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores, saying
+from jobs.frame.json_document import CommandResult, add_json
+from jobs.frame.stores import add_cache, add_keep_minutes, make_say, run_on_stores
 from pipeline.options import read_ids
 
 if TYPE_CHECKING:
     from pipeline.storage.s3 import Objects
 
 EPILOG = """\
-For takedowns, licences, privacy. From the first moment readers refuse the videos by name (RemovedVideo) and no run
-encodes them again. Files that held them are deleted after --keep-minutes, so that readers of other videos go on; the
-command waits for that. The same command ends what was interrupted. Kept indexes, the records and logs of runs, and
-CACHE/repaired/ forget the videos too. What stays is a row with the id, the time and the reason, which bars the id.
+For takedowns, licences, privacy. Readers refuse the videos at once (RemovedVideo), and no run encodes them again. Their
+files are deleted after --keep-minutes, for readers of other videos; the command waits for that. Stored indexes, the
+records and logs of runs, and CACHE/repaired/ are cleaned of the videos too. A row with the id, the time and the reason
+stays, which bars the id.
 
 Exit code: 0 removed; 1 a file is damaged, or the store failed; 2 usage, no cache, or a run writes to it;
-130 interrupted: the same command goes on.
+130 interrupted: rerun the same command to finish.
 """
 
 
@@ -36,22 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_cache(parser)
     parser.add_argument("--ids", required=True, metavar="FILE", help="a video_id a line, as jobs.inspect shows them")
     parser.add_argument("--reason", required=True, metavar="TEXT", help="why; it stays in the cache")
-    add_keep_minutes(parser, "files stay so long for their readers")
+    add_keep_minutes(parser, "keep the videos' files for M minutes for readers of other videos")
     add_json(parser)
     return run_on_stores(parser, argv, _remove)
 
 
-def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
-    """Remove the videos listed in a file, print what was done, and return the record."""
+def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
+    """Remove the videos listed in a file, print the result, and return its record."""
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.verify.moves import remove_videos  # noqa: PLC0415
 
-    store, say = store_at(arguments.cache, objects), saying(console)
+    store, say = store_at(arguments.cache, objects), make_say(console)
     keep = timedelta(minutes=arguments.keep_minutes)
-    done = remove_videos(store, read_ids("ids", arguments.ids), arguments.reason, say, keep)
-    for line in done.lines():
+    result = remove_videos(store, read_ids("ids", arguments.ids), arguments.reason, say, keep)
+    for line in result.lines():
         say(line)
-    return Done(0, {"cache": str(store), **asdict(done)})
+    return CommandResult(0, {"cache": str(store), **asdict(result)})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gstep.methods import OF_A_VIDEO
 from jobs.command import Parser, run_command
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from jobs.frame.rewriting import RewriteOptions, rewrite_cache
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
@@ -21,17 +21,17 @@ example:
   python -m jobs.prune videos/ --pruner none --retention-ratio 1 --evidence fastvid --out whole
   python -m jobs.reprune whole --pruner fastvid --retention-ratio 0.10 --out fastvid-10
 
-What is written is bit for bit what python -m jobs.prune writes, and a run of jobs.prune can go on in it. The same
-command again goes on where the last one stopped, and takes in what was added to WHOLE since.
+The new cache is bit for bit as python -m jobs.prune would write it, and jobs.prune can add videos to it. Rerun the same
+command to resume, or to add new videos of WHOLE.
 
-Exit code: 0 all videos of WHOLE are there; 1 the method could not prune a video, a file is damaged, or the store
-failed; 2 usage or refused; 130 interrupted: the same command goes on.
+Exit code: 0 all videos of WHOLE are in --out; 1 the method could not prune a video, a file is damaged, or the store
+failed; 2 usage or refused; 130 interrupted: rerun the same command to resume.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepruneConfig(RewriteOptions):
-    """All options of ``python -m jobs.reprune``. Raises UsageError for a value that makes no sense."""
+    """All options of ``python -m jobs.reprune``. Raises UsageError for an invalid value."""
 
     whole: str | None = option(
         None, "the cache of all tokens (jobs.prune --pruner none)", positional=True, metavar="WHOLE", group="caches"
@@ -39,7 +39,7 @@ class RepruneConfig(RewriteOptions):
     out: str | None = option(None, "the cache to create or to continue", metavar="CACHE")
     pruner: str = option(
         "gstep",
-        f"pruning method: {', '.join(OF_A_VIDEO)}, or the import path module:Class of one of your own",
+        f"pruning method: {', '.join(OF_A_VIDEO)}, or module:Class of your own",
         metavar="METHOD",
         group="pruning",
     )
@@ -50,12 +50,12 @@ class RepruneConfig(RewriteOptions):
         0.25, "share of the visual tokens that is kept: 0.25 or 25%%", metavar="R", share=True
     )
     seed: int = option(0, "seed of the methods that draw random numbers", metavar="N")
-    token_codec: str = option(BFLOAT16.name, "how tokens are stored", choices=tuple(CODECS))
+    token_codec: str = option(BFLOAT16.name, "the codec of the new cache", choices=tuple(CODECS))
 
     def __post_init__(self) -> None:
         check_choices(self)
         if not self.whole or not self.out:
-            raise UsageError("name the cache to read, and with --out the one to make")
+            raise UsageError("name the cache to read, and with --out the cache to make")
         check_ratio("retention_ratio", self.retention_ratio)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         self.pruner_params()
@@ -71,13 +71,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(parser, RepruneConfig, _reprune, argv)
 
 
-def _reprune(config: RepruneConfig, console: Console) -> Done:
-    """Make a pruned cache of one that holds all tokens, print what was done, and return the record."""
+def _reprune(config: RepruneConfig, console: Console) -> CommandResult:
+    """Prune a cache of all tokens into ``--out``, print the result, and return its record."""
     from pipeline.rewrite.reprune import repruning  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
     assert config.whole is not None and config.out is not None
-    of = (config.pruner, config.pruner_params(), config.retention_ratio, config.seed, config.token_codec, config.out)
-    return rewrite_cache("whole", config.whole, config.out, config, console, lambda source: repruning(source, *of))
+    arguments = (
+        config.pruner,
+        config.pruner_params(),
+        config.retention_ratio,
+        config.seed,
+        config.token_codec,
+        config.out,
+    )
+    return rewrite_cache(
+        "whole", config.whole, config.out, config, console, lambda source: repruning(source, *arguments)
+    )
 
 
 if __name__ == "__main__":

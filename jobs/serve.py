@@ -1,4 +1,4 @@
-"""Serve a cache over HTTP: an OpenAI chat API, by vLLM, in whose messages cache://VIDEO_ID names a cached video."""
+"""Serve a cache over HTTP: an OpenAI chat API by vLLM, whose messages name cached videos as cache://VIDEO_ID."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.serve.config import ServeConfig, check_port
 EPILOG = """\
 A message names a cached video, and the share of its visual tokens, as a video_url:
   {"type": "video_url", "video_url": {"url": "cache://bikes.mp4?retention_ratio=0.1"}}
-Ids are percent-encoded where they have to be. Nothing else is read: no file, no address.
+Ids are percent-encoded if needed. Other files and addresses are never read.
 
 examples:
   python -m jobs.serve cache
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(config: ServeConfig, console: Console) -> int:
-    """Check that the port is free, and serve until interrupted; or print vLLM's own command."""
+    """Check that the port is free, and serve until interrupted; with ``--print-command`` only print vLLM's command."""
     if not config.print_command:
         check_port(config.host, config.port)
     from pipeline.serve.server import serve  # noqa: PLC0415 - --help and a mistyped flag answer at once

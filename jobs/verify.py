@@ -1,4 +1,4 @@
-"""Check that every file of a cache holds what was committed, and list what was left behind; repair it where asked."""
+"""Check every file of a cache against its committed rows, and list orphaned files; repair or clean it if asked."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jobs.command import Parser, count, wide_console
-from jobs.frame.json_document import Done, add_json
-from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores, saying
+from jobs.frame.json_document import CommandResult, add_json
+from jobs.frame.stores import add_cache, add_keep_minutes, make_say, run_on_stores
 from pipeline.options import positive
 
 if TYPE_CHECKING:
     from pipeline.storage.s3 import Objects
 
 EPILOG = """\
-Checked: the header; each videos shard against the hash in its name, and its rows; of each token shard that they name
-the footer, the checksums of all pages, the layout, positions, ranks and the checksum of every video's tokens.
+Checked: the header; each videos shard against the hash in its name, and its rows; each token shard that the rows name:
+its footer, the checksums of all pages, the layout, positions, ranks and the checksum of every video's tokens.
 
-Exit code: 0 all is well (files left behind are a note), after --repair or --clean if asked; 1 something is wrong;
+Exit code: 0 nothing is damaged (orphaned files are a note), after --repair or --clean if asked; 1 something is damaged;
 2 usage, or no cache; 130 interrupted.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check every file of a cache, and repair or clean it where asked; return the exit code."""
+    """Check every file of a cache, and repair or clean it if asked; return the exit code."""
     parser = Parser("python -m jobs.verify", description=__doc__, epilog=EPILOG)
     _add_flags(parser)
-    return run_on_stores(parser, argv, _verify, _wrong, "interrupted: the cache was not read to its end")
+    return run_on_stores(parser, argv, _verify, _find_conflict, "interrupted: the cache was not read to its end")
 
 
-def _wrong(arguments: argparse.Namespace) -> str | None:
-    """Return what is wrong with the flags, if anything."""
+def _find_conflict(arguments: argparse.Namespace) -> str | None:
+    """Return the error message for flags that exclude each other, or None."""
     if arguments.model is not None and not arguments.live:
         return "--model goes with --live"
     if arguments.repair and arguments.live:
         return "--repair and --live do not go together: repair first"
     if arguments.sample and (arguments.repair or arguments.clean):
-        return "--sample goes with neither --repair nor --clean, which need all that is wrong"
+        return "--sample goes with neither --repair nor --clean, which need all damage"
     if arguments.seed < 0:
         return "--seed must not be below 0"
     return None if positive(arguments.log_interval) else "--log-interval must be a positive number"
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command."""
+    """Add the flags of jobs.verify."""
     add_cache(parser)
     parser.add_argument(
         "--jobs", type=count, default=min(8, os.cpu_count() or 1), metavar="N", help="files read at a time"
@@ -64,9 +64,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="give videos whose tokens or rows are damaged a failed row, which jobs.prune --retry-failed does again, "
-        "keep what is sound, then --clean; what was replaced stays in "
-        "CACHE/repaired/",
+        help="give videos with damaged tokens or rows a failed row, which jobs.prune --retry-failed encodes again, "
+        "keep sound videos, then --clean; replaced files stay in CACHE/repaired/",
     )
     _add_sampling(parser)
     add_json(parser)
@@ -74,7 +73,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that draw videos."""
+    """Add the flags that draw random videos."""
     parser.add_argument(
         "--live", type=count, default=0, metavar="K", help="encode K random videos again from their sources"
     )
@@ -83,7 +82,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=0,
         metavar="K",
-        help="read the tokens of K random videos alone, and say how likely that misses damage [all videos]",
+        help="read the tokens of only K random videos, and estimate how likely that misses damage [all videos]",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="with --live and --sample: seed that draws the videos [0]"
@@ -93,7 +92,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -> Done:
+def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
     """Run the verification, print its report, and return the exit code and record."""
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.verify.verify import Verification, verify  # noqa: PLC0415
@@ -102,10 +101,10 @@ def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -
     keep = timedelta(minutes=arguments.keep_minutes)
     request = Verification(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
     report = verify(store_at(arguments.cache, objects), request, console)
-    say = saying(wide_console())
+    say = make_say(wide_console())
     for line in report.lines():
         say(line)
-    return Done(report.exit_code, report.as_record())
+    return CommandResult(report.exit_code, report.as_record())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gstep.lazy import LazyTable, attributes_of
+from gstep.lazy import LazyTable, make_getattr
 
 if TYPE_CHECKING:
     from pipeline.cache.cached_video import CachedVideo
@@ -103,7 +103,7 @@ _HOMES = {
 _PUBLIC = LazyTable("name", {name: f"{module}:{name}" for module, names in _HOMES.items() for name in names})
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
-    __getattr__ = attributes_of(__name__, _PUBLIC)
+    __getattr__ = make_getattr(__name__, _PUBLIC)
 
 
 def __dir__() -> list[str]:  # what a notebook completes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from gstep import PrunedTokens, VisualTokens
-from gstep.errors import gpu_refuses_work, is_out_of_memory
+from gstep.errors import is_gpu_broken, is_out_of_memory
 from gstep.evidence import EVIDENCE_SHAPES
 from gstep.pruners.base import Pruner
 from pipeline.errors import MethodFails, OwnCodeError
@@ -43,7 +43,7 @@ def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, s
 def _may_be_the_gpus(error: Exception) -> bool:
     """Return whether an error says that the GPU failed, or the GPU does so when it is asked."""
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return "CUDA error" in str(error) or (initialized and gpu_refuses_work())
+    return "CUDA error" in str(error) or (initialized and is_gpu_broken())
 
 
 def _place_with_drawn_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> str | None:

@@ -1,9 +1,9 @@
-"""Model families, one a file, and what the pipeline needs of them.
+"""Model families, a file each, which turn frames into visual tokens.
 
-The order of use: :meth:`ModelSource.resolve` on the driver says what a model argument means, without any weights. Of
-``family = family_of(source)``, ``family.preprocessor()`` is for decode processes, ``family.static()`` the few weights
-that a cache header holds, and ``family.load(runtime)`` builds the vision part on a GPU. Everything is imported when it
-is first used, so that importing this package loads neither transformers nor safetensors.
+The order of use: :meth:`ModelSource.resolve` on the driver resolves a model argument, without any weights. Then
+``family = family_of(source)``: ``family.preprocessor()`` is for decode processes, ``family.static()`` reads the few
+weights of a cache header, and ``family.load(runtime)`` builds the vision part on a GPU. All names are imported on first
+use, so that importing this package loads neither transformers nor safetensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gstep.families import FAMILIES
-from gstep.lazy import LazyTable, attributes_of
+from gstep.lazy import LazyTable, make_getattr
 
 if TYPE_CHECKING:
     from gstep.backbones.base import Backbone, ModelFamily, SampledVideo, StaticParts
@@ -64,4 +64,4 @@ def family_of(source: ModelSource) -> ModelFamily:
 
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
-    __getattr__ = attributes_of(__name__, _PUBLIC)
+    __getattr__ = make_getattr(__name__, _PUBLIC)

@@ -19,7 +19,7 @@ from gstep.backbones.preprocess import Preprocessor, as_frames
 from gstep.backbones.runtime import NameRule, Runtime, check_names
 from gstep.backbones.siglip import TextTowerSource
 from gstep.checkpoints.source import ModelSource
-from gstep.checkpoints.tensors import stored_types
+from gstep.checkpoints.tensors import read_tensor_types
 from gstep.errors import ModelError, is_out_of_memory
 from gstep.evidence import HEAD_SOURCES, describe_evidence, name_of
 from gstep.types import VisualTokens
@@ -36,7 +36,7 @@ class StaticParts:
     Attributes:
         hidden_size: D, the width of a visual token.
         newline: [D] on the CPU, in the dtype stored on disk; None for a family without one.
-        deepstack_levels: vectors of D that a token has besides its own.
+        deepstack_levels: the number of further vectors [D] of each token.
     """
 
     hidden_size: int
@@ -48,33 +48,33 @@ class TowerWork(NamedTuple):
     """The matrix products of a vision tower for one T (a frame, or a temporal patch on Qwen).
 
     Attributes:
-        patches: of one T.
-        of_patches: weights by which every patch is multiplied.
-        of_tokens: weights by which every token is multiplied, once patches are merged.
+        patches: patches of one T.
+        patch_weights: weights by which every patch is multiplied.
+        token_weights: weights by which every token is multiplied, after patches are merged.
         attention: operations of queries with keys, and of the result with values, in all layers.
     """
 
     patches: int
-    of_patches: int
-    of_tokens: int
+    patch_weights: int
+    token_weights: int
     attention: int
 
 
 @dataclass(frozen=True)
 class ModelFamily(ABC):
-    """The description of one model of a family, made of its config and preprocessor files.
+    """A model of a family before its weights are loaded, described by its config and preprocessor files.
 
     Attributes:
         source: the model.
 
     Class attributes:
         model_type: its name in the table of families.
-        variant: the family's rules, of methods that have other ones for LLaVA than for Qwen.
-        gives: the evidence it can give besides tokens, as pairs of a name and a source (gstep.evidence).
-        default_max_frames: where frames are sampled by time and nothing else is said.
-        stock_fps: frames a second that the stock processor samples where nothing else is said; None for a count.
-        min_rule: where the stock processor places the least frames that it samples: "rounded" or "stepped", as
-            pipeline.video.sampling explains.
+        variant: "llava" or "qwen", for pruning methods that have different rules for each.
+        gives: the evidence that its encoder can give, as (name, source) of gstep.evidence.
+        default_max_frames: the default limit of frames that are sampled by time.
+        stock_fps: the default frames a second of the stock processor; None if it samples a fixed number.
+        min_rule: the stock processor's rule for the minimum number of frames: "rounded" or "stepped", see
+            pipeline.video.sampling.
     """
 
     source: ModelSource
@@ -87,55 +87,57 @@ class ModelFamily(ABC):
     min_rule: ClassVar[str] = "rounded"
 
     def min_frames(self) -> int:
-        """Return the least frames that the stock processor samples of a clip by time, as far as it has them.
+        """Return the minimum number of frames that the stock processor samples by time from a long enough clip.
 
-        Raises ModelError where the checkpoint's files give no positive number.
+        Raises ModelError if the checkpoint's files have no positive number.
         """
         return 1
 
     @abstractmethod
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> Backbone:
-        """Load the vision part, ready to encode; no weight of the language model is read, and no memory taken for one.
+        """Load the vision part, ready to encode; the language model is neither read nor allocated.
 
-        ``frame_batch`` is how many frames go through at once on a GPU; on a CPU they go one by one, so that tokens
-        never depend on it (:meth:`Backbone.chunk_length`).
+        ``frame_batch`` is the number of frames that a GPU encodes at once. A CPU encodes single frames, so that tokens
+        do not depend on it (:meth:`Backbone.chunk_length`).
 
-        Raises ModelError where weights are missing or have another shape than the config says.
+        Raises ModelError if weights are missing or do not have the shapes of the config.
         """
 
     def empty_tower(self, runtime: Runtime) -> tuple[nn.Module, NameRule] | None:
-        """Build the vision part on the meta device, with the rule that maps names on disk to names in it.
+        """Build the vision part on the meta device; return it with the rule from names on disk to names in it.
 
-        None for a family that does not tell.
+        None for a family that does not implement it; then :meth:`check_tensors` checks nothing.
         """
         return None
 
     def check_tensors(self) -> bool:
-        """Check by names that the checkpoint has the vision part, unquantized; no weight is read or downloaded.
+        """Check by tensor names that the checkpoint has the vision part, unquantized; no weights are read.
 
-        Return False where nothing could be checked: the names are not known here, or the family tells none.
+        Returns False if nothing could be checked: the checkpoint's names are not available without a download, or the
+        family has no :meth:`empty_tower`.
 
-        Raises ModelError, naming some, where tensors are missing or quantized.
+        Raises ModelError, with some names, if tensors are missing or quantized.
         """
-        if (stored := stored_types(self.source)) is None:
+        if (types := read_tensor_types(self.source)) is None:
             return False
-        if (built := self.empty_tower(Runtime("cpu", torch.float32, "sdpa"))) is None:
+        if (tower := self.empty_tower(Runtime("cpu", torch.float32, "sdpa"))) is None:
             return False
-        check_names(self.source.name, *built, stored)
+        check_names(self.source.name, *tower, types)
         return True
 
     @abstractmethod
     def preprocessor(self) -> Preprocessor:
         """Make the picklable preprocessor that the checkpoint's files describe, without weights or transformers.
 
-        Raises ModelError where the files ask for something not implemented.
+        Raises ModelError if the files have a setting that is not implemented.
         """
 
-    def limited(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """Return the same model with other limits of frame size or visual tokens than its preprocessor files set.
+    def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
+        """Return the same model with other limits of frame size or visual tokens than its preprocessor files have.
 
         Args:
-            min_pixels, max_pixels: of a frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL.
+            min_pixels, max_pixels: pixels of a frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL; None
+                keeps the checkpoint's limit.
             max_video_tokens: turns on the stock processors' cap of long videos (cap_pixels_per_frame).
 
         Raises ModelError for a family whose frames have one size, and for limits that exclude each other.
@@ -143,21 +145,20 @@ class ModelFamily(ABC):
         raise ModelError(f"{self.source.name!r} sees every frame at one size: limits of pixels are for Qwen models")
 
     def with_pooling_head(self, siglip: str | Path) -> ModelSource:
-        """Return the same model with the attention-pooling head of a SigLIP checkpoint, which gives evidence.
+        """Return the same model with the attention-pooling head of a SigLIP checkpoint, as a source of evidence.
 
         Args:
-            siglip: a folder with safetensors or a Hugging Face id: the checkpoint that the model's vision tower was
-                made of. "tiny" goes with the tiny LLaVA-OneVision. Only the head is read, here and where the model is
-                loaded.
+            siglip: the checkpoint of the model's vision tower, as a folder with safetensors or a Hugging Face id;
+                "tiny" for the tiny LLaVA-OneVision. Only the head is read, here and when the model is loaded.
 
         Raises ModelError for a family without such a tower, and for a checkpoint without a head that fits.
         """
         raise ModelError(
-            f"{self.source.name!r} has a vision tower of its own: a SigLIP checkpoint is for LLaVA-OneVision"
+            f"{self.source.name!r} has no SigLIP vision tower: a SigLIP checkpoint is for LLaVA-OneVision, leave it out"
         )
 
     def text_tower(self, siglip: str | Path) -> TextTowerSource:
-        """Find the text tower of the SigLIP checkpoint that the vision tower was made of, and its pooling head.
+        """Find the text tower and the pooling head of the SigLIP checkpoint behind the vision tower.
 
         Raises ModelError as :meth:`with_pooling_head` does, and for a checkpoint without a text tower that fits.
         """
@@ -167,34 +168,34 @@ class ModelFamily(ABC):
 
     @classmethod
     def check_gives(cls, evidence: Mapping[str, str]) -> None:
-        """Raise ModelError where no model of this family gives some of the evidence, label -> source."""
+        """Raise ModelError if no model of this family can give some of the evidence, label -> source."""
         if missing := {
             key: source for key, source in evidence.items() if (name_of(key, source), source) not in cls.gives
         }:
             raise ModelError(f"the encoder of {cls.model_type} does not give {describe_evidence(missing)}")
 
     def check_evidence(self, evidence: Mapping[str, str]) -> None:
-        """Raise ModelError where this model, with its pooling head if any, lacks some evidence, label -> source."""
+        """Raise ModelError if this model, with its pooling head if any, cannot give some evidence, label -> source."""
         self.check_gives(evidence)
-        of_head = {name: source for name, source in evidence.items() if source in HEAD_SOURCES}
-        if of_head and self.source.pooling_head is None:
+        head_evidence = {name: source for name, source in evidence.items() if source in HEAD_SOURCES}
+        if head_evidence and self.source.pooling_head is None:
             raise ModelError(
-                f"{describe_evidence(of_head)} must be read from a SigLIP checkpoint, since one of {self.model_type} "
-                "has no such head: name it with --siglip, for the published models google/siglip-so400m-patch14-384"
+                f"{describe_evidence(head_evidence)} needs a SigLIP checkpoint, since {self.model_type} has no such "
+                "head: name it with --siglip, for the published models google/siglip-so400m-patch14-384"
             )
 
     @abstractmethod
     def static(self) -> StaticParts:
-        """Read hidden size, newline row and deepstack levels without building the model; imports no transformers.
+        """Read hidden size, newline row and deepstack levels without building the model or importing transformers.
 
-        Raises ModelError where the checkpoint has no newline row although its family puts one after a video.
+        Raises ModelError if the checkpoint lacks the newline row that its family puts after a video.
         """
 
     @abstractmethod
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return (T, N) for frames of [height, width] pixels, from the config alone.
+        """Compute (T, N) for resized frames of [height, width] pixels, from the config alone.
 
-        T counts frames (temporal patches on Qwen), N the tokens of each; the preprocessor has resized the frames.
+        T counts frames (temporal patches on Qwen), N the tokens of each.
         """
 
     @abstractmethod
@@ -208,23 +209,21 @@ class ModelFamily(ABC):
         ``torch.utils.flop_counter``; the other operations of these towers are memory traffic.
         """
         (T, N), work = self.token_counts(n_frames, height, width), self.tower_work(height, width)
-        return T * (2 * work.patches * work.of_patches + 2 * N * work.of_tokens + work.attention)
+        return T * (2 * work.patches * work.patch_weights + 2 * N * work.token_weights + work.attention)
 
     @abstractmethod
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Return the bytes of all visual tokens and of that evidence (by names) in bfloat16.
+        """Compute the bytes of a video's visual tokens and evidence (names) in bfloat16, from the config alone.
 
-        Frames are as in ``token_counts``.
-
-        Known from the config alone, for planning; a family's default stands in for what the config leaves out.
+        Frames are as in ``token_counts``. Keys that the config lacks have the family's defaults.
         """
 
 
 class ModelExtra(TypedDict, total=False):
-    """The facts about one video that a language model needs besides its tokens, as they are stored: JSON values.
+    """The facts about one video that a language model needs besides its tokens: JSON values, stored in the cache.
 
-    ``grid``, [rows, columns] in which the N tokens of a frame (temporal patch) lie row by row, is always there; a
-    family adds what its positions depend on.
+    ``grid``, [rows, columns] of the N tokens of a frame (temporal patch), is always present. A family adds the facts
+    behind its positions.
     """
 
     grid: list[int]
@@ -242,13 +241,13 @@ class SampledVideo:
     """The sampled frames of one video as an encoder gets them, without their pixels.
 
     Attributes:
-        height: of the resized frames, in pixels.
-        width: likewise.
-        timestamps: seconds from the start of the source, one a frame.
-        start_s: where the clip starts in the source, in seconds; None for its beginning.
+        height: height of the resized frames, in pixels.
+        width: width of the resized frames, in pixels.
+        timestamps: each frame's seconds from the start of the source.
+        start_s: the clip's start in the source, in seconds; None for the source's start.
         fps: average frames a second of the whole source.
         clip_frames: frames of the source inside the clip.
-        clip_fps: frames a second of the clip, where the source's rate varies; None for ``fps``.
+        clip_fps: frames a second of the clip if the source's rate varies; None for ``fps``.
     """
 
     height: int
@@ -261,7 +260,7 @@ class SampledVideo:
 
     @property
     def n_frames(self) -> int:
-        """Sampled frames, repeated ones counted."""
+        """The number of sampled frames, repeated frames included."""
         return len(self.timestamps)
 
     @property
@@ -271,7 +270,7 @@ class SampledVideo:
 
     @property
     def times_in_clip(self) -> list[float]:
-        """Seconds from the start of the clip; 0 for a frame that came up before it and is still on screen."""
+        """Seconds from the start of the clip; 0 for a frame that appeared before it and is still on screen."""
         return [max(0.0, at - (self.start_s or 0.0)) for at in self.timestamps]
 
 
@@ -296,7 +295,7 @@ class Backbone(ABC):
         self.steps = None if self.on_cpu else self._suit_gpu()
 
     def _suit_gpu(self) -> FusedSteps | None:
-        """Change the loaded model to the form that a GPU runs fast (gstep.backbones.gpu_forms); None without one."""
+        """Change the loaded model in place to its fast form on a GPU (gstep.backbones.gpu_forms), or return None."""
         return None
 
     @property
@@ -312,64 +311,64 @@ class Backbone(ABC):
         """D, the width of a visual token."""
 
     def newline(self) -> Tensor | None:
-        """Return the row [D] that follows a video's tokens, on the device in the compute dtype, or None without one."""
+        """Return the row [D] that follows a video's tokens, on the device in the compute dtype; None without it."""
         return None
 
     @abstractmethod
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode consecutive frames of one video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes them, to [T,N,D].
+        """Encode consecutive resized frames of one video, [t,h,w,3] uint8, to tokens [T,N,D] and evidence [T,...].
 
-        The evidence, which was checked, comes with them: [T,...] each in float32.
+        The evidence, label -> source, was checked before; it is float32.
         """
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode several videos, each given and returned as by ``encode_chunk``, where a family can in one pass."""
+        """Encode several videos as by ``encode_chunk``; a family that can does it in one pass of the tower."""
         return [self.encode_chunk(frames, evidence) for frames in videos]
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The layers of the vision tower up to the last one that visual tokens are made from; () without any."""
+        """The layers of the vision tower that visual tokens depend on, in order; () if the family lists none."""
         return ()
 
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
-        """Return the number of frames of [height, width] pixels to encode at once, at most ``frame_batch``."""
+        """Return the number of frames of [height, width] pixels to encode at once, usually at most ``frame_batch``."""
         return frame_batch
 
     def pass_share(self, n_frames: int, height: int, width: int) -> Fraction:
-        """Return the share of one pass of the tower that frames of [height, width] pixels take; above 1 for several."""
+        """Compute the share of one pass of the tower that a video takes; above 1 if it takes several passes."""
         patches = -(-n_frames // self.preprocessor.frames_per_patch)
         length = self.chunk_length(height, width, self.frame_batch)
         return Fraction(patches * self.preprocessor.frames_per_patch, length)
 
     @torch.no_grad()
     def encode(self, frames: Tensor | NDArray[np.uint8], evidence: Mapping[str, str] = _NOTHING) -> VisualTokens:
-        """Encode one video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes it, to [T,N,D] in the compute dtype.
+        """Encode one video of resized frames, [t,h,w,3] uint8, to tokens [T,N,D] in the compute dtype.
 
         T is t, or the number of temporal patches. Frames are encoded in fixed chunks of this one video, so its tokens
-        never depend on which videos were encoded before or beside it, nor on the evidence that is asked for; on a CPU
-        nor on ``frame_batch``. This holds on one machine: other kinds of CPU or GPU round otherwise. A GPU whose memory
-        is full gets chunks of half the size, and so on, for this video.
+        do not depend on other videos nor on the requested evidence; on a CPU not on ``frame_batch`` either. Other kinds
+        of CPU or GPU round differently. If GPU memory runs out, the video is encoded again in chunks of half the size,
+        and so on.
 
         Args:
-            evidence: label -> source (gstep.evidence), as in ``Pruner.sources``: what the result holds besides the
-                tokens, by its label, in float32.
+            frames: frames as ``preprocessor.resize`` makes them.
+            evidence: the evidence to compute too, label -> source, as in ``Pruner.sources``; float32 in the result.
 
-        Raises ValueError for anything but at least one uint8 frame, ModelError for evidence that cannot be given,
-        torch.OutOfMemoryError where even the smallest chunk does not fit.
+        Raises ValueError for anything but at least one uint8 frame, ModelError for evidence that the model cannot give,
+        torch.OutOfMemoryError if even the smallest chunk does not fit.
         """
         self.family.check_evidence(evidence)
         frames_THWC = as_frames(frames)
         if not len(frames_THWC):
             raise ValueError("a video needs at least one frame")
-        # A CPU's library chooses its kernel by a product's shape, and the kernel decides in which order a row's sum is
-        # rounded (oneDNN with AMX in bfloat16, for example). With one frame at a time every product has the same
-        # shape, whatever the video's length or ``frame_batch``; a frame's hundreds of rows keep the cores busy.
+        # A CPU's library chooses its kernel by a product's shape, and the kernel decides the order in which a row's sum
+        # is rounded (oneDNN with AMX in bfloat16, for example). With single frames every product has the same shape,
+        # for any length of video and any ``frame_batch``. A frame's hundreds of rows keep the cores busy.
         _, height, width, _ = frames_THWC.shape
         batch = 1 if self.on_cpu else self.frame_batch
         while True:
             length = self.chunk_length(height, width, batch)
             try:
-                return self._encoded([*torch.split(frames_THWC, length)], evidence)
+                return self._encode_chunks([*torch.split(frames_THWC, length)], evidence)
             except Exception as error:
                 batch = min(batch, length, len(frames_THWC)) // 2
                 if not is_out_of_memory(error) or not batch or self.chunk_length(height, width, batch) >= length:
@@ -382,33 +381,32 @@ class Backbone(ABC):
     ) -> list[VisualTokens]:
         """Encode several small videos in one pass of the tower, each as by :meth:`encode`.
 
-        On a CPU every frame goes alone all the same, so a video's tokens have the same bits whichever videos share its
-        pass. A GPU's library chooses its kernels by the number of rows of the whole pass, so the last bits of a
-        product may depend on it there.
+        A CPU still encodes single frames, so that a video's tokens do not depend on the other videos. A GPU's library
+        chooses its kernels by the number of rows of the whole pass, so the last bits of a product may depend on it.
 
-        Raises as :meth:`encode`, whichever video it concerns, and torch.OutOfMemoryError where the pass does not fit.
+        Raises as :meth:`encode`, for any of the videos, and torch.OutOfMemoryError if the pass does not fit.
         """
         if self.on_cpu or len(videos) == 1:
             return [self.encode(frames, evidence) for frames in videos]
         self.family.check_evidence(evidence)
         return self.encode_pass([as_frames(frames) for frames in videos], evidence)
 
-    def _encoded(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode chunks of frames one after the other into the tensors of the whole video: tokens, evidence, levels."""
+    def _encode_chunks(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
+        """Encode one video's chunks of frames one after the other, into tensors of the whole video."""
         if len(frames) == 1:
             return self.encode_chunk(frames[0], evidence)
-        n_patches, done = sum(-(-len(chunk) // self.preprocessor.frames_per_patch) for chunk in frames), 0
-        wholes: list[Tensor] = []
+        n_patches, start = sum(-(-len(chunk) // self.preprocessor.frames_per_patch) for chunk in frames), 0
+        outputs: list[Tensor] = []
         for chunk in frames:
             visual = self.encode_chunk(chunk, evidence)
             parts = (visual.tokens, *(visual.evidence[name] for name in evidence), *visual.deepstack)
-            wholes = wholes or [part.new_empty((n_patches, *part.shape[1:])) for part in parts]
-            for whole, part in zip(wholes, parts, strict=True):
-                whole[done : done + len(part)] = part
-            done += len(visual.tokens)
-        tokens, *others = wholes
-        return VisualTokens(tokens, dict(zip(evidence, others, strict=False)), tuple(others[len(evidence) :]))
+            outputs = outputs or [part.new_empty((n_patches, *part.shape[1:])) for part in parts]
+            for output, part in zip(outputs, parts, strict=True):
+                output[start : start + len(part)] = part
+            start += len(visual.tokens)
+        tokens, *extras = outputs
+        return VisualTokens(tokens, dict(zip(evidence, extras, strict=False)), tuple(extras[len(evidence) :]))
 
     @abstractmethod
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return the facts about one video that its tokens do not tell."""
+        """Compute the facts about one video that its prompt needs besides the tokens, from its size and times."""

@@ -1,4 +1,4 @@
-"""The base of LLaVA-OneVision and InternVL: every frame has the one size that the vision tower takes."""
+"""The base of LLaVA-OneVision and InternVL: every frame is resized to the fixed size of the vision tower."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class FixedSizeFamily(ModelFamily):
 
     @abstractmethod
     def image_side(self) -> int:
-        """Return the side in pixels of the frames that the vision tower takes, by config.json."""
+        """Return the side in pixels of the vision tower's square frames, from config.json."""
 
     @abstractmethod
     def check_features(self) -> None:
-        """Raise ModelError where config.json takes visual tokens from layers that are not implemented."""
+        """Raise ModelError if config.json takes visual tokens from layers that are not implemented."""
 
     @abstractmethod
     def names_in_memory(self, key: str) -> Sequence[str]:
         """List the names in memory that a name on disk may mean."""
 
     def pixel_defaults(self) -> Mapping[str, Any]:
-        """Return the settings that hold where the checkpoint's file has none."""
+        """Return the preprocessor settings for keys that the checkpoint's file lacks."""
         return DEFAULTS
 
     def empty_tower(self, runtime: Runtime) -> tuple[Any, NameRule]:
@@ -52,8 +52,8 @@ class FixedSizeFamily(ModelFamily):
         if kind != self.video_processor:
             raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
         self.check_features()
-        given = {name: value for name, value in source.preprocessor.items() if value is not None}
-        preprocessor = FixedSizePreprocessor.from_settings({**self.pixel_defaults(), **given})
+        settings = {name: value for name, value in source.preprocessor.items() if value is not None}
+        preprocessor = FixedSizePreprocessor.from_settings({**self.pixel_defaults(), **settings})
         side = self.image_side()
         if (preprocessor.height, preprocessor.width) != (side, side):
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Triton kernels of the element-wise steps of a vision tower, each of which reads and writes its tensors once.
+"""Triton kernels of the element-wise steps of a vision tower; each reads and writes its tensors once.
 
 ``gstep.backbones.gpu_forms`` launches them, and checks them against the stock steps before a tower's first video. They
 compute in float32 and round where the stock steps round. Importing this module needs Triton.
@@ -28,19 +28,19 @@ def norm_kernel(
     ADDED: tl.constexpr,
     CENTRED: tl.constexpr,
 ) -> None:
-    """Normalise rows [S,C]: LayerNorm where CENTRED, else RMSNorm. With ADDED, add ``added`` first and store the sum.
+    """Normalise rows [S,C]: LayerNorm if CENTRED, else RMSNorm. With ADDED, add ``added`` first and store the sum.
 
     Grid: (ceil(S / ROWS),). BLOCK is a power of 2, at least WIDTH.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < n_rows)[:, None] & (column < WIDTH)[None, :]
-    place = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    x = tl.load(x_ptr + place, mask=inside, other=0.0)
+    offset = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    x = tl.load(x_ptr + offset, mask=inside, other=0.0)
     if ADDED:
-        more = tl.load(added_ptr + place, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + more.to(tl.float32)).to(x_ptr.dtype.element_ty)
-        tl.store(sum_ptr + place, x, mask=inside)
+        addend = tl.load(added_ptr + offset, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + addend.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(sum_ptr + offset, x, mask=inside)
     values = x.to(tl.float32)
     if CENTRED:
         mean = tl.sum(values, 1) / WIDTH
@@ -53,7 +53,7 @@ def norm_kernel(
         values = values * weight[None, :] + bias[None, :]
     else:  # the stock RMSNorm rounds before it multiplies by the weight
         values = values.to(out_ptr.dtype.element_ty).to(tl.float32) * weight[None, :]
-    tl.store(out_ptr + place, values.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offset, values.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -69,20 +69,20 @@ def rotate_kernel(
     """Rotate the queries and keys of one row of qkv [S,3,H,E] in place by its angles, [S,E] float32.
 
     Channel e turns with channel e + E/2, whose angle is the same. Grid: (S,). HALF is E/2; BLOCK_HEADS is a power of 2,
-    at least 2 H, and BLOCK_HALF one of at least E/2.
+    at least 2 H, and BLOCK_HALF a power of 2, at least E/2.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)
     channel = tl.arange(0, BLOCK_HALF)
     inside = (head < 2 * HEADS)[:, None] & (channel < HALF)[None, :]
-    place = row * (3 * HEADS * 2 * HALF) + head[:, None] * (2 * HALF) + channel[None, :]
+    offset = row * (3 * HEADS * 2 * HALF) + head[:, None] * (2 * HALF) + channel[None, :]
     angle = row * (2 * HALF) + channel
     cos = tl.load(cos_ptr + angle, mask=channel < HALF, other=0.0)[None, :]
     sin = tl.load(sin_ptr + angle, mask=channel < HALF, other=0.0)[None, :]
-    first = tl.load(qkv_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptr + place + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(qkv_ptr + place, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=inside)
-    tl.store(qkv_ptr + place + HALF, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=inside)
+    first = tl.load(qkv_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv_ptr + offset + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(qkv_ptr + offset, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=inside)
+    tl.store(qkv_ptr + offset + HALF, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

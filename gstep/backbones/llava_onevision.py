@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gstep.backbones.base import Backbone, ModelExtra, SampledVideo, StaticParts, TowerWork
 from gstep.backbones.fixed_size import FixedSizeFamily
 from gstep.backbones.gpu_forms import FusedSteps, suit_llava
-from gstep.backbones.runtime import Runtime, load_weights, observing, rebuild_position_ids
+from gstep.backbones.runtime import Runtime, load_weights, observe_inputs, rebuild_position_ids
 from gstep.backbones.siglip import FrameObserver, PoolingHead, last_layer_evidence, patch_evidence, probe_evidence
 from gstep.checkpoints.source import ModelSource, PoolingHeadSource
 from gstep.checkpoints.tensors import read_tensors
@@ -30,7 +30,7 @@ from gstep.types import VisualTokens
 
 
 class LlavaOnevision(FixedSizeFamily):
-    """The LLaVA-OneVision family: 196 tokens a frame of 384 x 384 pixels, and one newline row a video, kept apart."""
+    """The LLaVA-OneVision family: 196 tokens a frame of 384 x 384 pixels, and a separate newline row for each video."""
 
     model_type = "llava_onevision"
     video_processor = "LlavaOnevisionVideoProcessor"
@@ -58,7 +58,7 @@ class LlavaOnevision(FixedSizeFamily):
         return self._vision("image_size", 384)
 
     def check_features(self) -> None:
-        """Raise ModelError where visual tokens would come from several vision layers; the published models use one."""
+        """Raise ModelError if config.json takes visual tokens from several vision layers; published models take one."""
         layer = self.source.config.get("vision_feature_layer", -1)
         if not isinstance(layer, int) or isinstance(layer, bool):
             raise ModelError(
@@ -84,15 +84,15 @@ class LlavaOnevision(FixedSizeFamily):
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Count (T, N) as :meth:`ModelFamily.token_counts`; the vision tower takes frames of one size only."""
-        return n_frames, _tokens_per_frame(height, self._vision("patch_size", 14))
+        return n_frames, _count_tokens_per_frame(height, self._vision("patch_size", 14))
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count as :meth:`ModelFamily.tower_work`; all patches pass the projector, and are pooled afterwards."""
+        """Count as :meth:`ModelFamily.tower_work`; all patches pass the projector and are pooled afterwards."""
         C, inner, D = self._vision("hidden_size", 1152), self._vision("intermediate_size", 4304), self._text_width()
         patch, depth = self._vision("patch_size", 14), self._vision("num_hidden_layers", 26)
         P = (height // patch) * (width // patch)
-        of_patches = 3 * patch**2 * C + depth * (4 * C**2 + 2 * C * inner) + C * D + D**2
-        return TowerWork(P, of_patches, 0, depth * 4 * P**2 * C)
+        patch_weights = 3 * patch**2 * C + depth * (4 * C**2 + 2 * C * inner) + C * D + D**2
+        return TowerWork(P, patch_weights, 0, depth * 4 * P**2 * C)
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
         channels = self._vision("hidden_size", 1152)
@@ -128,24 +128,25 @@ class LlavaOnevisionBackbone(Backbone):
         """Encode [t,384,384,3] uint8 to [t,196,D]."""
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config
-        tokens_per_frame = _tokens_per_frame(vision.image_size, vision.patch_size)
-        observers = {source: self._observer(source) for source in sorted(set(evidence.values()))}
+        tokens_per_frame = _count_tokens_per_frame(vision.image_size, vision.patch_size)
+        observers = {source: self._make_observer(source) for source in sorted(set(evidence.values()))}
         with ExitStack() as hooks:
             for observer in observers.values():
-                hooks.enter_context(observing(observer.module, observer))
-            # Some versions of transformers append the newline here and some do not: taking so many rows leaves it out.
-            tokens = self._features(pixels)[: len(pixels) * tokens_per_frame]
-        seen = {source: observer.seen() for source, observer in observers.items()}
-        found: dict[str, Tensor] = {}
+                hooks.enter_context(observe_inputs(observer.module, observer))
+            # Some versions of transformers append the newline here: the slice leaves it out.
+            tokens = self._compute_features(pixels)[: len(pixels) * tokens_per_frame]
+        outputs = {source: observer.evidence() for source, observer in observers.items()}
+        evidence_by_label: dict[str, Tensor] = {}
         for key, source in evidence.items():
             name = name_of(key, source)
-            found[key] = seen[source][name] if name in PER_FRAME else self._pooled(seen[source][name])
-        return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size), found)
+            values = outputs[source][name]
+            evidence_by_label[key] = values if name in PER_FRAME else self._pool_patches(values)
+        return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size), evidence_by_label)
 
-    def _features(self, pixels_F3HW: Tensor) -> Tensor:
-        """Compute the pooled features [F*N,D] of frames as the stock get_video_features; a newline may follow.
+    def _compute_features(self, pixels_F3HW: Tensor) -> Tensor:
+        """Compute the pooled features [F*N,D] of frames as the stock get_video_features; a newline row may follow.
 
-        On a GPU the layers run one after the other, since the stock method keeps the states of all of them.
+        On a GPU the layers are called one after the other, because the stock method keeps the states of all layers.
         """
         if self.steps is None:
             features: Tensor = self.model.get_video_features(pixels_F3HW[None], return_dict=True).pooler_output[0]
@@ -163,15 +164,15 @@ class LlavaOnevisionBackbone(Backbone):
         """Encode videos of [t,384,384,3] uint8 together, each to [t,196,D]."""
         lengths = [len(frames) for frames in videos]
         visual = self.encode_chunk(torch.cat([*videos]), evidence)
-        found = {name: torch.split(values, lengths) for name, values in visual.evidence.items()}
+        evidence_by_label = {name: torch.split(values, lengths) for name, values in visual.evidence.items()}
         return [
-            VisualTokens(tokens, {name: parts[place] for name, parts in found.items()})
-            for place, tokens in enumerate(torch.split(visual.tokens, lengths))
+            VisualTokens(tokens, {name: parts[i] for name, parts in evidence_by_label.items()})
+            for i, tokens in enumerate(torch.split(visual.tokens, lengths))
         ]
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The layers of the vision tower up to the last one that visual tokens are made from."""
+        """The layers of the vision tower that visual tokens depend on, in order."""
         layers = self._vision.encoder.layers
         # Hidden state 0 is the input of the first layer, so state k is the output of layer k - 1.
         states = range(len(layers) + 1)
@@ -182,27 +183,27 @@ class LlavaOnevisionBackbone(Backbone):
         """The module that holds the vision tower's embeddings and layers, under one of two names by library version."""
         return getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
 
-    def _observer(self, source: str) -> FrameObserver:
+    def _make_observer(self, source: str) -> FrameObserver:
         """Make the observer that computes the evidence of one source (gstep.evidence) while the tower runs."""
         if source == LAST_LAYER:
             layer: Any = self.layers[-1].self_attn
             return FrameObserver(layer, partial(last_layer_evidence, layer))
         assert source in HEAD_SOURCES and self.pooling_head is not None
-        evidence_of = probe_evidence if source == POOLING_HEAD else patch_evidence
-        return FrameObserver(self.model.multi_modal_projector, partial(evidence_of, self.pooling_head))
+        compute = probe_evidence if source == POOLING_HEAD else patch_evidence
+        return FrameObserver(self.model.multi_modal_projector, partial(compute, self.pooling_head))
 
-    def _pooled(self, values_TSE: Tensor) -> Tensor:
-        """Pool values of all 27 x 27 patches, [T,S] or [T,S,E], to the grid of tokens as the stock model does."""
+    def _pool_patches(self, values_TSE: Tensor) -> Tensor:
+        """Pool values of all 27 x 27 patches, [T,S] or [T,S,E], to the N tokens of a frame, as the stock model does."""
         pooled: Tensor = self.model.apply_pooling(values_TSE.reshape(*values_TSE.shape[:2], -1))
         return pooled.reshape(len(pooled), -1, *values_TSE.shape[2:])
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return the grid alone: the positions of this family are just counted."""
+        """Return the grid alone: positions of this family depend on nothing else."""
         vision = self.model.config.vision_config
-        side = math.isqrt(_tokens_per_frame(vision.image_size, vision.patch_size))
+        side = math.isqrt(_count_tokens_per_frame(vision.image_size, vision.patch_size))
         return {"grid": [side, side]}
 
 
-def _tokens_per_frame(image_size: int, patch_size: int) -> int:
+def _count_tokens_per_frame(image_size: int, patch_size: int) -> int:
     """Count the tokens of a square frame: its grid of patches, pooled to half its side."""
     return math.ceil(image_size // patch_size / 2) ** 2

@@ -1,4 +1,4 @@
-"""How well positions in time, which count evenly from patch to patch, fit the frames that were taken."""
+"""The check of positions in time, which advance evenly from patch to patch, against the times of the sampled frames."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gstep.backbones.base import ModelExtra
 
 
 class PositionFaults(NamedTuple):
-    """The temporal patches of a video whose positions tell their times wrongly; None where positions tell no times.
+    """The number of temporal patches of a video with wrong positions in time; None if positions do not encode times.
 
     Attributes:
-        uneven: patches that lie a whole position or more from where even spacing puts them.
-        shared: patches at the position of the patch before, since there are fewer positions than patches.
+        uneven: patches whose time lies at least a whole position from their evenly spaced position.
+        shared: patches at the position of the patch before, because there are fewer positions than patches.
     """
 
     uneven: int | None
@@ -23,23 +23,24 @@ class PositionFaults(NamedTuple):
 
 
 def position_faults(extra: ModelExtra, timestamps: Sequence[float], *, even: bool) -> PositionFaults:
-    """Count the patches whose positions in time do not tell their times.
+    """Count the patches whose positions in time do not fit their times.
 
-    Positions are those of get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py), which multiplies
-    the number of a patch by one interval for all of a video. It stays so; this says what comes of it.
+    Positions follow get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py), which multiplies the
+    index of a patch by a constant interval. This function does not change positions; it reports the error.
 
     Args:
         timestamps: seconds of each sampled frame.
-        even: whether the frames were taken at even times, so that what was on screen may have come up earlier.
+        even: True if frames were sampled at even times. No patch is then uneven: a timestamp is the time at which a
+            frame appeared on screen, which may lie before its sampling time.
     """
     if "tokens_per_second" not in extra:
         return PositionFaults(None, None)
     starts = np.asarray(timestamps[:: extra["temporal_patch_size"]], np.float64)
     interval = extra["tokens_per_second"] * extra["second_per_grid_ts"]
-    counted = np.arange(len(starts)) * interval
-    shared = int((np.diff(np.floor(counted)) == 0).sum())
+    position = np.arange(len(starts)) * interval
+    shared = int((np.diff(np.floor(position)) == 0).sum())
     span = float(starts[-1] - starts[0])
     if even or not span:
         return PositionFaults(0, shared)
-    fitting = (starts - starts[0]) / span * counted[-1]
-    return PositionFaults(int((np.abs(fitting - counted) >= 1).sum()), shared)
+    expected = (starts - starts[0]) / span * position[-1]
+    return PositionFaults(int((np.abs(expected - position) >= 1).sum()), shared)

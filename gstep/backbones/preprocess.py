@@ -1,13 +1,13 @@
-"""Decoded frames -> pixel values, exactly as the stock video processors of transformers make them, in plain torch.
+"""Conversion of decoded frames to pixel values, bit for bit as the stock video processors of transformers, in torch.
 
-The stock processors need torchvision; this module needs torch alone, so that decode processes stay light. Resizing
-happens where frames are decoded (uint8 in, uint8 out); normalising happens on the GPU, where the floats are used.
+The stock processors need torchvision; this module needs torch alone, so that decode processes stay light. Frames are
+resized in the decode process (uint8 in, uint8 out) and normalised on the GPU, which uses the floats.
 
 Qwen2.5-VL and Qwen3-VL keep a video's shape and choose its size by its pixels: Qwen2.5-VL counts the pixels of a frame,
-Qwen3-VL the pixels of the whole video. Sides are multiples of a token's (28 or 32 pixels). Two frames make one temporal
-patch; an odd last frame is repeated. Follows Qwen2VLVideoProcessor and Qwen3VLVideoProcessor (transformers 5.23,
-models/qwen2_vl and qwen3_vl, video_processing_*.py), whose patches come in the order of tokens: the 2 x 2 patches of a
-token lie side by side.
+Qwen3-VL the pixels of the whole video. Sides are multiples of a token's side (28 or 32 pixels). Two frames make one
+temporal patch; an odd last frame is repeated. Follows Qwen2VLVideoProcessor and Qwen3VLVideoProcessor (transformers
+5.23, models/qwen2_vl and qwen3_vl, video_processing_*.py). Patches are in the order of tokens: the 2 x 2 patches of a
+token are adjacent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, as preprocessor files write it
 
-# What this module implements, for every setting that changes pixel values. Another value is refused, never ignored.
+# The implemented values of every setting that changes pixel values. Other values are refused, never ignored.
 _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "do_resize": (True,),
     "do_rescale": (True,),
@@ -41,11 +41,11 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Preprocessor(ABC):
-    """The rule that makes pixel values of a video's frames. Plain data: it pickles, and never imports transformers.
+    """The rule from a video's frames to pixel values. Plain data: it pickles, and never imports transformers.
 
     Attributes:
-        image_mean: per channel, in units of a pixel value scaled to [0, 1].
-        image_std: likewise.
+        image_mean: each channel's mean, for pixel values scaled to [0, 1].
+        image_std: each channel's standard deviation, for pixel values scaled to [0, 1].
     """
 
     image_mean: tuple[float, float, float]
@@ -58,16 +58,16 @@ class Preprocessor(ABC):
 
     @abstractmethod
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) in pixels to which a video of ``n_frames`` frames of [height, width] is resized.
+        """Choose the (height, width) in pixels to which ``n_frames`` frames of [height, width] are resized.
 
-        Raises UnsupportedVideo where the model takes no video of this shape.
+        Raises UnsupportedVideo if the model takes no video of this shape.
         """
 
     def resize(self, frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
-        """Resize [T,H,W,3] uint8 RGB to [T,h,w,3] uint8 on the CPU, bicubic with antialias, bit for bit as the stock.
+        """Resize [T,H,W,3] uint8 RGB to [T,h,w,3] uint8 on the CPU, bit for bit as the stock processor.
 
-        A frame's result does not depend on the other frames, so a video may be resized in chunks.
-        Raises ValueError where ``frames`` is not uint8 [T,H,W,3].
+        A frame's result does not depend on other frames, so a video may be resized in chunks.
+        Raises ValueError if ``frames`` is not uint8 [T,H,W,3].
         """
         return resize_frames(frames, size)
 
@@ -75,7 +75,7 @@ class Preprocessor(ABC):
         """Normalise [t,h,w,3] uint8 to [t,3,h,w] on ``device``: (x - 255 mean) / (255 std) in float32, then cast."""
         import torch  # noqa: PLC0415
 
-        # The factor is folded into mean and std as the stock does: dividing x by 255 first is off by 5e-7.
+        # The factor is folded into mean and std as in the stock processor: dividing x by 255 first is off by 5e-7.
         scale = 1.0 / (1 / 255)
         mean, std = (
             (torch.tensor(value, dtype=torch.float32, device="cpu") * scale).to(device)[:, None, None]
@@ -85,7 +85,7 @@ class Preprocessor(ABC):
         return pixels.sub_(mean).div_(std).to(dtype).contiguous()
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that decides the pixel values, JSON-able, for the fingerprint of a cache."""
+        """Return all settings that determine the pixel values, JSON-able, for the fingerprint of a cache."""
         return {
             "resize": "bicubic antialias uint8",
             "image_mean": list(self.image_mean),
@@ -106,16 +106,19 @@ def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> 
         return frames_THWC
     frames_TCHW = frames_THWC.permute(0, 3, 1, 2)
     # uint8 in, uint8 out: torch rounds after each of the two passes, as torchvision does; floats would differ.
-    resized = interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True, align_corners=False)
-    return resized.permute(0, 2, 3, 1).contiguous()
+    frames_TChw = interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True, align_corners=False)
+    return frames_TChw.permute(0, 2, 3, 1).contiguous()
 
 
 def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
-    """Convert ``frames`` to a uint8 tensor [T,H,W,3]. Raises ValueError where they are anything else."""
+    """Check ``frames``, uint8 [T,H,W,3], and return them as a tensor; a read-only array is copied.
+
+    Raises ValueError for another dtype or shape.
+    """
     import torch  # noqa: PLC0415
 
     if isinstance(frames, np.ndarray):
-        # Arrays from the object store are read-only, which torch cannot represent, so it gets a copy.
+        # Arrays from the object store are read-only, which torch cannot represent.
         frames = torch.from_numpy(frames if frames.flags.writeable else frames.copy())
     if frames.dtype != torch.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
         raise ValueError(f"frames must be uint8 [T,H,W,3], got {frames.dtype} {list(frames.shape)}")
@@ -123,7 +126,7 @@ def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ModelError for a preprocessor setting that changes pixel values in a way not implemented here."""
+    """Raise ModelError if a preprocessor setting that changes pixel values has a value that is not implemented."""
     for name, implemented in _IMPLEMENTED.items():
         value = settings.get(name, implemented[0])
         if value not in implemented:
@@ -136,7 +139,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """Read the setting ``name`` as three floats, one a channel. Raises ModelError where it is something else."""
+    """Read the setting ``name`` as three floats, one for each channel. Raises ModelError for any other value."""
     value = settings[name]
     if not (isinstance(value, list | tuple) and len(value) == 3):
         raise ModelError(f"the preprocessor setting {name}={value!r} is not three numbers, one a colour channel")
@@ -146,7 +149,7 @@ def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, fl
 
 @dataclass(frozen=True)
 class FixedSizePreprocessor(Preprocessor):
-    """A preprocessor that resizes every frame to one size, whatever its shape (LLaVA-OneVision: 384 x 384)."""
+    """A preprocessor that resizes every frame to a fixed size, without regard to its shape."""
 
     height: int
     width: int
@@ -175,7 +178,7 @@ class FixedSizePreprocessor(Preprocessor):
 
 
 MAX_ASPECT_RATIO = 200
-# The cap of a long video: at least so many times min_pixels a frame, and such a share of max_video_tokens.
+# The cap of a long video: at least _FLOOR times min_pixels a frame, and at most _SHARE of max_video_tokens.
 _FLOOR, _SHARE = 1.05, 0.9
 
 
@@ -187,9 +190,9 @@ class DynamicSizePreprocessor(Preprocessor):
         patch_size: pixels of a patch's side.
         temporal_patch_size: frames of a patch.
         merge_size: patches of a token's side.
-        min_pixels: ``size["shortest_edge"]`` of the settings: of a frame (Qwen2.5-VL) or of a video (Qwen3-VL).
-        max_pixels: ``size["longest_edge"]``, likewise.
-        max_video_tokens: what the cap of long videos goes by; None without ``cap_pixels_per_frame``.
+        min_pixels: ``size["shortest_edge"]`` of the settings: pixels of a frame (Qwen2.5-VL) or a video (Qwen3-VL).
+        max_pixels: ``size["longest_edge"]``, in the same unit.
+        max_video_tokens: the tokens that cap the frame size of long videos; None without ``cap_pixels_per_frame``.
     """
 
     patch_size: int
@@ -210,7 +213,7 @@ class DynamicSizePreprocessor(Preprocessor):
         if not (isinstance(size, Mapping) and set(size) == {"shortest_edge", "longest_edge"}):
             raise ModelError(
                 f"the preprocessor setting size={size!r} is not implemented: it must give shortest_edge and "
-                "longest_edge, the least and the most pixels"
+                "longest_edge, the minimum and maximum of pixels"
             )
         # Unset means no cap: transformers 5.23 still does so, although it announced a change for an earlier version.
         capped = bool(settings.get("cap_pixels_per_frame"))
@@ -237,17 +240,20 @@ class DynamicSizePreprocessor(Preprocessor):
 
     @abstractmethod
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) in pixels, multiples of ``factor``. Raises UnsupportedVideo for shapes not taken."""
+        """Choose (height, width) in pixels, multiples of ``factor``. Raises UnsupportedVideo for unsupported shapes."""
 
     def grid_thw(self, n_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Return (T, H, W) in patches of ``n_frames`` resized frames of [height, width] pixels."""
+        """Count the patches (T, H, W) of ``n_frames`` resized frames of [height, width] pixels."""
         return -(-n_frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
 
     def patches(self, frames: Tensor | NDArray[np.uint8], device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        """Cut [t,h,w,3] uint8 into [T*H*W, 3*temporal_patch_size*patch_size**2] on ``device``, in order of tokens."""
+        """Normalise resized frames [t,h,w,3] uint8 and cut them into patches, in order of tokens, on ``device``.
+
+        The result is [T*H*W, 3*temporal_patch_size*patch_size**2]. The last frame is repeated to fill a patch.
+        """
         pixels = self.normalise(frames, device, dtype)
         if missing := -len(pixels) % self.temporal_patch_size:
-            import torch  # noqa: PLC0415 - it made the pixels, so it is loaded
+            import torch  # noqa: PLC0415 - loaded already, since the pixels exist
 
             pixels = torch.cat([pixels, pixels[-1:].expand(missing, -1, -1, -1)])
         T, H, W = self.grid_thw(len(pixels), *pixels.shape[2:])
@@ -266,28 +272,28 @@ class DynamicSizePreprocessor(Preprocessor):
 
 
 class PerFramePreprocessor(DynamicSizePreprocessor):
-    """The preprocessor of Qwen2.5-VL, whose pixel limits are those of one frame."""
+    """The preprocessor of Qwen2.5-VL, whose pixel limits apply to each frame."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) in pixels, multiples of ``factor``.
 
         Raises UnsupportedVideo above an aspect ratio of 200.
         """
-        most = self.max_pixels
+        limit = self.max_pixels
         if self.max_video_tokens is not None:
             total = int(self.max_video_tokens * self.factor * self.factor * _SHARE)
-            most = max(min(most, total * self.temporal_patch_size // n_frames), int(self.min_pixels * _FLOOR))
+            limit = max(min(limit, total * self.temporal_patch_size // n_frames), int(self.min_pixels * _FLOOR))
         check_shape(height, width)
-        return fit(height, width, 1, 1, self.factor, self.min_pixels, most)
+        return fit_size(height, width, 1, 1, self.factor, self.min_pixels, limit)
 
 
 class PerVideoPreprocessor(DynamicSizePreprocessor):
-    """The preprocessor of Qwen3-VL, whose pixel limits are those of all sampled frames together."""
+    """The preprocessor of Qwen3-VL, whose pixel limits apply to all sampled frames together."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) in pixels, multiples of ``factor``.
 
-        Raises UnsupportedVideo above an aspect ratio of 200, TooFewFrames for fewer than a temporal patch has.
+        Raises UnsupportedVideo above an aspect ratio of 200, TooFewFrames for fewer frames than a temporal patch.
         """
         times = self.temporal_patch_size
         if n_frames < times:
@@ -295,19 +301,19 @@ class PerVideoPreprocessor(DynamicSizePreprocessor):
                 f"the model takes no video of fewer than {times} sampled frames, this one has {n_frames}: sample more, "
                 "or take a longer clip"
             )
-        most = self.max_pixels
+        limit = self.max_pixels
         if self.max_video_tokens is not None:
-            of_a_frame = min(self.max_video_tokens * self.factor * self.factor, most // n_frames)
-            most = max(of_a_frame, int(self.min_pixels * _FLOOR)) * n_frames
+            frame_limit = min(self.max_video_tokens * self.factor * self.factor, limit // n_frames)
+            limit = max(frame_limit, int(self.min_pixels * _FLOOR)) * n_frames
         if height < self.factor or width < self.factor:
             scale = max(self.factor / height, self.factor / width)
             height, width = int(height * scale), int(width * scale)
         check_shape(height, width)
-        return fit(height, width, n_frames, round(n_frames / times) * times, self.factor, self.min_pixels, most)
+        return fit_size(height, width, n_frames, round(n_frames / times) * times, self.factor, self.min_pixels, limit)
 
 
 def check_shape(height: int, width: int) -> None:
-    """Raise UnsupportedVideo if a frame's aspect ratio is above 200, the most that the models take."""
+    """Raise UnsupportedVideo if a frame's aspect ratio is above MAX_ASPECT_RATIO, the limit of the models."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         raise UnsupportedVideo(
@@ -316,15 +322,15 @@ def check_shape(height: int, width: int) -> None:
         )
 
 
-def fit(
-    height: int, width: int, n_frames: int, n_counted: int, factor: int, min_pixels: int, max_pixels: int
+def fit_size(
+    height: int, width: int, n_frames: int, n_bounded: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Return (height, width) as smart_resize of both stock processors does: multiples of ``factor``, pixels in bounds.
+    """Choose (height, width) like smart_resize of both stock processors: multiples of ``factor``, pixels in bounds.
 
-    ``n_counted`` is the number of frames that the bounds apply to, ``n_frames`` the one that the scale goes by.
+    The bounds apply to ``n_bounded`` frames together; the scale is computed for ``n_frames``.
     """
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    pixels = n_counted * rows * columns
+    pixels = n_bounded * rows * columns
     if pixels > max_pixels:
         scale = math.sqrt((n_frames * height * width) / max_pixels)
         rows = max(factor, math.floor(height / scale / factor) * factor)
@@ -337,7 +343,7 @@ def fit(
 
 
 def positive_count(settings: Mapping[str, Any], name: str) -> int:
-    """Return the setting ``name`` if it is a positive integer, else raise ModelError."""
+    """Read the setting ``name``, a positive integer. Raises ModelError for any other value."""
     value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"the preprocessor setting {name}={value!r} is not implemented: it must be a positive integer")

@@ -52,18 +52,18 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
     )
 
     def tower_order(self, rows: int, columns: int, vision: PretrainedConfig) -> Tensor:
-        """Order the tokens of a frame window by window, and in each row by row; windows at the edges are smaller."""
+        """Order the tokens of a frame window by window, row by row in each; windows at the edges are smaller."""
         window = vision.window_size // vision.patch_size // vision.spatial_merge_size
         row_N1 = torch.arange(rows, device="cpu")[:, None] // window
         column_1N = torch.arange(columns, device="cpu")[None] // window
         return torch.argsort((row_N1 * columns + column_1N).flatten(), stable=True)
 
-    def _attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
-        """Count the products of attention in all layers for one temporal patch: a few layers attend to it whole.
+    def _count_attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
+        """Count the operations of attention in all layers for one temporal patch.
 
-        The others attend within windows.
+        A few layers attend to the whole patch, all other layers within windows.
         """
-        whole = super()._attention_flops(vision, height, width) // vision["depth"]
+        whole = super()._count_attention_flops(vision, height, width) // vision["depth"]
         side = vision["window_size"] // vision["patch_size"]
         rows, columns = (
             [min(side, n - start) for start in range(0, n, side)]
@@ -74,10 +74,10 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         return int(n_whole * whole + (vision["depth"] - n_whole) * windowed)
 
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
-        """Return the time scale: a patch advances positions by second_per_grid_ts * tokens_per_second, never rounded.
+        """Return the time scale: a patch advances positions by second_per_grid_ts * tokens_per_second, unrounded.
 
-        As Qwen2_5_VLProcessor makes it of VideoMetadata.sampled_fps (models/qwen2_5_vl/processing_qwen2_5_vl.py); where
-        the source's rate varies, by the seconds of the clip.
+        It is computed from VideoMetadata.sampled_fps like in Qwen2_5_VLProcessor
+        (models/qwen2_5_vl/processing_qwen2_5_vl.py), or from the clip's seconds if the source's rate varies.
         """
         return {
             "second_per_grid_ts": vision.temporal_patch_size / video.sampled_fps,
@@ -85,13 +85,13 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         }
 
     @classmethod
-    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return ``settings`` with ``size`` made of min_pixels and max_pixels where a file gives them, as old files do.
+    def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return ``settings`` with min_pixels and max_pixels, the keys of old files, moved into ``size``.
 
         They win over ``size``, as in Qwen2VLVideoProcessor.__init__.
         """
         size = settings["size"]
-        for old, new in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-            if settings.get(old) is not None and isinstance(size, Mapping):
-                size = {**{name: value for name, value in size.items() if name != old}, new: settings[old]}
+        for former, key in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if settings.get(former) is not None and isinstance(size, Mapping):
+                size = {**{name: value for name, value in size.items() if name != former}, key: settings[former]}
         return {**settings, "size": size}

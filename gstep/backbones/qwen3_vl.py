@@ -42,15 +42,16 @@ class Qwen3VL(QwenVL):
         "max_video_tokens": 768,
     }
     video_processor = "Qwen3VLVideoProcessor"
-    # No video processor bears these names, so the model type decides. For Qwen2VLImageProcessor, without Fast, one
-    # does: transformers would size the frames by the rules of Qwen2.5-VL.
+    # No video processor has these names, so the model type decides. Qwen2VLImageProcessor, without Fast, does have a
+    # video processor: transformers would size the frames by the rules of Qwen2.5-VL.
     image_processors = ("Qwen2VLImageProcessorFast", "Qwen3VLImageProcessor", "Qwen3VLImageProcessorFast")
 
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
         """Return the seconds that the prompt writes before each temporal patch, and the number of deepstack levels.
 
-        A patch's time is the mean of its first and last frame's, the last frame standing in for missing ones, as in
-        Qwen3VLProcessor._calculate_timestamps (models/qwen3_vl/processing_qwen3_vl.py); from the start of the clip.
+        A patch's time is the mean of its first and last frame's times, in seconds of the clip, as in
+        Qwen3VLProcessor._calculate_timestamps (models/qwen3_vl/processing_qwen3_vl.py). The last frame stands in for
+        missing frames.
         """
         times = video.times_in_clip
         frames = vision.temporal_patch_size
@@ -61,11 +62,8 @@ class Qwen3VL(QwenVL):
         }
 
     @classmethod
-    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return ``settings`` as they are.
-
-        Raises ModelError for min_pixels and max_pixels, which the stock class ignores.
-        """
+    def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return ``settings`` unchanged; raise ModelError for min_pixels and max_pixels, ignored by the stock class."""
         for name in ("min_pixels", "max_pixels"):
             if name in settings:
                 raise ModelError(
@@ -87,9 +85,9 @@ class Qwen3_5(Qwen3VL):  # noqa: N801 - the family's name
     model_type = "qwen3_5"
     vision_defaults: ClassVar[Mapping[str, Any]] = {**Qwen3VL.vision_defaults, "deepstack_visual_indexes": ()}
 
-    def _vision(self) -> dict[str, Any]:
-        """Return the vision part of config.json; the stock tower has no levels, whatever the file lists."""
-        return super()._vision() | {"deepstack_visual_indexes": ()}
+    def _vision_config(self) -> dict[str, Any]:
+        """Return the vision part of config.json without deepstack levels, which the stock tower ignores."""
+        return super()._vision_config() | {"deepstack_visual_indexes": ()}
 
 
 class Qwen3_5Moe(Qwen3_5):  # noqa: N801 - the family's name
@@ -99,6 +97,6 @@ class Qwen3_5Moe(Qwen3_5):  # noqa: N801 - the family's name
 
 
 class Qwen4Exp(Qwen3_5):
-    """The Qwen4-Exp family: the tower of Qwen3.5. Its language model reads n-grams of token ids, and is not asked."""
+    """The Qwen4-Exp family: the tower of Qwen3.5. Its language model reads n-grams of token ids: unsupported."""
 
     model_type = "qwen4_exp"

@@ -1,8 +1,7 @@
-"""The base of Qwen2.5-VL and Qwen3-VL: temporal patches, dynamic sizes, and a vision tower that is loaded by itself.
+"""The base of Qwen2.5-VL and Qwen3-VL: temporal patches, dynamic sizes, and a vision tower without its language model.
 
-Every temporal patch attends within itself alone (cu_seqlens of the stock towers), so a video may be encoded in chunks
-of whole patches. Qwen2.5-VL's tower works in the order of its windows and puts its ``pooler_output``, and that alone,
-back into spatial order.
+Every temporal patch attends only to itself (cu_seqlens of the stock towers), so a video may be encoded in chunks of
+whole patches. Qwen2.5-VL's tower works in the order of its windows; only its ``pooler_output`` is in spatial order.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from gstep.backbones.runtime import (
     empty_model,
     load_weights,
     merged_attention,
-    observing,
+    observe_inputs,
     rotated,
     split_heads,
 )
@@ -40,10 +39,10 @@ from gstep.types import VisualTokens
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Vision patches in one pass of the tower, which bounds its memory whatever the size of the frames: 12 temporal patches
-# of full HD in patches of 14 pixels. A temporal patch that is larger than all of it goes alone.
+# Vision patches in one pass of the tower, which bounds its memory for any size of frames: 12 temporal patches of full
+# HD in patches of 14 pixels. A larger temporal patch takes a pass alone.
 PATCHES_AT_ONCE = 2**17
-_KNOWN_GRIDS = 8  # passes whose positions and pieces a GPU keeps, at most 14 MB each
+_MAX_CACHED_GRIDS = 8  # passes whose positions and pieces stay cached on a GPU, at most 14 MB each
 _MIN_FRAMES = 4  # class default of both stock video processors
 
 
@@ -74,35 +73,35 @@ class QwenVL(ModelFamily):
         return QwenBackbone(self, tower, preprocessor, runtime, frame_batch)
 
     def empty_tower(self, runtime: Runtime) -> tuple[nn.ModuleDict, NameRule]:
-        # Under the name "visual", so that an error names missing weights as they are called on disk.
+        # Under the name "visual", so that an error has the names of missing weights on disk.
         tower = empty_model(self.source.stock_config().vision_config, runtime)
         return nn.ModuleDict({"visual": tower}), _names_in_memory
 
     def preprocessor(self) -> DynamicSizePreprocessor:
         self._check_processor()
-        source, vision = self.source, self._vision()
-        given = {name: value for name, value in source.preprocessor.items() if value is not None}
-        settings = self._pixel_bounds({**self.pixel_defaults, **given})
-        for ours, theirs in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size")):
-            if settings[ours] != (there := vision[theirs]):
+        source, vision = self.source, self._vision_config()
+        overrides = {name: value for name, value in source.preprocessor.items() if value is not None}
+        settings = self._convert_pixel_bounds({**self.pixel_defaults, **overrides})
+        for setting, key in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size")):
+            if settings[setting] != (value := vision[key]):
                 raise ModelError(
-                    f"{source.name!r}: the preprocessor setting {ours}={settings[ours]!r} does not fit the vision "
-                    f"tower's {theirs}={there!r} in config.json"
+                    f"{source.name!r}: the preprocessor setting {setting}={settings[setting]!r} does not fit the "
+                    f"vision tower's {key}={value!r} in config.json"
                 )
         return self.preprocessor_class.from_settings(settings)
 
     def min_frames(self) -> int:
-        given = self.source.preprocessor.get("min_frames")
-        return _MIN_FRAMES if given is None else positive_count(self.source.preprocessor, "min_frames")
+        n_frames = self.source.preprocessor.get("min_frames")
+        return _MIN_FRAMES if n_frames is None else positive_count(self.source.preprocessor, "min_frames")
 
-    def limited(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """Return the source with these limits in its preprocessor's settings; None keeps the checkpoint's own.
+    def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
+        """Return the model with these limits in its preprocessor settings; None keeps the checkpoint's limit.
 
-        ``max_video_tokens`` turns on the cap of pixels a frame. Raises ModelError where the least exceeds the most.
+        ``max_video_tokens`` turns on the cap of pixels a frame. Raises ModelError if the minimum exceeds the maximum.
         """
-        source, now = self.source, self.preprocessor()
-        low = now.min_pixels if min_pixels is None else min_pixels
-        high = now.max_pixels if max_pixels is None else max_pixels
+        source, preprocessor = self.source, self.preprocessor()
+        low = preprocessor.min_pixels if min_pixels is None else min_pixels
+        high = preprocessor.max_pixels if max_pixels is None else max_pixels
         if low > high:
             raise ModelError(f"{source.name!r}: frames cannot have at least {low} and at most {high} pixels")
         settings = {k: v for k, v in source.preprocessor.items() if k not in ("min_pixels", "max_pixels")}
@@ -112,32 +111,32 @@ class QwenVL(ModelFamily):
         return replace(source, preprocessor=settings)
 
     def static(self) -> StaticParts:
-        vision = self._vision()
+        vision = self._vision_config()
         return StaticParts(int(vision["out_hidden_size"]), None, len(vision.get("deepstack_visual_indexes", ())))
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        vision = self._vision()
+        vision = self._vision_config()
         side = vision["patch_size"] * vision["spatial_merge_size"]
         return -(-n_frames // vision["temporal_patch_size"]), (height // side) * (width // side)
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count as :meth:`ModelFamily.tower_work`; deepstack levels have mergers of their own."""
-        vision = self._vision()
+        """Count as :meth:`ModelFamily.tower_work`; each deepstack level has its own merger."""
+        vision = self._vision_config()
         C, inner, merged = vision["hidden_size"], vision["intermediate_size"], vision["spatial_merge_size"] ** 2
         P = merged * self.token_counts(1, height, width)[1]
         embedding = 3 * vision["patch_size"] ** 2 * vision["temporal_patch_size"] * C
         layers = vision["depth"] * (4 * C**2 + self.mlp_products * C * inner)
         merger = merged * C * (merged * C + vision["out_hidden_size"])
         mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
-        return TowerWork(P, embedding + layers, mergers * merger, self._attention_flops(vision, height, width))
+        return TowerWork(P, embedding + layers, mergers * merger, self._count_attention_flops(vision, height, width))
 
-    def _attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
-        """Count the products of queries, keys and values in all layers, for one temporal patch."""
+    def _count_attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
+        """Count the operations of attention in all layers for one temporal patch."""
         P = (height // vision["patch_size"]) * (width // vision["patch_size"])
         return int(vision["depth"] * 4 * P**2 * vision["hidden_size"])
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Estimate the bytes of a video's tokens; the evidence of these families is one number a token."""
+        """Compute as :meth:`ModelFamily.token_bytes`; the evidence of these families is one number a token."""
         static, (T, N) = self.static(), self.token_counts(n_frames, height, width)
         return int(T * N * 2 * (static.hidden_size * (1 + static.deepstack_levels) + len(evidence)))
 
@@ -146,23 +145,23 @@ class QwenVL(ModelFamily):
         """Return the facts that token positions depend on besides the grid; ``vision`` is the tower's configuration."""
 
     def tower_order(self, rows: int, columns: int, vision: PretrainedConfig) -> Tensor:
-        """Return the place in the frame, [N] int64, of each token in the order in which the tower works on them."""
+        """Return the spatial index of each token, [N] int64, in the order in which the tower works on the tokens."""
         return torch.arange(rows * columns, device="cpu")
 
     @classmethod
-    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return ``settings`` with the ``size`` that the stock class makes of them."""
+    def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return ``settings`` with ``size`` as the stock class derives it from older keys."""
         return settings
 
-    def _vision(self) -> dict[str, Any]:
+    def _vision_config(self) -> dict[str, Any]:
         """Return the vision part of config.json with the stock defaults."""
         return {**self.vision_defaults, **self.source.config.get("vision_config", {})}
 
     def _check_processor(self) -> None:
-        """Refuse a video processor other than the one that is implemented for this family.
+        """Raise ModelError if the checkpoint's video processor is not the implemented processor of this family.
 
-        Which one a file asks for follows AutoVideoProcessor.from_pretrained (models/auto/video_processing_auto.py): a
-        file without video_processor_type goes by its image_processor_type, and else by the model type.
+        The choice follows AutoVideoProcessor.from_pretrained (models/auto/video_processing_auto.py): by
+        video_processor_type, else by image_processor_type, else by the model type.
         """
         source, settings = self.source, self.source.preprocessor
         kind = settings.get("video_processor_type")
@@ -171,14 +170,14 @@ class QwenVL(ModelFamily):
         image_kind = settings.get("image_processor_type")
         if kind is None and image_kind is not None and image_kind not in self.image_processors:
             raise ModelError(
-                f"{source.name!r} has no video processor of its own, and the one that stands for image_processor_type="
-                f"{image_kind!r} is not that of {self.model_type}: copy video_preprocessor_config.json from the "
-                "original checkpoint"
+                f"{source.name!r} has no video_processor_type, and image_processor_type={image_kind!r} means another "
+                f"video processor than {self.model_type}'s: copy video_preprocessor_config.json from the original "
+                "checkpoint"
             )
 
 
 class QwenBackbone(Backbone):
-    """A loaded vision tower of a Qwen-VL model, the stock one of transformers."""
+    """A loaded vision tower of a Qwen-VL model: the stock tower of transformers."""
 
     family: QwenVL
     preprocessor: DynamicSizePreprocessor
@@ -189,7 +188,7 @@ class QwenBackbone(Backbone):
         return int(self.model.config.out_hidden_size)
 
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
-        """Return how many frames to encode at once: whole temporal patches, at least one, as far as patches fit."""
+        """Return the number of frames to encode at once: whole temporal patches, at least one."""
         frames, H, W = self.preprocessor.frames_per_patch, *self.preprocessor.grid_thw(1, height, width)[1:]
         return frames * max(1, min(frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
 
@@ -205,11 +204,11 @@ class QwenBackbone(Backbone):
         merge = self.preprocessor.merge_size
         sizes = [rows * columns for T, rows, columns in grids for _ in range(T)]
         last = MergedAttentionObserver(self.model.blocks[-1].attn, sizes, merge**2) if evidence else None
-        facts = {} if self.steps is None else self._known_grids(tuple(grids))
+        facts = {} if self.steps is None else self._cached_grid_facts(tuple(grids))
         grid_thw = torch.tensor(grids, device="cpu" if facts else self.device)
-        with nullcontext() if last is None else observing(last.layer, last):
+        with nullcontext() if last is None else observe_inputs(last.layer, last):
             output = self.model(patches, grid_thw=grid_thw, return_dict=True, **facts)
-        # last_hidden_state would be wrong: it comes before the merger, and on Qwen2.5-VL in the order of windows.
+        # last_hidden_state would be wrong: it is the merger's input, on Qwen2.5-VL in the order of windows.
         counts = [T * rows * columns // merge**2 for T, rows, columns in grids]
         levels = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
         parts = zip(*(level.split(counts) for level in levels), strict=True)
@@ -217,23 +216,24 @@ class QwenBackbone(Backbone):
         visuals = []
         for grid, video in zip(grids, parts, strict=True):
             tokens, *deepstack = (level.reshape(grid[0], -1, self.hidden_size) for level in video)
-            found: dict[str, Tensor] = {}
+            evidence_by_label: dict[str, Tensor] = {}
             if last is not None:
                 order = self.family.tower_order(grid[1] // merge, grid[2] // merge, self.model.config)
                 spatial = torch.argsort(order).to(self.device)
                 # The only evidence that these families give.
-                found = dict.fromkeys(evidence, torch.stack([*islice(attention, grid[0])])[:, spatial])
-            visuals.append(VisualTokens(tokens, found, tuple(deepstack)))
+                evidence_by_label = dict.fromkeys(evidence, torch.stack([*islice(attention, grid[0])])[:, spatial])
+            visuals.append(VisualTokens(tokens, evidence_by_label, tuple(deepstack)))
         return visuals
 
     def _suit_gpu(self) -> FusedSteps:
-        self._known_grids = lru_cache(_KNOWN_GRIDS)(self._grid_facts)
+        self._cached_grid_facts = lru_cache(_MAX_CACHED_GRIDS)(self._compute_grid_facts)
         return suit_qwen(self.model)
 
-    def _grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
-        """Compute the tensors that a tower's forward makes of the grids (T, H, W) of a pass, in the stock functions.
+    def _compute_grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+        """Compute the keyword arguments of a tower's forward that depend on the grids (T, H, W) of a pass alone.
 
-        A GPU waits for several of them, and most videos of a corpus have one of a few grids.
+        The stock functions compute them. A GPU waits for several of them; they are cached, because most videos of a
+        corpus share a few grids.
         """
         from transformers import vision_utils as stock  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
@@ -264,9 +264,9 @@ class QwenBackbone(Backbone):
         return list(self.model.blocks)
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return a video's grid of tokens and of patches, how patches merge to tokens, and what ``QwenVL.extra`` adds.
+        """Return a video's grids of tokens and of patches, the patches of a token, and the facts of ``QwenVL.extra``.
 
-        The grid of patches is video_grid_thw as the stock processors give it.
+        The grid of patches is video_grid_thw of the stock processors.
         """
         grid = self.preprocessor.grid_thw(video.n_frames, video.height, video.width)
         merge = self.preprocessor.merge_size
@@ -286,33 +286,34 @@ def _names_in_memory(key: str) -> list[str]:
 
 
 def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
-    """Compute the rotary frequencies of a head's two halves, which are never stored and still on the meta device.
+    """Set the rotary frequencies of a tower loaded from the meta device; checkpoints do not store them.
 
-    As compute_axial_rope_parameters of both families does (models/*/modeling_*.py); float32 in every dtype.
+    They follow compute_axial_rope_parameters of both families (models/*/modeling_*.py), in float32 for every dtype.
     """
     for module in tower.modules():
         for name in ("inv_freq", "original_inv_freq"):
-            held = getattr(module, name, None)
-            if isinstance(held, Tensor) and held.is_meta:
+            frequencies = getattr(module, name, None)
+            if isinstance(frequencies, Tensor) and frequencies.is_meta:
                 rope = getattr(module.config, "rope_parameters", None) or {}
-                steps = torch.arange(0, 2 * len(held), 2, dtype=torch.float32, device="cpu") / (2 * len(held))
+                width = 2 * len(frequencies)
+                steps = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
                 setattr(module, name, (1.0 / (rope.get("rope_theta", 10000.0) ** steps)).to(device))
     check_loaded(tower)
 
 
 class MergedAttentionObserver:
-    """An observer of the attention of a tower's block, which computes the attention that tokens get.
+    """An observer of the inputs of a tower's attention layer, which computes the attention to each token.
 
     Attributes:
-        attention: [N] of each temporal patch, in the tower's own order of tokens, which always keeps the ``merged``
-            patches of a token side by side.
+        attention: [N] for each temporal patch, in the tower's order of tokens; the ``merge`` patches of a token are
+            always adjacent in it.
     """
 
-    def __init__(self, layer: Any, sizes: Sequence[int], merged: int) -> None:
-        """Take the layer, and the number of vision patches of each temporal patch of the pass."""
+    def __init__(self, layer: Any, sizes: Sequence[int], merge: int) -> None:
+        """Prepare to observe a pass; ``sizes`` has the number of vision patches of each temporal patch of the pass."""
         self.layer = layer
         self._sizes = list(sizes)
-        self._merged = merged
+        self._merge = merge
         self.attention: list[Tensor] = []
 
     def __call__(self, hidden_MC: Tensor, kwargs: Mapping[str, Any]) -> None:
@@ -323,4 +324,4 @@ class MergedAttentionObserver:
                 rotated(split_heads(hidden_SC, weight, bias, n_heads), cos_SE, sin_SE)
                 for weight, bias in zip(qkv.weight.split(width)[:2], qkv.bias.split(width)[:2], strict=True)
             )
-            self.attention.append(merged_attention(query_HSE, key_HSE, self._merged))
+            self.attention.append(merged_attention(query_HSE, key_HSE, self._merge))

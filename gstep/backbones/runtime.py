@@ -1,4 +1,4 @@
-"""How a vision tower is loaded and run: device, number format, attention kernel and weights."""
+"""Loading and running a vision tower: device, dtype, attention kernel and weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from gstep.checkpoints.experts import fuse_experts, fused_name
 from gstep.checkpoints.random_weights import random_tensors
-from gstep.checkpoints.tensors import TensorSource, read_tensors, refuse_stored
+from gstep.checkpoints.tensors import TensorSource, read_tensors, refuse_quantized_tensor
 from gstep.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# Each is a package of its own, and how it comes here.
+# Attention implementations that need a package of their own -> the message with its installation.
 FLASH = {
     "flash_attention_2": "the package flash-attn (2.3.3 or newer) is not installed: pip install -e '.[flash-attn]' in "
     "the clone (needs a CUDA toolchain)",
@@ -33,7 +33,7 @@ FLASH = {
     "(wheels, which need no CUDA toolchain)",
 }
 ATTENTION = (*FLASH, "sdpa", "eager")
-_SCALE = re.compile(r"_(scale|scale_inv|scale_2|zero_point)$")  # what follows the name of a quantized weight
+_SCALE = re.compile(r"_(scale|scale_inv|scale_2|zero_point)$")  # suffixes to the name of a quantized weight
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Runtime:
 
     Attributes:
         device: "cpu", "cuda" or "cuda:<i>".
-        dtype: of weights and activations.
-        attn_implementation: in the words of transformers.
+        dtype: dtype of weights and activations.
+        attn_implementation: a name of transformers, such as "sdpa".
     """
 
     device: str
@@ -69,42 +69,41 @@ class Runtime:
 
 
 def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto") -> Runtime:
-    """Return the runtime for these options, choosing what is "auto" by the machine this runs on.
+    """Choose the runtime for these options; "auto" is decided by the hardware and packages of this machine.
 
     Args:
-        device: "auto" (cuda where there is one), "cpu", "cuda" or "cuda:<i>".
+        device: "auto" (cuda if available), "cpu", "cuda" or "cuda:<i>".
         dtype: "auto" (bfloat16 on cuda, float32 on the CPU) or a name in DTYPES.
-        attn: "auto" (flash_attention_2 where it is installed and can run, else sdpa) or a name in ATTENTION. The newer
-            forms of flash attention are never chosen by themselves: torch's own choice was not slower where it was
-            measured.
+        attn: "auto" (flash_attention_2 if it is installed and can run, else sdpa) or a name in ATTENTION. "auto" never
+            chooses the newer forms of flash attention: in measurements torch's own choice was not slower.
 
-    Raises ModelError for a device, dtype or implementation that is unknown or not there.
+    Raises ModelError for a device, dtype or implementation that is unknown or not available.
     """
-    device = _device(device)
+    device = _choose_device(device)
     on_cuda = device.startswith("cuda")
     if dtype == "auto":
         dtype = "bfloat16" if on_cuda else "float32"
     if dtype not in DTYPES:
         raise ModelError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
-    return Runtime(device, DTYPES[dtype], _attention(attn, flash_can_run=on_cuda and dtype != "float32"))
+    return Runtime(device, DTYPES[dtype], _choose_attention(attn, flash_can_run=on_cuda and dtype != "float32"))
 
 
-def _device(device: str) -> str:
-    """Choose or check the device. Raises ModelError for one that is unknown or missing."""
+def _choose_device(device: str) -> str:
+    """Choose or check the device. Raises ModelError for an unknown or missing device."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cpu" and device.partition(":")[0] != "cuda":
         raise ModelError(f"unknown device {device!r}; known: auto, cpu, cuda, cuda:<i>")
     if device != "cpu" and not torch.cuda.is_available():
         raise ModelError(
-            f"device {device!r} was asked for, but torch {torch.__version__} sees no CUDA device: "
-            "use --device cpu, or install a CUDA build of torch and check the driver"
+            f"device {device!r} is not available: torch {torch.__version__} sees no CUDA device. "
+            "Use --device cpu, or install a CUDA build of torch and check the driver"
         )
     return device
 
 
-def _attention(attn: str, *, flash_can_run: bool) -> str:
-    """Choose or check the attention implementation. Raises ModelError for one that is unknown or cannot run."""
+def _choose_attention(attn: str, *, flash_can_run: bool) -> str:
+    """Choose or check the attention implementation. Raises ModelError if it is unknown or cannot run."""
     if attn == "auto":
         return "flash_attention_2" if flash_can_run and _is_installed("flash_attention_2") else "sdpa"
     if attn not in ATTENTION:
@@ -112,12 +111,12 @@ def _attention(attn: str, *, flash_can_run: bool) -> str:
     if attn in FLASH and not flash_can_run:
         raise ModelError(f"{attn} runs on cuda in bfloat16 or float16 only: use sdpa, or leave it on auto")
     if attn in FLASH and not _is_installed(attn):
-        raise ModelError(f"{attn} was asked for, but {FLASH[attn]}, or use sdpa")
+        raise ModelError(f"{attn} is not available: {FLASH[attn]}, or use sdpa")
     return attn
 
 
 def _is_installed(flash: str) -> bool:
-    """Return whether a form of flash attention is installed and usable here, by transformers' own check."""
+    """Return True if a form of flash attention is installed and usable here, by transformers' own check."""
     from transformers import utils  # noqa: PLC0415 - seconds to import, rarely needed
     from transformers.utils import import_utils  # noqa: PLC0415
 
@@ -126,124 +125,126 @@ def _is_installed(flash: str) -> bool:
     return check is not None and bool(check())
 
 
-def observing(module: nn.Module, see: Callable[[Tensor, dict[str, Any]], None]) -> RemovableHandle:
-    """Call ``see`` with the hidden states and keyword arguments of every call of ``module``.
+def observe_inputs(module: nn.Module, observe: Callable[[Tensor, dict[str, Any]], None]) -> RemovableHandle:
+    """Call ``observe(hidden states, keyword arguments)`` before every call of ``module``.
 
-    The handle that comes back is a context, which ends that.
+    The returned handle is a context manager; leaving it removes the hook.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        see(args[0] if args else kwargs["hidden_states"], kwargs)
+        observe(args[0] if args else kwargs["hidden_states"], kwargs)
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def split_heads(hidden_SC: Tensor, weight: Tensor, bias: Tensor | None, n_heads: int) -> Tensor:
-    """Project hidden states in the precision of the model, and split them by head: [H,S,E] float32."""
+    """Project hidden states in the model's dtype and split them by head: [H,S,E] float32."""
     projected_SC = linear(hidden_SC, weight, bias)
     return projected_SC.view(len(hidden_SC), n_heads, -1).transpose(0, 1).float()
 
 
 def attention_received(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
-    """Return the softmax attention that each key receives, averaged over heads and queries: [S]."""
-    return _weights(query_HSE, key_HSE).mean(dim=(0, 1))
+    """Compute the softmax attention that each key receives, averaged over heads and queries: [S]."""
+    return _attention_weights(query_HSE, key_HSE).mean(dim=(0, 1))
 
 
-def merged_attention(query_HSE: Tensor, key_HSE: Tensor, merged: int) -> Tensor:
-    """Return the attention [S/merged] of the mean query to groups of ``merged`` successive keys, averaged over heads.
+def merged_attention(query_HSE: Tensor, key_HSE: Tensor, group: int) -> Tensor:
+    """Compute the attention [S/group] of the mean query to groups of ``group`` successive keys, averaged over heads.
 
     A group's key is the mean of its keys.
     """
     n_heads, _, size = key_HSE.shape
-    key_HNE = key_HSE.reshape(n_heads, -1, merged, size).mean(dim=2)
-    return _weights(query_HSE.mean(dim=1, keepdim=True), key_HNE).mean(dim=(0, 1))
+    key_HNE = key_HSE.reshape(n_heads, -1, group, size).mean(dim=2)
+    return _attention_weights(query_HSE.mean(dim=1, keepdim=True), key_HNE).mean(dim=(0, 1))
 
 
 def rotated(vectors_HSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Apply rotary positions as the vision towers do: channel e turns with channel e + E/2."""
+    """Apply rotary positions as in the vision towers: channel e turns with channel e + E/2."""
     first, second = vectors_HSE.chunk(2, dim=-1)
     return vectors_HSE * cos_SE.float() + torch.cat([-second, first], dim=-1) * sin_SE.float()
 
 
-def _weights(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
-    """Return the softmax attention weights [H, queries, keys]."""
+def _attention_weights(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
+    """Compute the softmax attention weights [H, queries, keys]."""
     return torch.softmax(query_HSE @ key_HSE.transpose(1, 2) / math.sqrt(key_HSE.shape[-1]), dim=-1)
 
 
 def empty_model(config: PretrainedConfig, runtime: Runtime) -> PreTrainedModel:
-    """Build the stock model of a configuration on the meta device: shapes, and no memory."""
+    """Build the stock model of a configuration on the meta device: shapes without memory."""
     from transformers import AutoModel  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
     with torch.device("meta"):
         return AutoModel.from_config(config, attn_implementation=runtime.attn_implementation, dtype=runtime.dtype)
 
 
-#: The name on disk -> the names that a tensor may have in memory, the first that exists being taken.
+#: The name on disk -> the names that a tensor may have in memory; the first name in the module counts.
 NameRule = Callable[[str], Sequence[str]]
 
 
 def load_weights(module: nn.Module, source: TensorSource, names: NameRule, *, device: str, dtype: torch.dtype) -> None:
-    """Give a module on the meta device those weights from disk that its state dict names, experts in its form.
+    """Load the weights of a module on the meta device, in place; experts are converted to its layout.
 
-    Of a source without weight files they are random (ModelSource.random).
+    A source without weight files gets random weights (ModelSource.random).
 
-    Raises ModelError, naming some, where weights are missing, quantized or of another shape.
+    Raises ModelError, with some names, if weights are missing, quantized or of another shape.
     """
     expected = module.state_dict()
     if not source.weight_files:
         module.load_state_dict(random_tensors(expected, device, dtype), assign=True)
         return
 
-    def wanted(key: str) -> str | None:
-        return _name_in(expected, names, source.name, key)
+    def find_name(key: str) -> str | None:
+        return _find_name(expected, names, source.name, key)
 
-    tensors = read_tensors(source, wanted, device=device, dtype=dtype)
+    tensors = read_tensors(source, find_name, device=device, dtype=dtype)
     fuse_experts(tensors, expected)
     _refuse_missing(source.name, [name for name in expected if name not in tensors])
-    wrong = [
+    mismatches = [
         f"{name} {list(tensors[name].shape)} instead of {list(weight.shape)}"
         for name, weight in expected.items()
         if tensors[name].shape != weight.shape
     ]
-    if wrong:
-        raise ModelError(f"{source.name!r}: config.json does not fit the weights: {_first_few(wrong)}")
+    if mismatches:
+        raise ModelError(f"{source.name!r}: config.json does not fit the weights: {_join_first(mismatches)}")
     module.load_state_dict(tensors, assign=True)
 
 
-def check_names(name: str, module: nn.Module, names: NameRule, stored: Mapping[str, str | None]) -> None:
-    """Raise ModelError where tensors on disk, name -> type (None where unknown), lack some of a module's.
+def check_names(name: str, module: nn.Module, names: NameRule, types: Mapping[str, str | None]) -> None:
+    """Raise ModelError if a checkpoint lacks tensors of a module, or a tensor is quantized.
 
-    Raises ModelError too where one is quantized. ``name`` is the model's.
+    Args:
+        name: the model's name, for messages.
+        types: name on disk -> safetensors type, None if unknown.
     """
     expected = module.state_dict()
-    there = set()
-    for key, kind in stored.items():
-        if (found := _name_in(expected, names, name, key)) is not None:
-            there |= {found, fused_name(found)}
+    names_in_memory = set()
+    for key, kind in types.items():
+        if (tensor := _find_name(expected, names, name, key)) is not None:
+            names_in_memory |= {tensor, fused_name(tensor)}
             if kind is not None:
-                refuse_stored(name, key, kind)
-    _refuse_missing(name, [tensor for tensor in expected if tensor not in there])
+                refuse_quantized_tensor(name, key, kind)
+    _refuse_missing(name, [tensor for tensor in expected if tensor not in names_in_memory])
 
 
-def _name_in(expected: Mapping[str, Tensor], names: NameRule, model: str, key: str) -> str | None:
-    """Return the name in memory of a tensor on disk; None for a tensor that no module takes.
+def _find_name(expected: Mapping[str, Tensor], names: NameRule, model: str, key: str) -> str | None:
+    """Map the name of a tensor on disk to its name in memory; None for a tensor that the module does not have.
 
-    Raises ModelError where the tensor scales one that a module takes.
+    Raises ModelError if the tensor is the scale of a quantized weight of the module.
     """
     weight = _SCALE.sub("", key)
     if weight != key and any(name in expected for name in names(weight)):
-        refuse_stored(model, weight, f"a product with {key}")
+        refuse_quantized_tensor(model, weight, f"a product with {key}")
     return next((name for name in names(key) if name in expected or fused_name(name) in expected), None)
 
 
 def _refuse_missing(model: str, missing: Sequence[str]) -> None:
-    """Raise ModelError where tensors are missing."""
+    """Raise ModelError if ``missing`` has any names."""
     if missing:
-        raise ModelError(f"{model!r} has no {_first_few(missing)}: download the whole checkpoint")
+        raise ModelError(f"{model!r} has no {_join_first(missing)}: download the whole checkpoint")
 
 
 def rebuild_position_ids(module: nn.Module, device: str) -> None:
-    """Compute SigLIP's position ids, which are never stored and the one buffer that is still on the meta device."""
+    """Set SigLIP's position ids in a module loaded from the meta device; checkpoints do not store this buffer."""
     for part in module.modules():
         ids = getattr(part, "position_ids", None)
         if isinstance(ids, Tensor) and ids.is_meta:
@@ -252,12 +253,12 @@ def rebuild_position_ids(module: nn.Module, device: str) -> None:
 
 
 def check_loaded(module: nn.Module) -> None:
-    """Assert that nothing is left on the meta device: no weight, and no buffer that is computed rather than stored."""
-    left = [name for name, tensor in (*module.named_buffers(), *module.named_parameters()) if tensor.is_meta]
-    assert not left, f"no values for {left}"
+    """Assert that no weight and no buffer of the module is still on the meta device."""
+    missing = [name for name, tensor in (*module.named_buffers(), *module.named_parameters()) if tensor.is_meta]
+    assert not missing, f"no values for {missing}"
 
 
-def _first_few(items: Sequence[str], limit: int = 5) -> str:
-    """Join at most ``limit`` items for an error message, and say how many more there are."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
+def _join_first(items: Sequence[str], limit: int = 5) -> str:
+    """Join at most ``limit`` items for an error message, with the number of further items."""
+    suffix = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + suffix

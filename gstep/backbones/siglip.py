@@ -1,8 +1,8 @@
 """The parts of SigLIP besides the tower: the pooling head, evidence of head and last layer, and the text tower.
 
-LLaVA-OneVision is made of a SigLIP checkpoint's vision tower alone. The attention-pooling head puts patches into the
-space of the checkpoint's texts. Only the tensors of the head or of the text tower are read. Both run in float32,
-whatever the encoder's precision: in 16 bits many tokens of a frame would get the same attention.
+LLaVA-OneVision has only a SigLIP checkpoint's vision tower. The attention-pooling head maps patches into the embedding
+space of the checkpoint's texts. Only the tensors of the head or of the text tower are read. Both run in float32, for
+any dtype of the encoder: in 16 bits many tokens of a frame would get the same attention.
 
 Shapes: S patches of a frame (27 x 27), C channels, E channels of an attention head.
 """
@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from gstep.backbones.runtime import attention_received, load_weights, rebuild_position_ids, split_heads
 from gstep.checkpoints.source import PoolingHeadSource, head_identity, read_head
-from gstep.checkpoints.tensors import IRRELEVANT_KEYS, files_with, tensor_samples
+from gstep.checkpoints.tensors import IRRELEVANT_KEYS, list_files_with, tensor_samples
 from gstep.errors import ModelError
 
 
@@ -39,9 +39,9 @@ class PoolingHead(nn.Module):
 
     @classmethod
     def load(cls, source: PoolingHeadSource, device: str) -> PoolingHead:
-        """Load the head that ``source`` describes onto ``device`` in float32.
+        """Load the head of ``source`` onto ``device`` in float32.
 
-        Raises ModelError where this node's weights are not those that were resolved, or do not fit the config.
+        Raises ModelError if this node's weights differ from the resolved weights, or do not fit the config.
         """
         from transformers import SiglipVisionConfig  # noqa: PLC0415
 
@@ -61,48 +61,51 @@ class PoolingHead(nn.Module):
         return head.eval().requires_grad_(False)
 
     def forward(self, features_TSC: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute each frame's pooled feature [T,C] and the probe's attention [T,S], a head mean, of tower outputs."""
-        seen: list[Tensor] = []
+        """Compute each frame's pooled feature [T,C] and the probe's attention [T,S], averaged over heads."""
+        attention: list[Tensor] = []
 
-        def keep(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
-            seen.append(output[1].squeeze(1))  # the stock head drops it
+        def store_attention(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
+            attention.append(output[1].squeeze(1))  # the stock head discards it
 
-        with self.head.attention.register_forward_hook(keep):
+        with self.head.attention.register_forward_hook(store_attention):
             feature_TC: Tensor = self.head(self.post_layernorm(features_TSC.float()))
-        return feature_TC, seen[0]
+        return feature_TC, attention[0]
 
-    def of_single_patches(self, features_TSC: Tensor) -> Tensor:
-        """Put each patch of some frames into SigLIP's image-text space, [T,S,C].
+    def embed_patches(self, features_TSC: Tensor) -> Tensor:
+        """Map each patch of some frames into SigLIP's image-text space, [T,S,C].
 
-        A patch goes through the head as if the probe saw it alone. Attention over one position is 1 whatever the query
-        is, so that the patch's value is the result; the rest is SiglipMultiheadAttentionPoolingHead.forward
-        (transformers, models/siglip/modeling_siglip.py). CDPruner's official code, which is for CLIP alone, also
-        sends each patch through what CLIP has for its pooled token: post_layernorm and the visual projection
+        A patch passes the head as if it were the only patch. Attention over a single position is 1 for any query, so
+        the result of attention is the patch's value; all other steps are SiglipMultiheadAttentionPoolingHead.forward
+        (transformers, models/siglip/modeling_siglip.py). CDPruner's official code, for CLIP only, also passes each
+        patch through CLIP's layers for the pooled token: post_layernorm and the visual projection
         (llava/model/multimodal_encoder/clip_encoder.py).
         """
         attention = self.head.attention
         weight_CC, bias_C = attention.in_proj_weight.chunk(3)[2], attention.in_proj_bias.chunk(3)[2]
         value_TSC = linear(self.post_layernorm(features_TSC.float()), weight_CC, bias_C)
-        pooled_TSC = linear(value_TSC, attention.out_proj.weight, attention.out_proj.bias)
-        embedded_TSC: Tensor = pooled_TSC + self.head.mlp(self.head.layernorm(pooled_TSC))
+        output_TSC = linear(value_TSC, attention.out_proj.weight, attention.out_proj.bias)
+        embedded_TSC: Tensor = output_TSC + self.head.mlp(self.head.layernorm(output_TSC))
         return embedded_TSC
 
 
 class FrameObserver:
-    """An observer of the input of ``module``, [1,S,C] of each frame, of which ``evidence_of`` makes the evidence."""
+    """An observer of the input of ``module`` that computes evidence of each frame while the tower runs.
 
-    def __init__(self, module: nn.Module, evidence_of: Callable[[Tensor], dict[str, Tensor]]) -> None:
+    ``compute`` maps a frame's input [1,S,C] to evidence by name, [1,...] each.
+    """
+
+    def __init__(self, module: nn.Module, compute: Callable[[Tensor], dict[str, Tensor]]) -> None:
         self.module = module
-        self._evidence_of = evidence_of
-        self._seen: list[dict[str, Tensor]] = []
+        self._compute = compute
+        self._outputs: list[dict[str, Tensor]] = []
 
     def __call__(self, input_TSC: Tensor, kwargs: Mapping[str, Any]) -> None:
-        # One frame at a time: all attention weights, and the MLP's hidden states, would be far larger than the rest.
-        self._seen += [self._evidence_of(input_1SC) for input_1SC in torch.split(input_TSC, 1)]
+        # Single frames: the attention weights and the MLP's hidden states of all frames would take far more memory.
+        self._outputs += [self._compute(input_1SC) for input_1SC in torch.split(input_TSC, 1)]
 
-    def seen(self) -> dict[str, Tensor]:
-        """Return the evidence of all frames that went through, by its name."""
-        return {name: torch.cat([frame[name] for frame in self._seen]) for name in self._seen[0]}
+    def evidence(self) -> dict[str, Tensor]:
+        """Return the evidence of all observed frames, name -> [T,...]."""
+        return {name: torch.cat([frame[name] for frame in self._outputs]) for name in self._outputs[0]}
 
 
 def last_layer_evidence(layer: Any, hidden_1SC: Tensor) -> dict[str, Tensor]:
@@ -120,8 +123,8 @@ def probe_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]
 
 
 def patch_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
-    """Put each patch of a frame into SigLIP's image-text space, [1,S,C]."""
-    return {"image_embedding": head.of_single_patches(features_1SC)}
+    """Map each patch of a frame into SigLIP's image-text space, [1,S,C]."""
+    return {"image_embedding": head.embed_patches(features_1SC)}
 
 
 PREFIX = "text_model."
@@ -131,12 +134,12 @@ _SEGMENTS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class TextTowerSource:
-    """The description of a text tower that was found. Pickles; means the same weights on every node.
+    """A resolved SigLIP text tower, without its weights. Pickles; it means the same weights on every node.
 
     Attributes:
-        head: the pooling head of the same checkpoint; it says where the files are.
-        identity: "siglip-text:<hash>" of the text part of config.json, the tokenizer, and of each text tensor its name,
-            shape and first bytes.
+        head: the pooling head of the same checkpoint, with its files.
+        identity: "siglip-text:<hash>" of the text part of config.json, the tokenizer, and the name, shape and first
+            bytes of each text tensor.
         config: the text part of config.json.
     """
 
@@ -146,21 +149,21 @@ class TextTowerSource:
 
     @classmethod
     def resolve(cls, head: PoolingHeadSource) -> TextTowerSource:
-        """Find the text tower in the checkpoint of a pooling head.
+        """Find the text tower in the checkpoint of a pooling head, and check its tokenizer.
 
-        Raises ModelError, with the remedy, where none fits.
+        Raises ModelError, with the remedy, if the checkpoint has no text tower that fits.
         """
         config = (head.files.read_json("config.json") or {}).get("text_config")
         if not isinstance(config, dict):
-            raise ModelError(f"{head.name!r} is the vision half of a SigLIP checkpoint: name the whole one")
-        source = cls(head, _identity(head, config), config)
+            raise ModelError(f"{head.name!r} is the vision half of a SigLIP checkpoint: name the whole checkpoint")
+        source = cls(head, _compute_identity(head, config), config)
         width = config.get("projection_size") or config.get("hidden_size", 768)
         if width != head.width:
             raise ModelError(
                 f"{head.name!r}: its text tower gives {width} values, its pooling head {head.width}: name the SigLIP "
                 "checkpoint that the vision tower was made of"
             )
-        _tokenizer(source)  # so that a bad tokenizer is refused before anything is loaded
+        _load_tokenizer(source)  # so that a bad tokenizer is refused before anything is loaded
         return source
 
 
@@ -174,13 +177,13 @@ class TextTower:
 
     @classmethod
     def load(cls, source: TextTowerSource, device: str) -> TextTower:
-        """Load the tower that ``source`` describes.
+        """Load the tower of ``source`` onto ``device`` in float32.
 
-        Raises ModelError where this node's files differ from those resolved.
+        Raises ModelError if this node's files differ from the resolved files.
         """
         from transformers import SiglipTextConfig, SiglipTextModel  # noqa: PLC0415 - seconds, and rarely needed
 
-        if _identity(source.head, source.config) != source.identity:
+        if _compute_identity(source.head, source.config) != source.identity:
             raise ModelError(
                 f"{source.head.name!r} has another text tower on this node: copy the checkpoint to every node"
             )
@@ -190,28 +193,29 @@ class TextTower:
             model = SiglipTextModel(config)
         load_weights(model, source.head, _names_in_memory, device=device, dtype=torch.float32)
         rebuild_position_ids(model, device)
-        return cls(model.eval().requires_grad_(False), _tokenizer(source), device)
+        return cls(model.eval().requires_grad_(False), _load_tokenizer(source), device)
 
     @torch.inference_mode()
     def embedding(self, text: str) -> Tensor:
-        """Compute [Q,De] float32 of a text on the tower's device, not normalised: one row for each segment.
+        """Compute a text's embedding [Q,De], a row for each segment, float32 on the tower's device, not normalised.
 
-        Raises ValueError for a text without a token: an empty one, or one of punctuation alone, which SigLIP drops.
+        Raises ValueError for a text without a token: an empty text, or only punctuation, which SigLIP drops.
         """
         parts = torch.split(self.segments(text).to(self.device), _SEGMENTS_AT_ONCE)
         # SigLIP was trained on texts padded to the full length, without an attention mask.
         return torch.cat([self.model(input_ids=ids_QL).pooler_output for ids_QL in parts])
 
     def segments(self, text: str) -> Tensor:
-        """Cut a text into as many segments as it takes: [Q,L] int64, L being all positions that the tower has.
+        """Tokenize a text and cut it into segments, [Q,L] int64 ids; L is the number of the tower's positions.
 
-        CDPruner's official code cuts longer texts too. Each segment here ends in the end-of-sentence token that
-        SigLIP saw in training: the tower takes its answer from the last position.
+        CDPruner's official code cuts longer texts too. Each segment here ends in SigLIP's end-of-sentence token, since
+        the tower's output is taken from the last position.
         """
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if not ids:
             raise ValueError(
-                f"the question {text!r} has no word that SigLIP's tokenizer knows: who looks at the question needs one"
+                f"the question {text!r} has no word that SigLIP's tokenizer knows: a method that reads the question "
+                "needs a word"
             )
         length = int(self.model.config.max_position_embeddings)
         end, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
@@ -219,19 +223,19 @@ class TextTower:
         return torch.tensor([row + [pad] * (length - len(row)) for row in rows], device="cpu")
 
 
-def _tokenizer(source: TextTowerSource) -> Any:
-    """Load the tokenizer of a checkpoint. Raises ModelError where it has none that can be loaded.
+def _load_tokenizer(source: TextTowerSource) -> Any:
+    """Load the tokenizer of a checkpoint. Raises ModelError if it cannot be loaded.
 
-    Of the published checkpoints tokenizer.json is read, which lowercases and drops punctuation as their SiglipTokenizer
-    does: AutoTokenizer would ask for that class, which needs sentencepiece.
+    tokenizer.json of the published checkpoints lowercases and drops punctuation like their SiglipTokenizer, the class
+    that AutoTokenizer would load; that class needs sentencepiece.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415 - as above
 
     files = source.head.files
     kind = PreTrainedTokenizerFast if files.has(FAST_TOKENIZER) else AutoTokenizer
-    place = files.location if files.kind == "hub" else str(files.folder())
+    location = files.location if files.kind == "hub" else str(files.folder())
     try:
-        tokenizer = kind.from_pretrained(place, revision=files.revision, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(location, revision=files.revision, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exceptions, and a damaged file a KeyError
         raise ModelError(
             f"{source.head.name!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}): download it "
@@ -245,18 +249,18 @@ def _tokenizer(source: TextTowerSource) -> Any:
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """List the names in memory for a name on disk: some versions of transformers keep the prefix."""
+    """List the possible names in memory for a name on disk: some versions of transformers keep the prefix."""
     return [key.removeprefix(PREFIX), key] if key.startswith(PREFIX) else []
 
 
-def _identity(head: PoolingHeadSource, config: dict[str, Any]) -> str:
-    """Hash the files that decide a text tower's embeddings.
+def _compute_identity(head: PoolingHeadSource, config: dict[str, Any]) -> str:
+    """Hash the files that determine a text tower's embeddings: "siglip-text:<hash>".
 
-    Raises ModelError where the checkpoint has no such tensor.
+    Raises ModelError if the checkpoint has no tensor of a text tower.
     """
-    said = {name: value for name, value in config.items() if name not in IRRELEVANT_KEYS}
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    files = files_with(head, lambda key: key if key.startswith(PREFIX) else None)
+    settings = {name: value for name, value in config.items() if name not in IRRELEVANT_KEYS}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    files = list_files_with(head, lambda key: key if key.startswith(PREFIX) else None)
     samples = sorted(sample for filename in files for sample in tensor_samples(head.file(filename), PREFIX))
     if not samples:
         raise ModelError(f"{head.name!r} holds no tensor of a text tower: name the whole SigLIP checkpoint")

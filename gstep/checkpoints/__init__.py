@@ -1,1 +1,1 @@
-"""Checkpoints behind a model argument: files, the identity of weights and single tensors, before any model is built."""
+"""Checkpoints behind a model argument: files, identity and single tensors, read without building a model."""

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, wherever it is: in a folder, on the Hugging Face Hub, in this package, or made here."""
+"""The files of a checkpoint: in a folder, on the Hugging Face Hub, shipped with this package, or a tiny model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHIPPED: Mapping[str, Path] = {"shapes": Path(__file__).parent / "shipped" / "sh
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a checkpoint by name. Pickles; every node finds (downloads, builds) its own copy.
+    """The files of a checkpoint by name. Pickles; every node uses, downloads or builds its own copy.
 
     Attributes:
         kind: where the checkpoint is.
@@ -46,16 +46,16 @@ class CheckpointFiles:
 
     @classmethod
     def locate(cls, model: str, revision: str | None = None) -> CheckpointFiles:
-        """Find the files of a model argument.
+        """Find the files of a model argument; a Hugging Face id is resolved to its commit, on the Hub or in its cache.
 
-        Raises ModelError where it is neither a folder, a model of ours nor a reachable id.
+        Raises ModelError if it is neither a folder, nor a model of this package, nor a reachable id.
         """
         folder = Path(model).expanduser()
-        here = _own_kind(model) or ("folder" if model and folder.is_dir() else None)
-        if here is not None and revision is not None:
-            raise ModelError(f"a revision ({revision!r}) belongs to a Hugging Face id; {model!r} is a {here} model")
-        if here is not None:
-            return cls(here, str(folder.resolve()) if here == "folder" else model)
+        own_kind = _package_kind(model) or ("folder" if model and folder.is_dir() else None)
+        if own_kind is not None and revision is not None:
+            raise ModelError(f"a revision ({revision!r}) is for a Hugging Face id; {model!r} is a {own_kind} model")
+        if own_kind is not None:
+            return cls(own_kind, str(folder.resolve()) if own_kind == "folder" else model)
         if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model or folder.exists():
             raise ModelError(
                 f"{model!r} is no folder on this machine: pass a model folder, a Hugging Face id (owner/name), or one "
@@ -65,10 +65,10 @@ class CheckpointFiles:
             raise ModelError(
                 f"{model!r} is no folder here, no model of this package{hint}, and no owner/name of the hub"
             )
-        return cls("hub", model, _hub_commit(model, revision))
+        return cls("hub", model, _resolve_commit(model, revision))
 
     def find(self, filename: str) -> Path | None:
-        """Return the local path of a file, downloaded or built if need be; None where there is no such file."""
+        """Return the local path of a file, downloaded or built if need be; None if the checkpoint has no such file."""
         if self.revision is not None:
             cached = _fetch(self.location, self.revision, filename)
             return None if cached is None else Path(cached)
@@ -76,26 +76,26 @@ class CheckpointFiles:
         return path if path.is_file() else None
 
     def has(self, filename: str) -> bool:
-        """Return whether the checkpoint has a file; nothing is downloaded."""
+        """Return True if the checkpoint has a file; nothing is downloaded."""
         if self.revision is not None:
             return _fetch(self.location, self.revision, filename, dry_run=True) is not None
         return self.find(filename) is not None
 
     def folder(self) -> Path:
-        """Return the folder of a checkpoint that is not on the Hub."""
+        """Return the folder of a checkpoint that is not on the Hub; a tiny model is built if it is missing."""
         assert self.kind != "hub"
         if self.kind == "shipped":
             return SHIPPED[self.location]
         return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
 
     def names(self, *suffixes: str) -> list[str]:
-        """List the names with one of these endings in a local folder, sorted; none for the Hub."""
+        """List the file names with any of these suffixes in a local folder, sorted; empty for the Hub."""
         if self.kind == "hub":
             return []
         return sorted(path.name for path in self.folder().iterdir() if path.suffix in suffixes)
 
     def read_json(self, filename: str) -> dict[str, Any] | None:
-        """Read the object in a JSON file, or None where there is no such file.
+        """Read the object in a JSON file; None if there is no such file.
 
         Raises ModelError for any other content.
         """
@@ -111,17 +111,17 @@ class CheckpointFiles:
         return content
 
 
-def _own_kind(model: str) -> Literal["shipped", "tiny"] | None:
-    """Return the kind of a model name that this package provides itself, or None for any other name."""
+def _package_kind(model: str) -> Literal["shipped", "tiny"] | None:
+    """Return the kind of a model that this package provides; None for any other name."""
     if model in SHIPPED:
         return "shipped"
     return "tiny" if model in tiny.TINY else None
 
 
-def _hub_commit(repo: str, revision: str | None) -> str:
-    """Resolve a branch, tag or sha of a model repository to its commit sha now (offline: in the cache).
+def _resolve_commit(repo: str, revision: str | None) -> str:
+    """Resolve a branch, tag or sha of a model repository to its commit sha, on the Hub or (offline) in its cache.
 
-    Raises ModelError where the repository cannot be reached and is not in the cache, or has no config.json.
+    Raises ModelError if the repository is neither reachable nor in the cache, or has no config.json.
     """
     config = _fetch(repo, revision, "config.json")
     if config is None and not constants.HF_HUB_OFFLINE:
@@ -130,31 +130,31 @@ def _hub_commit(repo: str, revision: str | None) -> str:
             "adapter, which has to be merged into its base model first"
         )
     if config is None:
-        raise ModelError(_unreachable(repo, "config.json"))
+        raise ModelError(_describe_unreachable(repo, "config.json"))
     return Path(config).parent.name
 
 
 def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = False) -> Any:
-    """Call hf_hub_download, and return None where the file is missing. Raises ModelError for everything else."""
+    """Call hf_hub_download; return None if the repository has no such file. Raises ModelError for any other failure."""
     try:
-        offline = not _is_named(constants.ENDPOINT)
+        offline = not _has_address(constants.ENDPOINT)
         return hf_hub_download(repo, filename, revision=revision, dry_run=dry_run, local_files_only=offline)
     except LocalEntryNotFoundError as error:
-        if constants.HF_HUB_OFFLINE or _known_absent(repo, revision, filename):
+        if constants.HF_HUB_OFFLINE or _is_cached_absent(repo, revision, filename):
             return None
-        # Not counted as missing: settings must not depend on whether the network is up.
-        raise ModelError(_unreachable(repo, filename)) from error
+        # Not treated as missing: settings must not depend on the state of the network.
+        raise ModelError(_describe_unreachable(repo, filename)) from error
     except RevisionNotFoundError as error:
         raise ModelError(f"the model {repo!r} has no revision {revision!r} on the Hugging Face Hub") from error
     except EntryNotFoundError:
         return None
     except (RepositoryNotFoundError, HFValidationError, HfHubHTTPError) as error:
-        raise ModelError(f"{_unreachable(repo, filename)} ({type(error).__name__})") from error
+        raise ModelError(f"{_describe_unreachable(repo, filename)} ({type(error).__name__})") from error
 
 
 @cache
-def _is_named(endpoint: str) -> bool:
-    """Return whether the Hub's host has an address here; without one the client would try for half a minute a file."""
+def _has_address(endpoint: str) -> bool:
+    """Return True if the Hub's host name resolves: without an address the client retries each file for 30 seconds."""
     host = urlsplit(endpoint).hostname
     if host is None or getproxies():
         return True
@@ -164,13 +164,13 @@ def _is_named(endpoint: str) -> bool:
         return False
 
 
-def _known_absent(repo: str, revision: str | None, filename: str) -> bool:
-    """Return whether the Hub client's cache remembers that the repository has no such file."""
+def _is_cached_absent(repo: str, revision: str | None, filename: str) -> bool:
+    """Return True if the Hub client's cache remembers that the repository has no such file."""
     cached = try_to_load_from_cache(repo, filename, revision=revision)
     return cached is not None and not isinstance(cached, str)  # the cache remembers files that do not exist
 
 
-def _unreachable(repo: str, filename: str) -> str:
+def _describe_unreachable(repo: str, filename: str) -> str:
     """Format the error message for a repository that is neither reachable nor in the cache."""
     offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
     return (

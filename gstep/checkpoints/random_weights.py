@@ -1,8 +1,8 @@
 """Checkpoints without weights, for measuring: seeded random numbers in the shapes that config.json gives.
 
-The time and memory that a model takes do not depend on its weights. Its answers do: none of these is worth reading.
-The tiny models (``gstep.checkpoints.tiny``) are no such checkpoints: their weights are drawn by NumPy, the same bits
-on every machine and without transformers, since their hash is part of a cache's identity.
+The time and memory of a model do not depend on its weights. Its answers do: with random weights they are meaningless.
+The tiny models (``gstep.checkpoints.tiny``) are different: NumPy draws their weights, the same bits on every machine
+and without transformers, because their hash is part of a cache's identity.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gstep.errors import ModelError
 _STD = 0.02  # initializer_range of the configurations of these models
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
 _PREPROCESSORS = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
-_COPIED = (
+_FILES = (
     *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
     *(*_PREPROCESSORS, *_TOKENIZERS, "tokenizer_config.json", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json"),
 )
-#: Special tokens of the tiny tokenizers, and what config.json calls their ids.
+#: Special tokens of the tiny tokenizers, and the keys of their ids in config.json.
 _IDS = {
     **{"<image>": "image_token_id", "<|image_pad|>": "image_token_id", "<IMG_CONTEXT>": "image_token_id"},
     **{"<video>": "video_token_id", "<|video_pad|>": "video_token_id"},
@@ -40,8 +40,8 @@ _IDS = {
 }
 
 
-def without_weights(model: str) -> bool:
-    """Return whether a model is a folder with a config.json and no weights of any kind, complete or not."""
+def has_no_weights(model: str) -> bool:
+    """Return True if a model is a folder with a config.json and no weight file of any format."""
     folder = Path(model).expanduser()
     if model in tiny.TINY or not (folder / "config.json").is_file():
         return False
@@ -49,57 +49,60 @@ def without_weights(model: str) -> bool:
     return not files.has(INDEX) and not files.names(".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
-def complete(files: CheckpointFiles, config: Mapping[str, Any], folder: Path) -> CheckpointFiles:
-    """Copy a checkpoint's small files to an empty ``folder``, and write stand-ins for those that are missing.
+def write_stand_ins(files: CheckpointFiles, config: Mapping[str, Any], folder: Path) -> CheckpointFiles:
+    """Copy a checkpoint's small files to an empty ``folder``, and write stand-ins for missing files.
 
-    Without preprocessor files the stock classes' defaults hold. Without a tokenizer every byte is a token, and the
-    special ones have the ids that config.json gives them: a text is several times as many tokens as it would be.
+    The stand-in for preprocessor files takes the stock classes' defaults. The stand-in for a tokenizer has a token for
+    each byte, and special tokens with the ids of config.json: texts take several times more tokens.
 
-    Raises ModelError where the vocabulary is too small for that.
+    Returns the files in ``folder``. Raises ModelError if the vocabulary is too small for the byte tokenizer.
     """
-    for name in _COPIED:
+    for name in _FILES:
         if (path := files.find(name)) is not None:
             shutil.copyfile(path, folder / name)
     if not any((folder / name).exists() for name in _PREPROCESSORS):
         (folder / "preprocessor_config.json").write_text("{}\n", encoding="utf-8")
     if not any((folder / name).exists() for name in _TOKENIZERS):
-        kind = next(one.tokenizer for one in tiny.TINY.values() if one.config["model_type"] == config["model_type"])
-        write_bytes(folder, kind, *_vocabulary(files, config, kind))
+        kind = next(t.tokenizer for t in tiny.TINY.values() if t.config["model_type"] == config["model_type"])
+        write_bytes(folder, kind, *_choose_token_ids(files, config, kind))
     return CheckpointFiles("folder", str(folder))
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """Compute "random:<hash>" of config.json, which decides all weights on one kind of device."""
+    """Compute "random:<hash>" of config.json, which determines all weights on one kind of device."""
     return f"random:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:32]}"
 
 
 def random_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """Make values for tensors of these names and shapes on the device in ``dtype``, without a copy.
+    """Draw random tensors of these names and shapes, directly on the device in ``dtype``.
 
-    Matrices are normal with the standard deviation that such models start training with, norms 1, biases 0: activations
-    stay finite through any number of layers. The same seed gives the same numbers on one kind of device.
+    Matrices are normal with the standard deviation at the start of training, norms are 1, biases 0: activations stay
+    finite through any number of layers. The same seed gives the same numbers on one kind of device.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
-    for name, like in shapes.items():
-        values = torch.empty(like.shape, device=device, dtype=dtype)
-        if like.ndim < 2:
+    for name, weight in shapes.items():
+        values = torch.empty(weight.shape, device=device, dtype=dtype)
+        if weight.ndim < 2:
             tensors[name] = values.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             tensors[name] = values.normal_(0.0, _STD, generator=generator)
     return tensors
 
 
-def _vocabulary(files: CheckpointFiles, config: Mapping[str, Any], kind: TinyTokenizer) -> tuple[dict[str, int], int]:
-    """Return special-token ids and vocabulary size for a checkpoint without tokenizer.
+def _choose_token_ids(
+    files: CheckpointFiles, config: Mapping[str, Any], kind: TinyTokenizer
+) -> tuple[dict[str, int], int]:
+    """Return (special token -> id, vocabulary size) for a checkpoint without tokenizer.
 
-    Raises ModelError if they do not fit.
+    Ids missing in config.json are taken from the end of the vocabulary. Raises ModelError if 256 bytes and the special
+    tokens do not fit.
     """
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds; it knows the defaults of old layouts
 
-    parsed = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
-    size = int(parsed.get_text_config().vocab_size)
-    ids = {token: int(getattr(parsed, _IDS[token])) for token in kind.special if hasattr(parsed, _IDS.get(token, ""))}
+    stock = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))
+    size = int(stock.get_text_config().vocab_size)
+    ids = {token: int(getattr(stock, _IDS[token])) for token in kind.special if hasattr(stock, _IDS.get(token, ""))}
     free = (i for i in range(size - 1, -1, -1) if i not in ids.values())  # from the end: bytes are at the beginning
     ids |= {token: next(free) for token in kind.special if token not in ids}
     if size < 256 + len(ids) or max(ids.values()) >= size:

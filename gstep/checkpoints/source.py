@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSource(TensorSource):
-    """The description of a model that was found, without its weights.
+    """A resolved model without its weights: identity, files, config and preprocessor settings.
 
     Its identity is "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>", "tiny:<version>-<hash>" or "random:<hash>".
 
@@ -43,7 +43,7 @@ class ModelSource(TensorSource):
         model_type: a name in ``gstep.families``.
         config: config.json.
         preprocessor: the settings that the stock video processor would load (without its class defaults).
-        pooling_head: that of another checkpoint, for evidence that the model itself cannot give.
+        pooling_head: the pooling head of a SigLIP checkpoint, for evidence that the model itself cannot give.
     """
 
     model_type: str
@@ -53,57 +53,57 @@ class ModelSource(TensorSource):
 
     @classmethod
     def resolve(cls, model: str | Path, revision: str | None = None, *, quantized: bool = False) -> ModelSource:
-        """Find a model by its folder, Hugging Face id or name here. Small JSON files are read, weights are not.
+        """Find a model by its folder, Hugging Face id or name in this package. Reads small JSON files, no weights.
 
         Args:
             model: a folder with config.json and *.safetensors, a Hugging Face id, "shapes" or "tiny".
             revision: branch, tag or commit of a Hugging Face id; its default branch where None.
-            quantized: whether the language model may be quantized, by a method in ``tensors.SERVED``; visual tokens and
-                vLLM allow it.
+            quantized: True allows a language model quantized by a method in ``tensors.SERVED``, for users of the vision
+                part alone and for vLLM.
 
-        Raises ModelError, with the remedy, where there is no such model or it cannot be used.
+        Raises ModelError, with the remedy, if there is no such model or it cannot be used.
         """
         name = str(model)
         files = CheckpointFiles.locate(name, revision)
         refuse_adapter_files(name, files)
-        model_type, config = _known_config(name, files, SERVED if quantized else ())
+        model_type, config = _read_config(name, files, SERVED if quantized else ())
         weight_files = find_weight_files(name, files)
-        identity = _identity(files, weight_files, config)
-        return cls(name, identity, files, weight_files, model_type, config, _preprocessor_settings(name, files))
+        identity = _compute_identity(files, weight_files, config)
+        return cls(name, identity, files, weight_files, model_type, config, _read_preprocessor_settings(name, files))
 
     @classmethod
     def random(cls, model: str | Path, folder: Path, revision: str | None = None) -> ModelSource:
-        """Return the same model with seeded random weights, for measuring: only its config.json has to be there.
+        """Resolve a model with seeded random weights, for measuring: only its config.json has to exist.
 
         Args:
-            folder: an empty one, for its small files and stand-ins of those that are missing; it must outlive the use.
+            folder: an empty folder, for its small files and stand-ins for missing files; it must outlive the model.
 
         Raises ModelError as :meth:`resolve` does.
         """
         name = str(model)
-        found = CheckpointFiles.locate(name, revision)
-        model_type, config = _known_config(name, found)
-        files, identity = random_weights.complete(found, config, folder), random_weights.identity(config)
-        return cls(name, identity, files, (), model_type, config, _preprocessor_settings(name, files))
+        original = CheckpointFiles.locate(name, revision)
+        model_type, config = _read_config(name, original)
+        files, identity = random_weights.write_stand_ins(original, config, folder), random_weights.identity(config)
+        return cls(name, identity, files, (), model_type, config, _read_preprocessor_settings(name, files))
 
     def file(self, filename: str) -> Path:
-        """Return the local path of a file, as any source does.
+        """Return the local path of a file, downloaded or built on this node if need be.
 
-        Raises ModelError too where this node has another model of that name than the driver.
+        Raises ModelError if there is no such file, or if this node's model of that name differs from the driver's.
         """
         if self.files.kind in {"shipped", "tiny"}:
-            mine = _identity(self.files, self.weight_files, self.config)
-            if mine != self.identity:
+            identity = _compute_identity(self.files, self.weight_files, self.config)
+            if identity != self.identity:
                 raise ModelError(
-                    f"this node has {mine}, the driver {self.identity}: "
+                    f"this node has {identity}, the driver {self.identity}: "
                     "install the same version of this package and of numpy on every node"
                 )
         return super().file(filename)
 
     def stock_config(self) -> PretrainedConfig:
-        """Parse config.json into transformers' configuration of the family, old layouts too, with its defaults.
+        """Parse config.json into transformers' configuration of the family, with its defaults; old layouts are read.
 
-        Raises ModelError where transformers is too old for the family.
+        Raises ModelError if transformers is too old for the family.
         """
         from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
@@ -115,43 +115,43 @@ class ModelSource(TensorSource):
         return CONFIG_MAPPING[self.model_type].from_dict(copy.deepcopy(self.config))
 
     def pretrained(self) -> tuple[str, str | None]:
-        """Return (name or folder, revision) for from_pretrained of transformers on this node, for the whole model."""
+        """Return (Hugging Face id or folder, revision), the arguments of transformers' from_pretrained on this node."""
         if self.files.kind == "hub":
             return self.files.location, self.files.revision
         return str(self.file("config.json").parent), None
 
 
-def _known_config(name: str, files: CheckpointFiles, served: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
-    """Read config.json, and return the model type that it names with it.
+def _read_config(name: str, files: CheckpointFiles, served_methods: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Read and check config.json; return (model type, config).
 
-    Raises ModelError where it is missing, describes a model quantized by a method not ``served``, or names a type that
-    no family here has.
+    Raises ModelError if it is missing, describes a model quantized by a method not in ``served_methods``, or has a
+    model type of no family here.
     """
     config = files.read_json("config.json")
     if config is None:
         raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
-    refuse_quantized(name, config, served)
+    refuse_quantized(name, config, served_methods)
     model_type = str(config.get("model_type"))
     if model_type in FAMILIES:
         return model_type, config
     remote = " Code that comes with a checkpoint (auto_map) is never run." if "auto_map" in config else ""
-    near = get_close_matches(model_type, FAMILIES, n=1, cutoff=0.5)
-    nearest = f" The nearest is {near[0]}: {FAMILIES[near[0]].published}." if near else ""
+    matches = get_close_matches(model_type, FAMILIES, n=1, cutoff=0.5)
+    nearest = f" The nearest is {matches[0]}: {FAMILIES[matches[0]].published}." if matches else ""
     raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(FAMILIES)}.{nearest}{remote}")
 
 
-def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
-    """Return the identity of the weights: a commit of the Hub, or a hash of the files."""
+def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
+    """Compute the identity of the weights: the commit of a Hub model, else a hash of the files."""
     if files.kind == "hub":
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":
         return tiny.identity(files.location)
-    found = folder_identity(files.folder(), weight_files, config)
-    # Named after the model, since the folder depends on where this package is installed.
-    return found.replace("folder:", f"{files.location}:") if files.kind == "shipped" else found
+    identity = folder_identity(files.folder(), weight_files, config)
+    # A shipped model has its name in the identity, since its folder depends on the installation.
+    return identity.replace("folder:", f"{files.location}:") if files.kind == "shipped" else identity
 
 
-def _preprocessor_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
+def _read_preprocessor_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the preprocessor settings with the precedence of transformers' get_video_processor_dict.
 
     See video_processing_utils.py there.
@@ -189,13 +189,13 @@ TINY = "tiny"
 
 @dataclass(frozen=True)
 class PoolingHeadSource(TensorSource):
-    """The description of a pooling head that was found.
+    """A resolved pooling head of a SigLIP checkpoint, without its weights.
 
-    Its identity is "siglip-head:<hash>" of the head's tensors and of what config.json says of it, so that it is the
-    same from every kind of checkpoint.
+    Its identity is "siglip-head:<hash>" of the head's tensors and settings, so that it is the same for every kind of
+    checkpoint.
 
     Attributes:
-        width: channels that go in, and come out.
+        width: channels of its input and output.
         config: the vision part of config.json.
     """
 
@@ -204,12 +204,12 @@ class PoolingHeadSource(TensorSource):
 
     @classmethod
     def resolve(cls, siglip: str | Path, width: int) -> PoolingHeadSource:
-        """Find the head for a tower of ``width`` channels and read it once.
+        """Find the pooling head for a vision tower of ``width`` channels; its tensors are read once for the identity.
 
         Args:
             siglip: a folder or Hugging Face id of a SigLIP checkpoint with safetensors, or "tiny".
 
-        Raises ModelError, with the remedy, where there is no such checkpoint, or its head does not fit.
+        Raises ModelError, with the remedy, if there is no such checkpoint or its head does not fit.
         """
         name = str(siglip)
         files = CheckpointFiles("tiny", "tiny-siglip") if name == TINY else CheckpointFiles.locate(name)
@@ -222,8 +222,8 @@ class PoolingHeadSource(TensorSource):
             )
         refuse_quantized(name, config)
         vision = config.get("vision_config", config)
-        found = cls(name, "", files, find_weight_files(name, files), width, vision)
-        tensors = read_head(found)
+        source = cls(name, "", files, find_weight_files(name, files), width, vision)
+        tensors = read_head(source)
         if missing := sorted(NAMES - tensors.keys()):
             raise ModelError(f"{name!r} has no {', '.join(missing)}: name a SigLIP checkpoint with its pooling head")
         if tensors["head.probe"].shape[-1] != width:
@@ -231,23 +231,23 @@ class PoolingHeadSource(TensorSource):
                 f"the pooling head of {name!r} is {tensors['head.probe'].shape[-1]} channels wide, the vision tower "
                 f"{width}: name the SigLIP checkpoint that the tower was made of"
             )
-        return replace(found, identity=head_identity(tensors, vision))
+        return replace(source, identity=head_identity(tensors, vision))
 
 
 def read_head(source: PoolingHeadSource) -> dict[str, Tensor]:
-    """Read the head's tensors as they are stored, by their names without ``vision_model.``, which may be on disk."""
+    """Read the head's tensors in their stored dtype, by name without the prefix ``vision_model.``."""
 
-    def wanted(key: str) -> str | None:
+    def rename(key: str) -> str | None:
         name = key.removeprefix("vision_model.")
         return name if name in NAMES else None
 
-    return read_tensors(source, wanted)
+    return read_tensors(source, rename)
 
 
 def head_identity(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
-    """Compute "siglip-head:<hash>" of the head's tensors and of what ``config`` holds that no tensor shows."""
-    said = {name: config.get(name, default) for name, default in DEFAULTS.items()}
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    """Compute "siglip-head:<hash>" of the head's tensors and of the settings in DEFAULTS, which no tensor shows."""
+    settings = {name: config.get(name, default) for name, default in DEFAULTS.items()}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, value in sorted(tensors.items()):
         digest.update(f"\n{name} {value.dtype} {list(value.shape)}\n".encode())
         digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())

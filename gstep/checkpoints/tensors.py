@@ -24,26 +24,26 @@ _USE = (
     "float32 (often the same name without -FP8, -AWQ, -GPTQ-Int4 or -bnb-4bit); it may answer from a cache of that one "
     "by vLLM (jobs.generate --engine vllm, jobs.serve)"
 )
-#: Methods by which vLLM reads a language model's weights; the vision tower is stored as it was.
+#: Quantization methods that vLLM reads in a language model; the vision tower stays unquantized.
 SERVED = ("awq", "compressed-tensors", "fp8", "gptq")
 _MERGE = (
     "which is not applied here: merge it into the weights (merge_and_unload of peft, then save_pretrained), and name "
     "that folder"
 )
-# Parts of tensors' names by peft: factors and vectors of adapters, and what lies under them.
+# Parts of tensor names by peft: factors and vectors of adapters, and the layers under them.
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|ia3_l|vera_\w+|oft_\w+|hada_\w+|base_layer|modules_to_save)(\.|$)")
 _PLAIN = frozenset({"BF16", "F16", "F32", "F64"})
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A checkpoint whose safetensors files were found. Pickles; means the same weights on every node.
+    """A checkpoint with its safetensors files. Pickles; it means the same weights on every node.
 
     Attributes:
-        name: the argument as given.
-        identity: says which weights these are.
-        files: where its files are; ``files.revision`` is the commit sha of a Hugging Face id.
-        weight_files: the names of the safetensors files; none where the weights are random.
+        name: the user's model argument.
+        identity: a text that identifies the weights.
+        files: the files; ``files.revision`` is the commit sha of a Hugging Face id.
+        weight_files: the names of the safetensors files; empty for random weights.
     """
 
     name: str
@@ -54,7 +54,7 @@ class TensorSource:
     def file(self, filename: str) -> Path:
         """Return the local path of a file of the checkpoint, downloaded or built on this node if need be.
 
-        Raises ModelError where there is no such file.
+        Raises ModelError if there is no such file.
         """
         path = self.files.find(filename)
         if path is None:
@@ -64,63 +64,64 @@ class TensorSource:
 
 def read_tensors(
     source: TensorSource,
-    wanted: Callable[[str], str | None],
+    rename: Callable[[str], str | None],
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Read only the tensors that ``wanted`` gives a name to; only shards that hold one are opened (or downloaded).
+    """Read the tensors that ``rename`` selects, copied to ``device``; only their shards are opened or downloaded.
 
     Args:
-        wanted: the name on disk -> the name in the result, or None for a tensor to leave alone.
-        dtype: cast to it; None keeps what is stored.
+        rename: maps the name on disk to the name in the result, or to None for a tensor that is not read.
+        dtype: the dtype to cast to; None keeps the stored dtype.
 
-    Raises ModelError where a file is missing or is no safetensors file, or a tensor is quantized.
+    Raises ModelError if a file is missing or is no safetensors file, or a tensor is quantized or of an adapter.
     """
     # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
-    return {name: values.to(device=device, dtype=dtype, copy=True) for name, values in each_tensor(source, wanted)}
+    return {name: values.to(device=device, dtype=dtype, copy=True) for name, values in iter_tensors(source, rename)}
 
 
-def each_tensor(source: TensorSource, wanted: Callable[[str], str | None]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the new name and the memory-mapped values of each tensor, chosen and refused as by ``read_tensors``."""
-    for filename in files_with(source, wanted):
+def iter_tensors(source: TensorSource, rename: Callable[[str], str | None]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (new name, memory-mapped values) of the tensors that ``rename`` selects; raises as ``read_tensors``."""
+    for filename in list_files_with(source, rename):
         path = source.file(filename)
         try:
             with safe_open(path, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
                     _refuse_adapter_tensor(source.name, key)
-                    if (name := wanted(key)) is not None:
-                        refuse_stored(source.name, key, opened.get_slice(key).get_dtype())
+                    if (name := rename(key)) is not None:
+                        refuse_quantized_tensor(source.name, key, opened.get_slice(key).get_dtype())
                         yield name, opened.get_tensor(key)
         except SafetensorError as error:
             raise ModelError(f"{path} is no complete safetensors file ({error}): download it again") from error
 
 
-def files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> list[str]:
-    """List the safetensors files that may hold a tensor which ``wanted`` gives a name to."""
+def list_files_with(source: TensorSource, rename: Callable[[str], str | None]) -> list[str]:
+    """List the safetensors files that may hold a tensor selected by ``rename``: by the index, else all files."""
     index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
     if index is None:
         return list(source.weight_files)
-    return sorted({filename for key, filename in index["weight_map"].items() if wanted(key) is not None})
+    return sorted({filename for key, filename in index["weight_map"].items() if rename(key) is not None})
 
 
-def stored_types(source: TensorSource) -> dict[str, str | None] | None:
-    """Return the names of all tensors, each with its type as safetensors name it; None for a type that is not known.
+def read_tensor_types(source: TensorSource) -> dict[str, str | None] | None:
+    """Read the names of all tensors, name -> safetensors type (None if unknown), without a download of weights.
 
-    Names come from the index, or from the files of a folder. Return None where neither is here: nothing is downloaded.
+    They come from the headers of local files, or from the index on the Hub, which has no types. The result is None if
+    the Hub has no index.
     """
     if source.files.kind != "hub":
         folder = source.file("config.json").parent
-        headers = [_header(folder / name)[1] for name in source.weight_files if (folder / name).is_file()]
+        headers = [_read_header(folder / name)[1] for name in source.weight_files if (folder / name).is_file()]
         return {key: entry["dtype"] for entries in headers for key, entry in entries.items()}
     index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
     return None if index is None else dict.fromkeys(index["weight_map"])
 
 
 def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
-    """Find the weight files in the order of precedence of from_pretrained: one file, an index, or a folder's shards.
+    """Find the weight files with the precedence of from_pretrained: the single file, the index, or a folder's shards.
 
-    Raises ModelError where there are no safetensors files, or an adapter beside or among them.
+    Raises ModelError if there are no safetensors files, or an adapter's tensors beside or among them.
     """
     index = None
     if files.has(SINGLE):
@@ -142,38 +143,39 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
 
 
 def refuse_adapter_files(name: str, files: CheckpointFiles) -> None:
-    """Raise ModelError where a file of an adapter lies in the checkpoint: transformers would apply it, this would not.
+    """Raise ModelError if the checkpoint has an adapter's files, which transformers would apply and this project not.
 
-    A hub that cannot be asked now, of a model in the local cache, is taken to have none.
+    It passes a cached model if the Hub is unreachable.
     """
     for filename in ("adapter_config.json", "non_lora_trainables.bin"):
         try:
-            there = files.has(filename)
+            is_present = files.has(filename)
         except ModelError:
             return
-        if there:
+        if is_present:
             raise ModelError(f"{name!r} has an adapter ({filename}), {_MERGE}")
 
 
 def _refuse_adapter_tensors(
-    name: str, files: CheckpointFiles, weight_files: Sequence[str], known: Iterable[str]
+    name: str, files: CheckpointFiles, weight_files: Sequence[str], index_names: Iterable[str]
 ) -> None:
-    """Raise ModelError for tensors of an adapter, and in a folder for those of the vision side in no weight file.
+    """Raise ModelError for tensors of an adapter, and for tensors of the vision part in a stray file of the folder.
 
-    ``known`` are the names that an index has. The tensors of a single file on the hub are looked at as they are read.
+    ``index_names`` are the tensor names of the index. Tensors of a single file on the Hub are checked when they are
+    read.
     """
-    keys, others = {*known}, dict[str, str]()
+    keys, stray_files = {*index_names}, dict[str, str]()
     for filename in files.names(".safetensors"):
         with suppress(ModelError):  # a damaged weight file is refused where it is read
-            entries = _header(files.folder() / filename)[1]
+            entries = _read_header(files.folder() / filename)[1]
             if filename in weight_files:
                 keys |= entries.keys()
             else:
-                others |= dict.fromkeys(entries, filename)
+                stray_files |= dict.fromkeys(entries, filename)
     for key in keys:
         _refuse_adapter_tensor(name, key)
-    for key, filename in others.items():
-        if key not in keys and (_used(key) or _ADAPTER.search(key)):
+    for key, filename in stray_files.items():
+        if key not in keys and (_tower_name(key) or _ADAPTER.search(key)):
             raise ModelError(
                 f"{name!r}: {filename} holds {key}, which no weight file has: merge it into the weights, or remove the "
                 "file"
@@ -181,28 +183,28 @@ def _refuse_adapter_tensors(
 
 
 def _refuse_adapter_tensor(name: str, key: str) -> None:
-    """Raise ModelError where a tensor is a part of an adapter, or lies under one."""
+    """Raise ModelError if a tensor's name is a part of an adapter, or of a layer under an adapter."""
     if _ADAPTER.search(key):
         raise ModelError(f"{name!r} holds an adapter ({key}), {_MERGE}")
 
 
-def refuse_quantized(name: str, config: Mapping[str, Any], served: Collection[str] = ()) -> None:
-    """Raise ModelError where config.json, or a part of it such as text_config, has a ``quantization_config``.
+def refuse_quantized(name: str, config: Mapping[str, Any], served_methods: Collection[str] = ()) -> None:
+    """Raise ModelError if config.json, or a part such as text_config, has a ``quantization_config``.
 
-    Methods in ``served`` are let through.
+    Quantization by a method of ``served_methods`` is allowed.
     """
     for part, settings in {"": config, **config}.items():
-        found = settings.get("quantization_config") if isinstance(settings, dict) else None
-        method = found.get("quant_method") if isinstance(found, dict) else None
-        if found and method not in served:
-            where = f"{part}.quantization_config" if part else "quantization_config"
-            raise ModelError(f"{name!r} is quantized ({where} in config.json: {method or 'an unnamed method'}): {_USE}")
+        quantization = settings.get("quantization_config") if isinstance(settings, dict) else None
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if quantization and method not in served_methods:
+            key = f"{part}.quantization_config" if part else "quantization_config"
+            raise ModelError(f"{name!r} is quantized ({key} in config.json: {method or 'an unnamed method'}): {_USE}")
 
 
-def refuse_stored(name: str, tensor: str, dtype: str) -> None:
-    """Raise ModelError where a needed tensor is stored in another ``dtype`` than a float of 16 bits or more.
+def refuse_quantized_tensor(name: str, tensor: str, dtype: str) -> None:
+    """Raise ModelError unless ``dtype``, the stored type of ``tensor``, is a float of 16 bits or more.
 
-    ``dtype`` is in the words of safetensors: "BF16", "F8_E4M3", "I8".
+    ``dtype`` is a type name of safetensors: "BF16", "F8_E4M3", "I8".
     """
     if dtype not in _PLAIN:
         raise ModelError(f"{name!r} is quantized ({tensor} is stored as {dtype}): {_USE}")
@@ -215,12 +217,12 @@ SAMPLE_BYTES = 4096
 IRRELEVANT_KEYS = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 
 _TOWER = ("vision_tower.", "multi_modal_projector.", "image_newline", "visual.")
-# What no token is made of, and what libraries may leave out where they write a checkpoint anew.
+# Tensors that no token depends on; libraries may leave them out when they rewrite a checkpoint.
 _UNUSED = ("vision_tower.head.", "vision_tower.embeddings.position_ids")
 
 
 class _TensorEntry(TypedDict):
-    """The entry of a tensor in a safetensors header: data_offsets are its first byte and the one behind it."""
+    """The entry of a tensor in a safetensors header; data_offsets are [start, end) in bytes behind the header."""
 
     dtype: str
     shape: list[int]
@@ -237,33 +239,32 @@ def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str,
     for path in (folder / name for name in sorted(filenames)):
         if path.is_file():  # shards of the language model alone may have been left out
             digest.update(f"\n{path.name} {path.stat().st_size}\n".encode())
-            _update(digest, path)
+            _hash_file(digest, path)
     return f"folder:{digest.hexdigest()[:32]}"
 
 
 def tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
-    """Return name, dtype and shape of each tensor of a safetensors file, and its first 4 KiB.
+    """Read ("name dtype shape", first 4 KiB) of each tensor of a safetensors file whose name starts with ``prefix``.
 
-    Tensors are those whose name starts with ``prefix``, sorted by name. Raises ModelError for a file that is no
-    safetensors file.
+    They are sorted by name. Raises ModelError for a file that is no safetensors file.
     """
-    header, entries = _header(path)
-    chosen = sorted((name, entry) for name, entry in entries.items() if name.startswith(prefix))
-    samples = _samples(path, len(header), [entry["data_offsets"] for _, entry in chosen])
-    texts = [f"{name} {entry.get('dtype')} {entry.get('shape')}" for name, entry in chosen]
+    header, entries = _read_header(path)
+    entries_of_prefix = sorted((name, entry) for name, entry in entries.items() if name.startswith(prefix))
+    samples = _read_samples(path, len(header), [entry["data_offsets"] for _, entry in entries_of_prefix])
+    texts = [f"{name} {entry.get('dtype')} {entry.get('shape')}" for name, entry in entries_of_prefix]
     return list(zip(texts, samples, strict=True))
 
 
-def _update(digest: hashlib._Hash, path: Path) -> None:
-    """Add a safetensors file's header and the sample of each of its tensors to the digest."""
-    header, entries = _header(path)
+def _hash_file(digest: hashlib._Hash, path: Path) -> None:
+    """Add a safetensors file's header and the first 4 KiB of each tensor to the digest."""
+    header, entries = _read_header(path)
     digest.update(header)
-    for sample in _samples(path, len(header), sorted(entry["data_offsets"] for entry in entries.values())):
+    for sample in _read_samples(path, len(header), sorted(entry["data_offsets"] for entry in entries.values())):
         digest.update(sample)
 
 
-def _header(path: Path) -> tuple[bytes, dict[str, _TensorEntry]]:
-    """Read the header of a safetensors file as it is stored, and its entries of tensors by name."""
+def _read_header(path: Path) -> tuple[bytes, dict[str, _TensorEntry]]:
+    """Read the header of a safetensors file: (raw bytes, tensor name -> entry). Raises ModelError if it is damaged."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length < path.stat().st_size else b""
@@ -278,8 +279,8 @@ def _header(path: Path) -> tuple[bytes, dict[str, _TensorEntry]]:
     return header, entries
 
 
-def _samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]) -> Iterator[bytes]:
-    """Yield the first bytes of each stretch [start, end) behind the header."""
+def _read_samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]) -> Iterator[bytes]:
+    """Yield the first SAMPLE_BYTES, at most, of each span [start, end) behind the header."""
     with path.open("rb") as file:
         for start, end in spans:
             file.seek(8 + header_length + start)
@@ -287,24 +288,24 @@ def _samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]) -> 
 
 
 def tower_hash(source: TensorSource) -> str | None:
-    """Return "blake2b-f16:<hex>" of all weights that visual tokens are made with; None where weights are random.
+    """Hash all weights that visual tokens depend on: "blake2b-f16:<hex>"; None for random weights.
 
-    Values count as float16, in which quantized checkpoints hold what was bfloat16, and names as in memory, which differ
-    on disk by library version. It reads these tensors whole, a gigabyte or two, and no others.
+    It reads these tensors whole, a gigabyte or two. Values are cast to float16, because quantized checkpoints store
+    bfloat16 weights as float16. Names are the names in memory, because names on disk differ by library version.
 
-    Raises ModelError where one of them is quantized itself, or a file is missing or damaged.
+    Raises ModelError if a tensor is quantized itself, or a file is missing or damaged.
     """
     if not source.weight_files:
         return None
     digests = {}
-    for name, values in each_tensor(source, _used):
+    for name, values in iter_tensors(source, _tower_name):
         digest = hashlib.blake2b(f"{name} {list(values.shape)} ".encode(), digest_size=16)
         digest.update(values.to(torch.float16).contiguous().reshape(-1).view(torch.uint8).numpy().data)
         digests[name] = digest.hexdigest()
     return f"blake2b-f16:{hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()}"
 
 
-def _used(key: str) -> str | None:
-    """Return the name in memory of a tensor that visual tokens are made with; None for any other tensor."""
+def _tower_name(key: str) -> str | None:
+    """Map the name on disk to the name in memory of a tensor that visual tokens depend on; None for other tensors."""
     name = key.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
     return name if name.startswith(_TOWER) and not name.startswith(_UNUSED) else None

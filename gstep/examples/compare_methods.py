@@ -1,6 +1,6 @@
 """Prune the same tokens by several methods, and print how many of GSTEP's tokens each of them keeps too.
 
-Run it by ``python gstep/examples/compare_methods.py``; put your encoder's tokens in place of the made-up ones.
+Run it by ``python gstep/examples/compare_methods.py``; put your encoder's tokens in place of the synthetic tokens.
 """
 
 import torch
@@ -14,9 +14,11 @@ tokens = scene + 0.1 * torch.randn(T, N, D, generator=generator)
 for t in range(T):  # ... but for a row of patches that moves on with each frame
     tokens[t, 14 * (t % 14) : 14 * (t % 14 + 1)] += torch.randn(14, D, generator=generator)
 
-ours = gstep.prune(tokens, retention_ratio=0.25)
+reference = gstep.prune(tokens, retention_ratio=0.25)
 for method in ("gstep", "novelty", "fps", "vidcom2", "topk", "random", "uniform"):
-    kept = gstep.prune(tokens, retention_ratio=0.25, method=method)
-    shared = torch.isin(kept.index, ours.index).sum().item()
-    frames = (kept.index // N).bincount(minlength=T)
-    print(f"{method:8} keeps {kept.n_kept} of {T * N}: {shared:4} of gstep's, {frames.min()} to {frames.max()} a frame")
+    pruned = gstep.prune(tokens, retention_ratio=0.25, method=method)
+    shared = torch.isin(pruned.index, reference.index).sum().item()
+    frames = (pruned.index // N).bincount(minlength=T)
+    print(
+        f"{method:8} keeps {pruned.n_kept} of {T * N}: {shared:4} of gstep's, {frames.min()} to {frames.max()} a frame"
+    )

@@ -1,13 +1,12 @@
-"""The language half of each model family: prompts from cached visual tokens, and answers to them.
+"""The language half of each model family: prompts from cached visual tokens, and answers to these prompts.
 
 The order of use: :func:`prompt_builder` (CPU: a tokenizer and the config, no weights) makes a
 :class:`~gstep.language.types.Prompt` of a question and the cached tokens of its videos; :func:`load_language_model`
-loads the LLM without the vision tower, which answers batches of prompts. A model of your own takes a
-:class:`~gstep.language.batch.Batch` of prompts and :func:`~gstep.language.batch.encoder_outputs`, as
-``pipeline/examples/own_llm.py`` shows.
+loads the LLM without the vision tower, which answers batches of prompts. Your own model takes a
+:class:`~gstep.language.batch.Batch` of prompts and :func:`~gstep.language.batch.encoder_outputs`, as in
+``pipeline/examples/own_llm.py``.
 
-What ``__all__`` names is public here, and in the modules below it nothing is. Everything is imported when it is first
-used.
+Only the names in ``__all__`` are public. All names are imported on first use.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from gstep.errors import ModelError
 from gstep.families import FAMILIES
-from gstep.lazy import LazyTable, attributes_of
+from gstep.lazy import LazyTable, make_getattr
 
 if TYPE_CHECKING:
     from gstep.backbones import ModelSource, Runtime
@@ -68,15 +67,15 @@ def prompt_builder(
     frame_times: str = "true",
     thought: str = "open",
 ) -> PromptBuilder:
-    """Return the prompt builder of a model; it reads its config and tokenizer, no weights.
+    """Make the prompt builder of a model from its config and tokenizer, without weights.
 
     Args:
         positions: "contiguous" or "original"; None takes the family's default (LLaVA-OneVision contiguous, Qwen
             original).
         rule, frame_times, thought: see :class:`~gstep.language.types.PromptPolicy`.
 
-    Raises ModelError where a tokenizer, a chat template or a token that prompts need is missing, and for a family that
-    cannot be asked; ValueError for an unknown policy.
+    Raises ModelError if a tokenizer, a chat template or a token that prompts need is missing, and for a family that
+    cannot answer questions; ValueError for an unknown policy.
     """
     _check_answers(source)
     builder: PromptBuilder = BUILDERS[source.model_type].of(source, positions, rule, frame_times, thought)
@@ -84,9 +83,9 @@ def prompt_builder(
 
 
 def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
-    """Load the model without its vision tower, ready to answer; no weight of the vision part is read.
+    """Load the model without its vision tower, ready to answer; no weights of the vision part are read.
 
-    Raises ModelError where weights are missing or have another shape than the config says.
+    Raises ModelError if weights are missing or do not have the shapes of the config.
     """
     _check_answers(source)
     from gstep.language.model import LanguageModel  # noqa: PLC0415 - transformers' modelling code takes seconds
@@ -95,7 +94,7 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
 
 
 def _check_answers(source: ModelSource) -> None:
-    """Raise ModelError for a family that can be encoded and not be asked."""
+    """Raise ModelError for a family that can be encoded but cannot answer questions."""
     if source.model_type not in BUILDERS:
         raise ModelError(
             f"{source.name!r}: questions to {source.model_type} are not implemented. Its videos can be pruned and "
@@ -104,4 +103,4 @@ def _check_answers(source: ModelSource) -> None:
 
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
-    __getattr__ = attributes_of(__name__, _PUBLIC)
+    __getattr__ = make_getattr(__name__, _PUBLIC)

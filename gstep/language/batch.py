@@ -1,4 +1,4 @@
-"""Ragged prompts as one left-padded batch, in the form that the models of transformers take."""
+"""Left-padded batches of prompts of different lengths, in the form that the models of transformers take."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from gstep.types import Visual
 
 #: Elements that the attention mask of a padded batch may have: 64 MiB as bool, 256 MiB more as a kernel's float32.
 MASK_ELEMENTS = 2**26
-#: Tokens that a batch may have, padding included: keys and values are held for each of them.
+#: Tokens that a batch may have, padding included: each takes memory for its keys and values.
 PADDED_TOKENS = 2**16
 
 
 def batches_by_cost(
-    lengths: Sequence[int], queries: Sequence[int], most: int, mask_elements: int = MASK_ELEMENTS
+    lengths: Sequence[int], queries: Sequence[int], max_rows: int, mask_elements: int = MASK_ELEMENTS
 ) -> list[list[int]]:
-    """Group rows of like length into batches of at most ``most`` rows, longest first; return each batch's row numbers.
+    """Group rows of similar length into batches, longest first; return each batch's row numbers, ascending.
 
-    A batch is full where one more row would cost too much; only the last batch may have room for others. A row that
-    costs too much by itself is a batch of its own, which has no padding and so needs no mask.
+    A batch ends when the next row would exceed a limit: ``max_rows``, PADDED_TOKENS or ``mask_elements``. A row that
+    exceeds a limit alone is a batch by itself, which has no padding and so needs no mask.
 
     Args:
         lengths: tokens of each row.
-        queries: how many of these go through the model at once; keys and values of the others are there by then.
-        mask_elements: the most that the attention mask of a batch may have.
+        queries: tokens of each row that the model computes; keys and values of its other tokens are cached.
+        mask_elements: the maximum size of a batch's attention mask.
     """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        longer = [*batches[-1], row] if batches else []
-        rows = [lengths[i] for i in longer], [queries[i] for i in longer]
-        if 0 < len(longer) <= most and _affordable(*rows, mask_elements):
-            batches[-1] = longer
+        candidate = [*batches[-1], row] if batches else []
+        rows = [lengths[i] for i in candidate], [queries[i] for i in candidate]
+        if 0 < len(candidate) <= max_rows and _fits_batch(*rows, mask_elements):
+            batches[-1] = candidate
         else:
             batches.append([row])
     return [sorted(batch) for batch in batches]
 
 
-def _affordable(lengths: Sequence[int], queries: Sequence[int], mask_elements: int) -> bool:
-    """Return whether rows of these lengths fit in one batch: padded tokens and attention mask below their limits."""
+def _fits_batch(lengths: Sequence[int], queries: Sequence[int], mask_elements: int) -> bool:
+    """Return True if rows of these lengths fit in one batch: padded tokens and attention mask within their limits."""
     tokens = len(lengths) * max(lengths)
     unmasked = len({*lengths}) == 1 and lengths == queries  # all rows are causal, and none is padded
     return tokens <= PADDED_TOKENS and (unmasked or tokens * max(queries) <= mask_elements)
@@ -51,11 +51,11 @@ def _affordable(lengths: Sequence[int], queries: Sequence[int], mask_elements: i
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of prompts (or of parts of prompts), padded on the left.
+    """A batch of prompts, or of parts of prompts, padded on the left.
 
     Attributes:
         input_ids: [B,L] int64.
-        mask: [B,L] int64, 0 where a row is padded.
+        mask: [B,L] int64, 1 for tokens and 0 for padding.
         positions: [A,B,L] int64.
     """
 
@@ -65,12 +65,12 @@ class Batch:
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], spans: Sequence[slice] | None = None) -> Batch:
-        """Pad the prompts, or one span of each, into a batch."""
+        """Pad the prompts, or a span of each prompt, into a batch."""
         spans = spans or [slice(None)] * len(prompts)
         ids = [prompt.input_ids[span] for prompt, span in zip(prompts, spans, strict=True)]
         length = max(len(row) for row in ids)
         batch = cls(
-            # The padding repeats a token that every prompt holds: a repetition penalty must see none that is not there.
+            # Padding repeats a token of the prompt, because a repetition penalty would count a new token.
             input_ids=torch.stack([prompt.input_ids[:1].expand(length) for prompt in prompts]).clone(),
             mask=torch.zeros(len(ids), length, dtype=torch.int64, device="cpu"),
             positions=torch.zeros(len(prompts[0].positions), len(ids), length, dtype=torch.int64, device="cpu"),
@@ -83,7 +83,7 @@ class Batch:
         return batch
 
     def after(self, prefix: Batch) -> Batch:
-        """Return these rows with the rows of ``prefix`` before them; padding then also lies between the two parts."""
+        """Prepend the rows of ``prefix`` to these rows; their padding stays between the two parts."""
         return Batch(
             input_ids=torch.cat([prefix.input_ids, self.input_ids], dim=1),
             mask=torch.cat([prefix.mask, self.mask], dim=1),
@@ -95,10 +95,10 @@ class Batch:
         return Batch(self.input_ids[index], self.mask[index], self.positions[:, index])
 
     def position_ids(self) -> Tensor:
-        """Return positions for forward and generate: [B,L] for 1-D positions, [4,B,L] for M-RoPE.
+        """Make the position ids for forward and generate: [B,L] for 1-D positions, [4,B,L] for M-RoPE.
 
-        Row 0 of the four counts the real tokens: it tells transformers that nothing is packed. With temporal positions
-        there it would see several sequences in a row, and mask them from each other.
+        Row 0 of the four counts the tokens, so that transformers sees no packed sequences. With temporal positions in
+        row 0 it would see several sequences in a row, and mask them from each other.
         """
         if len(self.positions) == 1:
             return self.positions[0]
@@ -107,9 +107,10 @@ class Batch:
 
 
 def encoder_outputs(visuals: Sequence[Visual], model: Any) -> dict[str, Any]:
-    """Return the ``mm_encoder_outputs`` that a model of transformers takes for a batch's placeholders.
+    """Make the ``mm_encoder_outputs`` of a model of transformers for a batch's placeholders.
 
-    They go from the batch's first row to its last, on the model's device and in its dtype.
+    ``visuals`` are all videos of the batch, from its first row to its last. The result is on the model's device and in
+    its dtype.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: PLC0415 - seconds to import
 
@@ -127,7 +128,7 @@ def encoder_outputs(visuals: Sequence[Visual], model: Any) -> dict[str, Any]:
     ]
     if not levels:
         return {"video": BaseModelOutputWithPooling(pooler_output=tuple(tokens))}
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import (  # noqa: PLC0415 - this family alone has it
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import (  # noqa: PLC0415 - needed by this family alone
         BaseModelOutputWithDeepstackFeatures,
     )
 

@@ -1,7 +1,7 @@
-"""How tokens are drawn: an answer depends on its own options and seed, never on its batch.
+"""Sampling of tokens, in which an answer depends on its own options and seed, never on its batch.
 
-These run inside ``generate`` of transformers through its public hooks; the model's own processors (repetition penalty)
-come before them.
+These classes run inside ``generate`` of transformers through its public hooks, after the model's own processors
+(repetition penalty).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from transformers import LogitsProcessor, StoppingCriteria, TopKLogitsWarper, To
 
 from gstep.language.types import Decoding
 
-# Outside these, the likeliest token always wins or all are equally likely, and float32 would overflow.
+# Outside these limits the likeliest token always wins or all tokens are equally likely, and float32 would overflow.
 _TEMPERATURES = (1e-30, 1e30)
 
 
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that turns each sampled row's greedy choice into a draw, by the Gumbel-max trick.
+    """A logits processor that makes each sampled row's greedy choice a random draw, by the Gumbel-max trick.
 
-    argmax(log p + g) with g ~ Gumbel(0, 1) is a draw from p, so greedy and sampled rows share a batch, and each row has
-    a generator of its own.
+    argmax(log p + g) with g ~ Gumbel(0, 1) is a draw from p. Greedy and sampled rows therefore share a batch, and each
+    row has its own generator.
     """
 
     def __init__(self, decodings: Sequence[Decoding]) -> None:
@@ -33,13 +33,13 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not self._rows:
             return scores
-        drawn = scores.float().clone()
+        noisy = scores.float().clone()
         for row, decoding in self._rows:
-            drawn[row] = self._draw(drawn[row : row + 1], input_ids[row : row + 1], decoding, self._generators[row])
-        return drawn
+            noisy[row] = self._draw(noisy[row : row + 1], input_ids[row : row + 1], decoding, self._generators[row])
+        return noisy
 
     def _draw(self, scores: Tensor, input_ids: Tensor, decoding: Decoding, generator: torch.Generator) -> Tensor:
-        """Return one row's scores [V] after temperature, top-k, top-p and Gumbel noise: their argmax is a draw."""
+        """Apply temperature, top-k, top-p and Gumbel noise to one row's scores: [V], whose argmax is a random draw."""
         coldest, hottest = _TEMPERATURES
         scores = scores / min(max(decoding.temperature, coldest), hottest)
         if decoding.top_k:
@@ -60,12 +60,12 @@ class RowLimits(StoppingCriteria):  # type: ignore[misc]
         self._prompt_length = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        done = self._limits <= input_ids.shape[1] - self._prompt_length
-        return done.to(input_ids.device)
+        at_limit = self._limits <= input_ids.shape[1] - self._prompt_length
+        return at_limit.to(input_ids.device)
 
 
 class FirstToken(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that records the time at which the prefill ends and the first token is chosen."""
+    """A logits processor that records in ``at`` the time of the first token, when the prefill ends."""
 
     def __init__(self) -> None:
         self.at: float | None = None

@@ -18,11 +18,11 @@ class LlavaOnevisionPrompts(PromptBuilder):
     axes = 1
     needs_newline = True
 
-    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        kept = len(visual.index)
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        n_kept = len(visual.index)
         if self.policy.positions == "contiguous":
-            positions, extent = torch.arange(kept + 1, device="cpu"), kept + 1
+            positions, extent = torch.arange(n_kept + 1, device="cpu"), n_kept + 1
         else:
             n_total = visual.n_frames * visual.tokens_per_frame
             positions, extent = torch.cat([visual.index, torch.tensor([n_total], device="cpu")]), n_total + 1
-        return Segment(self._placeholders(kept + 1), positions[None], extent)
+        return Segment(self._make_placeholders(n_kept + 1), positions[None], extent)

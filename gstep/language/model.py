@@ -15,19 +15,19 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from gstep.backbones import ModelSource, Runtime
 from gstep.language.batch import MASK_ELEMENTS, Batch, batches_by_cost, encoder_outputs
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
-from gstep.language.layer_pruning import CACHE, PruneInside, visual_places
+from gstep.language.layer_pruning import CACHE, PruneInside, mark_prunable
 from gstep.language.prompt import text_ids, tokenizer_of
 from gstep.language.types import Answer, Decoding, Prompt, Score, has_linear_attention, placeholder_of
-from gstep.language.weights import ends_of, load_llm
+from gstep.language.weights import end_ids, load_llm
 from gstep.pruners.base import Pruner
 
 
 class LanguageModel:
-    """The LLM of one checkpoint on one device; it holds no weight of the vision part.
+    """The LLM of one checkpoint on one device, without the vision part.
 
     Attributes:
-        mask_elements: the most that the attention mask of a batch may have.
-        copied_tokens: how many tokens of a prompt's keys and values, copied for each of its choices, are held at once.
+        mask_elements: the maximum size of a batch's attention mask.
+        copied_tokens: the maximum number of tokens in copies of a prompt's keys and values, a copy for each choice.
     """
 
     mask_elements = MASK_ELEMENTS
@@ -45,19 +45,19 @@ class LanguageModel:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all weights."""
+        """The bytes of all weights."""
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its answer may have together."""
+        """The maximum number of tokens of a prompt and its answer together."""
         return int(self.model.config.get_text_config().max_position_embeddings)
 
     @torch.inference_mode()
     def embedding(self, text: str) -> Tensor:
-        """Return the mean input embedding [1,D] float32 of a text's tokens, on the model's device.
+        """Compute the mean input embedding [1,D] float32 of a text's tokens, on the model's device.
 
-        Raises ValueError for an empty one.
+        Raises ValueError for an empty text.
         """
         ids = torch.tensor(text_ids(self.tokenizer, text), device=self.device)
         mean: Tensor = self.model.get_input_embeddings()(ids).float().mean(0, keepdim=True)
@@ -65,11 +65,11 @@ class LanguageModel:
 
     @torch.inference_mode()
     def logits(self, prompts: Sequence[Prompt], last: int = 0) -> list[Tensor]:
-        """Return the logits at every token of each prompt, or at its ``last`` ones, [L,V] in the compute dtype.
+        """Compute the logits of each prompt, [L,V] in the compute dtype, at every token or at its ``last`` tokens.
 
-        Those must follow the last video: prompts on the same videos then go through the model together up to there.
+        ``last`` tokens must come after the last video; videos that prompts share are then computed once.
         """
-        batch, cache = self._batch_with_cache(prompts, last) if last else (Batch.of(prompts), None)
+        batch, cache = self._make_batch_and_cache(prompts, last) if last else (Batch.of(prompts), None)
         output = self._forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)
         masks = batch.mask[:, -last:].to(self.device)
         return [row[mask.bool()] for row, mask in zip(output.logits, masks, strict=True)]
@@ -86,24 +86,23 @@ class LanguageModel:
         """Answer a batch of prompts, which may differ in length and in their options.
 
         Args:
-            share_prefix: prompts on the same videos (the same Visual objects) go through the model together up to
-                there, once for all of them.
-            inside: a method that prunes inside the model (it has a ``layer``), and the share of visual tokens that it
-                keeps. What it keeps depends on the question, so nothing is shared then.
+            share_prefix: True computes videos that prompts share (the same Visual objects) once for all prompts.
+            inside: a method that prunes inside the model (it has a ``layer``), and the share of visual tokens to keep.
+                The kept tokens depend on the question, so nothing is shared then.
 
-        Raises ValueError where the model cannot be pruned at that layer.
+        Raises ValueError if the model cannot be pruned at that layer.
         """
         if inside is not None:
-            with self._prune_inside(prompts, *inside).hooked(self.model):
+            with self._prune_inside(prompts, *inside).apply_hooks(self.model):
                 return self.generate(prompts, decodings, share_prefix=False)
-        started = time.perf_counter()
-        batch, cache = self._batch_with_cache(prompts) if share_prefix else (Batch.of(prompts), None)
+        start = time.perf_counter()
+        batch, cache = self._make_batch_and_cache(prompts) if share_prefix else (Batch.of(prompts), None)
         clock = FirstToken()
         tokens = self._generate_ids(batch, cache, prompts if cache is None else (), decodings, clock).cpu()
-        ended, first = time.perf_counter(), clock.at
+        end, first = time.perf_counter(), clock.at
         assert first is not None
         return [
-            self._answer(row, decoding, first - started, ended - first)
+            self._make_answer(row, decoding, first - start, end - first)
             for row, decoding in zip(tokens.tolist(), decodings, strict=True)
         ]
 
@@ -117,12 +116,12 @@ class LanguageModel:
     ) -> Tensor:
         """Run ``generate`` on ``batch`` with the keys and values in ``past``; return the new token ids, [B,new].
 
-        ``prompts`` are those whose videos ``past`` does not hold, so that their tokens have to go in.
+        ``prompts`` are the prompts whose videos are not in ``past``: their visual tokens are fed to the model.
         """
         length = batch.input_ids.shape[1]
         output: Tensor = self.model.generate(
-            **self._inputs(batch, prompts, past),
-            generation_config=self._config(decodings),
+            **self._make_inputs(batch, prompts, past),
+            generation_config=self._make_config(decodings),
             logits_processor=LogitsProcessorList([SeededSampling(decodings), clock]),
             stopping_criteria=StoppingCriteriaList([RowLimits(decodings, length)]),
         )
@@ -142,18 +141,20 @@ class LanguageModel:
         Raises ValueError for a continuation without a token.
         """
         ids = [[text_ids(self.tokenizer, text) for text in texts] for texts in continuations]
-        pruning = self._prune_inside(prompts, *inside).hooked(self.model) if inside else nullcontext()
+        pruning = self._prune_inside(prompts, *inside).apply_hooks(self.model) if inside else nullcontext()
         with pruning as active:
-            batch, cache = self._batch_with_cache(prompts) if share_prefix and not active else (Batch.of(prompts), None)
+            batch, cache = (
+                self._make_batch_and_cache(prompts) if share_prefix and not active else (Batch.of(prompts), None)
+            )
             new = prompts if cache is None else ()
             output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
             first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
             return [
-                self._scores(batch.rows([row]), output[CACHE], row, first[row], texts, active)
+                self._score_continuations(batch.rows([row]), output[CACHE], row, first[row], texts, active)
                 for row, texts in enumerate(ids)
             ]
 
-    def _scores(
+    def _score_continuations(
         self,
         prompt: Batch,
         cache: DynamicCache,
@@ -162,140 +163,144 @@ class LanguageModel:
         continuations: list[list[int]],
         inside: PruneInside | None,
     ) -> list[Score]:
-        """Score the continuations of one prompt, whose keys and values are row ``row`` of ``cache``."""
+        """Score the continuations of one prompt, whose keys and values are row ``row`` of ``cache``.
+
+        ``first`` [V] has the log-probabilities of the first token after the prompt.
+        """
         logprobs = [float(first[ids[0]]) for ids in continuations]
-        longer = [i for i, ids in enumerate(continuations) if len(ids) > 1]
-        at_once = max(1, self.copied_tokens // prompt.input_ids.shape[1])
-        for part in (longer[start : start + at_once] for start in range(0, len(longer), at_once)):
-            with inside.of([row] * len(part)) if inside else nullcontext():
-                rest = self._later_logprobs(prompt, cache, row, [continuations[i] for i in part])
-            for i, value in zip(part, rest, strict=True):
+        multi_token = [i for i, ids in enumerate(continuations) if len(ids) > 1]
+        batch_size = max(1, self.copied_tokens // prompt.input_ids.shape[1])
+        for part in (multi_token[start : start + batch_size] for start in range(0, len(multi_token), batch_size)):
+            with inside.for_rows([row] * len(part)) if inside else nullcontext():
+                later_logprobs = self._score_later_tokens(prompt, cache, row, [continuations[i] for i in part])
+            for i, value in zip(part, later_logprobs, strict=True):
                 logprobs[i] += value
         return [Score(value, len(ids)) for value, ids in zip(logprobs, continuations, strict=True)]
 
-    def _later_logprobs(
+    def _score_later_tokens(
         self, prompt: Batch, cache: DynamicCache, row: int, continuations: list[list[int]]
     ) -> list[float]:
-        """Return each continuation's log-probability of its tokens after the first, summed; each has two or more."""
-        # The rows end where they are padded, so that each follows its prompt without a gap.
+        """Compute each continuation's summed log-probability after its first token; each has two tokens or more."""
+        # Padding is on the right, so that each continuation follows its prompt without a gap.
         inputs = [ids[:-1] for ids in continuations]
         width = max(map(len, inputs))
-        padded = torch.tensor([ids + [ids[0]] * (width - len(ids)) for ids in inputs], device="cpu")
-        here = torch.arange(width, device="cpu")
-        mask = (here < torch.tensor([[len(ids)] for ids in inputs], device="cpu")).long()
-        start = prompt.positions[:, 0, -1:, None] + 1  # text follows text: the last position of a prompt is its own
-        tail = Batch(padded, mask, (start + here).expand(-1, len(inputs), -1))
-        output = self._forward(tail.after(prompt.rows([0] * len(inputs))), past=_rows(cache, [row] * len(inputs)))
-        following = torch.log_softmax(output.logits.float(), dim=-1)
-        targets = [torch.tensor(ids[1:], device=following.device) for ids in continuations]
-        return [float(rest[: len(t)].gather(-1, t[:, None]).sum()) for rest, t in zip(following, targets, strict=True)]
+        input_ids = torch.tensor([ids + [ids[0]] * (width - len(ids)) for ids in inputs], device="cpu")
+        offset = torch.arange(width, device="cpu")
+        mask = (offset < torch.tensor([[len(ids)] for ids in inputs], device="cpu")).long()
+        start = prompt.positions[:, 0, -1:, None] + 1  # text follows text: positions continue after the prompt's last
+        tail = Batch(input_ids, mask, (start + offset).expand(-1, len(inputs), -1))
+        output = self._forward(tail.after(prompt.rows([0] * len(inputs))), past=_copy_rows(cache, [row] * len(inputs)))
+        logprobs = torch.log_softmax(output.logits.float(), dim=-1)
+        targets = [torch.tensor(ids[1:], device=logprobs.device) for ids in continuations]
+        return [float(rows[: len(t)].gather(-1, t[:, None]).sum()) for rows, t in zip(logprobs, targets, strict=True)]
 
     def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
-        """Make the pruning context for a batch of prompts, marking which of their tokens are visual."""
+        """Make the pruning of a batch of prompts inside the model, with their visual tokens marked."""
         batch = Batch.of(prompts)
         _, video = placeholder_of(self.model.config)
         prunable = torch.zeros_like(batch.mask, dtype=torch.bool)
         for row, prompt in enumerate(prompts):
-            kept = [len(visual.index) for visual in prompt.visuals]
+            counts = [len(visual.index) for visual in prompt.visuals]
             newline = any(visual.newline is not None for visual in prompt.visuals)
-            prunable[row, batch.mask.shape[1] - len(prompt) :] = visual_places(prompt.input_ids, video, kept, newline)
+            prunable[row, batch.mask.shape[1] - len(prompt) :] = mark_prunable(prompt.input_ids, video, counts, newline)
         return PruneInside(method, retention_ratio, prunable, batch.mask.bool())
 
-    def _batch_with_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, DynamicCache | None]:
-        """Return the batch of all prompts, and the key-value cache of their videos if computing that first saves work.
+    def _make_batch_and_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, DynamicCache | None]:
+        """Make the batch of all prompts, and compute the key-value cache of their videos if that saves work.
 
-        It does where prompts share videos, or where one attention mask for all would be too large; otherwise the cache
-        is None. With linear attention the cache also holds the texts, but for their ``last`` tokens.
+        It saves work if prompts share videos, or if an attention mask for all prompts would be too large; otherwise the
+        cache is None. With linear attention the cache also includes the texts except their ``last`` tokens.
         """
-        shared: list[int] = []  # the first prompt of each group
-        group = []
+        first_of_group: list[int] = []  # the first prompt of each group of prompts on the same videos
+        group = []  # each prompt's group
         for i, prompt in enumerate(prompts):
-            place = next((g for g, first in enumerate(shared) if _same_prefix(prompts[first], prompt)), len(shared))
-            if place == len(shared):
-                shared.append(i)
-            group.append(place)
-        whole = [len(prompt) for prompt in prompts]
-        batches = batches_by_cost(whole, whole, len(whole), self.mask_elements)
-        at_once = len(batches) == 1 or not all(p.prefix_length for p in prompts)
-        if len(shared) == len(prompts) and at_once:
+            matches = (g for g, first in enumerate(first_of_group) if _has_same_prefix(prompts[first], prompt))
+            number = next(matches, len(first_of_group))
+            if number == len(first_of_group):
+                first_of_group.append(i)
+            group.append(number)
+        lengths = [len(prompt) for prompt in prompts]
+        batches = batches_by_cost(lengths, lengths, len(lengths), self.mask_elements)
+        fits_in_one_batch = len(batches) == 1 or not all(p.prefix_length for p in prompts)
+        if len(first_of_group) == len(prompts) and fits_in_one_batch:
             return Batch.of(prompts), None
-        firsts = [prompts[i] for i in shared]
-        prefix = Batch.of(firsts, [slice(p.prefix_length) for p in firsts])
-        cache = self._prefix_cache(firsts)
+        group_prompts = [prompts[i] for i in first_of_group]
+        prefix = Batch.of(group_prompts, [slice(p.prefix_length) for p in group_prompts])
+        cache = self._compute_prefix_cache(group_prompts)
         if has_linear_attention(self.model.config):  # padding within a row would change the state
-            return Batch.of(prompts), self._cache_of_all_but(last, prompts, prefix, cache, group)
+            return Batch.of(prompts), self._compute_cache_without_last(last, prompts, prefix, cache, group)
         cache.reorder_cache(torch.tensor(group, device=self.device))
         tails = Batch.of(prompts, [slice(p.prefix_length, None) for p in prompts])
         return tails.after(prefix.rows(group)), cache
 
-    def _cache_of_all_but(
+    def _compute_cache_without_last(
         self, last: int, prompts: Sequence[Prompt], prefixes: Batch, cache: DynamicCache, group: Sequence[int]
     ) -> DynamicCache:
-        """Compute the cache of each prompt but its ``last`` tokens, padded on the left.
+        """Compute the cache of each prompt without its ``last`` tokens, padded on the left.
 
-        Texts of one length go together, so that no padding lies between a video and its text.
+        Texts of equal length share a batch, so that no padding lies between a video and its text.
 
         Args:
-            prefixes, cache: the different beginnings of the prompts, up to the end of their videos.
-            group: the beginning of each prompt, a row of these.
+            prefixes, cache: the different prefixes of the prompts, up to the end of their videos, and their cache.
+            group: the row of each prompt's prefix in ``prefixes``.
         """
         texts: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompts):
             texts.setdefault(len(prompt) - prompt.prefix_length - last, []).append(row)
         caches, order = list[DynamicCache](), list[int]()
         for length, rows in texts.items():
-            whole = [prefixes.input_ids.shape[1] + length] * len(rows)
-            for part in batches_by_cost(whole, [length] * len(rows), len(rows), self.mask_elements):
-                chosen = [rows[i] for i in part]
-                order += chosen
-                beginnings = [group[i] for i in chosen]
-                caches.append(_rows(cache, beginnings))
+            lengths = [prefixes.input_ids.shape[1] + length] * len(rows)
+            for part in batches_by_cost(lengths, [length] * len(rows), len(rows), self.mask_elements):
+                batch_rows = [rows[i] for i in part]
+                order += batch_rows
+                prefix_rows = [group[i] for i in batch_rows]
+                caches.append(_copy_rows(cache, prefix_rows))
                 if length:
-                    spans = [slice(prompts[i].prefix_length, -last) for i in chosen]
-                    batch = Batch.of([prompts[i] for i in chosen], spans).after(prefixes.rows(beginnings))
+                    spans = [slice(prompts[i].prefix_length, -last) for i in batch_rows]
+                    batch = Batch.of([prompts[i] for i in batch_rows], spans).after(prefixes.rows(prefix_rows))
                     self._forward(batch, past=caches[-1], use_cache=True, logits_to_keep=1)
-        joined = _stacked(caches, max(len(prompt) for prompt in prompts) - last)
-        joined.reorder_cache(torch.tensor(order, device=self.device).argsort())
-        return joined
+        stack = _stack_caches(caches, max(len(prompt) for prompt in prompts) - last)
+        stack.reorder_cache(torch.tensor(order, device=self.device).argsort())
+        return stack
 
-    def _prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
+    def _compute_prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
         """Compute the key-value cache of each prompt up to the end of its videos, in batches that fit into memory."""
         lengths = [prompt.prefix_length for prompt in prompts]
         parts = batches_by_cost(lengths, lengths, len(lengths), self.mask_elements)
         caches = []
         for part in parts:
-            firsts = [prompts[i] for i in part]
-            batch = Batch.of(firsts, [slice(prompt.prefix_length) for prompt in firsts])
-            caches.append(self._forward(batch, prompts=firsts, use_cache=True, logits_to_keep=1)[CACHE])
+            part_prompts = [prompts[i] for i in part]
+            batch = Batch.of(part_prompts, [slice(prompt.prefix_length) for prompt in part_prompts])
+            caches.append(self._forward(batch, prompts=part_prompts, use_cache=True, logits_to_keep=1)[CACHE])
         if len(caches) > 1:
-            caches = [_stacked(caches, max(cache.get_seq_length() for cache in caches))]
-        places = [row for part in parts for row in part]
-        caches[0].reorder_cache(torch.tensor(places, device=self.device).argsort())
+            caches = [_stack_caches(caches, max(cache.get_seq_length() for cache in caches))]
+        order = [row for part in parts for row in part]
+        caches[0].reorder_cache(torch.tensor(order, device=self.device).argsort())
         return caches[0]
 
     def _forward(
         self, batch: Batch, *, prompts: Sequence[Prompt] = (), past: DynamicCache | None = None, **keywords: Any
     ) -> Any:
-        """Run the model over the part of ``batch`` that ``past`` does not hold."""
-        done = 0 if past is None else past.get_seq_length()
-        return self.model(**self._inputs(batch, prompts, past, done), **keywords)
+        """Run the model over the tokens of ``batch`` that are not in ``past``."""
+        start = 0 if past is None else past.get_seq_length()
+        return self.model(**self._make_inputs(batch, prompts, past, start), **keywords)
 
-    def _inputs(
-        self, batch: Batch, prompts: Sequence[Prompt], past: DynamicCache | None, done: int = 0
+    def _make_inputs(
+        self, batch: Batch, prompts: Sequence[Prompt], past: DynamicCache | None, start: int = 0
     ) -> dict[str, Any]:
-        """Return ``batch`` from token ``done`` on, and the videos of ``prompts``, as transformers takes them."""
+        """Make the keyword arguments of forward: ``batch`` from token ``start`` on, and the videos of ``prompts``."""
         inputs = {
-            "input_ids": batch.input_ids[:, done:].to(self.device),
+            "input_ids": batch.input_ids[:, start:].to(self.device),
             "attention_mask": batch.mask.to(self.device),
-            "position_ids": batch.position_ids()[..., done:].to(self.device),
+            "position_ids": batch.position_ids()[..., start:].to(self.device),
             CACHE: past,
         }
         if visuals := [visual for prompt in prompts for visual in prompt.visuals]:
             inputs["mm_encoder_outputs"] = encoder_outputs(visuals, self.model)
         return inputs
 
-    def _config(self, decodings: Sequence[Decoding]) -> Any:
-        """Return generation settings that are greedy for all rows; SeededSampling adds the noise of sampled rows."""
+    def _make_config(self, decodings: Sequence[Decoding]) -> Any:
+        """Make a GenerationConfig that is greedy for all rows; SeededSampling adds the noise of sampled rows."""
         config = copy.deepcopy(self.model.generation_config)
         config.update(
             do_sample=False,
@@ -307,14 +312,14 @@ class LanguageModel:
         return config
 
     def _pad_id(self) -> int:
-        """Return the id to pad generated rows with: the model's, the tokenizer's, or a token that ends answers."""
+        """Choose the id that pads generated rows: the model's, the tokenizer's, or a token that ends answers."""
         generation = self.model.generation_config
-        known = (generation.pad_token_id, self.tokenizer.pad_token_id, *ends_of(generation), 0)
-        return next(int(i) for i in known if i is not None)
+        candidates = (generation.pad_token_id, self.tokenizer.pad_token_id, *end_ids(generation), 0)
+        return next(int(i) for i in candidates if i is not None)
 
-    def _answer(self, row: list[int], decoding: Decoding, prefill_s: float, decode_s: float) -> Answer:
-        """Make the Answer of one row: cut it at its limit and at the first end token, and decode the text."""
-        ends = ends_of(self.model.generation_config)
+    def _make_answer(self, row: list[int], decoding: Decoding, prefill_s: float, decode_s: float) -> Answer:
+        """Make the Answer of one row of token ids: cut it at its limit and at the first end token, decode the text."""
+        ends = end_ids(self.model.generation_config)
         ids = row[: decoding.max_new_tokens]
         stop = next((i for i, token in enumerate(ids) if token in ends), None)
         ids = ids if stop is None else ids[:stop]
@@ -322,8 +327,8 @@ class LanguageModel:
         return Answer(text, tuple(ids), "length" if stop is None else "stop", prefill_s, decode_s)
 
 
-def _same_prefix(a: Prompt, b: Prompt) -> bool:
-    """Return whether two prompts are the same up to the end of their videos."""
+def _has_same_prefix(a: Prompt, b: Prompt) -> bool:
+    """Return True if two prompts are equal up to the end of their videos, which must be the same objects."""
     return (
         len(a.visuals) == len(b.visuals) > 0
         and all(x is y for x, y in zip(a.visuals, b.visuals, strict=True))
@@ -332,32 +337,32 @@ def _same_prefix(a: Prompt, b: Prompt) -> bool:
     )
 
 
-def _rows(cache: DynamicCache, index: Sequence[int]) -> DynamicCache:
-    """Copy some rows of a cache, which may repeat."""
-    chosen = copy.copy(cache)
-    chosen.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in chosen.layers:
-        for name, states in vars(layer).items():  # a layer of linear attention holds its states in dicts
+def _copy_rows(cache: DynamicCache, index: Sequence[int]) -> DynamicCache:
+    """Copy the rows ``index`` of a cache, which may repeat; the cache itself stays unchanged."""
+    rows = copy.copy(cache)
+    rows.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in rows.layers:
+        for name, states in vars(layer).items():  # a layer of linear attention has its states in dicts
             if isinstance(states, dict):
                 setattr(layer, name, dict(states))
-    chosen.reorder_cache(torch.tensor(index))
-    return chosen
+    rows.reorder_cache(torch.tensor(index))
+    return rows
 
 
-def _stacked(caches: Sequence[DynamicCache], length: int) -> DynamicCache:
-    """Return the rows of several caches as one of ``length`` tokens, padded or (of padding) cut on the left."""
-    whole = _rows(caches[0], range(1))
-    for layer, parts in zip(whole.layers, zip(*(cache.layers for cache in caches), strict=True), strict=True):
+def _stack_caches(caches: Sequence[DynamicCache], length: int) -> DynamicCache:
+    """Join the rows of several caches into a cache of ``length`` tokens; padding is added or cut on the left."""
+    stack = _copy_rows(caches[0], range(1))
+    for layer, parts in zip(stack.layers, zip(*(cache.layers for cache in caches), strict=True), strict=True):
         if hasattr(layer, "conv_states"):
             for states in ("conv_states", "recurrent_states"):
-                held = [getattr(part, states) for part in parts]
-                setattr(layer, states, {i: torch.cat([part[i] for part in held]) for i in held[0]})
+                parts_of_state = [getattr(part, states) for part in parts]
+                setattr(layer, states, {i: torch.cat([part[i] for part in parts_of_state]) for i in parts_of_state[0]})
         else:
-            layer.keys = torch.cat([_fitted(part.keys, length) for part in parts])
-            layer.values = torch.cat([_fitted(part.values, length) for part in parts])
-    return whole
+            layer.keys = torch.cat([_fit_length(part.keys, length) for part in parts])
+            layer.values = torch.cat([_fit_length(part.values, length) for part in parts])
+    return stack
 
 
-def _fitted(states_BHLE: Tensor, length: int) -> Tensor:
+def _fit_length(states_BHLE: Tensor, length: int) -> Tensor:
     """Pad or cut keys or values on the left to ``length`` tokens."""
     return nn.functional.pad(states_BHLE, (0, 0, length - states_BHLE.shape[-2], 0))

@@ -1,4 +1,4 @@
-"""A question and the cached tokens of its videos -> token ids and positions; no weights are needed."""
+"""Building prompts: from a question and the cached tokens of its videos to token ids and positions, without weights."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from gstep.errors import ModelError
 from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, placeholder_of
 from gstep.types import Visual
 
-# A noncharacter, which breaks up a placeholder that a text holds: its two pieces are tokenized as text.
+# A noncharacter that is put into a placeholder in a user's text, so that its two pieces are tokenized as text.
 _MARK = "\U0010fffe"
 _OPEN_TAG = re.compile(r"(<\w+>)\s*\Z")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring tokens of a prompt.
+    """Consecutive tokens of a prompt: a text, or the placeholders of a video or a frame.
 
     Attributes:
         ids: [n] int64.
         positions: [A,n] int64, counted from the start of the segment.
-        extent: how far the next segment starts behind this one's start.
-        video: whose visual tokens these are placeholders for; None of a text.
+        extent: the number of positions from the start of this segment to the start of the next.
+        video: the number of the video in the prompt; None for a text.
     """
 
     ids: Tensor
@@ -45,13 +45,13 @@ class PromptBuilder(ABC):
     """The builder of one model's prompts under one policy. Pickles.
 
     Attributes:
-        placeholder_id: the token that stands for a visual token (or newline).
+        placeholder_id: the id of the token that stands for a visual token or a newline.
     """
 
     default_positions: ClassVar[str]
     axes: ClassVar[int]
     needs_newline: ClassVar[bool] = False
-    writes_times: ClassVar[bool] = False  # whether the prompt tells when frames are shown
+    writes_times: ClassVar[bool] = False  # True if the prompt has the times of frames
     frame_markers: ClassVar[int] = 0  # tokens before and after the placeholders of each frame
     deepstack_levels: int = 0
 
@@ -67,21 +67,23 @@ class PromptBuilder(ABC):
 
     @classmethod
     def of(cls, source: ModelSource, positions: str | None, rule: str, frame_times: str, thought: str = "open") -> Self:
-        """Make the builder from a checkpoint's own files.
+        """Make the builder from a checkpoint's config, tokenizer and chat template.
 
-        Raises ModelError where one is missing, ValueError for an unknown policy.
+        ``frame_times`` and ``thought`` have their defaults in the policy if they change no prompt of this model.
+
+        Raises ModelError if a file is missing or does not fit, ValueError for an unknown policy.
         """
         template = chat_template(source)
-        hashed = hashlib.sha256(template.encode()).hexdigest()[:16]
-        policy = PromptPolicy(positions or cls.default_positions, rule, hashed, frame_times, thought)
-        if not cls.writes_times:  # what changes no prompt must not tell answers apart
+        template_hash = hashlib.sha256(template.encode()).hexdigest()[:16]
+        policy = PromptPolicy(positions or cls.default_positions, rule, template_hash, frame_times, thought)
+        if not cls.writes_times:  # a setting that changes no prompt must not tell answers apart
             policy = replace(policy, frame_times="true")
         config, tokenizer = source.stock_config(), tokenizer_of(source)
         placeholder = placeholder_of(config)[1]
         if tokenizer.convert_ids_to_tokens(placeholder) not in tokenizer.get_added_vocab():
             raise ModelError(
-                f"{source.name!r}: config.json says that token {placeholder} stands for a video, but it is "
-                "no special token of the tokenizer: download the whole checkpoint"
+                f"{source.name!r}: token {placeholder}, the placeholder of videos in config.json, is no special token "
+                "of the tokenizer: download the whole checkpoint"
             )
         builder = cls(config, tokenizer, template, policy)
         if thought == "closed" and not builder.open_tag:
@@ -90,7 +92,7 @@ class PromptBuilder(ABC):
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its answer may have together."""
+        """The maximum number of tokens of a prompt and its answer together."""
         return int(self.config.get_text_config().max_position_embeddings)
 
     @property
@@ -99,18 +101,18 @@ class PromptBuilder(ABC):
         return int(self.config.get_text_config().hidden_size)
 
     def n_visual(self, visuals: Sequence[Visual]) -> int:
-        """Count the placeholders that the videos take in a prompt."""
+        """Count the placeholders of the videos in a prompt, newlines included."""
         return sum(len(v.index) for v in visuals) + (len(visuals) if self.needs_newline else 0)
 
     def build(self, text: str, visuals: Sequence[Visual], system: str | None = None) -> Prompt:
-        """Build the prompt of one user message: the videos, then the text, as the checkpoint's chat template puts them.
+        """Build the prompt of one user message, the videos and then the text, by the checkpoint's chat template.
+
+        Placeholders of the model in ``text`` are treated as plain text.
 
         Args:
             system: a system message; None leaves it to the template.
 
-        The model's own placeholder of an image or video is text like any other where the text holds it.
-
-        Raises ValueError where a video comes without what the family needs.
+        Raises ValueError if a video's cached tokens do not fit the model.
         """
         content: list[ChatPart] = [*[ChatPart(type="video")] * len(visuals), {"type": "text", "text": text}]
         messages: list[ChatMessage] = [{"role": "user", "content": content}]
@@ -119,30 +121,30 @@ class PromptBuilder(ABC):
         return self.build_chat(messages, visuals)
 
     def build_chat(self, messages: Sequence[ChatMessage], visuals: Sequence[Visual]) -> Prompt:
-        """Build the prompt of a conversation, as the chat template puts it, up to where the model is to speak.
+        """Build the prompt of a conversation by the checkpoint's chat template, up to the model's next message.
 
         Args:
-            visuals: of the videos, in their order.
+            visuals: the cached tokens of the conversation's videos, in their order.
 
         Raises ValueError as :meth:`build`.
         """
         for visual in visuals:
             self.check(visual)
-        rendered = self._render(messages, len(visuals))
-        parts = self._with_markers(rendered.split(self._video_token), visuals)
-        segments = list(self._segments(parts, visuals))
+        prompt_text = self._render(messages, len(visuals))
+        parts = self._add_markers(prompt_text.split(self._video_token), visuals)
+        segments = list(self._make_segments(parts, visuals))
         starts = accumulate((segment.extent for segment in segments), initial=0)
-        places = _places(segments)
+        spans = _locate_videos(segments)
         return Prompt(
             input_ids=torch.cat([segment.ids for segment in segments]),
             positions=torch.cat([s.positions + start for s, start in zip(segments, starts, strict=False)], dim=1),
             visuals=tuple(visuals),
-            prefix_length=places[-1][1] if places else 0,
-            spans=tuple((first - self.frame_markers, end + self.frame_markers) for first, end in places),
+            prefix_length=spans[-1][1] if spans else 0,
+            spans=tuple((first - self.frame_markers, end + self.frame_markers) for first, end in spans),
         )
 
     def check(self, visual: Visual) -> None:
-        """Raise ValueError where the cached tokens are not what this model takes."""
+        """Raise ValueError if a video's cached tokens do not fit this model."""
         if visual.tokens.shape[1] != self.hidden_size:
             raise ValueError(f"visual tokens of width {visual.tokens.shape[1]}; this model takes {self.hidden_size}")
         if len(visual.deepstack) != self.deepstack_levels:
@@ -153,77 +155,79 @@ class PromptBuilder(ABC):
             raise ValueError("the newline row of this model is missing from the cache")
 
     @abstractmethod
-    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        """Return the placeholders and positions of a whole video, or of one frame where each has a placeholder."""
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        """Make the segment of a whole video (``frame`` is None), or of a frame if each frame has markers."""
 
-    def _with_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
-        """Return (text, video, frame) parts: the text before each placeholder, and the video (and frame) it stands for.
+    def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
+        """Add the text around each frame to ``parts``, the texts between videos.
 
-        A frame of None means all frames of the video.
+        Returns (text before the placeholders, number of the video, frame or None for the whole video). The last entry
+        is the text after the last video.
         """
         return [(part, video, None) for video, part in enumerate(parts)]
 
-    def _segments(self, parts: list[tuple[str, int, int | None]], visuals: Sequence[Visual]) -> Iterator[Segment]:
-        """Yield the text before each placeholder, the visual tokens it stands for, and the text at the end."""
+    def _make_segments(self, parts: list[tuple[str, int, int | None]], visuals: Sequence[Visual]) -> Iterator[Segment]:
+        """Yield the segments of a prompt in order: texts, and the placeholders of videos or frames."""
         for text, video, frame in parts:
             if text:
-                yield self._text_segment(text)
+                yield self._make_text_segment(text)
             if video < len(visuals):
-                yield replace(self._visual_segment(visuals[video], frame), video=video)
+                yield replace(self._make_visual_segment(visuals[video], frame), video=video)
 
-    def _text_segment(self, text: str) -> Segment:
-        """Convert a text to a segment of token ids whose positions count up from 0."""
-        # Special tokens split a text wherever they stand, so pieces between placeholders get the ids of the whole.
+    def _make_text_segment(self, text: str) -> Segment:
+        """Tokenize a text to a segment whose positions count up from 0."""
+        # Special tokens split a text anywhere, so pieces between placeholders get the same ids as in the whole text.
         pieces = [self.tokenizer(piece, add_special_tokens=False).input_ids for piece in text.split(_MARK)]
         ids = torch.tensor([i for piece in pieces for i in piece], dtype=torch.int64, device="cpu")
         return Segment(ids, torch.arange(len(ids), device="cpu").expand(self.axes, -1), len(ids))
 
-    def _placeholders(self, count: int) -> Tensor:
-        """Return ``count`` video placeholder ids, [count] int64."""
+    def _make_placeholders(self, count: int) -> Tensor:
+        """Return ``count`` placeholder ids, [count] int64."""
         return torch.full((count,), self.placeholder_id, dtype=torch.int64, device="cpu")
 
     @cached_property
     def open_tag(self) -> str:
-        """The tag that the chat template opens where the model is to speak, such as ``<think>``; "" for none."""
+        """The tag that the chat template opens before the model's message, such as ``<think>``; "" for none."""
         text: ChatPart = {"type": "text", "text": "Why?"}
-        opened = _OPEN_TAG.search(self._apply_template([{"role": "user", "content": [text]}]))
-        return opened[1] if opened else ""
+        match = _OPEN_TAG.search(self._apply_template([{"role": "user", "content": [text]}]))
+        return match[1] if match else ""
 
     def _render(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
-        """Apply the chat template, and close the tag that it opens where the policy says so.
+        """Apply the chat template to the messages, and close the opened tag if the policy's ``thought`` is "closed".
 
-        Raise ValueError if the result does not have one placeholder a video.
+        Raises ValueError if the result does not have a placeholder for each video.
         """
-        told: list[ChatMessage] = [
-            {**message, "content": [self._as_text(part) for part in message["content"]]} for message in messages
+        safe_messages: list[ChatMessage] = [
+            {**message, "content": [self._escape_placeholders(part) for part in message["content"]]}
+            for message in messages
         ]
-        rendered = self._apply_template(told)
-        if rendered.count(self._video_token) != n_videos:
-            raise ValueError(f"the chat template of this model has no place for {n_videos} videos here")
+        prompt_text = self._apply_template(safe_messages)
+        if prompt_text.count(self._video_token) != n_videos:
+            raise ValueError(f"the chat template of this model does not write {n_videos} videos in this conversation")
         if self.policy.thought == "closed":  # as the templates of Qwen write an empty thought
-            rendered = f"{rendered.rstrip()}\n\n{self.open_tag.replace('<', '</')}\n\n"
-        return rendered
+            prompt_text = f"{prompt_text.rstrip()}\n\n{self.open_tag.replace('<', '</')}\n\n"
+        return prompt_text
 
     def _apply_template(self, messages: Sequence[ChatMessage]) -> str:
-        """Return a conversation as the chat template writes it, up to where the model is to speak."""
-        rendered: str = self.tokenizer.apply_chat_template(
+        """Apply the chat template to a conversation, up to the model's next message."""
+        prompt_text: str = self.tokenizer.apply_chat_template(
             messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
         )
-        return rendered
+        return prompt_text
 
     def has_placeholder(self, text: str) -> bool:
-        """Return whether a text holds the model's own placeholder of an image or video."""
+        """Return True if a text has the model's placeholder of an image or video."""
         return self._video_token in text or self._image_token in text
 
-    def _as_text(self, part: ChatPart) -> ChatPart:
-        """Return a message part whose text cannot be mistaken for a video placeholder, which would shift every token.
+    def _escape_placeholders(self, part: ChatPart) -> ChatPart:
+        """Break up placeholders in a message part's text by _MARK, so that only real videos have placeholders.
 
-        Raises ValueError for a text that is not valid or contains this module's own separator mark.
+        Raises ValueError for a text that is not valid Unicode or contains _MARK itself.
         """
         text = part.get("text", "")
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # the tokenizer would raise a TypeError that names no text
+        except UnicodeEncodeError as error:  # the tokenizer's own TypeError would not mention the text
             raise ValueError(f"the text is not valid: {error}") from None
         if _MARK in text:
             raise ValueError("the text holds U+10FFFE, which is no character: leave it out")
@@ -233,9 +237,9 @@ class PromptBuilder(ABC):
 
 
 def chat_template(source: ModelSource) -> str:
-    """Return the template that the stock processor would load: a file of its own before the tokenizer's settings.
+    """Read the chat template that the stock processor would load: its own file before the processor's settings.
 
-    Raises ModelError where the checkpoint has none.
+    Raises ModelError if the checkpoint has no chat template.
     """
     if (path := source.files.find("chat_template.jinja")) is not None:
         return path.read_text(encoding="utf-8")
@@ -247,39 +251,39 @@ def chat_template(source: ModelSource) -> str:
 
 
 def tokenizer_of(source: ModelSource) -> Any:
-    """Load the checkpoint's tokenizer. Raises ModelError where there is none that can be loaded."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; only where prompts or models are built
+    """Load the checkpoint's tokenizer. Raises ModelError if it cannot be loaded."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; needed only to build prompts or models
 
     name, revision = source.pretrained()
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare ones, and a damaged file a KeyError
+    except Exception as error:  # the tokenizers library raises bare Exceptions, and a damaged file a KeyError
         raise ModelError(
             f"{source.name!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}): download it again"
         ) from error
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text alone. Raises ValueError where it has no token."""
+    """Tokenize a text without special tokens around it. Raises ValueError for a text without a token."""
     ids = list(tokenizer(text, add_special_tokens=False).input_ids)
     if not ids:
-        raise ValueError("a text to be scored needs at least one character")
+        raise ValueError("the text is empty: a text to embed or score needs at least one character")
     return ids
 
 
-def kept_in_frame(visual: Visual, frame: int) -> Tensor:
-    """Return the flat indices of a video's tokens in one frame; they ascend, so that no frame looks at all tokens."""
+def indices_in_frame(visual: Visual, frame: int) -> Tensor:
+    """Return the flat indices of a video's kept tokens in one frame, by a binary search in the ascending indices."""
     edges = torch.tensor([frame, frame + 1], device=visual.index.device) * visual.tokens_per_frame
     first, end = torch.searchsorted(visual.index, edges)
     return visual.index[first:end]
 
 
-def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Return (first token, end) of each video's placeholders in the prompt, texts between its frames included."""
-    places: dict[int, tuple[int, int]] = {}
+def _locate_videos(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Locate each video's placeholders in the prompt, (first token, end), with the texts between its frames."""
+    spans: dict[int, tuple[int, int]] = {}
     starts = accumulate((len(segment.ids) for segment in segments), initial=0)
     for segment, start in zip(segments, starts, strict=False):
         if segment.video is not None:
-            first, _ = places.get(segment.video, (start, start))
-            places[segment.video] = first, start + len(segment.ids)
-    return [places[video] for video in sorted(places)]
+            first, _ = spans.get(segment.video, (start, start))
+            spans[segment.video] = first, start + len(segment.ids)
+    return [spans[video] for video in sorted(spans)]

@@ -1,7 +1,7 @@
-"""Prompts of Qwen2.5-VL and Qwen3-VL: M-RoPE positions (time, height, width), sliced from those of the full grid.
+"""Prompts of Qwen2.5-VL and Qwen3-VL: M-RoPE positions (time, height, width) of the full grid, cut to the kept tokens.
 
 Follows get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py, models/qwen3_vl/modeling_qwen3_vl.py)
-and replace_video_token (models/qwen3_vl/processing_qwen3_vl.py); the rules in which versions differ are in Rule.
+and replace_video_token (models/qwen3_vl/processing_qwen3_vl.py). ``Rule`` has the differences between versions.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.language.prompt import PromptBuilder, Segment, kept_in_frame
+from gstep.language.prompt import PromptBuilder, Segment, indices_in_frame
 from gstep.language.types import PromptPolicy
 from gstep.types import Visual
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The points in which library versions build Qwen prompts differently.
+    """The differences between library versions in building Qwen prompts.
 
     Attributes:
-        text_after_time: Qwen2.5-VL: text goes on behind the largest position of the video, time included; otherwise
-            behind the larger side of its grid, so that on a long video the text lies before its last frames.
+        text_after_time: Qwen2.5-VL: text continues after the largest position of the video, time included; otherwise
+            after the larger side of its grid, so that the text of a long video lies before its last frames.
         whole_seconds: Qwen2.5-VL: the seconds of a temporal patch are cut to an integer before they are multiplied.
-        float64_times: Qwen2.5-VL: they are multiplied in float64, otherwise in float32, which may round a product up to
-            the next integer.
-        outer_markers: Qwen3-VL: the template's vision markers around the whole video stay, beside those of each frame.
+        float64_times: Qwen2.5-VL: the seconds are multiplied in float64; otherwise in float32, which may round a
+            product up to the next integer.
+        outer_markers: Qwen3-VL: the template's vision markers around the whole video stay, beside each frame's markers.
     """
 
     text_after_time: bool
@@ -55,15 +55,15 @@ class Grid:
 
     @classmethod
     def of(cls, visual: Visual) -> Grid:
-        """Read the grid of a video.
+        """Read the grid of a video from its cached facts.
 
-        Raises ValueError where the cache does not tell it, or tells one that does not fit the tokens.
+        Raises ValueError if the cache has no grid, or a grid that does not fit the tokens.
         """
         try:
             t, h, w = (int(n) for n in visual.extra["video_grid_thw"])
             merge = int(visual.extra["spatial_merge_size"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the cache does not tell the grid of this video ({error}): prune it again") from error
+            raise ValueError(f"the cache has no grid of this video ({error}): prune it again") from error
         grid = cls(t, h // merge, w // merge)
         if (grid.n_frames, grid.height * grid.width) != (visual.n_frames, visual.tokens_per_frame):
             raise ValueError(f"a grid of {t} x {h} x {w} patches does not fit {visual.n_frames} frames of "
@@ -72,8 +72,8 @@ class Grid:
 
     def coordinates(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convert flat indices [K] to (t, h, w), each [K]."""
-        within = index % (self.height * self.width)
-        return index // (self.height * self.width), within // self.width, within % self.width
+        in_frame = index % (self.height * self.width)
+        return index // (self.height * self.width), in_frame // self.width, in_frame % self.width
 
 
 class QwenPrompts(PromptBuilder):
@@ -91,32 +91,32 @@ class QwenPrompts(PromptBuilder):
         super().check(visual)
         Grid.of(visual)
 
-    def _contiguous(self, count: int) -> Segment:
-        """Return ``count`` placeholders whose positions on all three axes just count up."""
-        return Segment(self._placeholders(count), torch.arange(count, device="cpu").expand(3, -1), count)
+    def _make_renumbered_segment(self, count: int) -> Segment:
+        """Make a segment of ``count`` placeholders with renumbered positions: all three axes count up from 0."""
+        return Segment(self._make_placeholders(count), torch.arange(count, device="cpu").expand(3, -1), count)
 
 
 class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
-    """The prompt builder of Qwen2.5-VL: a video's kept tokens are one run, and positions advance by seconds."""
+    """The prompt builder of Qwen2.5-VL: a video's kept tokens are one segment, and positions advance by seconds."""
 
-    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         if self.policy.positions == "contiguous":
-            return self._contiguous(len(visual.index))
+            return self._make_renumbered_segment(len(visual.index))
         grid = Grid.of(visual)
         t, h, w = grid.coordinates(visual.index)
-        times = self._times(visual, grid.n_frames)
+        times = self._compute_times(visual, grid.n_frames)
         extent = max(grid.height, grid.width)
         if self.rule.text_after_time:
             extent = max(extent, int(times[-1]) + 1)
-        return Segment(self._placeholders(len(t)), torch.stack([times[t], h, w]), extent)
+        return Segment(self._make_placeholders(len(t)), torch.stack([times[t], h, w]), extent)
 
-    def _times(self, visual: Visual, n_frames: int) -> Tensor:
-        """Return the temporal position of each temporal patch, [T] int64."""
+    def _compute_times(self, visual: Visual, n_frames: int) -> Tensor:
+        """Compute the temporal position of each temporal patch, [T] int64."""
         try:
             # float32, as the stock processor gives it
             seconds = torch.tensor(float(visual.extra["second_per_grid_ts"]), dtype=torch.float32, device="cpu")
         except KeyError:
-            raise ValueError("the cache does not tell the seconds of a temporal patch: prune the video again") from None
+            raise ValueError("the cache has no seconds of a temporal patch: prune the video again") from None
         if self.rule.whole_seconds:
             seconds = seconds.long()
         elif self.rule.float64_times:
@@ -126,7 +126,7 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
 
 
 class Qwen3Prompts(QwenPrompts):
-    """The prompt builder of Qwen3-VL: a time in text before every temporal patch, even one without kept tokens."""
+    """The prompt builder of Qwen3-VL: a time in text before every temporal patch, even without kept tokens."""
 
     frame_markers = 1
     writes_times = True
@@ -137,7 +137,7 @@ class Qwen3Prompts(QwenPrompts):
         start, end = (int(getattr(config, f"vision_{name}_token_id")) for name in ("start", "end"))
         self._start, self._end = (str(tokenizer.convert_ids_to_tokens(i)) for i in (start, end))
 
-    def _with_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
+    def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
         if not self.rule.outer_markers and all(
             before.endswith(self._start) and after.startswith(self._end) for before, after in itertools.pairwise(parts)
         ):
@@ -146,45 +146,45 @@ class Qwen3Prompts(QwenPrompts):
                 part.removeprefix(self._end if i > 0 else "").removesuffix(self._start if i < last else "")
                 for i, part in enumerate(parts)
             ]
-        marked: list[tuple[str, int, int | None]] = []
+        parts_of_frames: list[tuple[str, int, int | None]] = []
         before = parts[0]
         for video, (visual, after) in enumerate(zip(visuals, parts[1:], strict=True)):
-            for frame, seconds in enumerate(self._seconds(visual)):
-                marked.append((f"{before}<{seconds:.1f} seconds>{self._start}", video, frame))
+            for frame, seconds in enumerate(self._read_seconds(visual)):
+                parts_of_frames.append((f"{before}<{seconds:.1f} seconds>{self._start}", video, frame))
                 before = self._end
             before += after
-        return [*marked, (before, len(visuals), None)]
+        return [*parts_of_frames, (before, len(visuals), None)]
 
-    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         assert frame is not None
-        kept = kept_in_frame(visual, frame)
+        indices = indices_in_frame(visual, frame)
         if self.policy.positions == "contiguous":
-            return self._contiguous(len(kept))
+            return self._make_renumbered_segment(len(indices))
         grid = Grid.of(visual)
-        _, h, w = grid.coordinates(kept)
-        # Time stands in the text, so that all tokens of a patch share one temporal position.
+        _, h, w = grid.coordinates(indices)
+        # The time is in the text, so that all tokens of a patch share a temporal position.
         positions = torch.stack([torch.zeros_like(h), h, w])
-        return Segment(self._placeholders(len(kept)), positions, max(grid.height, grid.width))
+        return Segment(self._make_placeholders(len(indices)), positions, max(grid.height, grid.width))
 
-    def _seconds(self, visual: Visual) -> list[float]:
-        """Return the seconds written before each temporal patch. Raise ValueError if the cache does not hold them."""
+    def _read_seconds(self, visual: Visual) -> list[float]:
+        """Return the seconds to write before each temporal patch. Raises ValueError if the cache lacks them."""
         if self.policy.frame_times == "stock":
-            return self._stock_seconds(visual)
+            return self._compute_stock_seconds(visual)
         times = visual.extra.get("patch_timestamps")
         if times is None or len(times) != visual.n_frames:
-            raise ValueError("the cache does not tell the time of every temporal patch: prune the video again")
+            raise ValueError("the cache lacks the times of temporal patches: prune the video again")
         return [float(time) for time in times]
 
-    def _stock_seconds(self, visual: Visual) -> list[float]:
-        """Compute times as Qwen3VLProcessor._calculate_timestamps of transformers, to the last bit.
+    def _compute_stock_seconds(self, visual: Visual) -> list[float]:
+        """Compute times like Qwen3VLProcessor._calculate_timestamps of transformers, to the last bit.
 
-        Places are those in the file, also of a clip: qwen-vl-utils tells them so, and knows of no start to subtract.
+        Frame indices count from the start of the file, even for a clip: qwen-vl-utils subtracts no start.
         """
         frames = int(self.config.vision_config.temporal_patch_size)
         if not visual.fps or -(-len(visual.frame_indices) // frames) != visual.n_frames:
             raise ValueError(
-                "the cache does not tell which frames of the video were sampled, and at how many a second: prune the "
-                "video again, or use --frame-times true"
+                "the cache lacks the indices of the sampled frames or the video's frame rate: prune the video again, "
+                "or use --frame-times true"
             )
         times = [index / visual.fps for index in visual.frame_indices]
         times += times[-1:] * (-len(times) % frames)

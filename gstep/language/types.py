@@ -1,4 +1,4 @@
-"""What goes into a language model and what comes out of it; the tokens of a video are gstep.types.Visual.
+"""The inputs and outputs of a language model: prompts, policies, answers; gstep.types.Visual has a video's tokens.
 
 Shapes: K kept tokens of one video, D hidden size, L prompt tokens; T, N and the flat index as in :mod:`gstep.types`.
 """
@@ -35,23 +35,22 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True)
 class PromptPolicy:
-    """How prompt and positions are built where several ways exist; recorded with every answer.
+    """The choices in building prompt and positions; recorded with every answer.
 
     Attributes:
-        positions: "original": every kept token has the position that it had among all tokens of its video;
-            "contiguous": positions count the kept tokens, as if there never had been others.
-        rule: whose rules are followed where libraries differ on Qwen: "transformers-5", "transformers-4.57" or "vllm".
-            They decide where the text after a video goes on, whether the seconds of a temporal patch are cut to an
-            integer (Qwen2.5-VL), and whether the template's vision markers around a whole video stay (Qwen3-VL).
+        positions: "original": every kept token has its position among all tokens of its video; "contiguous": positions
+            are renumbered over the kept tokens, as if no token had been pruned.
+        rule: the library whose rules apply to Qwen: "transformers-5", "transformers-4.57" or "vllm". They decide the
+            position of the text after a video, whether the seconds of a temporal patch are cut to an integer
+            (Qwen2.5-VL), and whether the template's vision markers around a whole video stay (Qwen3-VL).
         chat_template: a hash of the checkpoint's chat template.
-        frame_times: which times Qwen3-VL reads before its temporal patches: "true", when the frames are shown, from the
-            start of the clip; "stock", as transformers writes them: the frame's place in the file by the average frames
-            a second. Where a file's frame rate varies, the two differ. A family that writes no times has "true".
-        thought: what becomes of a tag that the chat template opens where the model is to speak, such as ``<think>``:
-            "open": the model thinks first; "closed": its closing tag follows at once. A template that opens none has
-            "open".
+        frame_times: the times that Qwen3-VL reads before its temporal patches. "true": the times at which frames are
+            shown, from the start of the clip. "stock", as in transformers: the frame's index in the file divided by
+            the average frame rate, which differs if the rate varies. A family that writes no times has "true".
+        thought: the tag that the chat template opens before the answer, such as ``<think>``. "open": the model thinks
+            first; "closed": the closing tag follows at once. A template without such a tag has "open".
 
-    Raises ValueError for another name.
+    Raises ValueError for an unknown value.
     """
 
     positions: str
@@ -62,21 +61,21 @@ class PromptPolicy:
 
     def __post_init__(self) -> None:
         options = {"positions": POSITIONS, "rule": RULES, "frame_times": FRAME_TIMES, "thought": THOUGHTS}
-        for name, known in options.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+        for name, choices in options.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
 
     def describe(self) -> dict[str, str]:
-        """Return the policy for the record, JSON-able.
+        """Describe the policy for the record of an answer, JSON-able.
 
-        True times and an open thought are left out: answers from before there were others have them too.
+        The defaults of ``frame_times`` and ``thought`` are left out, because older records do not have these keys.
         """
-        older = {"frame_times": "true", "thought": "open"}
-        return {name: value for name, value in asdict(self).items() if older.get(name) != value}
+        defaults = {"frame_times": "true", "thought": "open"}
+        return {name: value for name, value in asdict(self).items() if defaults.get(name) != value}
 
 
 def placeholder_of(config: Any) -> tuple[str, int]:
-    """Return the modality under which a model takes a video's tokens, and the token that stands for each of them.
+    """Return the modality of a model's video tokens, "video" or "image", and the id of their placeholder token.
 
     InternVL takes frames as images, and has no token for videos.
     """
@@ -85,7 +84,7 @@ def placeholder_of(config: Any) -> tuple[str, int]:
 
 
 def has_linear_attention(config: Any) -> bool:
-    """Tell a model whose layers carry a state from token to token (Qwen3.5) by its configuration."""
+    """Return True if some layers of the model carry a state from token to token (Qwen3.5)."""
     return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
@@ -97,9 +96,9 @@ class Prompt:
         input_ids: [L] int64, with one placeholder for each visual token (and newline).
         positions: [A,L] int64: A = 1 on LLaVA-OneVision, 3 (time, height, width) on Qwen.
         visuals: the videos in the order of their placeholders.
-        prefix_length: tokens up to and including the last video's, which questions on the same videos share.
-        spans: (first token, end) of each video; where its frames have markers, from the first frame's to the last
-            one's: a frame without a kept token takes room among the positions too.
+        prefix_length: the number of tokens up to the last video's end, which questions on the same videos share.
+        spans: (first token, end) of each video, with the markers of its frames, if any: a frame without kept tokens
+            has positions too.
     """
 
     input_ids: Tensor
@@ -113,21 +112,21 @@ class Prompt:
 
     @property
     def extent(self) -> int:
-        """The context length that the prompt takes: its tokens, or its positions where those have gaps."""
+        """The context length that the prompt takes: the number of tokens, or of positions if these have gaps."""
         return max(len(self), int(self.positions.max()) + 1)
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How an answer is decoded.
+    """The decoding options of an answer.
 
     Attributes:
-        max_new_tokens: at most this many.
-        temperature: 0 is greedy; above, tokens are drawn.
-        top_p, top_k: draw among the likeliest tokens only; 1.0 and 0 are off.
-        seed: of this answer alone: it does not depend on what else is in the batch.
+        max_new_tokens: the maximum length of the answer in tokens.
+        temperature: 0 is greedy; above 0 tokens are sampled.
+        top_p, top_k: limits to the likeliest tokens; 1.0 and 0 are off.
+        seed: the seed of this answer alone; the answer does not depend on its batch.
 
-    Raises ValueError where a value makes no sense.
+    Raises ValueError for a value out of range.
     """
 
     max_new_tokens: int = 64
@@ -144,9 +143,9 @@ class Decoding:
             "top_k": (self.top_k >= 0, "0 (off) or above"),
             "seed": (0 <= self.seed < 2**63, "in [0, 2^63)"),
         }
-        for name, (ok, wanted) in checks.items():
-            if not ok:
-                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+        for name, (is_valid, rule) in checks.items():
+            if not is_valid:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)
@@ -154,11 +153,11 @@ class Answer:
     """The answer of a language model to one prompt.
 
     Attributes:
-        text: without special tokens.
-        token_ids: generated tokens; the one that ended the answer is left out.
-        finish: "stop" where the model ended the answer, "length" where max_new_tokens did.
-        prefill_s: seconds until the first token of the batch this answer was computed in.
-        decode_s: seconds from there to the batch's last token.
+        text: the answer without special tokens.
+        token_ids: the generated tokens without the token that ended the answer.
+        finish: "stop" if the model ended the answer, "length" if max_new_tokens did.
+        prefill_s: seconds from the start to the first token, of the whole batch.
+        decode_s: seconds from the first to the last token, of the whole batch.
     """
 
     text: str
@@ -173,8 +172,8 @@ class Score:
     """The log-probability of a continuation after a prompt.
 
     Attributes:
-        logprob: sum of the natural log-probabilities of its tokens.
-        n_tokens: how many tokens those are.
+        logprob: the sum of the natural log-probabilities of its tokens.
+        n_tokens: the number of its tokens.
     """
 
     logprob: float

@@ -15,10 +15,10 @@ from gstep.checkpoints.tensors import read_tensors, refuse_quantized
 from gstep.errors import ModelError
 from gstep.language.prompt import text_ids
 
-# Where each family keeps its vision part, below ``model``. The newline row of LLaVA-OneVision comes with the cache.
+# The modules of each family's vision part, below ``model``. The newline row of LLaVA-OneVision comes with the cache.
 _VISION = ("vision_tower", "multi_modal_projector", "image_newline", "visual")
 
-# Settings of generation_config.json that are the caller's. ``generate`` falls back to them for what is not set.
+# Settings of generation_config.json that the caller decides; ``generate`` would take them as defaults.
 _CALLERS = frozenset(
     (
         *("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
@@ -30,23 +30,23 @@ _CALLERS = frozenset(
 def load_llm(source: ModelSource, runtime: Runtime) -> Any:
     """Load a ...ForConditionalGeneration of transformers in eval mode, without its vision part.
 
-    Raises ModelError where weights are missing, quantized or have another shape, or transformers is too old.
+    Raises ModelError if weights are missing, quantized or of another shape, or if transformers is too old.
     """
     refuse_quantized(source.name, source.config)
     config = source.stock_config()
-    model = without_vision(config, runtime)
-    check_entry(model)
+    model = build_without_vision(config, runtime)
+    check_entry_point(model)
     load_weights(model, source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
     if config.tie_word_embeddings:
-        model.lm_head = _head_of(model.get_input_embeddings())
+        model.lm_head = _tie_head(model.get_input_embeddings())
     _rebuild_rotary(model, runtime.device)
     model.eval().requires_grad_(False)
     model.generation_config = generation_config(source, config)
     return model
 
 
-def without_vision(config: Any, runtime: Runtime) -> Any:
-    """Build the model on the meta device, without memory, and without a tied head, which is stored once."""
+def build_without_vision(config: Any, runtime: Runtime) -> Any:
+    """Build the model on the meta device without its vision part, and without a tied head (``lm_head`` is None)."""
     from transformers import AutoModelForImageTextToText  # noqa: PLC0415 - seconds to import
 
     with torch.device("meta"):
@@ -61,8 +61,8 @@ def without_vision(config: Any, runtime: Runtime) -> Any:
     return model
 
 
-def check_entry(model: Any) -> None:
-    """Raise ModelError where this transformers would ignore cached tokens: forward takes any keyword silently."""
+def check_entry_point(model: Any) -> None:
+    """Raise ModelError if this transformers has no ``mm_encoder_outputs``: it would silently ignore cached tokens."""
     if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
         from transformers import __version__  # noqa: PLC0415 - as below
 
@@ -72,7 +72,7 @@ def check_entry(model: Any) -> None:
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """Return a tensor's possible names in memory: some hub checkpoints have those from before transformers 4.52."""
+    """List a tensor's possible names in memory: some published checkpoints have names from before transformers 4.52."""
     names = [key]
     for on_disk, in_memory in (
         ("language_model.model.", "model.language_model."),
@@ -85,7 +85,7 @@ def _names_in_memory(key: str) -> list[str]:
     return names
 
 
-def _head_of(embeddings: nn.Embedding) -> nn.Linear:
+def _tie_head(embeddings: nn.Embedding) -> nn.Linear:
     """Make an output layer that shares the weight of the input embeddings."""
     head = nn.Linear(embeddings.embedding_dim, embeddings.num_embeddings, bias=False, device="meta")
     head.weight = embeddings.weight
@@ -93,7 +93,7 @@ def _head_of(embeddings: nn.Embedding) -> nn.Linear:
 
 
 def _rebuild_rotary(model: nn.Module, device: str) -> None:
-    """Rebuild the modules of rotary frequencies off the meta device: frequencies are computed, never stored."""
+    """Replace modules of rotary frequencies that are still on the meta device; checkpoints do not store frequencies."""
     for parent in list(model.modules()):
         for name, module in parent.named_children():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
@@ -102,30 +102,30 @@ def _rebuild_rotary(model: nn.Module, device: str) -> None:
 
 
 def generation_config(source: ModelSource, config: Any) -> Any:
-    """Return the checkpoint's ends of answers and repetition penalty; how to draw is the caller's."""
+    """Read the checkpoint's GenerationConfig without sampling settings and limits, which the caller decides."""
     from transformers import GenerationConfig  # noqa: PLC0415 - as above
 
-    ours = GenerationConfig.from_model_config(config)
-    stored = source.files.read_json("generation_config.json")
-    if stored is not None:
-        ends = ours.eos_token_id
-        ours = GenerationConfig.from_dict({name: value for name, value in stored.items() if name not in _CALLERS})
-        if ours.eos_token_id is None:  # an answer without an end would run to its last token
-            ours.eos_token_id = ends
-    return ours
+    generation = GenerationConfig.from_model_config(config)
+    settings = source.files.read_json("generation_config.json")
+    if settings is not None:
+        ends = generation.eos_token_id
+        generation = GenerationConfig.from_dict({k: value for k, value in settings.items() if k not in _CALLERS})
+        if generation.eos_token_id is None:  # an answer without an end would run to its last token
+            generation.eos_token_id = ends
+    return generation
 
 
-def ends_of(generation: Any) -> list[int]:
-    """Return the ids of the tokens that end an answer by a GenerationConfig."""
+def end_ids(generation: Any) -> list[int]:
+    """List the ids of the tokens that end an answer, from a GenerationConfig."""
     ends = generation.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else sorted(ends)
 
 
-_ENDS_WITH = "embed_tokens.weight"  # ends only the LLM's table: vision encoders embed patches and positions
+_ENDS_WITH = "embed_tokens.weight"  # the end of the LLM table's name only: vision encoders embed patches and positions
 
 
 class InputEmbeddings:
-    """The input embedding table of a language model, read from the checkpoint on first use and kept on the CPU."""
+    """The input embedding table of a language model on the CPU, read from the checkpoint on first use."""
 
     def __init__(self, source: ModelSource, tokenizer: Any, dtype: torch.dtype) -> None:
         self._source = source
@@ -134,15 +134,15 @@ class InputEmbeddings:
 
     @cached_property
     def _table(self) -> Tensor:
-        """The embedding table [V,D]; ModelError where the checkpoint has none."""
-        found = read_tensors(
+        """The embedding table [V,D]; ModelError if the checkpoint has none."""
+        tensors = read_tensors(
             self._source, lambda name: "table" if name.endswith(_ENDS_WITH) else None, dtype=self._dtype
         )
-        if not found:
+        if not tensors:
             raise ModelError(f"{self._source.name!r} has no tensor {_ENDS_WITH}: download the checkpoint again")
-        return found["table"]
+        return tensors["table"]
 
     def mean(self, text: str) -> Tensor:
-        """Return the mean embedding [1,D] float32 of a text's tokens. Raises ValueError for an empty text."""
+        """Compute the mean embedding [1,D] float32 of a text's tokens. Raises ValueError for an empty text."""
         ids = torch.tensor(text_ids(self._tokenizer, text), device="cpu")
         return self._table[ids].float().mean(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""The pruning methods: one a file, found by name through PRUNERS or by import path, built by make_pruner."""
+"""The pruning methods, a file each; make_pruner builds a method from its name in PRUNERS or its import path."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ def make_pruner(method: str | Pruner = "gstep", /, **params: Any) -> Pruner:
     """Make a method with these hyper-parameters, reusable for any number of videos.
 
     Args:
-        method: a name of PRUNERS, the import path ``module:Class`` of a method from elsewhere, or an object of one,
-            which has its parameters already.
+        method: a name of PRUNERS, the import path ``module:Class`` of another method, or a Pruner object, which is
+            checked and returned.
+        params: the hyper-parameters; none with a Pruner object.
 
-    Raises ValueError that names what is accepted for an unknown method, a class that is no method, an unknown parameter
-    or a bad value.
+    Raises ValueError for an unknown method, a class that is no method, an unknown parameter or a bad value; the message
+    has the accepted values.
     """
     if not isinstance(method, Pruner):
-        return _build(find_method(method), params, method)
-    called = method_name(check_method(type(method)))
+        return _build_pruner(find_method(method), params, method)
+    label = method_name(check_method(type(method)))
     if params:
-        raise ValueError(f"{', '.join(params)}: an object of {called} has its parameters already; give its class them")
-    check_params(type(method), {item.name: getattr(method, item.name) for item in fields(method) if item.init}, called)
+        raise ValueError(f"{', '.join(params)}: an object of {label} has its parameters: pass them to its class")
+    check_params(type(method), {item.name: getattr(method, item.name) for item in fields(method) if item.init}, label)
     return method
 
 
 def read_pruner(method: str, texts: Mapping[str, str], *, family: str | None = None) -> Pruner:
-    """Make a method with hyper-parameters that were given as text, as on a command line.
+    """Make a method from hyper-parameters as text, as on a command line.
 
     Args:
         method: a name of PRUNERS or ``module:Class``.
-        family: the rules of the model's family, for a method that has some for each (``Pruner.family_parameter``),
-            where ``texts`` says nothing else.
+        texts: parameter name -> text.
+        family: the model's family (``ModelFamily.variant``), the default of ``Pruner.family_parameter``.
 
     Raises ValueError as :func:`make_pruner`.
     """
@@ -55,7 +56,7 @@ def read_pruner(method: str, texts: Mapping[str, str], *, family: str | None = N
     params = read_params(kind, texts, method)
     if family is not None and kind.family_parameter is not None:
         params = {kind.family_parameter: family, **params}
-    return _build(kind, params, method)
+    return _build_pruner(kind, params, method)
 
 
 def find_method(method: str) -> type[Pruner]:
@@ -64,63 +65,65 @@ def find_method(method: str) -> type[Pruner]:
     Raises ValueError for an unknown name, a path that cannot be imported, and a class that is no method.
     """
     if isinstance(method, str) and ":" in method:
-        kind = check_method(_imported(method), method)
-        if _target(kind) != method and _imported(_target(kind)) is not kind:
-            raise ValueError(f"method {method!r} was defined as {_target(kind)}, where something else is now")
+        kind = check_method(_import_class(method), method)
+        if _import_path(kind) != method and _import_class(_import_path(kind)) is not kind:
+            raise ValueError(
+                f"method {method!r} was defined as {_import_path(kind)}, which is another object now: restore the name"
+            )
         return kind
     if isinstance(method, type) and issubclass(method, Pruner):
-        raise ValueError(f"method {method.__name__} is a class: give an object, {method.__name__}(...), or its path")
+        raise ValueError(f"method {method.__name__} is a class: pass an object, {method.__name__}(...), or its path")
     if not isinstance(method, str) or method not in PRUNERS:
         hint = did_you_mean(str(method), PRUNERS)
-        raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(PRUNERS)}, or module:Class of your own")
-    found: type[Pruner] = PRUNERS[method]
-    return found
+        raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(PRUNERS)}, or your own module:Class")
+    method_class: type[Pruner] = PRUNERS[method]
+    return method_class
 
 
 def method_name(kind: type[Pruner]) -> str:
-    """Return the name that finds the class again, here and on other machines: one of PRUNERS, else ``module:Class``."""
-    return next((name for name, target in METHODS.items() if target == _target(kind)), _target(kind))
+    """Return the name by which :func:`find_method` finds the class on any machine: in PRUNERS, or ``module:Class``."""
+    return next((name for name, target in METHODS.items() if target == _import_path(kind)), _import_path(kind))
 
 
-def check_method(kind: Any, called: str | None = None) -> type[Pruner]:
-    """Return ``kind`` if it is the class of a method.
+def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
+    """Check that ``kind`` is the class of a method, and return it.
 
-    Raises ValueError where it is no subclass of Pruner, has no ``select``, is no frozen dataclass itself, or does not
-    declare what every method has to.
+    Raises ValueError if it is no subclass of Pruner, has no ``select``, is no dataclass itself, or does not declare
+    ``name`` and ``nested``.
     """
     if not (isinstance(kind, type) and issubclass(kind, Pruner)):
-        raise ValueError(f"method {called or kind!r} is no subclass of gstep.pruners.base.Pruner")
-    called = repr(called or _target(kind))
+        raise ValueError(f"method {label or kind!r} is no subclass of gstep.pruners.base.Pruner")
+    label = repr(label or _import_path(kind))
     if inspect.isabstract(kind):
         raise ValueError(
-            f"method {called} is abstract: it does not define {', '.join(sorted(kind.__abstractmethods__))}"
+            f"method {label} is abstract: it does not define {', '.join(sorted(kind.__abstractmethods__))}"
         )
     if "__dataclass_params__" not in vars(kind):
-        raise ValueError(f"method {called} is no dataclass: put @dataclass(frozen=True, kw_only=True) above its class")
-    for name, wanted in (("name", str), ("nested", bool)):
-        if not isinstance(getattr(kind, name, None), wanted):
-            raise ValueError(f"method {called} does not declare {name}: ClassVar[{wanted.__name__}] (see Pruner)")
+        raise ValueError(f"method {label} is no dataclass: put @dataclass(frozen=True, kw_only=True) above its class")
+    for name, field_type in (("name", str), ("nested", bool)):
+        if not isinstance(getattr(kind, name, None), field_type):
+            raise ValueError(f"method {label} does not declare {name}: ClassVar[{field_type.__name__}] (see Pruner)")
     return kind
 
 
-def _build(kind: type[Pruner], params: Mapping[str, Any], called: str) -> Pruner:
-    """Make an object of a method's class from checked parameters. Raises ValueError."""
-    checked = check_params(kind, params, called)
+def _build_pruner(kind: type[Pruner], params: Mapping[str, Any], label: str) -> Pruner:
+    """Check the parameters and make an object of a method's class. Any error of its checks becomes a ValueError."""
+    values = check_params(kind, params, label)
     try:
-        return kind(**checked)
+        return kind(**values)
     except ValueError:
         raise
     except Exception as error:  # the method's own check may raise anything
-        raise ValueError(f"method {called!r} cannot be made with {checked}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"method {label!r} cannot be made with {values}: {type(error).__name__}: {error}") from error
 
 
-def _target(kind: type[Pruner]) -> str:
-    """Return the import path ``module:Class`` of a class."""
+def _import_path(kind: type[Pruner]) -> str:
+    """Format the import path ``module:Class`` of a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _imported(path: str) -> Any:
-    """Import the class that ``module:Class`` names. Raises ValueError where there is none."""
+def _import_class(path: str) -> Any:
+    """Import the object that ``module:Class`` names. Raises ValueError if the import fails."""
     try:
         return load_object(path)
     except Exception as error:  # importing runs code of the method's author
@@ -130,74 +133,76 @@ def _imported(path: str) -> Any:
         ) from error
 
 
-def check_params(kind: type[Pruner], params: Mapping[str, Any], called: str) -> dict[str, Any]:
-    """Convert parameters to the types of their fields: an int to a float where one is wanted, numbers to Python's own.
+def check_params(kind: type[Pruner], params: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Convert parameters to the types of their fields: an int to a float for a float field, NumPy numbers to Python's.
 
     Args:
         called: the method's name, for messages.
 
-    Raises ValueError for an unknown parameter, a missing one and one of another type, naming what is accepted.
+    Raises ValueError for an unknown parameter, a missing parameter or another type; the message has the accepted types.
     """
-    known = {item.name: item for item in fields(kind) if item.init}
-    if unknown := [name for name in params if name not in known]:
-        hinted = ", ".join(name + did_you_mean(name, known) for name in unknown)
-        raise ValueError(f"unknown parameter {hinted} of method {called!r}; it accepts: {', '.join(known) or 'none'}")
-    if missing := [name for name, item in known.items() if name not in params and _is_required(item)]:
-        raise ValueError(f"method {called!r} needs a value of {', '.join(missing)}")
-    hints = _hints(kind, called)
-    return {name: _check_value(name, value, list(_alternatives(hints[name])), called) for name, value in params.items()}
+    init_fields = {item.name: item for item in fields(kind) if item.init}
+    if unknown := [name for name in params if name not in init_fields]:
+        names = ", ".join(name + did_you_mean(name, init_fields) for name in unknown)
+        raise ValueError(
+            f"unknown parameter {names} of method {label!r}; it accepts: {', '.join(init_fields) or 'none'}"
+        )
+    if missing := [name for name, item in init_fields.items() if name not in params and _is_required(item)]:
+        raise ValueError(f"method {label!r} needs a value of {', '.join(missing)}")
+    hints = _field_types(kind, label)
+    return {name: _check_value(name, value, list(_union_members(hints[name])), label) for name, value in params.items()}
 
 
-def read_params(kind: type[Pruner], texts: Mapping[str, str], called: str) -> dict[str, Any]:
-    """Read parameters given as text by the types of their fields; "none" is None where that is accepted.
+def read_params(kind: type[Pruner], texts: Mapping[str, str], label: str) -> dict[str, Any]:
+    """Parse parameters from text by the types of their fields; "none" is None if the field accepts None.
 
-    Raises ValueError for text that is no value of the field's type. A name that is no field's is left as it is, for
-    :func:`check_params` to refuse.
+    Raises ValueError for text that is no value of the field's type. The text of an unknown name is returned unparsed,
+    for :func:`check_params` to refuse.
     """
-    hints = _hints(kind, called)
+    hints = _field_types(kind, label)
     return {
-        name: _read_value(name, text, list(_alternatives(hints[name])), called) if name in hints else text
+        name: _read_value(name, text, list(_union_members(hints[name])), label) if name in hints else text
         for name, text in texts.items()
     }
 
 
 def _is_required(item: Field[Any]) -> bool:
-    """Return whether a dataclass field has no default."""
+    """Return True if a dataclass field has no default."""
     return item.default is MISSING and item.default_factory is MISSING
 
 
-def _hints(kind: type[Pruner], called: str) -> dict[str, Any]:
-    """Return the annotation of each field."""
+def _field_types(kind: type[Pruner], label: str) -> dict[str, Any]:
+    """Resolve the annotation of each field. Raises ValueError if an annotation cannot be evaluated."""
     try:
         hints = get_type_hints(kind)
     except Exception as error:  # annotations are code of the method's author
-        raise ValueError(f"method {called!r}: its annotations cannot be read: {error}") from error
+        raise ValueError(f"method {label!r}: its annotations cannot be read: {error}") from error
     return {item.name: hints[item.name] for item in fields(kind)}
 
 
-def _alternatives(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union, or the type itself if it is none."""
+def _union_members(hint: Any) -> Iterator[Any]:
+    """Yield the members of a union, nested unions too, or the type itself if it is no union."""
     if get_origin(hint) in (Union, types.UnionType):
         for part in get_args(hint):
-            yield from _alternatives(part)
+            yield from _union_members(part)
     else:
         yield hint
 
 
-def _check_value(name: str, value: Any, accepted: list[Any], called: str) -> Any:
-    """Return ``value`` in the first accepted type that it fits. Raises ValueError, naming the types."""
-    for kind in accepted:
-        fits, own = _converted(kind, value)
+def _check_value(name: str, value: Any, accepted: list[Any], label: str) -> Any:
+    """Convert ``value`` to the first accepted type that it fits. Raises ValueError, naming the types."""
+    for candidate in accepted:
+        fits, converted = _convert(candidate, value)
         if fits:
-            return own
-    raise ValueError(f"method {called!r}: {name} must be {_describe_types(accepted)}; got {value!r}")
+            return converted
+    raise ValueError(f"method {label!r}: {name} must be {_describe_types(accepted)}; got {value!r}")
 
 
-def _converted(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Return whether ``value`` is of the type, and the value converted to it."""
+def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
+    """Return (True if ``value`` is of the type ``kind``, the value converted to that type)."""
     if get_origin(kind) is Literal:
-        same = [choice for choice in get_args(kind) if type(choice) is type(value) and choice == value]
-        return bool(same), value
+        matches = [choice for choice in get_args(kind) if type(choice) is type(value) and choice == value]
+        return bool(matches), value
     if kind in (int, float):
         fits = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
         fits = fits and (kind is int or math.isfinite(as_float(value)))
@@ -205,22 +210,22 @@ def _converted(kind: Any, value: Any) -> tuple[bool, Any]:
     return (isinstance(value, kind), value) if kind in _WORDS else (True, value)
 
 
-def _read_value(name: str, text: str, accepted: list[Any], called: str) -> Any:
+def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
     """Parse ``text`` by the narrowest accepted type that it fits. Raises ValueError, naming the types."""
     choices = [choice for kind in accepted if get_origin(kind) is Literal for choice in get_args(kind)]
     for choice in choices:
         if text == str(choice) or (isinstance(choice, bool) and text == str(choice).lower()):
             return choice
-    for value in _readings(text):
-        if type(value) in accepted and _converted(type(value), value)[0]:
+    for value in _candidate_values(text):
+        if type(value) in accepted and _convert(type(value), value)[0]:
             return value
-    unreadable = not (choices or set(accepted) & _WORDS.keys())
-    why = " and cannot be given as text" if unreadable else ""
-    raise ValueError(f"method {called!r}: {name} must be {_describe_types(accepted)}{why}; got {text!r}")
+    is_object = not (choices or set(accepted) & _WORDS.keys())
+    hint = " and cannot be given as text" if is_object else ""
+    raise ValueError(f"method {label!r}: {name} must be {_describe_types(accepted)}{hint}; got {text!r}")
 
 
-def _readings(text: str) -> Iterator[Any]:
-    """Yield the values that ``text`` may stand for, those of the narrowest type first: anything is text."""
+def _candidate_values(text: str) -> Iterator[Any]:
+    """Yield the values that ``text`` may stand for, from the narrowest type to the text itself."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         yield words[text.lower()]

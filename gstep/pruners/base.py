@@ -1,4 +1,4 @@
-"""The base of all pruning methods: the contract, the budget, and the packing of its result."""
+"""The base of all pruning methods: their contract, the budget, and the checks and packing of their results."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from gstep.types import PrunedTokens, VisualTokens, budget_for
 
 @dataclass(frozen=True)
 class Selection:
-    """The choice of a method among the M = T*N tokens of a video.
+    """The result of ``Pruner.select`` among the M = T*N tokens of a video.
 
     Attributes:
-        index: [B] int64 flat indices; in order of selection for a nested method, in the order of its own prompt for one
-            that reorders, in any order for another one.
+        index: [B] int64 flat indices. The order is the order of selection for a nested method, the order of the
+            method's own prompt if it ``reorders``, else free.
         density: [M] rho of every token (Eq. 8), or None.
         temporal_density: [T] (Eq. 7), or None.
-        tokens: [B,D] in the order of ``index``, of any float dtype, from a method that changes tokens; None means the
-            input's own rows.
+        tokens: [B,D] in the order of ``index``, of any float dtype, from a method that changes tokens; None for the
+            input's rows.
         merged: [B] bool in the order of ``index``, from a method that merges; else None.
     """
 
@@ -45,15 +45,14 @@ class Pruner(ABC):
 
     Class attributes:
         name: its name in the table of methods.
-        nested: whether ``select`` returns an order in which every prefix is the selection of a smaller budget.
-        merges: whether some of its tokens are mixtures of input tokens.
-        cacheable: whether a selection depends on the video alone, so that it may be stored.
-        seeded: whether a selection depends on the seed.
-        exact: whether it keeps B tokens always; one that does not comes near by a rule of its own, see its docstring.
-        reorders: whether its own prompt has the tokens in another order than ascending index.
-        optional: the names of the evidence that it takes where it is given.
-        family_parameter: the name of the field, if any, that takes the model family's rules (``Backbone.variant``)
-            where nothing else is said.
+        nested: True if every prefix of the order of ``select`` is the selection of a smaller budget.
+        merges: True if some kept tokens are mixtures of input tokens.
+        cacheable: True if a selection depends on the video alone, so that it may be stored.
+        seeded: True if a selection depends on the seed.
+        exact: True if it always keeps B tokens; otherwise its docstring has the rule for the number of tokens.
+        reorders: True if its own prompt has the tokens in another order than ascending index.
+        optional: the names of evidence that it uses if present.
+        family_parameter: the name of the field whose default is the model's family (``ModelFamily.variant``), or None.
     """
 
     name: ClassVar[str]
@@ -68,48 +67,49 @@ class Pruner(ABC):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The evidence that the method cannot do without.
+        """The names of the evidence that the method requires.
 
-        A class attribute where parameters make no difference.
+        A method in which no parameter changes them declares a class attribute instead.
         """
         return frozenset()
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """The evidence that a vision encoder gives, by label, and from where in the encoder (gstep.evidence).
+        """The evidence to request from the vision encoder, label -> source (gstep.evidence).
 
-        As ``needs``, a class attribute in most methods.
+        A class attribute in most methods, like ``needs``.
         """
         return MappingProxyType({})
 
     @property
     def layer(self) -> int | None:
-        """The layer of the language model before which tokens are dropped.
+        """The layer of the language model before which tokens are dropped, counted from 0, at least 1.
 
-        Counted from 0 and at least 1; None for a method that chooses among the tokens before they go in.
+        None for a method that prunes before the language model.
 
-        Inside of the model there is ``llm_attention`` and nothing else: the row of the prompt's last token in the layer
-        before, averaged over heads and cut to the visual tokens of the prompt. ``select`` gets these as one frame of M
-        tokens, [1,M,D] as that layer sees them. Nothing can be merged there.
+        Inside the model the only evidence is ``llm_attention``: the row of the prompt's last token in the layer before,
+        averaged over heads and cut to the visual tokens of the prompt. ``select`` gets the hidden states of the visual
+        tokens as one frame, [1,M,D]. A method with a layer cannot merge.
         """
         return None
 
     @abstractmethod
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Choose from the tokens [T,N,D].
+        """Select from the tokens [T,N,D] of one video.
 
-        Called without gradients and outside autocast, float32 multiplied in full precision, with checked arguments.
+        :meth:`prune` calls it with checked arguments, without gradients, outside autocast, with float32 products in
+        full precision.
 
         Args:
-            visual: the tokens as they came, and the evidence that was asked for, on the tokens' device, in float32
-                (float64 where it was float64).
+            visual: the unconverted tokens, and the evidence of ``needs`` and ``optional`` on their device, in float32
+                (float64 stays).
             budget: B, in [1, M].
-            ratio: the share asked for, or budget / M where a budget was: for methods that count frame by frame.
-            seed: for methods that draw.
+            ratio: the nominal share, or budget / M if a budget was passed: for methods that count frame by frame.
+            seed: the seed of methods that draw random numbers.
         """
 
     def _set(self, **values: Any) -> None:
-        """Store checked values in their canonical type, so that 1 and 1.0 are the same parameter."""
+        """Replace fields by checked values in their canonical type, so that 1 and 1.0 are the same parameter."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -118,7 +118,7 @@ class Pruner(ABC):
         return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
 
     def nominal_ratio(self, retention_ratio: float) -> float:
-        """Return the share of tokens that this method keeps when asked for ``retention_ratio``.
+        """Return the nominal share of tokens for a requested ``retention_ratio``; a method may have its own rule.
 
         Raises ValueError outside (0, 1].
         """
@@ -126,78 +126,78 @@ class Pruner(ABC):
         return float(retention_ratio)
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
-        """Return the most tokens that the method keeps of a video [T,N,D], for which a prompt must have room.
+        """Return the maximum number of tokens that the method keeps of a video [T,N,D], to size a prompt.
 
-        That is B, unless the method says otherwise here: one that is not ``exact`` should.
+        It is B; a method that is not ``exact`` should override it.
         """
         return self.resolve_budget(n_frames * per_frame, retention_ratio)[0]
 
     def resolve_budget(
         self, n_total: int, retention_ratio: float = 0.25, budget: int | None = None
     ) -> tuple[int, float]:
-        """Return B and the nominal ratio for a video of ``n_total`` tokens; a given ``budget`` overrides the ratio."""
+        """Compute (B, nominal ratio) for a video of ``n_total`` tokens; ``budget``, if any, overrides the ratio."""
         if budget is None:
             ratio = self.nominal_ratio(retention_ratio)
             return budget_for(ratio, n_total), ratio
-        kept = check_integer("budget", budget, 1, n_total)
-        return kept, kept / n_total
+        count = check_integer("budget", budget, 1, n_total)
+        return count, count / n_total
 
     def prune(
         self, visual: VisualTokens, retention_ratio: float = 0.25, *, budget: int | None = None, seed: int = 0
     ) -> PrunedTokens:
-        """Prune one video's tokens [T,N,D]; the kept ones [B,D] come in ascending flat index, on the same device.
+        """Prune one video's tokens [T,N,D] to [B,D] in ascending flat index, on the same device.
 
-        torch's defaults of dtype and device, and what a caller allows for float32 products, change nothing of it; the
-        encoder that made the tokens follows them.
+        The result does not depend on torch's default dtype and device, nor on the caller's setting for float32
+        products.
 
         Raises:
             ValueError: tokens that are not finite [T,N,D] floats, a ratio outside (0, 1], a budget outside [1, T*N],
                 evidence that is not finite floats of the shape that fits the tokens.
             MissingEvidence: evidence that the method needs is not in ``visual.evidence``.
-            WrongSelection: ``select`` returned something else than :class:`Selection` says: the method is wrong.
+            WrongSelection: ``select`` returned an invalid :class:`Selection`: the method has a fault.
         """
         check_tokens(visual.tokens)
         n_frames, per_frame, _ = visual.tokens.shape
-        kept, ratio = self.resolve_budget(n_frames * per_frame, retention_ratio, budget)
+        count, ratio = self.resolve_budget(n_frames * per_frame, retention_ratio, budget)
         seed = check_integer("seed", seed, 0)
         if not isinstance(visual.evidence, Mapping):
             raise ValueError(f"evidence must map names to tensors; got {type(visual.evidence).__name__}")
         if missing := sorted(self.needs - visual.evidence.keys()):
-            raise MissingEvidence(f"method {self.name!r} needs evidence that was not given: {', '.join(missing)}")
-        taken = {name: visual.evidence[name] for name in sorted(self.needs | self.optional) if name in visual.evidence}
-        check_evidence(taken, n_frames, per_frame)
+            raise MissingEvidence(f"method {self.name!r} needs evidence that is missing: {', '.join(missing)}")
+        inputs = {name: visual.evidence[name] for name in sorted(self.needs | self.optional) if name in visual.evidence}
+        check_evidence(inputs, n_frames, per_frame)
         with torch.no_grad(), torch.autocast(visual.tokens.device.type, enabled=False), full_precision():
-            evidence = {name: value.to(visual.tokens.device, work_dtype(value)) for name, value in taken.items()}
-            selection = self.select(replace(visual, evidence=evidence), kept, ratio, seed)
-            self._check(selection, visual.tokens, kept)
-            return self._pack(visual.tokens, selection, ratio)
+            evidence = {name: value.to(visual.tokens.device, work_dtype(value)) for name, value in inputs.items()}
+            selection = self.select(replace(visual, evidence=evidence), count, ratio, seed)
+            self._check_selection(selection, visual.tokens, count)
+            return self._pack_tokens(visual.tokens, selection, ratio)
 
-    def _check(self, selection: Selection, tokens_TND: Tensor, kept: int) -> None:
-        """Raise WrongSelection, naming the method, unless ``select`` returned what Selection says for these tokens."""
+    def _check_selection(self, selection: Selection, tokens_TND: Tensor, budget: int) -> None:
+        """Raise WrongSelection, naming the method, unless types and shapes fit these tokens and no token is NaN."""
         if not isinstance(selection, Selection):
             raise WrongSelection(f"method {self.name!r} must return a Selection; got {type(selection).__name__}")
         n_frames, per_frame, hidden = tokens_TND.shape
         n_total, index = n_frames * per_frame, selection.index
-        n_kept = kept if self.exact or not isinstance(index, Tensor) else max(1, index.numel())
+        n_kept = budget if self.exact or not isinstance(index, Tensor) else max(1, index.numel())
         shapes = {"index": [n_kept], "tokens": [n_kept, hidden], "merged": [n_kept]}
         for name, shape in {**shapes, "density": [n_total], "temporal_density": [n_frames]}.items():
             value = getattr(selection, name)
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if found != shape and (value is not None or name == "index"):
-                raise WrongSelection(f"method {self.name!r} must return {name} as a tensor {shape}; got {found}")
+            actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if actual != shape and (value is not None or name == "index"):
+                raise WrongSelection(f"method {self.name!r} must return {name} as a tensor {shape}; got {actual}")
         if selection.tokens is not None and selection.tokens.isnan().any():
             raise WrongSelection(f"method {self.name!r} must not return tokens that are NaN")
 
-    def _pack(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
-        """Sort a selection by index; the sort's permutation is the rank of each kept token.
+    def _pack_tokens(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
+        """Sort a selection by index and gather its tokens; the sort's permutation is the rank of each kept token.
 
-        Raises WrongSelection, naming the method, where places repeat or lie outside of the video.
+        Raises WrongSelection, naming the method, if indices repeat or lie outside of the video.
         """
         index_B, rank_B = torch.sort(selection.index.long(), stable=True)
         n_frames, per_frame, hidden = tokens_TND.shape
         n_total = n_frames * per_frame
         if (index_B.diff() == 0).any() | (index_B[0] < 0) | (index_B[-1] >= n_total):
-            raise WrongSelection(f"method {self.name!r} must return different places in [0, {n_total}) as index")
+            raise WrongSelection(f"method {self.name!r} must return different indices in [0, {n_total}) as index")
         if selection.tokens is None:
             tokens_BD = tokens_TND.reshape(-1, hidden).index_select(0, index_B)
         else:

@@ -18,8 +18,8 @@ from gstep.types import VisualTokens, budget_for
 
 MODES = ("global", "per_frame")
 
-#: A token repeats the chosen ones where less than this share of its squared length lies outside of their span: that is
-#: the rounding noise of float32.
+#: A token repeats the picks if less than this share of its squared length lies outside of their span: that much is
+#: rounding noise of float32.
 SPANNED = 1e-5
 
 
@@ -30,8 +30,8 @@ class CDPruner(Pruner):
     The kernel is q_i cos(i, j) q_j, q being each token's relevance to the question (github.com/Theia-4869/CDPruner,
     llava/model/llava_arch.py).
 
-    The process has no more than D independent tokens, and fewer where tokens repeat each other: the
-    selection ends there, so that it may have less than B, never none. The official code goes on with rounding noise.
+    At most D tokens are independent, and fewer if tokens repeat each other. The selection ends when no independent
+    token is left, so that it may have less than B tokens, never none. The official code continues on rounding noise.
 
     Attributes:
         mode: global (one selection over the video) or per_frame (floor(r*N), at least 1, from each frame).
@@ -57,7 +57,7 @@ class CDPruner(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Pick greedily: with mode "global" ``budget`` tokens of the video, else the share ``ratio`` of each frame.
 
-        Nothing is drawn, so ``seed`` is not used.
+        The seed is not used.
         """
         per_frame = visual.tokens.shape[1]
         direction_TND = unit(visual.tokens)
@@ -74,7 +74,7 @@ class CDPruner(Pruner):
 def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
     """Compute q, [T,N] above 0: minus the mean cosine with the text segments, rescaled to about 1 for the highest.
 
-    The sign is that of the official code. All tokens have 1 where no two differ.
+    The official code has this sign. All tokens have 1 if all cosines are equal.
     """
     raw_TN = -(unit(image_TNE) @ unit(text_QE).T).mean(dim=-1)
     low, high = raw_TN.min(), raw_TN.max()
@@ -82,30 +82,28 @@ def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
 
 
 def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
-    """Select at most ``budget`` places, [B] int64 in order: each the token of largest remaining determinant.
+    """Select at most ``budget`` tokens, [B] int64 indices in order: each has the largest gain in determinant.
 
-    A Cholesky factorisation of the cosines makes the rows of chosen tokens alone: memory M * (D + B). The first token
-    is the most relevant one; zero tokens are left out unless there is nothing else.
+    A Cholesky factorisation of the cosines computes the rows of picks only: memory M * (D + B). The first pick is the
+    most relevant token. Zero tokens are picked only if all tokens are zero.
     """
     n_total, hidden = direction_MD.shape
     weight_M = quality_M.to(direction_MD.dtype).square()
     factor_BM = direction_MD.new_zeros(min(budget, hidden, n_total), n_total)
-    left_M = direction_MD.square().sum(
-        dim=1
-    )  # the part of each token's squared length that the chosen tokens do not span
-    score_M = weight_M * left_M
-    chosen = [torch.where(score_M.max() > 0, score_M.argmax(), weight_M.argmax()).view(1)]
-    gains = [score_M.new_ones(1)]  # the first token is kept whatever it is
+    residual_M = direction_MD.square().sum(dim=1)  # the part of each token's squared length that the picks do not span
+    score_M = weight_M * residual_M
+    picks = [torch.where(score_M.max() > 0, score_M.argmax(), weight_M.argmax()).view(1)]
+    gains = [score_M.new_ones(1)]  # the first pick is always kept
     for step in range(len(factor_BM) - 1):
-        last_1 = chosen[-1]
+        last_1 = picks[-1]
         dot_M = torch.mv(direction_MD, direction_MD.index_select(0, last_1).squeeze(0))
         dot_M -= factor_BM[:step].T @ factor_BM[:step].index_select(1, last_1).squeeze(1)
-        root_1 = left_M.index_select(0, last_1).sqrt()
+        root_1 = residual_M.index_select(0, last_1).sqrt()
         factor_BM[step] = torch.where(root_1 > 0, dot_M / root_1, 0.0)
-        left_M = (left_M - factor_BM[step].square()).index_fill(0, last_1, 0.0)
-        left_M = left_M.masked_fill(left_M < SPANNED, 0.0)
-        gain_1, place_1 = (weight_M * left_M).max(dim=0, keepdim=True)
-        chosen.append(place_1)
+        residual_M = (residual_M - factor_BM[step].square()).index_fill(0, last_1, 0.0)
+        residual_M = residual_M.masked_fill(residual_M < SPANNED, 0.0)
+        gain_1, pick_1 = (weight_M * residual_M).max(dim=0, keepdim=True)
+        picks.append(pick_1)
         gains.append(gain_1)
-    # No step waits for a GPU, so where the process ended is known only now.
-    return torch.cat(chosen)[: int((torch.cat(gains) > 0).sum())]
+    # No step waits for a GPU, so the end of the process is known only now.
+    return torch.cat(picks)[: int((torch.cat(gains) > 0).sum())]

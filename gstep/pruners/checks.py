@@ -1,4 +1,4 @@
-"""Checks of arguments; every error is a ValueError that names the argument, what it accepts and what was given."""
+"""Checks of arguments; every error is a ValueError with the argument's name, its accepted values and its value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:
-    """Return ``value`` as a float, if it is a finite number (no bool) for which ``is_accepted`` holds."""
+    """Check that ``value`` is a finite number (no bool) for which ``is_accepted`` holds; return it as a float.
+
+    ``accepted`` describes the accepted numbers for the message, such as "in [0, 1]".
+    """
     if isinstance(value, Real) and not isinstance(value, bool):
         number = as_float(value)
         if math.isfinite(number) and is_accepted(number):
@@ -25,7 +28,7 @@ def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[fl
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return ``value`` as an int, if it is an integer (no bool) in [low, high]."""
+    """Check that ``value`` is an integer (no bool) in [low, high]; return it as an int."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
         if number >= low and (high is None or number <= high):
@@ -35,7 +38,7 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> i
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
-    """Return ``value``, if it is one of ``choices``."""
+    """Check that ``value`` is a member of ``choices``; return it."""
     if not (isinstance(value, str) and value in choices):
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return value
@@ -43,13 +46,13 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
 
 def check_tokens(tokens: Any) -> None:
     """Raise ValueError unless ``tokens`` is a finite [T,N,D] tensor of a float dtype with T, N, D >= 1."""
-    wanted = "tokens must be a tensor [T,N,D] (frames, tokens a frame, hidden size), each at least 1"
+    rule = "tokens must be a tensor [T,N,D] (frames, tokens a frame, hidden size), each at least 1"
     if not isinstance(tokens, Tensor):
-        raise ValueError(f"{wanted}; got {type(tokens).__name__}")
+        raise ValueError(f"{rule}; got {type(tokens).__name__}")
     if tokens.layout != torch.strided or tokens.is_nested:
-        raise ValueError(f"{wanted}, dense; got {'a nested one' if tokens.is_nested else tokens.layout}")
+        raise ValueError(f"{rule}, dense; got {'a nested one' if tokens.is_nested else tokens.layout}")
     if tokens.ndim != 3 or tokens.numel() == 0:
-        raise ValueError(f"{wanted}; got shape {list(tokens.shape)}")
+        raise ValueError(f"{rule}; got shape {list(tokens.shape)}")
     if tokens.dtype not in _DTYPES:
         raise ValueError(f"tokens must be float16, bfloat16, float32 or float64; got {tokens.dtype}")
     if not all(math.isfinite(edge) for edge in torch.stack(torch.aminmax(tokens)).tolist()):
@@ -57,7 +60,7 @@ def check_tokens(tokens: Any) -> None:
         frame, token = divmod(int((bad_TN > 0).flatten().int().argmax()), tokens.shape[1])
         raise ValueError(
             f"tokens hold {int(bad_TN.sum())} non-finite values (NaN or infinity), the first at frame {frame}, "
-            f"token {token}: find out why the encoder made them"
+            f"token {token}: check the encoder"
         )
 
 
@@ -66,24 +69,24 @@ def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -
     lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame}
     for name, value in evidence.items():
         if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
-            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"evidence {name!r} must be a tensor of floats; got {got}")
+            value_type = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"evidence {name!r} must be a tensor of floats; got {value_type}")
         if name in EVIDENCE_SHAPES:
             axes = EVIDENCE_SHAPES[name]
-            found = dict(zip(axes, value.shape, strict=False))
-            if len(axes) != value.ndim or value.numel() == 0 or {**found, **lengths} != {**lengths, **found}:
-                wanted = ", ".join(str(lengths.get(axis, axis)) for axis in axes)
+            sizes = dict(zip(axes, value.shape, strict=False))
+            if len(axes) != value.ndim or value.numel() == 0 or {**sizes, **lengths} != {**lengths, **sizes}:
+                expected_shape = ", ".join(str(lengths.get(axis, axis)) for axis in axes)
                 raise ValueError(
-                    f"evidence {name!r} must be [{','.join(axes)}] = [{wanted}] for these tokens; "
+                    f"evidence {name!r} must be [{','.join(axes)}] = [{expected_shape}] for these tokens; "
                     f"got shape {list(value.shape)}"
                 )
-            lengths |= found
+            lengths |= sizes
         if not torch.isfinite(value).all():
-            raise ValueError(f"evidence {name!r} holds non-finite values (NaN or infinity): find out where they arose")
+            raise ValueError(f"evidence {name!r} holds non-finite values (NaN or infinity): check its encoder")
 
 
 def as_float(value: SupportsFloat) -> float:
-    """Convert a number to a float; one beyond the range of floats becomes infinity."""
+    """Convert a number to a float; a number beyond the range of floats becomes infinity."""
     try:
         return float(value)
     except OverflowError:

@@ -22,7 +22,7 @@ class DensityPruner(Pruner):
         smoothing: the temporal kernel: gaussian (Eq. 5), box (a fixed window) or raw (none).
         sigma: the Gaussian's standard deviation in frames, > 0.
         radius: the kernel's reach in frames; None means ceil(3 sigma) for gaussian and 1 for box.
-        boundary: what lies beyond the video's ends: replicate, zero, reflect, symmetric, renorm or circular.
+        boundary: the rule for frames beyond the video's ends: replicate, zero, reflect, symmetric, renorm or circular.
         fusion: the factors of rho (Eq. 8): full, temporal or spatial.
         eps: keeps the mean normalisation (Eq. 7) from dividing by 0, > 0.
     """
@@ -47,7 +47,7 @@ class DensityPruner(Pruner):
         self._set(sigma=sigma, radius=radius, eps=eps)
 
     def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rho of every token, [M] float64, and the temporal density, [T] float64 (Eqs. 2-8)."""
+        """Compute rho of every token, [M] float64, and the temporal density, [T] float64 (Eqs. 2-8)."""
         rho_TN, temporal_T = spatio_temporal_density(
             tokens_TND,
             smoothing=self.smoothing,

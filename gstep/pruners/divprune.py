@@ -14,8 +14,8 @@ from gstep.types import VisualTokens
 class DivPrune(Pruner):
     """Max-min diversity by cosine distance (arXiv 2503.02175): farthest point sampling from the most isolated token.
 
-    Selects as ``fps`` with ``start="isolated"``. The authors keep round(r x M) tokens, this project floor(r x M) as of
-    every nested method, so that a cache serves smaller ratios: at most one token less, and ``budget`` asks for it.
+    The selection equals ``fps`` with ``start="isolated"``. The authors keep round(r x M) tokens. This project keeps
+    floor(r x M), as with every nested method, so that a cache serves smaller ratios; ``budget`` sets the exact number.
     """
 
     name: ClassVar[str] = "divprune"

@@ -17,12 +17,12 @@ from gstep.types import VisualTokens
 class EVS(Pruner):
     """Efficient video sampling (arXiv 2510.14624), as servers deploy it: on tokens, not on pixels.
 
-    A token's change is its cosine distance to the token at its place a frame before, where the paper takes the L1
+    A token's change is its cosine distance to the token at the same position a frame before; the paper takes the L1
     distance of pixels. The first frame is kept whole, and the largest changes of the whole video fill the budget, ties
     by ascending index.
 
-    It never keeps less than the first frame: max(N, B) tokens, a share of at least 1 / T. Of 16 temporal patches (32
-    frames on Qwen) that is 6.25 %, whatever smaller share is asked for.
+    It keeps max(N, B) tokens: never less than the first frame, a share of at least 1 / T. With 16 temporal patches (32
+    frames on Qwen) the minimum is 6.25 %.
     """
 
     name: ClassVar[str] = "evs"
@@ -35,5 +35,5 @@ class EVS(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         per_frame = visual.tokens.shape[1]
         change_M = token_novelty(visual.tokens)[1:].flatten()
-        changed = per_frame + largest(change_M, max(0, budget - per_frame))
-        return Selection(torch.cat([torch.arange(per_frame, device=changed.device), changed]))
+        index_C = per_frame + largest(change_M, max(0, budget - per_frame))
+        return Selection(torch.cat([torch.arange(per_frame, device=index_C.device), index_C]))

@@ -1,18 +1,17 @@
-"""FastVID: cut the video into segments, keep what is attended to, merge the rest into density peaks.
+"""FastVID: cut the video into segments, keep salient tokens, merge all other tokens into density peaks.
 
-Shapes: V size of a frame's feature, L frames of one segment, Y = L*N its tokens, X tokens of one frame that are not
-salient, A anchors of one frame.
+Shapes: V size of a frame's feature, L frames of one segment, Y = L*N tokens of the segment. One frame has S salient
+tokens, X plain tokens (not salient) and A anchors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from gstep.density import working_copy
 from gstep.evidence import MERGED_QUERIES, POOLING_HEAD
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
+from gstep.pruners.segments import adjacent_cosines, cut_segments, density_peaks, scaled_distances, tie_noise
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens, budget_for
@@ -30,11 +30,11 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "llava": MappingProxyType({"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}),
     "qwen": MappingProxyType({"token_attention": MERGED_QUERIES}),
 }
-_NEIGHBOURS = 4  # nearest tokens whose mean distance makes a token's density, itself included
+_NEIGHBOURS = 4  # nearest tokens whose mean distance makes a token's density
 
 
-class Kept(NamedTuple):
-    """The tokens that one frame keeps: places in the frame, [S] and [A] int64."""
+class FrameTokens(NamedTuple):
+    """The tokens that one frame keeps, by their indices in the frame, [S] and [A] int64."""
 
     salient: Tensor
     anchors: Tensor
@@ -47,19 +47,20 @@ class FastVID(Pruner):
     Source: github.com/LunarShen/FastVID, modeling_qwen2.py in its LLaVA-NeXT for variant llava, modeling_qwen2_5_vl.py
     in its qwenvlutils for variant qwen.
 
-    Each frame brings K = max(1, floor(r*N)) tokens, of which a share d are anchors. The count is near B; variant qwen,
-    where only the last of similar frames keeps tokens, often stays far below it. The official code crashes in three
-    places; here a video of at most c frames has a segment for each, without anchors (floor(K*d) = 0) only the salient
-    tokens are kept, and no frame keeps more than its N tokens. ``merged`` marks anchors that merging has changed.
+    Each frame contributes K = max(1, floor(r*N)) tokens to the budget of its segment; a share d of them are anchors.
+    The total is near B. Variant qwen, in which only the last of similar frames keeps tokens, often stays far below it.
+    The official code crashes in three cases. Here a video of at most c frames has a segment for each frame. Without
+    anchors (floor(K*d) = 0) only salient tokens are kept. No frame keeps more than its N tokens. ``merged`` marks
+    anchors that merging has changed.
 
     Attributes:
         variant: the rules for LLaVA-OneVision (llava) or for Qwen (qwen; a frame's feature is the mean of its tokens).
-        c: the least number of segments.
-        tau: frames are cut apart where neighbours are less similar than this; None means 0.9 (llava) or 0.84 (qwen).
+        c: the minimum number of segments.
+        tau: a cut is made between neighbour frames less similar than this; None means 0.9 (llava) or 0.84 (qwen).
         d: the share of anchors, in [0, 1].
         p: every p-th frame of a segment, counted from its last, has anchors; for qwen, every p-th inner segment.
-        beta: the least weight of an anchor against what is merged into it, in [0, 1].
-        ignore: for qwen, a segment's inner segments end where neighbours are less similar than this.
+        beta: the minimum weight of an anchor against the tokens merged into it, in [0, 1].
+        ignore: for qwen, inner segments are cut between neighbour frames less similar than this.
     """
 
     name: ClassVar[str] = "fastvid"
@@ -101,24 +102,22 @@ class FastVID(Pruner):
         return n_frames * budget_for(retention_ratio, per_frame)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        n_frames, per_frame, _ = visual.tokens.shape
+        per_frame = visual.tokens.shape[1]
         tokens_TND = working_copy(visual.tokens)
-        noise_M = visual.evidence.get("noise")
-        if noise_M is None:
-            noise_M = torch.from_numpy(np.random.default_rng(seed).random(n_frames * per_frame))
+        noise_M = tie_noise(visual, seed)
         is_llava = self.variant == "llava"
         feature_TV = visual.evidence["frame_feature"] if is_llava else tokens_TND.mean(dim=1)
         frame_budget = budget_for(ratio, per_frame)
         spans, counts = self._plan(adjacent_cosines(feature_TV), per_frame, frame_budget)
-        kept = keep(
-            tokens_TND, visual.evidence["token_attention"], noise_M.to(tokens_TND), counts, every_frame_draws=is_llava
+        frames = choose_tokens(
+            tokens_TND, visual.evidence["token_attention"], noise_M, counts, every_frame_draws=is_llava
         )
         direction_TND = unit(tokens_TND)
         index, tokens, merged = [], [], []
         for start, end in spans:
-            raw_LND = visual.tokens[start:end].to(tokens_TND.dtype)
-            index_K, tokens_KD, merged_K = compress(
-                raw_LND, direction_TND[start:end], kept[start:end], self.beta, anchors_give=is_llava
+            input_LND = visual.tokens[start:end].to(tokens_TND.dtype)
+            index_K, tokens_KD, merged_K = compress_segment(
+                input_LND, direction_TND[start:end], frames[start:end], self.beta, merge_anchors=is_llava
             )
             index.append(index_K + start * per_frame)
             tokens.append(tokens_KD)
@@ -128,66 +127,53 @@ class FastVID(Pruner):
     def _plan(
         self, similarity: Sequence[float], size: int, budget: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Plan the segments, and how many salient tokens and anchors each frame keeps; N is ``size``, K ``budget``."""
+        """Plan the segments [start, end), and each frame's numbers of (salient tokens, anchors).
+
+        N is ``size``, K is ``budget``.
+        """
         assert self.tau is not None
-        spans = list(cut(similarity, self.c, self.tau))
+        spans = list(cut_segments(similarity, self.c, self.tau))
         counts: list[tuple[int, int]] = []
         for start, end in spans:
             if self.variant == "llava":
-                counts += llava_counts(end - start, size, budget, self.d, self.p)
+                counts += count_llava_tokens(end - start, size, budget, self.d, self.p)
             else:
-                last = [inner_end - 1 for _, inner_end in cut(similarity[start : end - 1], 1, self.ignore)]
-                counts += qwen_counts(end - start, last, size, budget, self.d, self.p)
+                last = [inner_end - 1 for _, inner_end in cut_segments(similarity[start : end - 1], 1, self.ignore)]
+                counts += count_qwen_tokens(end - start, last, size, budget, self.d, self.p)
         return spans, counts
 
 
-def adjacent_cosines(feature_TV: Tensor) -> list[float]:
-    """Compute the cosine of each frame's feature with the next one's, T-1 of them."""
-    direction_TV = unit(feature_TV)
-    cosines: list[float] = (direction_TV[:-1] * direction_TV[1:]).sum(dim=1).tolist()
-    return cosines
+def count_llava_tokens(length: int, size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
+    """Compute each frame's numbers of (salient tokens, anchors) in a segment; N is ``size``, K is ``budget``.
 
-
-def cut(similarity: Sequence[float], least: int, threshold: float) -> Iterator[tuple[int, int]]:
-    """Cut len(similarity) + 1 frames into segments [start, end): at least ``least``, if there are as many frames.
-
-    Frames are cut apart at the lowest ``least - 1`` similarities (the earlier first) and below ``threshold``.
-    """
-    lowest = sorted(range(len(similarity)), key=similarity.__getitem__)[: least - 1]
-    cuts = {i for i, value in enumerate(similarity) if value < threshold}.union(lowest)
-    start = 0
-    for end in [*sorted(i + 1 for i in cuts), len(similarity) + 1]:
-        yield start, end
-        start = end
-
-
-def llava_counts(length: int, size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
-    """Count (salient tokens, anchors) of each frame of a segment; N is ``size``, K is ``budget``.
-
-    Every frame keeps salient tokens; the anchors of all go to every p-th frame, from the last on, in equal shares.
+    Every frame keeps salient tokens. The anchors of all frames go to every p-th frame, from the last on, in equal
+    shares.
     """
     n_anchors = math.floor(budget * d + 1e-9)  # in binary 100 * 0.29 is just below 29
     n_salient = budget - n_anchors
     anchor_frames = range(length - 1, -1, -p)
-    each = min(n_anchors * length // len(anchor_frames), size - n_salient)
-    return [(n_salient, each if frame in anchor_frames else 0) for frame in range(length)]
+    per_frame = min(n_anchors * length // len(anchor_frames), size - n_salient)
+    return [(n_salient, per_frame if frame in anchor_frames else 0) for frame in range(length)]
 
 
-def qwen_counts(length: int, last: Sequence[int], size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
-    """Count (salient tokens, anchors) of each frame of a segment whose inner segments end with the frames ``last``.
+def count_qwen_tokens(
+    length: int, last: Sequence[int], size: int, budget: int, d: float, p: int
+) -> list[tuple[int, int]]:
+    """Compute each frame's numbers of (salient tokens, anchors) in a segment; its inner segments end with ``last``.
 
-    The segment's salient tokens go to those frames in even shares, its anchors to every p-th of them from the end; what
-    does not divide is given out one by one, salient tokens from the first frame on, anchors from the last.
+    The segment's salient tokens go to the frames ``last`` in even shares, its anchors to every p-th of these frames
+    from the end. The remainder of a division goes out singly, for salient tokens from the first frame on, for anchors
+    from the last frame on.
     """
     n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
     salient = even_shares(budget * length - n_anchors, len(last))
     anchors = iter(even_shares(n_anchors, math.ceil(len(last) / p)))
-    # Anchors of a whole segment may exceed a frame: they take at most half of it, and leave the rest to salient tokens.
-    most = size if length == 1 else max(1, size // 2)
+    # Anchors of a whole segment may exceed a frame: they take at most half of it; salient tokens take the other half.
+    max_anchors = size if length == 1 else max(1, size // 2)
     counts = [(0, 0)] * length
-    for place, frame in enumerate(reversed(last)):
-        n_here = min(next(anchors), most) if place % p == 0 else 0
-        counts[frame] = (min(salient[-1 - place], size - n_here), n_here)
+    for i, frame in enumerate(reversed(last)):
+        n_frame_anchors = min(next(anchors), max_anchors) if i % p == 0 else 0
+        counts[frame] = (min(salient[-1 - i], size - n_frame_anchors), n_frame_anchors)
     return counts
 
 
@@ -196,76 +182,68 @@ def even_shares(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-def keep(
+def choose_tokens(
     tokens_TND: Tensor,
     attention_TN: Tensor,
     noise_M: Tensor,
     counts: Sequence[tuple[int, int]],
     *,
     every_frame_draws: bool,
-) -> list[Kept]:
+) -> list[FrameTokens]:
     """Choose the salient tokens and the anchors of each frame.
 
-    ``noise_M`` in [0, 1) is a stream, of which a frame takes a number for each token that is not salient: every frame
-    does, or only those with anchors, as the variant's official code draws it.
+    ``noise_M`` in [0, 1) is a stream: a frame takes a number from it for each token that is not salient. Every frame
+    takes numbers if ``every_frame_draws``, else only frames with anchors, as in each variant's official code.
     """
-    ranked_TN = largest(attention_TN, attention_TN.shape[1])
-    kept, used = [], 0
-    for tokens_ND, ranked_N, (n_salient, n_anchors) in zip(tokens_TND, ranked_TN, counts, strict=True):
-        rest_X = ranked_N[n_salient:].sort().values
-        anchors_A = rest_X[:0]
+    order_TN = largest(attention_TN, attention_TN.shape[1])
+    frames, n_drawn = [], 0
+    for tokens_ND, order_N, (n_salient, n_anchors) in zip(tokens_TND, order_TN, counts, strict=True):
+        plain_X = order_N[n_salient:].sort().values
+        anchors_A = plain_X[:0]
         if n_anchors:
-            peak_X = density_peaks(tokens_ND[rest_X], noise_M[used : used + len(rest_X)])
-            anchors_A = rest_X[largest(peak_X, n_anchors).sort().values]
-        kept.append(Kept(ranked_N[:n_salient], anchors_A))
-        used += len(rest_X) if n_anchors or every_frame_draws else 0
-    return kept
+            peak_X = density_peaks(
+                scaled_distances(tokens_ND[plain_X]), noise_M[n_drawn : n_drawn + len(plain_X)], _NEIGHBOURS
+            )
+            anchors_A = plain_X[largest(peak_X, n_anchors).sort().values]
+        frames.append(FrameTokens(order_N[:n_salient], anchors_A))
+        n_drawn += len(plain_X) if n_anchors or every_frame_draws else 0
+    return frames
 
 
-def density_peaks(tokens_XD: Tensor, noise_X: Tensor) -> Tensor:
-    """Score each token's centrality: its density times the distance to the nearest denser token, [X]."""
-    # Without the matrix product, whose cancellation would make up small distances between equal tokens.
-    distance_XX = torch.cdist(tokens_XD, tokens_XD, compute_mode="donot_use_mm_for_euclid_dist")
-    distance_XX /= math.sqrt(tokens_XD.shape[1])
-    nearest_XK = distance_XX.topk(min(_NEIGHBOURS, len(tokens_XD)), largest=False).values
-    # The noise breaks ties: of tokens of equal density none would count as denser.
-    density_X = torch.exp(-nearest_XK.square().mean(dim=1)) + 1e-6 * noise_X
-    denser_XX = density_X[None, :] > density_X[:, None]
-    # The densest token has no denser one: it gets the largest distance of all.
-    return density_X * torch.where(denser_XX, distance_XX, distance_XX.max()).amin(dim=1)
-
-
-def compress(
-    tokens_LND: Tensor, direction_LND: Tensor, kept: Sequence[Kept], beta: float, *, anchors_give: bool
+def compress_segment(
+    tokens_LND: Tensor, direction_LND: Tensor, frames: Sequence[FrameTokens], beta: float, *, merge_anchors: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compress one segment; return the kept places [K], tokens [K,D] and whether merging changed each [K].
+    """Merge one segment's tokens into its anchors.
 
-    ``anchors_give``: whether a frame's anchors are themselves among the tokens that are merged into them.
+    Returns the kept indices in the segment [K], their tokens [K,D], and [K] bool, True if merging changed the token.
+    ``merge_anchors``: True if a frame's anchors are among the tokens that are merged into its anchors.
     """
     size = tokens_LND.shape[1]
     tokens_YD, direction_YD = tokens_LND.flatten(0, 1), direction_LND.flatten(0, 1)
-    salient_S = torch.cat([frame.salient + size * place for place, frame in enumerate(kept)])
-    free_Y = torch.ones(len(tokens_YD), dtype=torch.bool, device=tokens_YD.device)
-    free_Y[salient_S] = False
+    salient_S = torch.cat([frame.salient + size * i for i, frame in enumerate(frames)])
+    is_free_Y = torch.ones(len(tokens_YD), dtype=torch.bool, device=tokens_YD.device)
+    is_free_Y[salient_S] = False
     index, tokens = [salient_S], [tokens_YD[salient_S]]
-    for place, frame in enumerate(kept):
+    for i, frame in enumerate(frames):
         if len(frame.anchors):
-            anchor_A = frame.anchors + size * place
-            giving_Y = free_Y if anchors_give else free_Y.index_fill(0, anchor_A, False)
+            anchor_A = frame.anchors + size * i
+            is_source_Y = is_free_Y if merge_anchors else is_free_Y.index_fill(0, anchor_A, False)
             index.append(anchor_A)
-            tokens.append(merge(tokens_YD, direction_YD, giving_Y, anchor_A, beta))
+            tokens.append(merge_into_anchors(tokens_YD, direction_YD, is_source_Y, anchor_A, beta))
     index_K, tokens_KD = torch.cat(index), torch.cat(tokens)
     return index_K, tokens_KD, (tokens_KD != tokens_YD[index_K]).any(dim=1)
 
 
-def merge(tokens_YD: Tensor, direction_YD: Tensor, giving_Y: Tensor, anchor_A: Tensor, beta: float) -> Tensor:
-    """Move each anchor towards the mean of the giving tokens that are nearest to it by cosine: [A,D].
+def merge_into_anchors(
+    tokens_YD: Tensor, direction_YD: Tensor, is_source_Y: Tensor, anchor_A: Tensor, beta: float
+) -> Tensor:
+    """Move each anchor towards the mean of the source tokens that are nearest to it by cosine: [A,D].
 
-    An anchor weighs at least ``beta`` against what is merged into it.
+    An anchor weighs at least ``beta`` against the tokens merged into it.
     """
-    nearest_Y = (direction_YD @ direction_YD[anchor_A].T).argmax(dim=1).masked_fill(~giving_Y, -1)
+    nearest_Y = (direction_YD @ direction_YD[anchor_A].T).argmax(dim=1).masked_fill(~is_source_Y, -1)
     mean_AD, count_A = assigned_mean(nearest_Y, tokens_YD, len(anchor_A))
     # The anchor weighs as much as each token that is merged into it, but never less than beta.
-    own_A1 = (count_A + 1).to(mean_AD.dtype).reciprocal().clamp(min=beta)[:, None]
+    weight_A1 = (count_A + 1).to(mean_AD.dtype).reciprocal().clamp(min=beta)[:, None]
     anchors_AD = tokens_YD[anchor_A]
-    return torch.where(count_A[:, None] > 0, anchors_AD + (1 - own_A1) * (mean_AD - anchors_AD), anchors_AD)
+    return torch.where(count_A[:, None] > 0, anchors_AD + (1 - weight_A1) * (mean_AD - anchors_AD), anchors_AD)

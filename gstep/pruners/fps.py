@@ -18,8 +18,8 @@ class FPS(DensityPruner):
     """Farthest point sampling by distance alone: Eqs. (10) to (12) with alpha = 1.
 
     Attributes:
-        start: the first token: density (largest rho, Eq. 9), first (index 0) or isolated (the one whose nearest
-            neighbour is farthest).
+        start: the first token: density (largest rho, Eq. 9), first (index 0) or isolated (its nearest neighbour is
+            farthest).
         beta: keeps the logarithm of Eq. (11) finite, > 0.
     """
 

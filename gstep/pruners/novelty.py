@@ -1,4 +1,4 @@
-"""Novelty: GSTEP's sampling on a density of what is new at its place."""
+"""Novelty: GSTEP's sampling with a density that prefers tokens that are new at their position."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gstep.density import (
+    describe_frames,
     distance_of_products,
     float64_copy,
-    frames_described,
     mean_normalise,
     working_scale,
 )
@@ -20,7 +20,7 @@ from gstep.pruners.checks import check_number
 from gstep.selection.dispatch import fast_density_guided_fps
 from gstep.types import VisualTokens
 
-_FRAMES = 8  # frames that are compared at a time, with the one before them
+_FRAMES = 8  # frames that are compared at a time, each with the frame before it
 _ELEMENTS = 2**19  # elements of float64 tokens that fit twice into a core's cache
 
 
@@ -28,21 +28,21 @@ _ELEMENTS = 2**19  # elements of float64 tokens that fit twice into a core's cac
 class Novelty(Pruner):
     """Density-guided farthest point sampling, GSTEP's Eqs. (9)-(12), by another density; this project's own method.
 
-    With h_{t,i} the token at place i of frame t and s_{t,i} its spatial density (Eq. 3)::
+    With h_{t,i} the token at position i of frame t and s_{t,i} its spatial density (Eq. 3)::
 
         n_{t,i} = 1 - cos(h_{t,i}, h_{t-1,i}) for t > 1, and max n for t = 1
         rho_{t,i} = (n_{t,i} / mean(n) + floor) * s_{t,i}
 
-    GSTEP asks how much a whole frame changes, to both sides, so that of a thing that comes and stays any frame is as
-    good as the one in which it came. Here a token counts by how new it is where it is: the first sight of a thing has
-    the largest density, and sampling by distance passes over what is like it. The density looks back one frame; that
-    it is normalised over the video changes how much ``floor`` weighs and what the first frame counts, not the order of
-    others. A video of one frame, and one in which nothing changes, is ranked by s alone.
+    GSTEP measures the change of a whole frame, before and after it. If an object appears and stays, all frames with it
+    count the same. Here a token counts by how new it is at its position: the first sight of an object has the largest
+    density, and sampling by distance skips later tokens that resemble it. The density looks back one frame. Its
+    normalisation over the video changes only the weight of ``floor`` and of the first frame. A single frame, and a
+    video without changes, are ranked by s alone.
 
     Attributes:
         alpha: the weight of distance against density in Eq. (11), in [0, 1].
         beta: keeps the logarithms of Eq. (11) finite, > 0.
-        floor: what a token counts that is not new at all, as a share of the mean novelty, >= 0.
+        floor: the novelty of a token that is not new at all, as a share of the mean novelty, >= 0.
     """
 
     name: ClassVar[str] = "novelty"
@@ -60,8 +60,8 @@ class Novelty(Pruner):
         )
 
     def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rho of every token, [M] float64, and each frame's mean of n / mean(n), [T] float64."""
-        novelty_TN, (_, spatial_TN) = mean_normalise(token_novelty(tokens_TND)), frames_described(tokens_TND)
+        """Compute rho of every token, [M] float64, and each frame's mean of n / mean(n), [T] float64."""
+        novelty_TN, (_, spatial_TN) = mean_normalise(token_novelty(tokens_TND)), describe_frames(tokens_TND)
         return ((novelty_TN + self.floor) * spatial_TN).reshape(-1), novelty_TN.mean(dim=1)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
@@ -71,27 +71,29 @@ class Novelty(Pruner):
 
 
 def token_novelty(tokens_TND: Tensor) -> Tensor:
-    """Compute n, [T,N] float64 in [0, 2]: each token's cosine distance to the one at its place a frame before.
+    """Compute n, [T,N] float64 in [0, 2]: the cosine distance to the token at the same position a frame before.
 
-    The first frame, which has none before it, gets the largest of all; 1 in a video of one frame.
+    The first frame has the largest distance of the video, or 1 in a video of one frame.
     """
     n_frames, per_frame, hidden = tokens_TND.shape
     n_places = per_frame if tokens_TND.is_cuda else max(1, _ELEMENTS // ((_FRAMES + 1) * hidden))
     novelty_TN = tokens_TND.new_ones(n_frames, per_frame, dtype=torch.float64)
-    # Squares of what is shorter neither overflow nor vanish in float64.
+    # Squares of 16-bit and float32 tokens neither overflow nor vanish in float64.
     scale = working_scale(tokens_TND) if tokens_TND.dtype == torch.float64 else 1.0
     for start in range(0, n_frames - 1, _FRAMES):
         frames = slice(start, min(start + _FRAMES + 1, n_frames))
         for first in range(0, per_frame, n_places):
             places = slice(first, first + n_places)
             part_TRD = float64_copy(tokens_TND[frames, places])
-            novelty_TN[start + 1 : frames.stop, places] = _distances(part_TRD if scale == 1.0 else part_TRD.mul_(scale))
+            novelty_TN[start + 1 : frames.stop, places] = _compute_distances(
+                part_TRD if scale == 1.0 else part_TRD.mul_(scale)
+            )
     if n_frames > 1:
         novelty_TN[0] = novelty_TN[1:].max()
     return novelty_TN
 
 
-def _distances(tokens_TRD: Tensor) -> Tensor:
-    """Compute the cosine distance of each token to the one at its place in the next frame, [T-1,R]."""
+def _compute_distances(tokens_TRD: Tensor) -> Tensor:
+    """Compute the cosine distance of each token to the token at the same position in the next frame, [T-1,R]."""
     norm_TR = torch.linalg.vector_norm(tokens_TRD, dim=-1)
     return distance_of_products((tokens_TRD[1:] * tokens_TRD[:-1]).sum(dim=-1), norm_TR[1:], norm_TR[:-1])

@@ -1,4 +1,4 @@
-"""Random tokens: the control that any method has to beat."""
+"""Random tokens: the control that every method has to beat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""V-CAST: more tokens to frames at which the video turns, and in a frame the tokens that stand out."""
+"""V-CAST: more tokens for frames at which the video turns, and in each frame the tokens that stand out."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from gstep.pruners.checks import check_number
 from gstep.pruners.vectors import unit
 from gstep.types import VisualTokens
 
-_EPS = 1e-6  # as in the official code: the least norm to divide by, and what a range of norms is widened by
+_EPS = 1e-6  # as in the official code: the minimum norm to divide by, and the margin of a range of norms
 
 
 @dataclass(frozen=True, kw_only=True)
 class VCAST(Pruner):
     """Video curvature-aware pruning (arXiv 2603.27650; github.com/xinyouu/V-CAST, compressor/v_cast).
 
-    The authors' code keeps round(r x M) tokens and at least one a frame; here it is B as of other methods, and below
-    one a frame some frames have none. Given that number as ``budget``, the same tokens are kept. A single frame is
-    pruned too, where their code keeps it whole.
+    The authors' code keeps round(r x M) tokens and at least one a frame. This method keeps B tokens, so that frames may
+    have none if B < T. With their number as ``budget`` it keeps the same tokens. A single frame is pruned too; their
+    code keeps it whole.
 
     Attributes:
-        tau: the temperature of the budgets over frames, > 0; lower ones give more to frames at which the video turns.
+        tau: the temperature of the budgets over frames, > 0; lower values give more to frames at which the video turns.
     """
 
     name: ClassVar[str] = "vcast"
@@ -43,12 +43,12 @@ class VCAST(Pruner):
         weight_T = torch.softmax(curvature(centre_TD) / self.tau, dim=0)
         budget_T = frame_budgets(weight_T, budget, tokens_TND.shape[1])
         order_TN = token_scores(tokens_TND, centre_TD).argsort(dim=1, descending=True, stable=True)
-        kept_TN = order_TN.argsort(dim=1) < budget_T[:, None]
-        return Selection(index=kept_TN.flatten().nonzero().squeeze(1))
+        is_kept_TN = order_TN.argsort(dim=1) < budget_T[:, None]
+        return Selection(index=is_kept_TN.flatten().nonzero().squeeze(1))
 
 
 def curvature(centre_TD: Tensor) -> Tensor:
-    """Compute each frame's turn, [T] in [0, 2]: 1 - cosine of the steps to and from its centre; 1 at both ends."""
+    """Compute each frame's turn, [T] in [0, 2]: 1 - cosine of the steps to and from its centre; 1 for end frames."""
     turn_T = torch.ones_like(centre_TD[:, 0])
     step_SD = centre_TD.diff(dim=0)
     norm_S = torch.linalg.vector_norm(step_SD, dim=-1).clamp(min=_EPS)
@@ -57,25 +57,25 @@ def curvature(centre_TD: Tensor) -> Tensor:
 
 
 def frame_budgets(weight_T: Tensor, budget: int, per_frame: int) -> Tensor:
-    """Divide the budget over frames by weight (of sum 1), [T] int64: one each where it suffices, at most N each.
+    """Divide the budget over frames by weight (of sum 1), [T] int64: at least 1 each if B >= T, at most N each.
 
-    What rounding down and full frames leave over goes to the frame with the largest fraction until that is full, then
-    to the next.
+    The surplus of rounding and full frames goes to the frame with the largest fraction until it is full, then to the
+    next frame.
     """
     n_frames = len(weight_T)
-    least = 1 if budget >= n_frames else 0
-    share_T = weight_T * (budget - least * n_frames)
+    min_each = 1 if budget >= n_frames else 0
+    share_T = weight_T * (budget - min_each * n_frames)
     whole_T = torch.floor(share_T + 1e-9)  # a share may lie a rounding error below an integer
-    budget_T = least + whole_T.long().clamp(max=per_frame - least)
+    budget_T = min_each + whole_T.long().clamp(max=per_frame - min_each)
     order_T = (share_T - whole_T).argsort(descending=True, stable=True)
-    room_T = per_frame - budget_T[order_T]
-    left_T = budget - budget_T.sum() - (room_T.cumsum(0) - room_T)  # before each frame's turn
-    budget_T[order_T] += torch.minimum(room_T, left_T.clamp(min=0))
+    free_T = per_frame - budget_T[order_T]
+    surplus_T = budget - budget_T.sum() - (free_T.cumsum(0) - free_T)  # before each frame's turn
+    budget_T[order_T] += torch.minimum(free_T, surplus_T.clamp(min=0))
     return budget_T
 
 
 def token_scores(tokens_TND: Tensor, centre_TD: Tensor) -> Tensor:
-    """Score each token, [T,N] float64: 1 - cosine to its frame's centre, plus its norm on a scale of 0 to 1 there."""
+    """Score each token, [T,N] float64: 1 - cosine to its frame's centre, plus its norm rescaled to [0, 1] by frame."""
     cosine_TN = centre_TD.new_empty(tokens_TND.shape[:2])
     norm_TN = torch.empty_like(cosine_TN)
     for frames in row_slices(tokens_TND):

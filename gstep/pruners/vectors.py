@@ -16,10 +16,10 @@ def unit(rows: Tensor) -> Tensor:
 
 
 def assigned_mean(nearest_X: Tensor, rows_XD: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
-    """Compute the mean of the rows that go to each of G groups, [G,D] (0 where none does), and how many do, [G].
+    """Compute the mean of each group's rows, [G,D] (0 for an empty group), and the number of its rows, [G].
 
-    Rows of group -1 go to none. The means are a product with weights: the sums of a scatter would depend on the order
-    in which a GPU's threads arrive.
+    ``nearest_X`` has each row's group, -1 for no group. The means are a product with weights: the sums of a scatter
+    would depend on the order in which a GPU's threads arrive.
     """
     member_GX = nearest_X == torch.arange(n_groups, device=nearest_X.device)[:, None]
     count_G = member_GX.sum(dim=1)

@@ -22,8 +22,8 @@ _TEMPERATURE = 0.01
 class VidCom2(Pruner):
     """Video compression commander (github.com/xuyang-liu16/VidCom2, token_compressor/vidcom2/vidcom2.py).
 
-    Each frame rounds its own share of N and keeps at least one token, so that their number is near B, not always B. A
-    ratio of 1 does not keep all: frames that are typical of the video keep less than they have.
+    Each frame rounds its own share of N and keeps at least one token, so that the total is near B, not always B. A
+    ratio of 1 does not keep all tokens: frames that are typical of the video are still pruned.
     """
 
     name: ClassVar[str] = "vidcom2"
@@ -36,12 +36,12 @@ class VidCom2(Pruner):
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         video_TN, frame_TN = similarities(visual.tokens)
-        place_TN = torch.argsort(torch.argsort(video_TN + frame_TN, dim=1, stable=True), dim=1)
-        kept_TN = place_TN < frame_budgets(video_TN, ratio)[:, None]
-        return Selection(index=kept_TN.flatten().nonzero().squeeze(1))
+        rank_TN = torch.argsort(torch.argsort(video_TN + frame_TN, dim=1, stable=True), dim=1)
+        is_kept_TN = rank_TN < frame_budgets(video_TN, ratio)[:, None]
+        return Selection(index=is_kept_TN.flatten().nonzero().squeeze(1))
 
 
-def calm_channels(tokens_TND: Tensor) -> Tensor:
+def find_calm_channels(tokens_TND: Tensor) -> Tensor:
     """Find the channels of lowest population variance over the whole video: [max(1, D/2)] int64, ascending."""
     hidden = tokens_TND.shape[-1]
     tokens_MD = tokens_TND.reshape(-1, hidden)
@@ -55,9 +55,9 @@ def calm_channels(tokens_TND: Tensor) -> Tensor:
 
 
 def similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-    """Score each token's similarity to its video and to its frame, two of [T,N] float64; low means unique."""
+    """Score each token's similarity to its video and to its frame: two tensors [T,N] float64; low means unique."""
     tokens_TND = working_copy(tokens_TND)
-    direction_TND = unit(tokens_TND[..., calm_channels(tokens_TND)])
+    direction_TND = unit(tokens_TND[..., find_calm_channels(tokens_TND)])
     frame_T1D = direction_TND.double().mean(dim=1, keepdim=True)
     video_1D = frame_T1D.mean(dim=0)
     return kernel_sum(direction_TND, video_1D.expand_as(frame_T1D)), kernel_sum(direction_TND, frame_T1D)

@@ -1,1 +1,1 @@
-"""Eqs. 9-12 in every form: whatever the form, the same tokens are selected in the same order."""
+"""Eqs. 9-12, the selection of tokens, in a readable form and fast forms: all select the same tokens in one order."""

@@ -1,4 +1,4 @@
-"""Full precision for products of float32, whatever a caller allows for its own."""
+"""Full precision for products of float32, even if the caller has allowed TensorFloat-32 for its own products."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _restore: Callable[[], None]
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Keep float32 matrix products within this context from TensorFloat-32 or bfloat16, on a GPU or by oneDNN.
+    """Compute float32 matrix products in this context in float32, never in TensorFloat-32 or bfloat16.
 
-    torch has these settings once a process: the first thread that enters changes them, where they need it, and the last
-    one that leaves restores them. Products of other threads are as precise meanwhile.
+    torch has this setting once a process. The first thread that enters changes it, the last thread that leaves restores
+    it. Products of other threads are as precise meanwhile.
     """
     global _users, _restore  # noqa: PLW0603 - as torch's settings are
     with _lock:
@@ -39,35 +39,35 @@ def full_precision() -> Iterator[None]:
 
 def _set_full() -> Callable[[], None]:
     """Set full float32 precision, and return the function that restores the previous settings."""
-    operators = _operators()
-    held = [operator.fp32_precision for operator in operators]
-    if operators and _FULL.issuperset(held):
+    operators = _list_operators()
+    precisions = [operator.fp32_precision for operator in operators]
+    if operators and _FULL.issuperset(precisions):
         return lambda: None
-    older = _older_setting()
-    if older is not None:
+    process_setting = _read_process_setting()
+    if process_setting is not None:
         torch.set_float32_matmul_precision("highest")
     for operator in operators:
         operator.fp32_precision = "ieee"
 
     def restore() -> None:
-        if older is not None:
-            torch.set_float32_matmul_precision(older)
-        for operator, precision in zip(operators, held, strict=True):
+        if process_setting is not None:
+            torch.set_float32_matmul_precision(process_setting)
+        for operator, precision in zip(operators, precisions, strict=True):
             operator.fp32_precision = "none"
-            if operator.fp32_precision != precision:  # otherwise a setting for all operators gives it already
+            if operator.fp32_precision != precision:  # otherwise the setting for all operators has this value already
                 operator.fp32_precision = precision
 
     return restore
 
 
-def _operators() -> tuple[Any, ...]:
+def _list_operators() -> tuple[Any, ...]:
     """List torch's backend objects whose own precision setting, since torch 2.9, overrides the process-wide one."""
-    of_cpu = getattr(torch.backends.mkldnn, "matmul", None)
-    return () if of_cpu is None else (torch.backends.cuda.matmul, of_cpu)
+    on_cpu = getattr(torch.backends.mkldnn, "matmul", None)
+    return () if on_cpu is None else (torch.backends.cuda.matmul, on_cpu)
 
 
-def _older_setting() -> str | None:
-    """Return the value of set_float32_matmul_precision, or None where a backend's own setting overrides that."""
+def _read_process_setting() -> str | None:
+    """Return the value of set_float32_matmul_precision; None if a backend's own setting overrides it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch raises where the operators' settings disagree

@@ -2,15 +2,15 @@
 
 Shapes: M = T*N tokens of the video, D hidden size, B budget. No step waits for a GPU: picks stay tensors of shape [1].
 
-On which processor the picks depend, in this form and the fast ones alike:
-- Given distances, ``density_weight`` and ties by index, the picks follow from sums, products and comparisons of float64
-  that IEEE 754 rounds in one way everywhere. No step takes a logarithm: libraries round those by the CPU's kind. Norms
+Picks on different processors, in this form and in the fast forms:
+- Distances, ``density_weight`` and ties by index decide the picks, by sums, products and comparisons of float64. IEEE
+  754 rounds these in the same way everywhere. No step takes a logarithm, which libraries round by the CPU's kind. Norms
   take a square root that is correctly rounded.
 - ``density_weight`` is (rho + beta) itself at alpha = 0.5 and 1 at alpha = 1. In between it is a power, whose last bit
-  is the library's: another processor may swap tokens of different rho whose keys are within about 1e-15, relatively.
-- Dot products are exact, hence distances the same, where float32 holds all their partial sums, as of small integers;
-  otherwise their last bits follow the order of summation (about 1e-7 of a distance), and near-ties follow those.
-  rho comes out of such sums too, in float64 (gstep.density).
+  depends on the library: another processor may swap tokens of different rho whose keys agree to about 1e-15.
+- Dot products are exact if float32 holds all their partial sums, as with small integers. Otherwise their last bits
+  depend on the order of summation (about 1e-7 of a distance), and so do near-ties. rho is a result of sums too, in
+  float64 (gstep.density).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gstep.density import floor_distance, level_copy, row_slices
 
 STARTS = ("density", "first", "isolated")
 
-# BLAS rounds the rows left over from its blocks of rows differently from the others. Zero rows up to this multiple keep
-# copies of one token at bit-equal distances, so that their ties go to the lowest index.
+# BLAS rounds the last rows, which do not fill a block of rows, differently from all other rows. Zero rows up to this
+# multiple keep copies of a token at bit-equal distances, so that their ties go to the lowest index.
 _ROW_MULTIPLE = 16
 _ISOLATION_BLOCK = 256
 _KEYS = (1e-290, 1e290)  # range in which a key neither under- nor overflows
@@ -35,9 +35,9 @@ NO_DISTANCE = 4.0  # larger than any cosine distance
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """Find the places of the largest scores along the last axis, [..., count] int64 in descending order.
+    """Find the indices of the largest scores along the last axis: [..., count] int64, highest score first.
 
-    Ties go by ascending place.
+    Ties go to the lowest index.
     """
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
@@ -48,9 +48,9 @@ def inverse(norm: Tensor) -> Tensor:
 
 
 def inverse_roots(square: Tensor) -> Tensor:
-    """Compute 1 / sqrt in float64, by a root that is correctly rounded on every processor; 0 for 0.
+    """Compute 1 / sqrt in float64, 0 for 0, by a root that is correctly rounded on every processor.
 
-    On a CPU Tensor.sqrt is a vector routine of MKL, which by the CPU's kind is a bit off for one number in 80 to 150.
+    Tensor.sqrt on a CPU is a vector routine of MKL: depending on the CPU, one number in 80 to 150 is a bit off.
     """
     square = square.double()
     return inverse(torch.from_numpy(np.sqrt(square.numpy())) if square.is_cpu else square.sqrt())
@@ -62,20 +62,20 @@ def inverse_norms(tokens_MD: Tensor) -> Tensor:
     return inverse(torch.cat(norms))
 
 
-def distance_to(picked_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
-    """Compute 1 - cosine of every token with one, [M] float64, 0 below ZERO_DISTANCE: the bracket of Eq. (10).
+def distance_to(pick_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
+    """Compute 1 - cosine of every token with the pick, [M] float64, 0 below ZERO_DISTANCE: the bracket of Eq. (10).
 
-    The raw tokens are multiplied in their own dtype and the products scaled, as rounding normalised ones would cost
+    The raw tokens are multiplied in their own dtype and the products scaled: rounding normalised tokens would cost
     precision.
     """
-    dot_M = torch.mv(tokens_MD, tokens_MD.index_select(0, picked_1).squeeze(0))
-    return floor_distance(1 - dot_M * (inverse_norm_M * inverse_norm_M.index_select(0, picked_1)))
+    dot_M = torch.mv(tokens_MD, tokens_MD.index_select(0, pick_1).squeeze(0))
+    return floor_distance(1 - dot_M * (inverse_norm_M * inverse_norm_M.index_select(0, pick_1)))
 
 
-def most_isolated(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
-    """Find the token whose nearest neighbour is farthest, [1] int64, ties to the lowest index. O(M * block) memory.
+def isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
+    """Find the token whose nearest neighbour is farthest: [1] int64, ties to the lowest index.
 
-    Each pair is measured once, so that two mutual neighbours tie exactly.
+    Memory is O(M * block). Each pair is measured once, so that two mutual neighbours tie exactly.
     """
     inverse_M = inverse_norms(tokens_MD)
     nearest_M = torch.full_like(inverse_M, torch.inf)
@@ -90,16 +90,16 @@ def most_isolated(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
 
 
 def starting_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
-    """Choose the first pick, [1] int64: the densest token, Eq. (9); or the first; or the most isolated one."""
+    """Choose the first pick, [1] int64, by a name of STARTS: the densest token (Eq. 9), the first or the isolated."""
     if start == "isolated":
-        return most_isolated(tokens_MD)
+        return isolated_token(tokens_MD)
     if start == "first":
         return torch.zeros(1, dtype=torch.int64, device=tokens_MD.device)
     return density_M.argmax(dim=0, keepdim=True)
 
 
 def density_weight(density_M: Tensor, alpha: float, beta: float) -> Tensor | None:
-    """Return w = (rho + beta) ** ((1 - alpha) / alpha), [M] float64; None where keys could leave the range of float64.
+    """Compute w = (rho + beta) ** ((1 - alpha) / alpha), [M] float64; None if keys could leave the range of float64.
 
     exp(U / alpha) of Eq. (11) is the key (l + beta) * w, so that the highest key has the highest U.
     """
@@ -125,17 +125,18 @@ def density_guided_fps(
 
     ``tokens_MD`` is finite and of any float dtype, ``density_M`` is rho >= 0, 1 <= budget <= M. alpha weighs distance
     against density, beta > 0 keeps the logarithms finite. The first B of a longer selection are the selection of B.
-    With alpha = 0 (and the density start) this is the top-B by rho, found without logarithms, which could merge values.
-    They serve only where keys cannot (see ``density_weight``): alpha below about 0.02, or an extreme beta.
+    With alpha = 0 and the density start this is the top-B by rho, without logarithms, which could merge values.
+    Logarithms are used only if keys are out of range (see ``density_weight``): alpha below about 0.02, or an extreme
+    beta.
     """
     if alpha == 0 and start == "density":
         return largest(density_M, budget)
     n_tokens = len(tokens_MD)
     tokens_MD = level_copy(tokens_MD)
-    picked_1 = starting_token(start, tokens_MD, density_M)
+    pick_1 = starting_token(start, tokens_MD, density_M)
     rows_PD = pad(tokens_MD, (0, 0, 0, -n_tokens % _ROW_MULTIPLE)) if n_tokens % _ROW_MULTIPLE else tokens_MD
     inverse_P = inverse_norms(rows_PD)
-    # What is picked, or padding, scores -inf.
+    # Picked tokens and padding score -inf.
     density_term_P = torch.full_like(inverse_P, -torch.inf)
     weight_M = density_weight(density_M, alpha, beta)
     density_term_P[:n_tokens] = (1 - alpha) * torch.log(density_M.double() + beta) if weight_M is None else weight_M
@@ -143,12 +144,12 @@ def density_guided_fps(
     order_B = torch.empty(budget, dtype=torch.int64, device=tokens_MD.device)
     for step in range(budget):
         if step > 0:
-            distance_P = torch.minimum(distance_P, distance_to(picked_1, rows_PD, inverse_P))  # Eq. (10)
+            distance_P = torch.minimum(distance_P, distance_to(pick_1, rows_PD, inverse_P))  # Eq. (10)
             if weight_M is None:
                 score_P = alpha * torch.log(distance_P + beta) + density_term_P  # Eq. (11)
             else:
                 score_P = (distance_P + beta) * density_term_P  # exp(Eq. (11) / alpha)
-            picked_1 = score_P.argmax(dim=0, keepdim=True)  # Eq. (12)
-        order_B[step : step + 1] = picked_1
-        density_term_P.index_fill_(0, picked_1, -torch.inf)
+            pick_1 = score_P.argmax(dim=0, keepdim=True)  # Eq. (12)
+        order_B[step : step + 1] = pick_1
+        density_term_P.index_fill_(0, pick_1, -torch.inf)
     return order_B

@@ -1,14 +1,14 @@
-"""Prompts of cached visual tokens for vLLM, without a patch of it: its own classes take what was kept and where it was.
+"""Prompts of cached visual tokens for an unpatched vLLM: its classes take the kept tokens and their positions.
 
-``models`` alone is imported only where vLLM is installed.
+Only the module ``models`` needs vLLM at import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: ``model_type`` in config.json -> the class by which vLLM serves cached tokens, as ``hf_overrides`` name it. Where
-#: there is none, vLLM's own class takes them as they are.
+#: ``model_type`` in config.json -> the class by which vLLM serves cached tokens, for ``hf_overrides``. vLLM's own class
+#: serves other model types.
 ARCHITECTURES: Mapping[str, str] = {
     "qwen2_5_vl": "CachedQwen2_5VL",
     "qwen3_vl": "CachedQwen3VL",
@@ -19,7 +19,7 @@ ARCHITECTURES: Mapping[str, str] = {
 
 
 def register() -> None:
-    """Register the classes of cached tokens: vLLM's entry point ``vllm.general_plugins``.
+    """Register the classes of cached tokens in vLLM: its entry point ``vllm.general_plugins``.
 
     Every process of vLLM calls it, often more than once.
     """

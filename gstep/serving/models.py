@@ -1,7 +1,7 @@
-"""vLLM's own classes of the Qwen families, that take kept tokens and their positions as they are given.
+"""vLLM's classes of the Qwen families, changed to take kept tokens and their positions instead of pixels.
 
-Follows Qwen2_5_VLForConditionalGeneration and Qwen3VLForConditionalGeneration of vLLM 0.30 to 0.32, and what is made
-of the latter (vllm/model_executor/models/qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py, qwen3_5.py).
+Follows Qwen2_5_VLForConditionalGeneration and Qwen3VLForConditionalGeneration of vLLM 0.30 to 0.32, and the classes
+derived from the latter (vllm/model_executor/models/qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py, qwen3_5.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gstep.serving.prompts import prompt_positions
 class _Cached:
     """The mixin that makes a vLLM model take cached tokens, in the fields of gstep.serving.prompts.
 
-    ``embeds`` is [P,D*(1+levels)], and ``positions`` [3,S+1].
+    The fields are ``embeds`` [P,D*(1+levels)] and ``positions`` [3,S+1].
     """
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
-        """Return positions [3,n_tokens] and their delta."""
+        """Return a prompt's positions [3,n_tokens] and their delta."""
         videos = [(feature.mm_position.offset, feature.data["positions"].data) for feature in mm_features]
         return prompt_positions(videos, len(input_tokens))
 
@@ -41,7 +41,7 @@ class CachedQwen2_5VL(_Cached, Qwen2_5_VLForConditionalGeneration):  # type: ign
 
 
 class _CachedLevels(_Cached):
-    """The mixin that also takes deepstack levels, though there is no vision tower."""
+    """The mixin that also takes deepstack levels, without a vision tower."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""What vLLM must be told to serve cached tokens: arguments of its engine and of each answer, and its environment."""
+"""Settings of vLLM for serving cached tokens: arguments of its engine and of each answer, and its environment."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from gstep.backbones import ModelSource, Runtime
 from gstep.errors import ModelError
 from gstep.language.types import Decoding
-from gstep.language.weights import ends_of
+from gstep.language.weights import end_ids
 from gstep.serving import ARCHITECTURES, register
 
 PLUGINS = "vllm.general_plugins"
-# Videos of fewer tokens fit what a step of vLLM takes by its own limits, on any device and in its server.
+# Videos of up to _SMALL_VIDEO tokens fit into a step of vLLM by its default limits, on any device and in its server.
 _SMALL_VIDEO, _BATCHED_TOKENS = 2048, 8192
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
 _ON_CPU = {
@@ -24,8 +24,8 @@ _ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
 
-# Settings of generation_config.json that change what a model says, and that vLLM does not have: what each is when off.
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+# Settings of generation_config.json that change answers and that vLLM does not have -> the values that switch them off.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1.0),
@@ -42,11 +42,11 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (None,),
 }
 
-# vLLM's connectors that find a video's keys and values by the hash of its rows, as the source of vLLM 0.32 shows: all
-# but the last by the prefix cache's block hashes. ``kv_offloading_backend=native`` makes one of the first two.
+# vLLM's connectors that look up a video's keys and values by the hash of its rows (source of vLLM 0.32): all but the
+# last by the prefix cache's block hashes. ``kv_offloading_backend=native`` uses the first or the second.
 _CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "ExampleConnector")
 
-_LINEAR_ATTENTION = ("qwen3_5", "qwen3_5_moe")  # whose kernels on a CPU take bfloat16
+_LINEAR_ATTENTION = ("qwen3_5", "qwen3_5_moe")  # model types whose kernels on a CPU take only bfloat16
 
 #: Variables that ``prepare_process`` sets.
 ENVIRONMENT = (*_ENVIRONMENT, *_ON_CPU)
@@ -55,20 +55,20 @@ ENVIRONMENT = (*_ENVIRONMENT, *_ON_CPU)
 def engine_options(
     source: ModelSource, runtime: Runtime, largest_video: int, tensor_parallel: int = 1
 ) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's EngineArgs for serving this model's cached tokens.
+    """Make the keyword arguments of vLLM's EngineArgs for serving this model's cached tokens.
 
     Args:
-        largest_video: the most visual tokens that a video has in a prompt.
+        largest_video: the maximum number of visual tokens of a video in a prompt.
 
-    Raises ModelError where vLLM has no kernels for the model in this runtime.
+    Raises ModelError if vLLM has no kernels for the model in this runtime.
     """
     if source.model_type in _LINEAR_ATTENTION and runtime.device == "cpu" and runtime.dtype != torch.bfloat16:
         raise ModelError(
-            f"{source.name!r}: vLLM runs {source.model_type} on a CPU in bfloat16 alone, not in {runtime.dtype_name}: "
+            f"{source.name!r}: vLLM runs {source.model_type} on a CPU only in bfloat16, not in {runtime.dtype_name}: "
             "pass --dtype bfloat16, or use --engine transformers"
         )
     name, revision = source.pretrained()
-    ours = ARCHITECTURES.get(source.model_type)
+    architecture = ARCHITECTURES.get(source.model_type)
     return {
         "model": name,
         "revision": revision,
@@ -76,7 +76,7 @@ def engine_options(
         "trust_remote_code": False,
         "load_format": "safetensors",
         "dtype": runtime.dtype_name,
-        "hf_overrides": {"architectures": [ours]} if ours else {},
+        "hf_overrides": {"architectures": [architecture]} if architecture else {},
         "tensor_parallel_size": tensor_parallel,
         "distributed_executor_backend": "mp" if tensor_parallel > 1 else None,
         # No vision tower is built, and no processor looks at a video.
@@ -88,13 +88,13 @@ def engine_options(
         "generation_config": "vllm",  # each request brings the checkpoint's settings itself
         "disable_log_stats": False,  # report the times of each request
         "enforce_eager": runtime.device == "cpu",  # compiling would take minutes on a CPU
-        # The kept tokens of a video must fit what a step takes: its encoder cache is as large as that.
+        # The kept tokens of a video must fit into a step, because the encoder cache has the size of a step.
         **({"max_num_batched_tokens": max(_BATCHED_TOKENS, largest_video)} if largest_video > _SMALL_VIDEO else {}),
     }
 
 
-#: What is no user's to say.
-OWN = frozenset(
+#: Engine arguments that this project sets and users may not.
+RESERVED_OPTIONS = frozenset(
     (
         *("model", "revision", "tokenizer", "tokenizer_revision", "trust_remote_code", "load_format", "dtype"),
         *("hf_overrides", "tensor_parallel_size", "enable_mm_embeds", "limit_mm_per_prompt", "mm_processor_cache_gb"),
@@ -105,51 +105,56 @@ OWN = frozenset(
 
 
 def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool = False) -> None:
-    """Set what vLLM needs in this process's environment before its import; variables that the user set stay.
+    """Set vLLM's environment variables in this process, and register the classes of cached tokens.
+
+    Call it before vLLM is imported. Variables that the user has set stay.
 
     Args:
-        multiprocessing: whether the engine gets a process of its own.
+        multiprocessing: True if the engine runs in a separate process.
 
-    Raises ModelError where the processes that vLLM starts would not know the classes of cached tokens.
+    Raises ModelError if the processes that vLLM starts would not have the classes of cached tokens.
     """
-    alone = {} if multiprocessing else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    for name, value in {**_ENVIRONMENT, **alone, **(_ON_CPU if device == "cpu" else {})}.items():
+    single_process = {} if multiprocessing else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    for name, value in {**_ENVIRONMENT, **single_process, **(_ON_CPU if device == "cpu" else {})}.items():
         os.environ.setdefault(name, value)
     if (tensor_parallel > 1 or multiprocessing) and not any(
         point.name == "gstep" for point in entry_points(group=PLUGINS)
     ):
         raise ModelError(
-            f"this package is not installed here, only found by its path: the processes of vLLM look for its entry "
-            f"point {PLUGINS}: pip install -e '.[vllm]' on every node"
+            "this package is only on the path, not installed here. The processes of vLLM need its entry point "
+            f"{PLUGINS}: pip install -e '.[vllm]' on every node"
         )
     register()
 
 
-def room_for_a_video(vllm_config: Any) -> int:
-    """Return the most rows that a video of a prompt may have for an engine with vLLM's configuration."""
+def max_video_rows(vllm_config: Any) -> int:
+    """Return the maximum number of rows of a video in a prompt for an engine with vLLM's configuration."""
     from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: PLC0415 - this module is imported without vLLM, too
     from vllm.multimodal.encoder_budget import MultiModalBudget  # noqa: PLC0415
 
     return int(MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False).encoder_cache_size)
 
 
-def check_room(engine_args: Any, largest_video: int) -> None:
-    """Raise ModelError where an engine of these EngineArgs would have no room for the largest video in a prompt."""
+def check_video_fits(engine_args: Any, largest_video: int) -> None:
+    """Raise ModelError if the largest video of a prompt does not fit into an engine of these EngineArgs.
+
+    If ``max_num_batched_tokens`` is smaller than the video, it builds vLLM's configuration, without weights.
+    """
     step = engine_args.max_num_batched_tokens
     if step is None or step >= largest_video:
         return
-    room = room_for_a_video(engine_args.create_engine_config())  # loads no weights
-    if room < largest_video:
+    max_rows = max_video_rows(engine_args.create_engine_config())  # loads no weights
+    if max_rows < largest_video:
         raise ModelError(
-            f"max_num_batched_tokens={step} leaves room for videos of {room:,} tokens in a prompt, and the largest has "
-            f"{largest_video:,}: give max_num_batched_tokens={largest_video} or more, or leave it out"
+            f"max_num_batched_tokens={step} limits a video to {max_rows:,} tokens in a prompt, and the largest has "
+            f"{largest_video:,}: set max_num_batched_tokens={largest_video} or more, or leave it out"
         )
 
 
 def check_connectors(arguments: Mapping[str, Any]) -> None:
-    """Raise ModelError for arguments of EngineArgs by which one video could be answered from another's keys.
+    """Raise ModelError for arguments of EngineArgs with which a video could be answered from another video's keys.
 
-    A connector of keys and values that goes by token ids cannot tell videos apart: their placeholders have equal ids.
+    A connector that looks up keys and values by token ids cannot tell videos apart: placeholders have equal ids.
     """
     if (backend := arguments.get("kv_offloading_backend") or "native") != "native":
         _refuse_connector(f"kv_offloading_backend={backend}")
@@ -171,37 +176,37 @@ def check_connectors(arguments: Mapping[str, Any]) -> None:
 
 
 def _refuse_connector(setting: str) -> None:
-    """Raise ModelError for a setting that brings a connector which is not known to tell videos apart."""
+    """Raise ModelError for a connector ``setting`` that may mix up videos."""
     raise ModelError(
-        f"{setting}: it is not known to tell two videos apart. The placeholders of all videos have equal token ids, so "
-        "that a connector which finds keys by those answers about one video from another's. Take one that goes by a "
-        f"video's hash ({', '.join(_CONNECTORS)}; kv_offloading_backend=native), or leave it out"
+        f"{setting}: it is not known to tell two videos apart. The placeholders of all videos have equal token ids: a "
+        "connector that looks up keys by token ids answers about a video from another video's keys. Use a connector "
+        f"that goes by a video's hash ({', '.join(_CONNECTORS)}; kv_offloading_backend=native), or leave it out"
     )
 
 
 def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's SamplingParams for one answer.
+    """Make the keyword arguments of vLLM's SamplingParams for one answer.
 
-    Of a checkpoint's GenerationConfig vLLM itself uses only the tokens that end an answer; the rest is set here.
+    vLLM itself uses only the end tokens of a checkpoint's GenerationConfig; the repetition penalty is set here.
     """
-    drawn = {"top_p": decoding.top_p, "top_k": decoding.top_k, "seed": decoding.seed} if decoding.temperature else {}
+    sampling = {"top_p": decoding.top_p, "top_k": decoding.top_k, "seed": decoding.seed} if decoding.temperature else {}
     return {
         "max_tokens": decoding.max_new_tokens,
         "temperature": decoding.temperature,
         "repetition_penalty": generation.repetition_penalty or 1.0,
-        "stop_token_ids": ends_of(generation),
-        "ignore_eos": True,  # only stop_token_ids end an answer, not what the tokenizer declares as its end
+        "stop_token_ids": end_ids(generation),
+        "ignore_eos": True,  # only stop_token_ids end an answer, not the tokenizer's end token
         "detokenize": False,
-        **drawn,
+        **sampling,
     }
 
 
-def check_served(name: str, generation: Any) -> None:
-    """Raise ModelError where a checkpoint's generation settings ask for more than vLLM does."""
-    for setting, off in _NOT_SERVED.items():
+def check_generation_settings(name: str, generation: Any) -> None:
+    """Raise ModelError if a checkpoint's GenerationConfig has a setting that vLLM does not support."""
+    for setting, neutral in _UNSUPPORTED.items():
         value = getattr(generation, setting, None)
-        if value not in off:
+        if value not in neutral:
             raise ModelError(
-                f"{name!r}: generation_config.json sets {setting} to {value!r}, which vLLM does not have: "
-                "answers would be others than the model's own"
+                f"{name!r}: generation_config.json sets {setting} to {value!r}, which vLLM does not support: "
+                "its answers would differ. Use --engine transformers"
             )

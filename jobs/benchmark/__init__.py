@@ -1,1 +1,1 @@
-"""Measure this package on this machine: what is measured lives here, beside the command that shows it."""
+"""Measurements of this package on this machine, a module for each, and the command that runs them."""

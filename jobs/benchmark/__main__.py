@@ -9,14 +9,14 @@ from typing import cast
 
 from rich.console import Console
 
-from jobs.command import Parser, exit_code_of
-from jobs.frame.json_document import Done, add_json
+from jobs.command import Parser, run_to_exit_code
+from jobs.frame.json_document import CommandResult, add_json
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
 #: A measurement's name -> its line of help. Its module, ``jobs.benchmark.NAME``, has ``add_flags`` and ``run``.
 MEASUREMENTS = {
     "pipeline": "the whole job beside a plain DataLoader loop",
-    "decode": "decoding alone, beside other libraries and the least that is possible",
+    "decode": "decoding alone, beside other libraries and the minimum of work",
     "selection": "GSTEP's selection beside the paper's loop",
     "read": "reading tokens out of a cache, beside plain pyarrow",
     "serving": "answering from a cache, by vLLM and by transformers, beside vLLM on the videos themselves",
@@ -25,22 +25,22 @@ MEASUREMENTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the measurement of the first word; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser("python -m jobs.benchmark", description=__doc__)
     parsers = parser.add_subparsers(required=True, metavar="|".join(MEASUREMENTS))
     for name, line in MEASUREMENTS.items():
         flags = parsers.add_parser(name, help=line, description=line)
-        if name in argv:  # only the measurement that is asked for: most import torch, which takes seconds
+        if name in argv:  # only the requested measurement: most import torch, which takes seconds
             measurement = import_module(f"jobs.benchmark.{name}")
             measurement.add_flags(flags)
             add_json(flags)
             flags.set_defaults(run=measurement.run)
     arguments = parser.parse_args(argv)
-    return exit_code_of(
-        lambda: cast(Done, arguments.run(arguments)),
+    return run_to_exit_code(
+        lambda: cast(CommandResult, arguments.run(arguments)),
         Console(stderr=True),
-        failed=(ManifestError, RunFailed, VideoFault),
+        failures=(ManifestError, RunFailed, VideoFault),
         document=arguments.json,
     )
 

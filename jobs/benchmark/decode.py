@@ -1,4 +1,4 @@
-"""The cost of decoding: CPU seconds a clip beside other libraries, and beside the least that its frames need."""
+"""The cost of decoding: CPU seconds a clip beside other libraries, and beside the minimum that its frames need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from gstep.backbones.preprocess import FixedSizePreprocessor, resize_frames
 from jobs.benchmark.shared import figure_table, machine, machine_line, say, seconds_of
 from jobs.command import count
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.inputs.manifest import read_manifest
@@ -38,10 +38,10 @@ from pipeline.video.sampling import Sampling, choose_frames
 from pipeline.video.sandbox import DecodeSandbox
 
 SIZE = (384, 384)  # frame size of LLaVA-OneVision
-HERE, CHILD, FLOOR, JOB = "ours, in this process", "ours, with the child process", "the least", "the job"
+IN_PROCESS, IN_CHILD, FLOOR, JOB = "ours, in this process", "ours, with the child process", "the least", "the job"
 _PREPROCESSOR = FixedSizePreprocessor(image_mean=(0.5,) * 3, image_std=(0.5,) * 3, height=SIZE[0], width=SIZE[1])
-FPS = 24  # of the clips
-_SOURCE = "bigbuckbunny.mp4"  # is played forwards and backwards for as long as a clip is
+FPS = 24  # frames a second of the clips
+_SOURCE = "bigbuckbunny.mp4"  # repeated forwards and backwards to the length of a clip
 _ENCODER_OPTIONS = {  # {0}: frames from a keyframe to the next
     "libx264": {
         "preset": "veryfast",
@@ -63,10 +63,10 @@ class Clip:
     """The settings of a clip to encode.
 
     Attributes:
-        encoder: FFmpeg's name of it.
-        width: pixels.
-        height: pixels.
-        seconds: how long it is, at 24 frames a second.
+        encoder: FFmpeg's name of the encoder.
+        width: width in pixels.
+        height: height in pixels.
+        seconds: length in seconds, at 24 frames a second.
         group: frames from a keyframe to the next.
     """
 
@@ -87,7 +87,7 @@ CLIPS = {
     "h264-1080p-60s-g30": Clip("libx264", 1920, 1080, 60, 30),
     "h264-720p-600s-g250": Clip("libx264", 1280, 720, 600, 250),
 }
-#: Clips that take minutes to decode once by every way.
+#: Clips that take minutes to decode once in all ways.
 LONG_CLIPS = {
     "hevc-1080p-60s-g250": Clip("libx265", 1920, 1080, 60, 250),
     "vp9-1080p-60s-g128": Clip("libvpx-vp9", 1920, 1080, 60, 128),
@@ -95,7 +95,7 @@ LONG_CLIPS = {
     "h264-1080p-600s-g250": Clip("libx264", 1920, 1080, 600, 250),
     "h264-2160p-600s-g250": Clip("libx264", 3840, 2160, 600, 250),
 }
-_ENCODED = 500  # frames of a long clip that are encoded; their packets are repeated
+_ENCODED_FRAMES = 500  # frames of a long clip that are encoded; their packets are repeated
 
 
 @dataclass
@@ -103,12 +103,12 @@ class ClipTimes:
     """The measurements of one clip.
 
     Attributes:
-        clip: its name.
-        frames: the frames that were decoded.
-        n_bytes: of these frames, which go through the object store.
-        cpu_s: CPU seconds by way of decoding, the best of all rounds, since other work only adds; None where a library
+        clip: the name of the clip.
+        frames: the indices of the decoded frames.
+        n_bytes: bytes of these frames, which pass the object store.
+        cpu_s: way of decoding -> CPU seconds, the best of all rounds, because other work only adds; None if a library
             is not installed or cannot read the clip.
-        videos_per_s: of the whole job and of DataLoader loops, where they were measured; None likewise.
+        videos_per_s: way -> videos a second of the whole job and of DataLoader loops, if measured; None likewise.
     """
 
     clip: str
@@ -118,18 +118,18 @@ class ClipTimes:
     videos_per_s: dict[str, float | None] = field(default_factory=dict)
 
     def over_floor(self, way: str) -> float | None:
-        """Return a way's CPU seconds divided by the floor's, or None where either was not measured."""
+        """Compute a way's CPU seconds divided by the floor's; None if either was not measured."""
         seconds, floor = self.cpu_s.get(way), self.cpu_s.get(FLOOR)
         return None if seconds is None or not floor else seconds / floor
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
+    """Add the flags of ``decode``."""
     parser.add_argument("--clips", nargs="+", metavar="NAME", help="some of them only, by what their names hold [all]")
     parser.add_argument("--long", action="store_true", help="longer clips of 1080p and 2160p too, which take minutes")
     parser.add_argument("--frames", type=count, default=32, metavar="T", help="frames a clip [32]")
-    parser.add_argument("--fps", type=_positive, metavar="F", help="so many frames a second instead")
-    parser.add_argument("--snap", type=_positive, default=5.0, metavar="S", help="seconds to keyframes [5]")
+    parser.add_argument("--fps", type=_parse_positive, metavar="F", help="so many frames a second instead")
+    parser.add_argument("--snap", type=_parse_positive, default=5.0, metavar="S", help="seconds to keyframes [5]")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="rounds; the best is shown [3]")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="make the clips there, and keep them")
     parser.add_argument(
@@ -138,7 +138,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=count, default=2, metavar="N", help="decode workers of these loops [2]")
 
 
-def _positive(text: str) -> float:
+def _parse_positive(text: str) -> float:
     """Parse a finite number above 0, as a flag's type."""
     number = float(text)
     if not 0 < number < float("inf"):
@@ -146,14 +146,14 @@ def _positive(text: str) -> float:
     return number
 
 
-def run(arguments: argparse.Namespace) -> Done:
-    """Time the decoding of each clip. Raises UsageError for an unknown clip name."""
+def run(arguments: argparse.Namespace) -> CommandResult:
+    """Make the clips, time the decoding of each, and return the table. Raises UsageError for an unknown clip name."""
     clips = [*CLIPS, *LONG_CLIPS] if arguments.long else [*CLIPS]
     names = [name for name in clips if any(part in name for part in arguments.clips or [""])]
     if not names:
         raise UsageError(f"--clips: no name holds {' or '.join(arguments.clips)}; there are {', '.join(clips)}")
     if arguments.loop and arguments.loop[0] == arguments.loop[1]:
-        raise UsageError("--loop takes two different numbers of videos: what a video more takes counts")
+        raise UsageError("--loop takes two different numbers of videos: the difference is measured")
     sampling = Sampling(None if arguments.fps else arguments.frames, arguments.fps)
     torch.set_num_threads(1)
     clip_times = []
@@ -170,13 +170,13 @@ def run(arguments: argparse.Namespace) -> Done:
     record = [
         {"clip": t.clip, "bytes": t.n_bytes, "cpu_s": t.cpu_s, "videos_per_s": t.videos_per_s} for t in clip_times
     ]
-    return Done(0, {"machine": machine(), "clips": record}, [as_table(clip_times, title)])
+    return CommandResult(0, {"machine": machine(), "clips": record}, [as_table(clip_times, title)])
 
 
 def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:
-    """Make the named clips that ``folder`` lacks, and return all by name.
+    """Make the named clips that ``folder`` lacks; return name -> path of all named clips.
 
-    Raises ManifestError without the sample clips.
+    Raises ManifestError if the sample clips are not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.mp4" for name in names}
@@ -192,7 +192,7 @@ def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:
                 _encode(part, clip, FPS * clip.seconds, frames)
             else:
                 once = paths[name].with_suffix(".once.mp4")
-                _encode(once, clip, _ENCODED // clip.group * clip.group, frames)
+                _encode(once, clip, _ENCODED_FRAMES // clip.group * clip.group, frames)
                 _repeat(once, part, clip)
                 once.unlink()
             part.rename(paths[name])
@@ -226,40 +226,43 @@ def _repeat(once: Path, path: Path, clip: Clip) -> None:
 
 
 def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: float) -> ClipTimes:
-    """Measure one clip in all ways, in turns; ``snap_s`` is --snap-to-keyframes of the way that moves frames."""
+    """Measure the CPU seconds of all ways on one clip, in turns; ``snap_s`` is --snap-to-keyframes of one way."""
     index = probe(str(path), sniff(path))
     assert index.packets is not None and index.pts is not None
     index.packets.close()
-    shown, *end = index.unrounded()
-    chosen = np.unique(choose_frames(shown, sampling, None, None, *end))
-    pts, keys = index.pts[chosen].tolist(), index.keyframes.tolist()
+    times, *end = index.unrounded()
+    indices = np.unique(choose_frames(times, sampling, None, None, *end))
+    pts, keys = index.pts[indices].tolist(), index.keyframes.tolist()
     request = DecodeRequest(path, sampling, _PREPROCESSOR)
-    snapped = replace(request, sampling=replace(sampling, snap_to_keyframes_s=snap_s))
-    times = ClipTimes(name, chosen.tolist(), decode_video(request).frames.nbytes)
-    decoded = needed(str(path), pts, keys)
+    snap_request = replace(request, sampling=replace(sampling, snap_to_keyframes_s=snap_s))
+    clip_times = ClipTimes(name, indices.tolist(), decode_video(request).frames.nbytes)
+    decoded = decode_needed_frames(str(path), pts, keys)
     parts = ("needed packets decoded", "converted and resized")
     with DecodeSandbox(timeout_s=3600) as sandbox:
         sandbox.decode(request)
         ways: dict[str, Callable[[], object]] = {
-            parts[0]: lambda: needed(str(path), pts, keys),
-            parts[1]: lambda: [_resized(frame) for frame in decoded],
-            HERE: lambda: decode_video(request),
-            CHILD: lambda: sandbox.decode(request),
+            parts[0]: lambda: decode_needed_frames(str(path), pts, keys),
+            parts[1]: lambda: [_convert_and_resize(frame) for frame in decoded],
+            IN_PROCESS: lambda: decode_video(request),
+            IN_CHILD: lambda: sandbox.decode(request),
             "read and hashed": lambda: fingerprint(path),
             "indexed": lambda: _read_index(path),
-            f"ours, within {snap_s:g} s of keyframes": lambda: decode_video(snapped),
-            **{library: partial(decode, str(path), times.frames) for library, decode in LIBRARIES.items()},
+            f"ours, within {snap_s:g} s of keyframes": lambda: decode_video(snap_request),
+            **{library: partial(decode, str(path), clip_times.frames) for library, decode in LIBRARIES.items()},
         }
         for way, call in [*ways.items()] * repeats:
-            seconds, best = _cpu_s(call), times.cpu_s.get(way)
-            times.cpu_s[way] = seconds if best is None or seconds is None else min(best, seconds)
-    times.cpu_s[FLOOR] = sum(times.cpu_s[part] or 0.0 for part in parts)
-    return times
+            seconds, best = _measure_cpu_s(call), clip_times.cpu_s.get(way)
+            clip_times.cpu_s[way] = seconds if best is None or seconds is None else min(best, seconds)
+    clip_times.cpu_s[FLOOR] = sum(clip_times.cpu_s[part] or 0.0 for part in parts)
+    return clip_times
 
 
-def needed(path: str, pts: Sequence[int], keys: Sequence[int]) -> list[Any]:
-    """Decode the frames of ``pts`` from the fewest packets that they need: the floor, with none of our code."""
-    kept: list[Any] = []
+def decode_needed_frames(path: str, pts: Sequence[int], keys: Sequence[int]) -> list[Any]:
+    """Decode the frames of ``pts`` from the fewest packets that they need, by PyAV alone: the floor.
+
+    ``keys`` are the pts of the keyframes, ascending.
+    """
+    decoded: list[Any] = []
     groups: dict[int, set[int]] = {}
     for time_of_frame in pts:
         groups.setdefault(keys[bisect_right(keys, time_of_frame) - 1], set()).add(time_of_frame)
@@ -268,26 +271,26 @@ def needed(path: str, pts: Sequence[int], keys: Sequence[int]) -> list[Any]:
         stream.codec_context.thread_count = 1
         for key, missing in groups.items():
             container.seek(key, stream=stream)
-            chosen = frozenset(missing)
+            targets = frozenset(missing)
             for packet in container.demux(stream):
-                stream.codec_context.skip_frame = "DEFAULT" if packet.pts in chosen else "NONREF"
+                stream.codec_context.skip_frame = "DEFAULT" if packet.pts in targets else "NONREF"
                 for frame in packet.decode():
                     if frame.pts in missing:
                         missing.discard(frame.pts)
-                        kept.append(frame)
+                        decoded.append(frame)
                 if not missing:
                     break
-    return kept
+    return decoded
 
 
-def _by_decord(path: str, frames: list[int]) -> torch.Tensor:
+def _decode_by_decord(path: str, frames: list[int]) -> torch.Tensor:
     """Decode and resize frames with decord: [T,h,w,3] uint8."""
     import decord  # noqa: PLC0415 - not there on every platform
 
     return resize_frames(decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1).get_batch(frames).asnumpy(), SIZE)
 
 
-def _by_torchcodec(path: str, frames: list[int]) -> torch.Tensor:
+def _decode_by_torchcodec(path: str, frames: list[int]) -> torch.Tensor:
     """Decode and resize frames with torchcodec: [T,h,w,3] uint8."""
     from torchcodec.decoders import VideoDecoder  # noqa: PLC0415 - an extra
 
@@ -295,33 +298,33 @@ def _by_torchcodec(path: str, frames: list[int]) -> torch.Tensor:
     return resize_frames(video.get_frames_at(frames).data, SIZE)
 
 
-LIBRARIES = {"decord": _by_decord, "torchcodec": _by_torchcodec}
+LIBRARIES = {"decord": _decode_by_decord, "torchcodec": _decode_by_torchcodec}
 
 
-def _resized(frame: Any) -> Any:
+def _convert_and_resize(frame: Any) -> Any:
     """Convert a PyAV frame to RGB and resize it to SIZE."""
     return resize_frames(frame.to_ndarray(format="rgb24", interpolation="BICUBIC", threads=1)[None], SIZE)
 
 
 def _read_index(path: Path) -> None:
-    """Read the clip's packet index as the pipeline's probe does, and drop it."""
+    """Read the clip's packet index with the pipeline's probe, and discard it."""
     index = probe(str(path), sniff(path))
     assert index.packets is not None
     index.packets.close()
 
 
-def _cpu_s(call: Callable[[], object]) -> float | None:
-    """Return the CPU seconds of a call in this process and in decode children; None where a library cannot do it."""
-    started = time.process_time() + _children_s()
+def _measure_cpu_s(call: Callable[[], object]) -> float | None:
+    """Measure the CPU seconds of a call in this process and in decode children; None if the call raises."""
+    started = time.process_time() + _children_cpu_s()
     try:
         call()
     except Exception:  # noqa: BLE001 - a library that is not here, or cannot read this clip, has no figure
         return None
-    return time.process_time() + _children_s() - started
+    return time.process_time() + _children_cpu_s() - started
 
 
-def _children_s() -> float:
-    """Return the CPU seconds of all threads of the decode child processes."""
+def _children_cpu_s() -> float:
+    """Read the CPU seconds of all threads of the decode child processes."""
     children = multiprocessing.active_children()
     stats = [file for child in children for file in Path(f"/proc/{child.pid}/task").glob("*/schedstat")]
     return sum(int(file.read_text(encoding="ascii").split()[0]) for file in stats) / 1e9
@@ -343,9 +346,9 @@ class ClipDataset(Dataset[torch.Tensor]):
 
 
 def videos_per_second(path: Path, frames: list[int], counts: Sequence[int], workers: int) -> dict[str, float | None]:
-    """Return the throughput, in videos/s, of jobs.prune and of each DataLoader loop: the slope between two ``counts``.
+    """Measure videos a second of jobs.prune and of each DataLoader loop: the slope between two ``counts`` of videos.
 
-    The loops burn the CPU seconds that the job's small encoder takes for a video, so that all do the same work.
+    The loops burn the CPU seconds of the job's small encoder for each video, so that all ways do the same work.
     """
     encode_s: list[float] = []
 
@@ -356,21 +359,21 @@ def videos_per_second(path: Path, frames: list[int], counts: Sequence[int], work
             while time.thread_time() < until:
                 pass
 
-    few, many = sorted(counts)
-    ways: dict[str, Callable[[int], object]] = {JOB: lambda count: encode_s.append(_job(path, len(frames), count))}
+    n_few, n_many = sorted(counts)
+    ways: dict[str, Callable[[int], object]] = {JOB: lambda count: encode_s.append(_run_job(path, len(frames), count))}
     ways |= {f"loop with {library}": partial(run_loop, library) for library in LIBRARIES}
-    per_second: dict[str, float | None] = {}
+    speeds: dict[str, float | None] = {}
     for way, run_way in ways.items():
         try:
-            of_many, of_few = (seconds_of(partial(run_way, count))[0] for count in (many, few))
-            per_second[way] = (many - few) / (of_many - of_few)
+            long_s, short_s = (seconds_of(partial(run_way, count))[0] for count in (n_many, n_few))
+            speeds[way] = (n_many - n_few) / (long_s - short_s)
         except Exception:  # noqa: BLE001 - a library that is not here, or cannot read this clip, has no figure
-            per_second[way] = None
-    return per_second
+            speeds[way] = None
+    return speeds
 
 
-def _job(path: Path, n_frames: int, count: int) -> float:
-    """Run ``jobs.prune`` on ``count`` copies of a clip; return the fastest one's seconds of encoding and pruning."""
+def _run_job(path: Path, n_frames: int, count: int) -> float:
+    """Run ``jobs.prune`` on ``count`` copies of a clip; return the minimum seconds of encoding and pruning a copy."""
     with TemporaryDirectory() as folder:
         manifest, out = Path(folder) / "videos.jsonl", Path(folder) / "cache"
         rows = [json.dumps({"video_id": str(number), "uri": str(path.resolve())}) for number in range(count)]
@@ -384,7 +387,7 @@ def _job(path: Path, n_frames: int, count: int) -> float:
 
 
 def as_table(clip_times: Sequence[ClipTimes], title: str) -> Table:
-    """Lay out a row a decoding way and a column a clip; the last rows are our ways over the floor."""
+    """Make a table with a row for each way and a column for each clip; the last rows are ratios to the floor."""
 
     def cells(values: Sequence[float | None]) -> list[str]:
         return ["-" if value is None else f"{value:.3f}" if value < 0.1 else f"{value:.2f}" for value in values]
@@ -392,7 +395,7 @@ def as_table(clip_times: Sequence[ClipTimes], title: str) -> Table:
     table = figure_table(title, ["", *(times.clip for times in clip_times)], [])
     for way in (FLOOR, *(way for way in clip_times[0].cpu_s if way != FLOOR)):
         table.add_row(way, *cells([times.cpu_s[way] for times in clip_times]))
-    for way in (HERE, CHILD, *LIBRARIES):
+    for way in (IN_PROCESS, IN_CHILD, *LIBRARIES):
         table.add_row(f"{way} / {FLOOR}", *cells([times.over_floor(way) for times in clip_times]))
     for way in clip_times[0].videos_per_s:
         table.add_row(f"{way}, videos/s", *cells([times.videos_per_s[way] for times in clip_times]))

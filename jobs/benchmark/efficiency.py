@@ -18,10 +18,10 @@ from typing import Any
 
 from rich.table import Table
 
-from jobs.benchmark.efficiency_bench import ArmResult, Bench, Measurement, Sample, prepare
+from jobs.benchmark.efficiency_bench import ArmResult, Bench, Measurement, Sample, prepare_measurement
 from jobs.benchmark.shared import figure_table, machine, machine_line, say
-from jobs.command import count, file_in_folder, seldom, share
-from jobs.frame.json_document import Done
+from jobs.command import count, file_in_folder, share, throttle
+from jobs.frame.json_document import CommandResult
 from pipeline.evaluate.forms import escape_latex
 from pipeline.evaluate.tabulate import method_title
 from pipeline.options import ATTN, DEVICES, DTYPES
@@ -29,17 +29,17 @@ from pipeline.options import ATTN, DEVICES, DTYPES
 Row = dict[str, Any]  # an arm's figures by name, JSON-able
 METHODS = ("fastv", "fastvid", "cdpruner", "vidcom2", "gstep")  # methods of the paper's Table 3, in its order
 MIB, GIB = 2**20, 2**30
-_EVERY_S = 5.0  # seconds between two lines of progress
-#: Figures of a row -> the field of samples from the video that it is the median of, with its range. ``online_s`` is the
-#: paper's E2E, from the video to the answer. ``llm_with_tower_s`` are encoding, pruning and the whole ``generate``, as
-#: the paper counts; ``llm_s`` is that without the vision tower and without pruning before the prompt.
+_PROGRESS_S = 5.0  # seconds between two lines of progress
+#: Figure of a row -> the field of online samples whose median and range it is. ``online_s`` is the paper's E2E, from
+#: the video to the answer. ``llm_with_tower_s`` are encoding, pruning and the whole ``generate``, as in the paper;
+#: ``llm_s`` is ``generate`` alone.
 _ONLINE = {
     **{name: name for name in ("video_decode_s", "encode_s", "prune_s", "prompt_s", "prefill_s", "token_decode_s")},
     **{name: name for name in ("llm_s", "llm_with_tower_s", "prefill_rate", "decode_rate")},
     "online_s": "total_s",
 }
-_CACHED = {"read_s": "read_s", "cached_llm_s": "llm_s", "cached_s": "total_s"}  # likewise of samples from the cache
-#: The printed tables: a line about it, and its columns: title -> figure. {memory} is what the peak was measured of.
+_CACHED = {"read_s": "read_s", "cached_llm_s": "llm_s", "cached_s": "total_s"}  # the same for samples from the cache
+#: The printed tables: a line about the table -> its columns, title -> figure. {memory} is the measured memory.
 _TABLES = {
     "online, medians of a question; in % the change to full retention": {
         "visual tokens": "visual_tokens",
@@ -72,23 +72,23 @@ _TABLES = {
         "same answers": "same_answers",
     },
 }
-_COMPARED = ("online_s", "llm_with_tower_s", "llm_s", "online_peak_bytes", "kv_bytes")  # in the first table
-#: End of a figure's name -> its unit and digits as printed; others are whole numbers.
+_FIGURES_WITH_CHANGE = ("online_s", "llm_with_tower_s", "llm_s", "online_peak_bytes", "kv_bytes")  # in the first table
+#: End of a figure's name -> its printed unit and digits; other figures are whole numbers.
 _UNITS = {"_s": (1, 3), "_rate": (1, 1), "peak_bytes": (GIB, 2), "kv_bytes": (MIB, 1), "bytes_read": (10**6, 2)}
 _LATEX_HEADS = ("E2E (s)↓", "LLM Time (s)↓", "GPU (GB)↓", "KV (MB)↓")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
+    """Add the flags of ``efficiency``."""
     parser.add_argument(
         "--model",
         default="tiny-qwen2-5-vl",
         metavar="MODEL",
-        help="a Hugging Face id or folder; of a folder with a config.json and no weights they are random "
-        "[tiny-qwen2-5-vl, random and small: its figures say how methods compare, not how fast a real model is]",
+        help="a Hugging Face id or folder; a folder with a config.json and no weights gets random weights "
+        "[tiny-qwen2-5-vl, random and small: its figures compare methods, they are no speeds of a real model]",
     )
     parser.add_argument(
-        "--random-weights", action="store_true", help="read no weights: seeded random ones, made on the device"
+        "--random-weights", action="store_true", help="use seeded random weights instead of the model's"
     )
     parser.add_argument("--siglip", metavar="MODEL", help="for fastvid and cdpruner on LLaVA-OneVision")
     parser.add_argument(
@@ -96,7 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(METHODS),
         metavar="METHOD",
-        help=f"parameters behind commas, fastv,K=3; full retention is always there, first [{' '.join(METHODS)}]",
+        help=f"parameters after commas, fastv,K=3; full retention is always measured too [{' '.join(METHODS)}]",
     )
     parser.add_argument(
         "--retention-ratio", type=share, nargs="+", default=[0.25, 0.15], metavar="R", help="[0.25 0.15, the paper's]"
@@ -112,14 +112,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latex", type=file_in_folder, metavar="FILE", help="write the paper's Table 3 there")
 
 
-def run(arguments: argparse.Namespace) -> Done:
-    """Run the benchmark, and write the paper's table where asked. Raises RunFailed, UsageError."""
+def run(arguments: argparse.Namespace) -> CommandResult:
+    """Run the benchmark, write the paper's table if asked, and return the tables. Raises RunFailed, UsageError."""
     with TemporaryDirectory() as folder:
-        job = prepare(Path(folder), arguments)
-        with closing(Bench(job, Path(folder), seldom(say, _EVERY_S))) as bench:
+        job = prepare_measurement(Path(folder), arguments)
+        with closing(Bench(job, Path(folder), throttle(say, _PROGRESS_S))) as bench:
             results = bench.run()
     rows = [summarise(result) for result in results]
-    title = _title(job, arguments, rows[0]["visual_tokens"])
+    title = _make_title(job, arguments, rows[0]["visual_tokens"])
     memory = "GPU GiB" if job.runtime.device != "cpu" else "process's GiB"
     if arguments.latex is not None:
         arguments.latex.write_text(table3(results, title, memory), encoding="utf-8")
@@ -136,22 +136,26 @@ def run(arguments: argparse.Namespace) -> Done:
     ]
     about = {"machine": machine(job.runtime.device), "runtime": job.runtime.describe(), "random_weights": job.random}
     record = {"title": title, "memory": memory, **about, "arguments": flags, "rows": rows, "samples": samples}
-    return Done(0, record, list(tables(rows, title, memory)))
+    return CommandResult(0, record, list(tables(rows, title, memory)))
 
 
-def _title(job: Measurement, arguments: argparse.Namespace, visual_tokens: float) -> str:
+def _make_title(job: Measurement, arguments: argparse.Namespace, visual_tokens: float) -> str:
     """Describe model, machine and workload in one line for the tables' title."""
     runtime, n_videos = job.runtime, job.manifest.num_rows
     model = f"{job.recipe.source.name}{' with random weights' if job.random else ''}"
-    where = f"{machine_line(runtime.device)}, {runtime.dtype_name}, attention {runtime.attn_implementation}"
-    what = f"{arguments.num_frames} frames, {visual_tokens:.0f} visual tokens, {arguments.max_new_tokens} new tokens"
-    return f"{model} on {where}; {what}; {n_videos} videos x {job.questions} questions x {job.repeats} repeats"
+    machine_text = f"{machine_line(runtime.device)}, {runtime.dtype_name}, attention {runtime.attn_implementation}"
+    workload = (
+        f"{arguments.num_frames} frames, {visual_tokens:.0f} visual tokens, {arguments.max_new_tokens} new tokens"
+    )
+    return (
+        f"{model} on {machine_text}; {workload}; {n_videos} videos x {job.questions} questions x {job.repeats} repeats"
+    )
 
 
 def summarise(result: ArmResult) -> Row:
-    """Return an arm's row: medians with their range, peaks, and from how many questions on a cache pays.
+    """Summarise an arm's samples in a row: medians with their range, memory peaks, and the break-even of a cache.
 
-    ``same_answers`` is None where the repeats of a question differ among themselves, as they do on a GPU.
+    ``same_answers`` is None if the repeats of a question have different answers, as on a GPU.
     """
 
     def spread(values: Sequence[float]) -> dict[str, float] | None:
@@ -184,9 +188,9 @@ def summarise(result: ArmResult) -> Row:
 
 
 def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
-    """Return the number of questions from which building a cache and asking it takes less time than asking videos.
+    """Compute the number of questions from which building and asking a cache takes less time than asking videos.
 
-    None where there is none.
+    None if a cached answer is not faster.
     """
     return max(1, math.ceil(build_s / (online_s - cached_s))) if online_s > cached_s else None
 
@@ -198,50 +202,52 @@ def tables(rows: Sequence[Row], title: str, memory: str) -> Iterator[Table]:
         for row in rows:
             method = method_title(row["method"]) if row is not rows[0] else "Original"
             compares = number == 0 and row is not rows[0]
-            cells = [_shown(name, row[name], rows[0][name] if compares else None) for name in columns.values()]
+            cells = [_format_figure(name, row[name], rows[0][name] if compares else None) for name in columns.values()]
             lines.append((method, f"{100 * row['retention_ratio']:g}%", *cells))
         heads = ("method", "kept", *(head.format(memory=memory) for head in columns))
         yield figure_table(f"{title}\n{about}", heads, lines)
 
 
-def _shown(name: str, figure: Any, full: Any) -> str:
-    """Format a figure of a row, with its change to the figure ``full`` unless that is None; "-" for no figure."""
+def _format_figure(name: str, figure: Any, full: Any) -> str:
+    """Format a figure of a row, with its change to the figure ``full`` if there is any; "-" for no figure."""
     if figure is None or isinstance(figure, bool):
         return {None: "-", True: "yes", False: "NO"}[figure]
     value, before = (x["median"] if isinstance(x, dict) else x for x in (figure, full))
-    unit, digits = next((shown for end, shown in _UNITS.items() if name.endswith(end)), (1, 0))
-    change = f" {value / before - 1:+.1%}" if name in _COMPARED and before else ""
+    unit, digits = next((unit_and_digits for end, unit_and_digits in _UNITS.items() if name.endswith(end)), (1, 0))
+    change = f" {value / before - 1:+.1%}" if name in _FIGURES_WITH_CHANGE and before else ""
     return f"{value / unit:.{digits}f}{change}"
 
 
 def table3(results: Sequence[ArmResult], title: str, memory: str) -> str:
-    """Return the paper's Table 3 in LaTeX; seconds are summed over all questions, LLM time with tower and pruning.
+    """Write the paper's Table 3 in LaTeX; seconds are summed over all questions, LLM time with tower and pruning.
 
-    GiB and MiB are what the paper calls GB and MB. In brackets is the change to full retention, which is the first of
-    ``results``. It needs the package booktabs.
+    The paper's GB and MB are GiB and MiB here. Brackets have the change to full retention, the first of ``results``.
+    The LaTeX needs the package booktabs.
     """
-    full, *others = results
+    full, *results_of_methods = results
     lines = [f"% {title}", "% Needs booktabs.", r"\begin{tabular}{l cccc}", r"\toprule"]
-    lines.append(_latex_row("\\textbf{Method}", [rf"\textbf{{{escape_latex(head)}}}" for head in _LATEX_HEADS]))
-    lines += [r"\midrule", _latex_row(r"Original (100\%)", _latex_cells(full, full))]
-    largest_first = sorted(others, key=lambda result: -result.arm.retention_ratio)
+    lines.append(_format_latex_row("\\textbf{Method}", [rf"\textbf{{{escape_latex(head)}}}" for head in _LATEX_HEADS]))
+    lines += [r"\midrule", _format_latex_row(r"Original (100\%)", _format_latex_cells(full, full))]
+    largest_first = sorted(results_of_methods, key=lambda result: -result.arm.retention_ratio)
     for ratio, block in groupby(largest_first, key=lambda result: result.arm.retention_ratio):
-        pruned = rf"Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)"
-        lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{\textit{{{pruned}}}}} \\"]
+        heading = rf"Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)"
+        lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{\textit{{{heading}}}}} \\"]
         for result in block:
-            lines.append(_latex_row(escape_latex(method_title(result.arm.method)), _latex_cells(result, full)))
+            lines.append(
+                _format_latex_row(escape_latex(method_title(result.arm.method)), _format_latex_cells(result, full))
+            )
     note = escape_latex(f"{len(full.online)} questions a line; memory: {memory}.")
     lines += [r"\bottomrule", rf"\multicolumn{{5}}{{p{{0.95\linewidth}}}}{{\footnotesize {note}}} \\"]
     return "\n".join([*lines, r"\end{tabular}"]) + "\n"
 
 
-def _latex_row(title: str, cells: Sequence[str]) -> str:
-    """Return a line of a LaTeX table."""
+def _format_latex_row(title: str, cells: Sequence[str]) -> str:
+    """Format a line of a LaTeX table."""
     return " & ".join([title, *cells]) + r" \\"
 
 
-def _latex_cells(result: ArmResult, full: ArmResult) -> list[str]:
-    """Return an arm's E2E seconds, LLM seconds, peak GiB and KV MiB in LaTeX, each with its change to ``full``."""
+def _format_latex_cells(result: ArmResult, full: ArmResult) -> list[str]:
+    """Format an arm's E2E seconds, LLM seconds, peak GiB and KV MiB in LaTeX, each with its change to ``full``."""
 
     def values(of: ArmResult) -> list[float | None]:
         peaks = [sample.peak_bytes / GIB for sample in of.online if sample.peak_bytes is not None]

@@ -1,8 +1,8 @@
-"""The parts of answering a question about a video, each timed: from the video itself, and from a cache of its tokens.
+"""The timed parts of answering a question about a video, from the video itself and from a cache of its tokens.
 
-Decoding and encoding do not depend on the question or on the share that is kept: they are measured once a video, repeat
-and kind of evidence, and count for every question that is asked online. A cache is read from the files that were just
-written, which the system still has in memory.
+Decoding and encoding do not depend on the question or on the retention ratio: they are measured once for each video,
+repeat and kind of evidence, and count for every online question. A cache is read from files that were just written and
+are still in the system's memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, Runtime, StaticParts, choose_runtime, family_of
-from gstep.checkpoints.random_weights import without_weights
+from gstep.checkpoints.random_weights import has_no_weights
 from gstep.evidence import HEAD_SOURCES, is_per_frame
 from gstep.language import Decoding, LanguageModel, PromptBuilder, Visual, load_language_model, prompt_builder
 from pipeline.cache.header import HEADER, CacheHeader, fingerprint, header_bytes
@@ -62,18 +62,18 @@ class Arm:
 
     @property
     def evidence(self) -> frozenset[str]:
-        """The evidence that the encoder gives besides tokens, by label."""
+        """The labels of the evidence that the encoder computes."""
         return frozenset() if self.late is None else frozenset(column for _, column in self.late.evidence)
 
     @property
-    def stored(self) -> bool:
-        """Whether the arm's cache stores only the kept tokens; otherwise each question selects from all stored ones."""
+    def stores_kept(self) -> bool:
+        """True if the arm's cache stores only the kept tokens; otherwise each question selects from all tokens."""
         return self.late is not None and self.late.inside is None and self.late.pruner.cacheable
 
     @property
     def cached_evidence(self) -> list[str]:
-        """The evidence that the arm's cache has besides tokens."""
-        return [] if self.stored else sorted(self.evidence)
+        """The labels of the evidence that the arm's cache stores."""
+        return [] if self.stores_kept else sorted(self.evidence)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Measurement:
     """The arms, videos and settings of a measurement.
 
     Attributes:
-        recipe: makes all tokens of the videos, with the evidence that any of the methods looks at.
-        arms: full retention first.
-        random: whether the weights are.
+        recipe: the recipe of all tokens of the videos, with the evidence of all methods.
+        arms: the arms, full retention first.
+        random: True if the weights are random.
     """
 
     recipe: Recipe
@@ -97,18 +97,21 @@ class Measurement:
     random: bool
 
 
-def prepare(folder: Path, arguments: argparse.Namespace) -> Measurement:
-    """Find the model, its frames and the methods. Raises UsageError, with the remedy, where one cannot be used."""
+def prepare_measurement(folder: Path, arguments: argparse.Namespace) -> Measurement:
+    """Resolve the model, the videos and the methods of the arguments, without loading weights.
+
+    Raises UsageError, with the remedy, if any of them cannot be used.
+    """
     model, siglip = arguments.model, arguments.siglip
     with usage_errors():
         runtime = choose_runtime(arguments.device, arguments.dtype, arguments.attn)
-        random = arguments.random_weights or without_weights(model)
+        random = arguments.random_weights or has_no_weights(model)
         if random:
             (folder / "model").mkdir()
         source = ModelSource.random(model, folder / "model") if random else ModelSource.resolve(model)
         grid = parse_pruning_grid(arguments.method, arguments.retention_ratio, siglip)
         if any(point.positions for point in grid):
-            raise UsageError("--method: positions change no cost; ask for them in jobs.evaluate")
+            raise UsageError("--method: positions change no cost: use them in jobs.evaluate")
         pruned = [point for point in grid if point.method != FULL]
         evidence = {pair for point in pruned for pair in needed_by(point.method, source.model_type, point.params)}
         if siglip is not None and not {where for _, where in evidence} & HEAD_SOURCES:
@@ -137,17 +140,17 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The measurements of one question in one mode, in seconds and bytes; a step that a mode skips took 0 s.
+    """The measurements of one question in one mode, in seconds and bytes; a step that a mode skips has 0 s.
 
     Attributes:
         mode: "online" from the video, "cached" from its tokens in a cache.
-        visual_tokens: those that are left for most of the language model's layers.
-        prompt_tokens: all that go in, text too.
-        kv_bytes: of the prompt's keys and values after the prefill.
-        llm_s: of the whole ``generate``; ``prefill_s`` until its first token and ``token_decode_s`` from there to the
-            last one are parts of it.
-        peak_bytes: of torch's memory on a GPU, or of this process's on a CPU, weights included; None if not known.
-        answer: token ids.
+        visual_tokens: the visual tokens in most of the language model's layers.
+        prompt_tokens: all tokens of the prompt, text included.
+        kv_bytes: bytes of the prompt's keys and values after the prefill.
+        llm_s: seconds of the whole ``generate``: ``prefill_s`` until its first token, ``token_decode_s`` from the first
+            token to the last, and its overhead.
+        peak_bytes: peak of torch's memory on a GPU, or of this process on a CPU, weights included; None if unknown.
+        answer: the token ids of the answer.
     """
 
     mode: str
@@ -192,7 +195,7 @@ class Sample:
 
 @dataclass
 class ArmResult:
-    """All measurements of one arm; ``build_s`` are the seconds of putting a video into its cache, from the file on."""
+    """All measurements of one arm; ``build_s`` are the seconds from a video file to its row in the cache."""
 
     arm: Arm
     online: list[Sample] = field(default_factory=list)
@@ -200,7 +203,7 @@ class ArmResult:
     build_s: list[float] = field(default_factory=list)
 
 
-class Timed(NamedTuple, Generic[T]):
+class TimedWork(NamedTuple, Generic[T]):
     """The result of a piece of work, its seconds, and the peak of memory meanwhile."""
 
     value: T
@@ -208,18 +211,18 @@ class Timed(NamedTuple, Generic[T]):
     peak_bytes: float | None
 
 
-def timed(work: Callable[[], T], device: str) -> Timed[T]:
+def time_work(work: Callable[[], T], device: str) -> TimedWork[T]:
     """Run ``work`` and time it: on a GPU by CUDA events between synchronisations, else by wall clock."""
     if not device.startswith("cuda"):
         with suppress(OSError):  # Linux alone
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
         started = time.perf_counter()
         value = work()
         seconds = time.perf_counter() - started
         with suppress(OSError):
             peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-            return Timed(value, seconds, None if peak is None else 1024.0 * int(peak[1]))
-        return Timed(value, seconds, None)
+            return TimedWork(value, seconds, None if peak is None else 1024.0 * int(peak[1]))
+        return TimedWork(value, seconds, None)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -228,11 +231,11 @@ def timed(work: Callable[[], T], device: str) -> Timed[T]:
     value = work()
     end.record(stream)
     end.synchronize()
-    return Timed(value, begin.elapsed_time(end) / 1e3, torch.cuda.max_memory_allocated(device))
+    return TimedWork(value, begin.elapsed_time(end) / 1e3, torch.cuda.max_memory_allocated(device))
 
 
 def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0, dropped: int = 0) -> int:
-    """Return the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on."""
+    """Compute the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on."""
     width = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     layers = text_config.num_hidden_layers
     numbers = layers * tokens - (layers - layer) * dropped
@@ -240,10 +243,7 @@ def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0
 
 
 class Bench:
-    """The measurement of one job: its loaded models, and the caches that it makes below ``folder``.
-
-    Close it after use.
-    """
+    """The run of a measurement: its loaded models, and the caches that it makes below ``folder``. Close it last."""
 
     def __init__(self, job: Measurement, folder: Path, say: Callable[[str], None]) -> None:
         self._job, self._say, self._device = job, say, job.runtime.device
@@ -251,7 +251,7 @@ class Bench:
         self.tower: Backbone = family_of(job.recipe.source).load(job.runtime)
         self._decoder = VideoDecoder(job.recipe.decode_setup())
         self.llm: LanguageModel = load_language_model(job.recipe.source, job.runtime)
-        # Every answer has its full length: random weights, or another method, would end some sooner.
+        # Every answer has its full length: random weights, or another method, would end some answers sooner.
         self.llm.model.generation_config.eos_token_id = None
         self._embedders = TextEmbeddings(self.llm, self._device, [arm.late for arm in job.arms if arm.late is not None])
         self._decoding = Decoding(max_new_tokens=job.max_new_tokens)
@@ -265,14 +265,14 @@ class Bench:
         self._decoder.close()
 
     def run(self) -> list[ArmResult]:
-        """Measure all arms in turns, so that disturbances of the machine affect all alike.
+        """Measure all arms in turns, so that disturbances of the machine affect all arms equally.
 
-        All arms first answer from the videos, then from caches, when no vision tower is in memory any more. Raises
+        All arms first answer from the videos. Then the vision tower is freed, and all arms answer from caches. Raises
         RunFailed, UsageError.
         """
         results = [ArmResult(arm) for arm in self._job.arms]
         for arm, store in self._stores.items():
-            header = self._header(arm)
+            header = self._make_header(arm)
             store.make()
             store.put(HEADER, header_bytes(header))
             self._fingerprints[arm] = fingerprint(header["identity"])
@@ -286,7 +286,7 @@ class Bench:
         return results
 
     def _measure(self, mode: str, ask: Callable[..., None], results: Sequence[ArmResult]) -> None:
-        """Ask about the first video once as a warm-up, then about all videos in every repeat."""
+        """Ask about the first video once as a warm-up, then about all videos in every repeat, adding to ``results``."""
         videos: list[ManifestRow] = self._job.manifest.to_pylist()
         self._say(f"{mode}: to warm up")
         ask(videos[0], 1, 0, [ArmResult(result.arm) for result in results])
@@ -296,25 +296,25 @@ class Bench:
                 ask(row, self._job.questions, repeat, results)
 
     def _ask_online(self, row: ManifestRow, questions: int, repeat: int, results: Sequence[ArmResult]) -> None:
-        """Decode and encode a video, ask every arm its questions, and write the video into the arm's cache."""
-        (record, frames), decode_s, _ = timed(lambda: self._decoded(row), "cpu")
+        """Decode and encode a video, ask every arm its questions, and write the video into each arm's cache."""
+        (record, frames), decode_s, _ = time_work(lambda: self._decode(row), "cpu")
         for evidence in dict.fromkeys(result.arm.evidence for result in results):
             setup = self._job.recipe.encode_setup(self._device, self._job.runtime.dtype_name)
             sources = {name: where for name, where in setup.evidence.items() if name in evidence}
             encoder = VideoEncoder(replace(setup, evidence=sources), self.tower)
-            tokens, encode_s, peak = timed(lambda encoder=encoder: encoder.encoded(frames), self._device)  # type: ignore[misc]
-            visual = self._visual(record, tokens)
+            tokens, encode_s, peak = time_work(lambda encoder=encoder: encoder.encoded(frames), self._device)  # type: ignore[misc]
+            visual = self._make_visual(record, tokens)
             about: dict[str, Any] = {"mode": "online", "video_id": row["video_id"], "repeat": repeat}
             about |= {"video_decode_s": decode_s, "encode_s": encode_s}
             for result in (result for result in results if result.arm.evidence == evidence):
                 for number in range(questions):
                     sample = self.ask(result.arm, visual, number, **about)
-                    result.online.append(replace(sample, peak_bytes=_highest(peak, sample.peak_bytes)))
+                    result.online.append(replace(sample, peak_bytes=_max_peak(peak, sample.peak_bytes)))
                 encoded = {**record, "attempts": repeat + 1, "encode_s": encode_s}
                 store_s = self._store(result.arm, encoded, tokens, visual)  # type: ignore[arg-type]
                 result.build_s.append(decode_s + encode_s + store_s)
 
-    def _decoded(self, row: ManifestRow) -> tuple[VideoRecord, NDArray[np.uint8]]:
+    def _decode(self, row: ManifestRow) -> tuple[VideoRecord, NDArray[np.uint8]]:
         """Decode a video. Raises RunFailed if it cannot be read."""
         todo = {**dict.fromkeys(("start_s", "end_s", "manifest", "policy", "size")), **row, "attempts": 1}
         with self._decoder.open(todo) as source:  # type: ignore[arg-type]
@@ -323,8 +323,8 @@ class Bench:
             raise RunFailed(f"{record['video_id']}: {record['error_class']}: {record['error_message']}")
         return record, frames
 
-    def _visual(self, record: VideoRecord, encoded: VisualTokens) -> Visual:
-        """Return all tokens of an encoded video as a prompt takes them."""
+    def _make_visual(self, record: VideoRecord, encoded: VisualTokens) -> Visual:
+        """Make the Visual of all tokens of an encoded video, with its evidence."""
         n_frames, per_frame, _ = encoded.tokens.shape
         return Visual(
             tokens=encoded.tokens.flatten(0, 1),
@@ -333,7 +333,7 @@ class Bench:
             tokens_per_frame=per_frame,
             extra=self.tower.model_extra(without_pixels(record)),
             deepstack=tuple(level.flatten(0, 1) for level in encoded.deepstack),
-            newline=self._newline(),
+            newline=self._read_newline(),
             evidence={
                 name: values if is_per_frame(name) else values.flatten(0, 1)
                 for name, values in encoded.evidence.items()
@@ -342,15 +342,19 @@ class Bench:
             fps=record["fps"],
         )
 
-    def _newline(self) -> torch.Tensor | None:
-        """Return the newline row [D] in the precision of a cache."""
+    def _read_newline(self) -> torch.Tensor | None:
+        """Return the newline row [D] in bfloat16, the dtype of a cache; None if the model has none."""
         row = self.tower.newline()
         return None if row is None else row.to(torch.bfloat16)
 
     def ask(self, arm: Arm, visual: Visual, number: int, *, prunes: bool = True, **about: Any) -> Sample:
-        """Ask one question about visual tokens, which the arm prunes first if it ``prunes`` before the prompt.
+        """Ask one question about visual tokens and time each part.
 
-        ``about`` are other fields of the sample. Raises UsageError if the prompt is too long.
+        Args:
+            prunes: False if the tokens are pruned already; a method inside the model prunes in any case.
+            about: other fields of the sample.
+
+        Raises UsageError if the prompt is too long.
         """
         late, text = arm.late, _QUESTION.format(number=number)
         inside = None if late is None else late.inside
@@ -361,17 +365,17 @@ class Bench:
             pruned = late.select(visual, self._device, self._embedders.embedding(late, text))
             return late.reduce(visual, pruned, own_order=False)
 
-        kept, prune_s, prune_peak = timed(prune, self._device)
-        prompt, prompt_s, _ = timed(lambda: self._job.builder.build(text, [kept]), "cpu")
+        visual_kept, prune_s, prune_peak = time_work(prune, self._device)
+        prompt, prompt_s, _ = time_work(lambda: self._job.builder.build(text, [visual_kept]), "cpu")
         if prompt.extent + self._decoding.max_new_tokens > self.llm.context_length:
             raise UsageError(
                 f"a prompt of {prompt.extent} tokens and its answer do not fit into the model's context of "
                 f"{self.llm.context_length}: take fewer --num-frames"
             )
-        (answer,), llm_s, peak = timed(
+        (answer,), llm_s, peak = time_work(
             lambda: self.llm.generate([prompt], [self._decoding], inside=inside), self._device
         )
-        n_visual, layer = len(kept.index), 0
+        n_visual, layer = len(visual_kept.index), 0
         dropped = 0  # visual tokens that the model drops before the layer
         if late is not None and inside is not None:
             layer, dropped = late.pruner.layer or 0, n_visual - late.n_kept_inside(n_visual)
@@ -386,7 +390,7 @@ class Bench:
             llm_s=llm_s,
             prefill_s=answer.prefill_s,
             token_decode_s=answer.decode_s,
-            peak_bytes=_highest(prune_peak, peak),
+            peak_bytes=_max_peak(prune_peak, peak),
             answer=answer.token_ids,
             **about,
         )
@@ -395,11 +399,11 @@ class Bench:
         """Prune a video and write it into the arm's cache; return the seconds. Later repeats replace earlier rows."""
 
         def prune() -> PrunedTokens:
-            if arm.late is None or not arm.stored:
+            if arm.late is None or not arm.stores_kept:
                 return make_pruner(FULL).prune(tokens, 1.0)
             return arm.late.select(visual, self._device)
 
-        pruned, prune_s, _ = timed(prune, self._device)
+        pruned, prune_s, _ = time_work(prune, self._device)
         row: VideoRecord = {
             **record,
             **pruned_columns(pruned, tokens),
@@ -409,39 +413,39 @@ class Bench:
         }
 
         def write() -> None:
-            store, kept = self._stores[arm], kept_tokens(pruned, tokens, arm.cached_evidence)
-            rows = write_token_shard([VideoItem(row, kept)], store=store, run_id="efficiency")
+            store, kept_item = self._stores[arm], kept_tokens(pruned, tokens, arm.cached_evidence)
+            rows = write_token_shard([VideoItem(row, kept_item)], store=store, run_id="efficiency")
             self._n_commits += 1
             commit(store, "efficiency", self._n_commits, rows, made_with=self._fingerprints[arm])
 
-        return prune_s + timed(write, self._device).seconds
+        return prune_s + time_work(write, self._device).seconds
 
     def _ask_cached(self, row: ManifestRow, questions: int, repeat: int, results: Sequence[ArmResult]) -> None:
         """Ask every arm its questions about a video from the arm's cache."""
         video_id = row["video_id"]
         for result in results:
             arm, cache = result.arm, self._caches[result.arm]
-            stored = cache.metadata(video_id)
-            rows = cache.rows_to_read(stored, cache.check_options(None, "index", arm.cached_evidence, False))
-            spans = TokenShard(cache.store, stored["token_shard"], stored["footer_hash"]).spans(rows)
+            row_of_video = cache.metadata(video_id)
+            rows = cache.rows_to_read(row_of_video, cache.check_options(None, "index", arm.cached_evidence, False))
+            spans = TokenShard(cache.store, row_of_video["token_shard"], row_of_video["footer_hash"]).spans(rows)
             about: dict[str, Any] = {"mode": "cached", "video_id": video_id, "repeat": repeat}
             about["bytes_read"] = sum(end - start for start, end in spans)
             for number in range(questions):
-                video, read_s, _ = timed(lambda: cache.get(video_id, evidence=arm.cached_evidence), "cpu")  # noqa: B023
-                sample = self.ask(arm, video.visual, number, prunes=not arm.stored, read_s=read_s, **about)
+                video, read_s, _ = time_work(lambda: cache.get(video_id, evidence=arm.cached_evidence), "cpu")  # noqa: B023
+                sample = self.ask(arm, video.visual, number, prunes=not arm.stores_kept, read_s=read_s, **about)
                 result.cached.append(sample)
 
-    def _header(self, arm: Arm) -> CacheHeader:
-        """Return the cache header for an arm: of its kept tokens, or of all tokens with evidence if it prunes later."""
+    def _make_header(self, arm: Arm) -> CacheHeader:
+        """Make the cache header of an arm: for its kept tokens, or for all tokens with evidence if it prunes later."""
         recipe = self._job.recipe
         cached = {name: where for name, where in recipe.evidence.items() if name in arm.cached_evidence}
         recipe = replace(recipe, evidence=cached)
-        if arm.stored and arm.late is not None:
+        if arm.stores_kept and arm.late is not None:
             recipe = replace(recipe, pruner=arm.late.pruner, retention_ratio=arm.late.retention_ratio)
-        static = StaticParts(self.tower.hidden_size, self._newline(), self._job.builder.deepstack_levels)
+        static = StaticParts(self.tower.hidden_size, self._read_newline(), self._job.builder.deepstack_levels)
         return recipe.header(self._job.runtime.dtype_name, static)
 
 
-def _highest(*peaks: float | None) -> float | None:
-    """Return the highest peak that was measured, or None."""
+def _max_peak(*peaks: float | None) -> float | None:
+    """Return the highest of the peaks; None if all are unknown."""
     return max((peak for peak in peaks if peak is not None), default=None)

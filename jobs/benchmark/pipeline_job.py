@@ -38,41 +38,46 @@ _IDLE_SIDE = 4  # pixels of the frames that stand for decoded frames
 
 @dataclass(frozen=True)
 class SleepingSetup(EncodeSetup):
-    """The settings of a sleeping encoder: those of every encoder, and the seconds that a video takes."""
+    """The settings of a sleeping encoder: the settings of every encoder, and the seconds of a video."""
 
     work_s: float = 0.0
 
     def encoder(self) -> VideoEncoder:
-        """Return the encoder; nothing is loaded."""
+        """Make the encoder without loading a model."""
         return SleepingEncoder(self)
 
 
 class SleepingEncoder(VideoEncoder):
-    """An encoder that sleeps for each video instead of computing, and returns the same made-up tokens each time."""
+    """An encoder that sleeps for each video instead of computing, and returns the same synthetic tokens each time."""
 
     def __init__(self, setup: SleepingSetup) -> None:
-        self._setup = self._sleeping = setup
-        self._computing = threading.Lock()  # two calls run at a time, of which one computes
+        self._setup = self._sleep_setup = setup
+        self._computing = threading.Lock()  # two calls run at a time, but only one computes
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> VideoItem:
-        """Sleep for the nominal time, then return made-up tokens and the record of the video."""
-        visual, pruned = made_up(len(frames), self._sleeping.pruner, self._sleeping.retention_ratio)
+        """Sleep for the nominal time, then return synthetic tokens and the record of the video."""
+        visual, pruned = make_tokens(len(frames), self._sleep_setup.pruner, self._sleep_setup.retention_ratio)
         with self._computing:
-            time.sleep(self._sleeping.work_s)
-        seconds: VideoRecord = {"encode_s": self._sleeping.work_s, "prune_s": 0.0, "runtime": "{}", "model_extra": "{}"}
+            time.sleep(self._sleep_setup.work_s)
+        seconds: VideoRecord = {
+            "encode_s": self._sleep_setup.work_s,
+            "prune_s": 0.0,
+            "runtime": "{}",
+            "model_extra": "{}",
+        }
         return VideoItem({**record, **pruned_columns(pruned, visual), **seconds}, kept_tokens(pruned, visual))
 
 
 @cache
-def made_up(n_frames: int, method: str, ratio: float) -> tuple[VisualTokens, PrunedTokens]:
-    """Return random tokens of so many frames, and what the method keeps of them."""
+def make_tokens(n_frames: int, method: str, ratio: float) -> tuple[VisualTokens, PrunedTokens]:
+    """Make random tokens of ``n_frames`` frames, and prune them by the method; cached."""
     numbers = torch.randn(n_frames, TOKENS_PER_FRAME, HIDDEN, generator=torch.Generator().manual_seed(0))
     visual = VisualTokens(numbers.to(torch.bfloat16))
     return visual, make_pruner(method).prune(visual, ratio)
 
 
 class IdleVideoDecoder(VideoDecoder):
-    """A decoder that opens no file and starts no child: every video has the same few bytes and a whole record."""
+    """A decoder that opens no file and starts no child: every video has the same small frames and a full record."""
 
     def __init__(self, setup: DecodeSetup) -> None:
         self._setup = setup
@@ -82,11 +87,11 @@ class IdleVideoDecoder(VideoDecoder):
         """Close nothing: there is no child."""
 
     def open(self, row: TodoRow, containers: Containers | None = None) -> Source:
-        """Return the source without a look at it."""
+        """Return the source unopened."""
         return Source(row["uri"])
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
-        """Return the record of a still video of a second, and frames of zeros."""
+        """Return the record of a still video of one second, and frames of zeros."""
         n_frames = len(self._frames)
         record: VideoRecord = {
             "status": "ok",
@@ -122,9 +127,9 @@ class IdleDecoder(Decoder):
 
 
 def run_job(work: Work) -> dict[str, float]:
-    """Prune the videos; return the seconds and what went through Ray's object stores. Raises RunFailed.
+    """Prune the videos; return the seconds and the bytes and objects of Ray's object stores. Raises RunFailed.
 
-    It replaces the encoders of this process's runs, and of a DRIVER the decoders too.
+    It replaces the encoders of all later runs of this process by sleeping encoders, and for a DRIVER the decoders too.
     """
     encode_setup = Recipe.encode_setup
 

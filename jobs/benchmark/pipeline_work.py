@@ -1,4 +1,4 @@
-"""What the child processes of ``pipeline`` run; of these here the plain loop: DataLoader -> model -> Parquet."""
+"""The child processes of ``pipeline``: their work, and the plain loop, DataLoader -> model -> Parquet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-SIDE = 384  # pixels: of the clips, and of what LLaVA-OneVision's preprocessing makes of them
+SIDE = 384  # pixels of a clip's side, which is the size of LLaVA-OneVision's frames
 FRAME_BYTES = 3 * SIDE**2
 TOKENS_PER_FRAME, HIDDEN, RATIO = 196, 64, 0.25  # as of the model "tiny"
 KEPT_BYTES_PER_FRAME = int(RATIO * TOKENS_PER_FRAME) * HIDDEN * 2
@@ -35,13 +35,13 @@ class Work:
     Attributes:
         kind: LOOP is a DataLoader in front of a model, JOB is ``jobs.prune``, DRIVER the JOB with stages that do
             nothing.
-        frames: of each video.
+        frames: the number of frames of each video.
         encode_s: seconds that an encoder sleeps for each video.
-        workers: decode workers.
-        encoders: of the job; the plain loop has a process for each.
-        nodes: logical nodes; 0 is a Ray as the job starts it by itself.
-        folder: has the videos, and gets the results.
-        videos: how many.
+        workers: the number of decode workers.
+        encoders: the number of encoders; the plain loop has a process for each.
+        nodes: the number of logical nodes; 0 is the Ray that the job starts itself.
+        folder: the folder with the videos, which gets the results.
+        videos: the number of videos.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Work:
 
     @property
     def manifest(self) -> Path:
-        """The manifest of the videos, which lie beside it."""
+        """The manifest of the videos, in their folder."""
         return Path(self.folder) / "manifest.jsonl"
 
     @property
@@ -75,8 +75,8 @@ class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, place: int) -> tuple[str, torch.Tensor]:
-        row, size = self._rows[place], {"width": SIDE, "height": SIDE, "interpolation": "BICUBIC"}
+    def __getitem__(self, index: int) -> tuple[str, torch.Tensor]:
+        row, size = self._rows[index], {"width": SIDE, "height": SIDE, "interpolation": "BICUBIC"}
         with av.open(str(self._work.manifest.with_name(row["uri"]))) as container:
             frames = [frame.to_ndarray(format="rgb24", **size) for frame in container.decode(video=0)]
         return row["video_id"], torch.from_numpy(np.stack(frames[: self._work.frames]))
@@ -95,27 +95,27 @@ def run_loop(work: Work) -> dict[str, float]:
 
 
 def encode_share(work: Work, encoder: int) -> None:
-    """Decode by a DataLoader, sleep for each video as the encoder does, and write tokens to Parquet."""
-    tokens, waiting = os.urandom(work.frames * KEPT_BYTES_PER_FRAME), dict[str, bytes]()
+    """Decode an encoder's share of the videos by a DataLoader, sleep for each video, and write tokens to Parquet."""
+    tokens, batch = os.urandom(work.frames * KEPT_BYTES_PER_FRAME), dict[str, bytes]()
     videos, workers = VideoDataset(work, encoder), max(1, work.workers // work.encoders)
-    # No batches: videos differ in length. Frames would go to the GPU as they are, so nothing is computed of them here.
+    # No batches: videos differ in length. Frames would go to the GPU unchanged, so nothing is computed of them here.
     loader = DataLoader(videos, batch_size=None, num_workers=workers, prefetch_factor=_PREFETCH)
     for number, (video_id, _) in enumerate(loader, start=1):
         time.sleep(work.encode_s)
-        waiting[video_id] = tokens
-        if len(waiting) == _VIDEOS_PER_FILE or number == len(videos):
-            table = pa.table({"video_id": list(waiting), "tokens": list(waiting.values())})
+        batch[video_id] = tokens
+        if len(batch) == _VIDEOS_PER_FILE or number == len(videos):
+            table = pa.table({"video_id": list(batch), "tokens": list(batch.values())})
             pq.write_table(table, work.out / f"{encoder}-{number:07d}.parquet")
-            waiting.clear()
+            batch.clear()
 
 
 def main() -> None:
-    """Run the work of the command line in this child process; print what was measured as the last line."""
+    """Run the work of the command line in this child process; print its figures as JSON on the last line."""
     work = Work(**json.loads(sys.argv[1]))
     if work.kind == LOOP:
-        measured = run_loop(work)
+        figures = run_loop(work)
     else:
         from jobs.benchmark.pipeline_job import run_job  # noqa: PLC0415 - Ray would count in the memory of the loop
 
-        measured = run_job(work)
-    print(json.dumps(measured))
+        figures = run_job(work)
+    print(json.dumps(figures))

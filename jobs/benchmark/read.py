@@ -1,6 +1,6 @@
-"""What reading a cache costs beside plain pyarrow, and on S3 beside plain GETs of the same bytes.
+"""The cost of reading a cache, beside plain pyarrow, and on S3 beside plain GETs of the same bytes.
 
-Each way reads all videos of a made-up cache once a round, in turn.
+Each way reads all videos of a synthetic cache once a round, in turn.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader
 
-from jobs.benchmark.shared import figure_table, folder, machine, machine_line, say
+from jobs.benchmark.shared import existing_folder, figure_table, machine, machine_line, say
 from jobs.command import count
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from pipeline import TokenCache, TokenDataset, pack
 from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, header_bytes
 from pipeline.cache.schema import SCHEMA_VERSION
@@ -44,7 +44,7 @@ STORED, TIER = 0.25, 0.10
 BATCH = 8
 BUCKET = "read"
 _COLUMNS = ("rank", "index", "frame", "token", "merged", "density")
-_START_S = 60.0  # the longest that moto may take to start
+_START_S = 60.0  # time limit for the start of moto
 _IDENTITY: CacheIdentity = {
     "model": {"type": "llava_onevision", "weights": "made up"},
     "preprocessing": {},
@@ -60,14 +60,14 @@ class TimedReader:
     """A way of reading the cache, and its measurements.
 
     Attributes:
-        name: what it does.
-        read: read all videos once.
-        beside: the way it is compared with; "" for one that others are compared with.
-        n_bytes: of the tokens that it gives.
-        seconds: wall clock of each round.
-        cpu_seconds: of this process alone, likewise.
-        counted: whether this process makes its requests, so that they are counted.
-        requests: of a round, once shards are open; None where they are not counted.
+        name: the name of the way.
+        read: reads all videos once.
+        beside: the name of its baseline; "" for a baseline.
+        n_bytes: bytes of the tokens that it reads.
+        seconds: wall seconds of each round.
+        cpu_seconds: CPU seconds of this process in each round.
+        counted: True if this process makes the requests, so that they are counted.
+        requests: the number of requests of a round with open shards; None if they are not counted.
     """
 
     name: str
@@ -80,43 +80,46 @@ class TimedReader:
     requests: int | None = None
 
     def shares(self, plain: TimedReader | None) -> tuple[str, str]:
-        """Return the medians over rounds of its rate beside ``plain``'s, by wall clock and by processor time."""
+        """Format the median ratio of its rate to ``plain``'s, by wall clock and by CPU time; "" without ``plain``."""
         if plain is None:
             return "", ""
         size = self.n_bytes / plain.n_bytes
-        wall = median(size * p / max(own, 1e-9) for p, own in zip(plain.seconds, self.seconds, strict=True))
-        cpu = median(size * p / max(own, 1e-9) for p, own in zip(plain.cpu_seconds, self.cpu_seconds, strict=True))
+        wall = median(size * p / max(own_s, 1e-9) for p, own_s in zip(plain.seconds, self.seconds, strict=True))
+        cpu = median(size * p / max(own_s, 1e-9) for p, own_s in zip(plain.cpu_seconds, self.cpu_seconds, strict=True))
         return f"{wall:.0%}", f"{cpu:.0%}"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
-    parser.add_argument("--videos", type=count, default=66, metavar="N", help="made-up videos [66]")
+    """Add the flags of ``read``."""
+    parser.add_argument("--videos", type=count, default=66, metavar="N", help="synthetic videos [66]")
     parser.add_argument("--tokens", type=count, default=1568, metavar="K", help="stored of each, a quarter [1568]")
     parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
     parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="[22]")
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds; medians are shown [5]")
     parser.add_argument(
-        "--folder", type=folder, metavar="DIR", help="make the cache below it, and remove it [a temporary folder]"
+        "--folder",
+        type=existing_folder,
+        metavar="DIR",
+        help="make the cache below it, and remove it [a temporary folder]",
     )
-    parser.add_argument("--s3", action="store_true", help="from a server of moto's in a process of its own, too")
+    parser.add_argument("--s3", action="store_true", help="also from a server of moto in a separate process")
 
 
-def run(arguments: argparse.Namespace) -> Done:
-    """Make the cache, read it in every way, and show. Raises RunFailed, UsageError."""
-    with TemporaryDirectory(dir=arguments.folder) as temporary, _one_thread():
+def run(arguments: argparse.Namespace) -> CommandResult:
+    """Make the cache, read it in every way, and return the table. Raises RunFailed, UsageError."""
+    with TemporaryDirectory(dir=arguments.folder) as temporary, _use_one_thread():
         store = LocalStore(Path(temporary) / "cache")
         say(f"making a cache of {arguments.videos} videos")
         make_cache(store, arguments)
         say("reading it")
-        ways = [*_by_pyarrow(store), *_by_cache(store, "")]
+        ways = [*_make_pyarrow_readers(store), *_make_cache_readers(store, "")]
         _read_in_turn(ways, arguments.repeats)
         if arguments.s3:
-            with _s3_server() as (objects, client):
+            with _run_s3_server() as (objects, client):
                 say("the same on S3")
                 remote = ObjectStore(f"s3://{BUCKET}/cache", objects)
                 make_cache(remote, arguments)
-                on_s3 = [_by_plain_gets(remote, client), *_by_cache(remote, "S3: ")]
+                on_s3 = [_make_get_reader(remote, client), *_make_cache_readers(remote, "S3: ")]
                 _read_in_turn(on_s3, arguments.repeats, objects)
                 ways += on_s3
     by_name, rows = {way.name: way for way in ways}, []
@@ -133,20 +136,20 @@ def run(arguments: argparse.Namespace) -> Done:
     table = figure_table(title, ("", "GB/s", "of plain", "GB a CPU second", "of plain", "GET"), rows, note)
     job = {name: getattr(arguments, name) for name in ("videos", "tokens", "hidden", "videos_per_shard", "repeats")}
     record = [{name: value for name, value in vars(way).items() if name != "read"} for way in ways]
-    return Done(0, {"machine": machine(), "job": job, "ways": record}, [table])
+    return CommandResult(0, {"machine": machine(), "job": job, "ways": record}, [table])
 
 
 def make_cache(store: Store, job: argparse.Namespace) -> None:
-    """Write random bfloat16 tokens in random order of selection, as a run of GSTEP at 25 % does."""
+    """Write a cache of random bfloat16 tokens in random order of selection, in the layout of GSTEP at 25 %."""
     store.make()
     header: CacheHeader = {"schema_version": SCHEMA_VERSION, "identity": _IDENTITY, "newline": None}
     store.put(HEADER, header_bytes({**header, "hidden_size": job.hidden}))
     numbers, n_total = np.random.default_rng(0), round(job.tokens / STORED)
 
-    def make_video(place: int) -> VideoItem:
+    def make_video(number: int) -> VideoItem:
         record: VideoRecord = {
-            "video_id": f"video-{place:06d}",
-            "uri": f"/videos/{place:06d}.mp4",
+            "video_id": f"video-{number:06d}",
+            "uri": f"/videos/{number:06d}.mp4",
             "status": "ok",
             "attempts": 1,
             "n_frames": 1,
@@ -160,87 +163,96 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
             "timestamps": [0.0],
             "kept_per_frame": [job.tokens],
         }
-        kept = KeptTokens(
+        kept_tokens = KeptTokens(
             tokens=numbers.integers(0, 2**14, (job.tokens, job.hidden), dtype=np.int16),
             index=numbers.permutation(n_total)[: job.tokens].astype(np.int32),
             rank=np.arange(job.tokens, dtype=np.int32),
             density=numbers.random(job.tokens, dtype=np.float32),
         )
-        return VideoItem(record, kept)
+        return VideoItem(record, kept_tokens)
 
     for number, start in enumerate(range(0, job.videos, job.videos_per_shard)):
-        places = range(start, min(start + job.videos_per_shard, job.videos))
-        rows = write_token_shard([make_video(place) for place in places], store=store, run_id="read")
+        videos = range(start, min(start + job.videos_per_shard, job.videos))
+        rows = write_token_shard([make_video(video) for video in videos], store=store, run_id="read")
         commit(store, "read", number, rows, made_with=fingerprint(_IDENTITY))
 
 
 def _read_in_turn(ways: Sequence[TimedReader], repeats: int, objects: _CountedObjects | None = None) -> None:
-    """Read in every way once to warm up, then ``repeats`` times in turn, recording seconds and requests."""
+    """Read in every way once to warm up, then ``repeats`` times in turn, recording seconds and requests in ``ways``."""
     for way in ways:
         way.read()  # shards are open from here on, and files in memory
     for way in [*ways] * repeats:
         before = 0 if objects is None else objects.requests
-        started, used = time.perf_counter(), time.process_time()
+        start, cpu_start = time.perf_counter(), time.process_time()
         way.read()
-        way.seconds.append(time.perf_counter() - started)
-        way.cpu_seconds.append(time.process_time() - used)
+        way.seconds.append(time.perf_counter() - start)
+        way.cpu_seconds.append(time.process_time() - cpu_start)
         if objects is not None and way.counted:
             way.requests = objects.requests - before
 
 
-def _by_pyarrow(store: LocalStore) -> Iterator[TimedReader]:
+def _make_pyarrow_readers(store: LocalStore) -> Iterator[TimedReader]:
     """Yield the baselines that read the same row groups and columns with pyarrow alone, from open files."""
     cache = TokenCache(store.root)
-    whole, tier = (_rows_to_read(cache, ratio) for ratio in (None, TIER))
+    all_rows, tier_rows = (_list_rows(cache, ratio) for ratio in (None, TIER))
 
-    def reading(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
+    def make_reader(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
         names = {rows.row["token_shard"] for rows in rows_of_videos}
         files = {name: pq.ParquetFile(store.root / name, **options) for name in names}
-        groups = [(files[rows.row["token_shard"]], _groups(rows)) for rows in rows_of_videos]
-        return lambda: _each(groups, lambda at: at[0].read_row_groups(at[1], columns=list(_COLUMNS), use_threads=False))
+        groups = [(files[rows.row["token_shard"]], _list_row_groups(rows)) for rows in rows_of_videos]
+        return lambda: _read_all(
+            groups, lambda at: at[0].read_row_groups(at[1], columns=list(_COLUMNS), use_threads=False)
+        )
 
-    checked = {"page_checksum_verification": True}
-    size = _token_bytes(whole)
-    yield TimedReader("pyarrow, mapped", reading(whole, memory_map=True, **checked), "", size)
-    yield TimedReader("pyarrow, mapped, no checksums", reading(whole, memory_map=True), "pyarrow, mapped", size)
-    yield TimedReader("pyarrow, not mapped", reading(whole, **checked), "pyarrow, mapped", size)
+    checksums = {"page_checksum_verification": True}
+    size = _count_token_bytes(all_rows)
+    yield TimedReader("pyarrow, mapped", make_reader(all_rows, memory_map=True, **checksums), "", size)
+    yield TimedReader("pyarrow, mapped, no checksums", make_reader(all_rows, memory_map=True), "pyarrow, mapped", size)
+    yield TimedReader("pyarrow, not mapped", make_reader(all_rows, **checksums), "pyarrow, mapped", size)
     yield TimedReader(
-        "pyarrow, mapped, 10 % of 25 %", reading(tier, memory_map=True, **checked), "", _token_bytes(tier)
+        "pyarrow, mapped, 10 % of 25 %",
+        make_reader(tier_rows, memory_map=True, **checksums),
+        "",
+        _count_token_bytes(tier_rows),
     )
 
 
-def _by_cache(store: Store, where: str) -> Iterator[TimedReader]:
+def _make_cache_readers(store: Store, where: str) -> Iterator[TimedReader]:
     """Yield this package's own ways of reading: single videos, batches, a data loader."""
     cache = TokenCache(str(store), store=store)
     ids = cache.video_ids
-    mixed = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
+    shuffled_ids = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
     batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
-    size, tier_size = (_token_bytes(_rows_to_read(cache, ratio)) for ratio in (None, TIER))
+    size, tier_size = (_count_token_bytes(_list_rows(cache, ratio)) for ratio in (None, TIER))
     beside = f"{where}boto3, a GET a video" if where else "pyarrow, mapped"
-    tier = beside if where else "pyarrow, mapped, 10 % of 25 %"
+    tier_baseline = beside if where else "pyarrow, mapped, 10 % of 25 %"
 
-    def loader(workers: int) -> Callable[[], None]:
+    def make_loader_reader(workers: int) -> Callable[[], None]:
         data = DataLoader(TokenDataset(cache), batch_size=BATCH, collate_fn=pack, num_workers=workers)
-        return lambda: _each(data, lambda batch: None)
+        return lambda: _read_all(data, lambda batch: None)
 
-    whole: dict[str, Callable[[], None]] = {
-        "get, in order of selection": lambda: _each(ids, lambda video_id: cache.get(video_id, order="selection")),
-        "get, in order of index": lambda: _each(ids, cache.get),
-        "get, shuffled videos": lambda: _each(mixed, cache.get),
-        f"get_many, batches of {BATCH}": lambda: _each(batches, cache.get_many),
-        f"DataLoader, batches of {BATCH}": loader(0),
+    readers: dict[str, Callable[[], None]] = {
+        "get, in order of selection": lambda: _read_all(ids, lambda video_id: cache.get(video_id, order="selection")),
+        "get, in order of index": lambda: _read_all(ids, cache.get),
+        "get, shuffled videos": lambda: _read_all(shuffled_ids, cache.get),
+        f"get_many, batches of {BATCH}": lambda: _read_all(batches, cache.get_many),
+        f"DataLoader, batches of {BATCH}": make_loader_reader(0),
     }
-    for name, read in whole.items():
+    for name, read in readers.items():
         yield TimedReader(where + name, read, beside, size, counted=True)
-    yield TimedReader(f"{where}DataLoader, 2 workers", loader(2), beside, size)
+    yield TimedReader(f"{where}DataLoader, 2 workers", make_loader_reader(2), beside, size)
     yield TimedReader(
-        f"{where}get, 10 % of 25 %", lambda: _each(ids, lambda i: cache.get(i, TIER)), tier, tier_size, counted=True
+        f"{where}get, 10 % of 25 %",
+        lambda: _read_all(ids, lambda i: cache.get(i, TIER)),
+        tier_baseline,
+        tier_size,
+        counted=True,
     )
 
 
-def _by_plain_gets(store: ObjectStore, client: Any) -> TimedReader:
-    """Return the baseline that makes one S3 GET for each video's bytes and nothing else."""
-    rows_of_videos = _rows_to_read(TokenCache(store.root, store=store), None)
+def _make_get_reader(store: ObjectStore, client: Any) -> TimedReader:
+    """Make the baseline: one S3 GET for each video's bytes and nothing else."""
+    rows_of_videos = _list_rows(TokenCache(store.root, store=store), None)
     footers = {rows.row["token_shard"]: rows.row["footer_hash"] for rows in rows_of_videos}
     shards = {name: TokenShard(store, name, footer_hash) for name, footer_hash in footers.items()}
     prefix = store.root.removeprefix(f"s3://{BUCKET}/")
@@ -253,29 +265,29 @@ def _by_plain_gets(store: ObjectStore, client: Any) -> TimedReader:
         name, (start, end) = place
         return client.get_object(Bucket=BUCKET, Key=name, Range=f"bytes={start}-{end - 1}")["Body"].read()
 
-    size = _token_bytes(rows_of_videos)
-    return TimedReader("S3: boto3, a GET a video", lambda: _each(places, read), "", size, requests=len(places))
+    size = _count_token_bytes(rows_of_videos)
+    return TimedReader("S3: boto3, a GET a video", lambda: _read_all(places, read), "", size, requests=len(places))
 
 
-def _each(items: Iterable[T], read: Callable[[T], object]) -> None:
-    """Call ``read`` on one item after the other, keeping nothing."""
+def _read_all(items: Iterable[T], read: Callable[[T], object]) -> None:
+    """Call ``read`` on each item, and discard the results."""
     for item in items:
         read(item)
 
 
-def _rows_to_read(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
-    """Return the token rows that a read at this ratio takes, for each video of the cache."""
-    reading = cache.check_options(ratio, "index", (), False)
-    return [cache.rows_to_read(cache.metadata(video_id), reading) for video_id in cache.video_ids]
+def _list_rows(cache: TokenCache, ratio: float | None) -> list[TokenRows]:
+    """List the token rows to read at this ratio, for each video of the cache."""
+    options = cache.check_options(ratio, "index", (), False)
+    return [cache.rows_to_read(cache.metadata(video_id), options) for video_id in cache.video_ids]
 
 
-def _token_bytes(rows_of_videos: Sequence[TokenRows]) -> int:
-    """Return the bytes of the bfloat16 tokens in these rows."""
+def _count_token_bytes(rows_of_videos: Sequence[TokenRows]) -> int:
+    """Count the bytes of the bfloat16 tokens in these rows."""
     return sum(2 * rows.keep * int(rows.row["hidden_size"]) for rows in rows_of_videos)
 
 
-def _groups(rows: TokenRows) -> list[int]:
-    """Return the row group numbers that hold the rows."""
+def _list_row_groups(rows: TokenRows) -> list[int]:
+    """List the numbers of the row groups that have the rows."""
     ends, first = np.cumsum(rows.row["row_counts"]), rows.row["first_row_group"]
     return list(range(first, first + int(np.searchsorted(ends, rows.keep)) + 1))
 
@@ -295,10 +307,10 @@ class _CountedObjects(Objects):
 
 
 @contextmanager
-def _s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
-    """Run moto's S3 server with an empty bucket; yield a counting reader of it and boto3's client of it.
+def _run_s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
+    """Run moto's S3 server with an empty bucket; yield a counting reader and boto3's client of it.
 
-    Raises UsageError where moto is missing, RunFailed where it does not start.
+    Raises UsageError if moto is not installed, RunFailed if it does not start.
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("boto3") is None:
         raise UsageError("--s3 needs moto and boto3: pip install 'moto[server]' boto3")
@@ -311,7 +323,7 @@ def _s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        while not _answers(f"{address}/moto-api/"):
+        while not _is_answering(f"{address}/moto-api/"):
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RunFailed(f"moto's server did not start: see {' '.join(command)}")
             time.sleep(0.1)
@@ -324,18 +336,18 @@ def _s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
         server.wait()
 
 
-def _answers(address: str) -> bool:
-    """Return whether a server answers there, and not with an error."""
+def _is_answering(address: str) -> bool:
+    """Return True if a server answers at the address without an error."""
     try:
         with urlopen(address, timeout=5):
             return True
-    except OSError:  # it starts
+    except OSError:  # it is starting
         return False
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit torch and pyarrow to one thread inside the context."""
+def _use_one_thread() -> Iterator[None]:
+    """Limit torch and pyarrow to one thread in this context."""
     threads = torch.get_num_threads(), pa.cpu_count()
     torch.set_num_threads(1)
     pa.set_cpu_count(1)

@@ -1,4 +1,4 @@
-"""The selection of GSTEP: the paper's loop, what gstep.prune runs instead, and whole methods, on the same tokens.
+"""The selection of GSTEP: the paper's loop, the fast form of gstep.prune, and whole methods, on the same tokens.
 
 Shapes: T frames, N tokens a frame, M = T*N tokens, D hidden size, B budget.
 """
@@ -22,11 +22,11 @@ from gstep.selection.dispatch import fast_density_guided_fps
 from jobs.benchmark.shared import figure_table, machine, machine_line, medians_in_turn, say
 from jobs.benchmark.tokens import INPUTS
 from jobs.command import count, share
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from pipeline.errors import usage_errors
 
-ALPHA, BETA = 0.5, 1e-6  # those of gstep.prune
-PREFIX = 200  # steps of the loop that are timed where all of them would take too long; all cost the same
+ALPHA, BETA = 0.5, 1e-6  # the defaults of gstep.prune
+PREFIX = 200  # steps of the loop that are timed if all steps would take too long; all steps cost the same
 # The loop runs whole up to here: about 20 s at 10 GB/s.
 _WHOLE_TOKENS, _WHOLE_BYTES = 25_000, 2e11
 
@@ -36,11 +36,11 @@ class SelectionTimes:
     """The median times of one input, size and ratio, in seconds.
 
     Attributes:
-        loop: Eqs. (9)-(12) with a matrix-vector product a step; ``loop_steps`` of them were run, and stand for all.
-        selection: what gstep.prune runs, given the density.
-        gstep: gstep.prune whole, with the density and the copy of what it keeps.
-        vidcom2: another whole method.
-        same: share of the tokens of the loop's steps that the selection took in as many.
+        loop: Eqs. (9)-(12) with a matrix-vector product a step, extrapolated from the first ``loop_steps`` steps.
+        selection: the selection of gstep.prune, given the density.
+        gstep: the whole of gstep.prune, with the density and the copy of the kept tokens.
+        vidcom2: the whole of another method.
+        same: the share of the loop's picks that the selection has among its first picks of the same number.
     """
 
     input: str
@@ -56,14 +56,14 @@ class SelectionTimes:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
+    """Add the flags of ``selection``."""
     parser.add_argument(
         "--frames",
         type=count,
         nargs="+",
         default=[8, 32, 128, 384],
         metavar="T",
-        help="frames, one made-up video each [8 32 128 384]",
+        help="frames, a synthetic video for each number [8 32 128 384]",
     )
     parser.add_argument("--tokens-per-frame", type=count, default=196, metavar="N", help="[196]")
     parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
@@ -76,8 +76,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
 
 
-def run(arguments: argparse.Namespace) -> Done:
-    """Measure every input, size and ratio in turn, and show. Raises UsageError where there is no such device."""
+def run(arguments: argparse.Namespace) -> CommandResult:
+    """Measure every input, size and ratio; return the table. Raises UsageError if the device is not available."""
     with usage_errors():
         choose_runtime(arguments.device)
     torch.set_num_threads(arguments.threads)
@@ -90,30 +90,30 @@ def run(arguments: argparse.Namespace) -> Done:
                 say(f"{name}, {times[-1].n_tokens} tokens, {ratio:g}: done")
     about = {"machine": machine(arguments.device), "hidden": arguments.hidden, "repeats": arguments.repeats}
     title = f"Seconds of a selection, D = {arguments.hidden}, on {machine_line(arguments.device)}"
-    return Done(0, {**about, "times": times}, [as_table(times, title)])
+    return CommandResult(0, {**about, "times": times}, [as_table(times, title)])
 
 
 def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
-    """Run all forms in turn, again and again, so that a disturbance of the machine falls on all of them."""
+    """Time the loop, the selection and whole methods on one video, in turns, so that disturbances affect all alike."""
     tokens_MD = tokens_TND.flatten(0, 1)
     density_M = spatio_temporal_density(tokens_TND)[0].flatten()
     n_tokens, hidden = tokens_MD.shape
     budget = budget_for(ratio, n_tokens)
     steps = loop_steps(n_tokens, hidden, budget)
     unit_DM = normalize(tokens_MD.float(), dim=1).T.contiguous()  # the layout that torch.mv reads fastest
-    whole = {method: make_pruner(method) for method in ("gstep", "vidcom2")}
+    pruners = {method: make_pruner(method) for method in ("gstep", "vidcom2")}
 
     def prune(method: str) -> Tensor:
-        return whole[method].prune(VisualTokens(tokens_TND), ratio).index.cpu()
+        return pruners[method].prune(VisualTokens(tokens_TND), ratio).index.cpu()
 
-    # A result that is on the CPU is complete: a GPU only queues its work.
+    # Only a result on the CPU is complete: a GPU queues its work.
     forms: dict[str, Callable[[], Tensor]] = {
-        "loop": lambda: loop(unit_DM, density_M, steps).cpu(),
+        "loop": lambda: select_by_loop(unit_DM, density_M, steps).cpu(),
         "selection": lambda: fast_density_guided_fps(tokens_MD, density_M, budget, alpha=ALPHA, beta=BETA).cpu(),
         "gstep": partial(prune, "gstep"),
         "vidcom2": partial(prune, "vidcom2"),
     }
-    loop(unit_DM, density_M, 1)  # what libraries take on their first use is no form's
+    select_by_loop(unit_DM, density_M, 1)  # the libraries' first use is not measured
     prune("gstep")
     timed = medians_in_turn(forms, repeats)
     medians = {form: seconds for form, (seconds, _) in timed.items()}
@@ -123,33 +123,33 @@ def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Select
 
 
 def loop_steps(n_tokens: int, hidden: int, budget: int) -> int:
-    """Return how many steps to time the paper's loop for: B - 1, or PREFIX at most where all would take too long."""
-    whole = n_tokens <= _WHOLE_TOKENS and 4.0 * n_tokens * hidden * budget <= _WHOLE_BYTES
-    return max(1, budget - 1 if whole else min(budget - 1, PREFIX))
+    """Compute the number of steps of the paper's loop to time: B - 1, or at most PREFIX if all would take too long."""
+    fits = n_tokens <= _WHOLE_TOKENS and 4.0 * n_tokens * hidden * budget <= _WHOLE_BYTES
+    return max(1, budget - 1 if fits else min(budget - 1, PREFIX))
 
 
-def loop(unit_DM: Tensor, density_M: Tensor, steps: int) -> Tensor:
-    """Select by Eqs. (9)-(12) as they are written, in float32: [steps + 1] int64; ties go to the lowest index."""
+def select_by_loop(unit_DM: Tensor, density_M: Tensor, steps: int) -> Tensor:
+    """Select by a literal loop of Eqs. (9)-(12) in float32: [steps + 1] int64; ties go to the lowest index."""
     term_M = (1 - ALPHA) * torch.log(density_M.float() + BETA)
     nearest_M = torch.full_like(term_M, torch.inf)
     order = torch.empty(steps + 1, dtype=torch.int64, device=unit_DM.device)
-    order[0] = picked = density_M.argmax()
+    order[0] = pick = density_M.argmax()
     for step in range(1, steps + 1):
-        term_M[picked] = -torch.inf
-        distance_M = torch.threshold(1 - torch.mv(unit_DM.T, unit_DM[:, picked]), ZERO_DISTANCE, 0.0)
+        term_M[pick] = -torch.inf
+        distance_M = torch.threshold(1 - torch.mv(unit_DM.T, unit_DM[:, pick]), ZERO_DISTANCE, 0.0)
         nearest_M = torch.minimum(nearest_M, distance_M)
-        order[step] = picked = torch.argmax(ALPHA * torch.log(nearest_M + BETA) + term_M)
+        order[step] = pick = torch.argmax(ALPHA * torch.log(nearest_M + BETA) + term_M)
     return order
 
 
 def as_table(times: Sequence[SelectionTimes], title: str) -> Table:
-    """Lay out a row an input, size and ratio."""
+    """Make a table with a row for each input, size and ratio."""
     titles = ("tokens of", "M", "kept", "loop", "selection", "times faster", "whole gstep", "vidcom2", "same")
     rows = []
     for item in times:
-        guessed = "~" if item.loop_steps < item.n_kept - 1 else ""
+        mark = "~" if item.loop_steps < item.n_kept - 1 else ""
         seconds = (f"{value:.3g}" for value in (item.selection, item.loop / item.selection, item.gstep, item.vidcom2))
-        about = (item.input, f"{item.n_tokens:,}", f"{100 * item.ratio:g}%", f"{guessed}{item.loop:.3g}")
+        about = (item.input, f"{item.n_tokens:,}", f"{100 * item.ratio:g}%", f"{mark}{item.loop:.3g}")
         rows.append((*about, *seconds, f"{item.same:.2%}"))
     inputs = dict.fromkeys(item.input for item in times)
     notes = [f"{name}: {INPUTS[name].note}" for name in inputs]

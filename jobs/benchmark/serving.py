@@ -1,6 +1,6 @@
 """Answers from a cache beside answers from the videos: requests a second, time to the first token, reuse, memory.
 
-Every way has a process of its own, and is asked the same questions about the same videos.
+Every way runs in a separate process, and answers the same questions about the same videos.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gstep.serving.options import prepare_process
 from jobs.benchmark.serving_ways import MODES, ONLINE, CachedWay, OnlineWay, Pass, ServingWay, ServingWork
 from jobs.benchmark.shared import ProcessTree, figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, share
-from jobs.frame.json_document import Done
+from jobs.frame.json_document import CommandResult
 from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.engines import VLLM
 from pipeline.generate.engines.vllm import check_installed
@@ -41,18 +41,17 @@ class WayResult:
     """The median measurements of one way, ratio and number of questions a video.
 
     Attributes:
-        requests: in a pass, all given at once.
-        requests_per_s: answered where nothing of their videos is held; reading tokens (or decoding and encoding videos)
-            included.
-        warm_requests_per_s: of the same requests once more.
-        first_token_s: of the median request, where nothing is held; None where a way does not say.
-        reused: share of the prompts' tokens that the prefix cache had; None likewise.
-        visual_tokens: in a prompt, on average.
-        sent_kb: kilobytes (10^3) that went to the engine's process, a question; None where it has none of its own.
-        peak_mb: memory of all processes together, with the model (PSS, in which shared pages count once), at the end of
-            the pass that had most.
-        gpu_mb: highest of torch's GPU memory in the process of the benchmark: vLLM's engine has another. None without a
-            GPU.
+        requests: the number of requests of a pass, all sent at once.
+        requests_per_s: requests a second if nothing of their videos is cached, with reading tokens (or decoding and
+            encoding videos).
+        warm_requests_per_s: requests a second of the same requests once more.
+        first_token_s: seconds to the first token of the median request if nothing is cached; None if unknown.
+        reused: the share of the prompts' tokens that the prefix cache had; None if unknown.
+        visual_tokens: visual tokens of a prompt, on average.
+        sent_kb: kilobytes (10^3) sent to the engine's process for a question; None for an engine in this process.
+        peak_mb: the maximum over passes of the memory of all processes together, with the model (PSS, in which shared
+            pages count once).
+        gpu_mb: the peak of torch's GPU memory in the benchmark's process, without vLLM's engine; None without a GPU.
     """
 
     mode: str
@@ -70,18 +69,18 @@ class WayResult:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this benchmark."""
+    """Add the flags of ``serving``."""
     parser.add_argument(
         "--model",
         default="tiny-qwen2-5-vl",
         metavar="MODEL",
-        help="a Hugging Face id or folder; the default is random and small: its figures say how ways compare, not how "
-        "fast a real one is [tiny-qwen2-5-vl]",
+        help="a Hugging Face id or folder; the default is random and small: its figures compare ways, they are no "
+        "speeds of a real model [tiny-qwen2-5-vl]",
     )
     parser.add_argument(
         "--cache",
         metavar="CACHE",
-        help="one of the model's whose uris are files [made of the sample clips, all tokens]",
+        help="a cache of the model whose uris are files [made of the sample clips, all tokens]",
     )
     parser.add_argument("--num-frames", type=count, default=16, metavar="T", help="frames a video [16]")
     parser.add_argument(
@@ -94,14 +93,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=MODES,
         default=list(MODES),
-        help="from a cache by vLLM and by transformers; texts as long; from the videos [all]",
+        help="from a cache by vLLM and by transformers; from texts of the same length; from the videos [all]",
     )
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
     parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")
 
 
-def run(arguments: argparse.Namespace) -> Done:
-    """Measure and show. Raises RunFailed, UsageError."""
+def run(arguments: argparse.Namespace) -> CommandResult:
+    """Measure every way in a separate process; return the table. Raises RunFailed, UsageError."""
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     if any(VLLM in mode for mode in arguments.modes):
@@ -127,21 +126,21 @@ def run(arguments: argparse.Namespace) -> Done:
     title = f"{arguments.model} on {machine_line(device)}"
     if arguments.plot is not None:
         write_plot(results, title, arguments.plot)
-    return Done(0, {"machine": machine(device), "job": job, "measured": results}, [as_table(results, title)])
+    return CommandResult(0, {"machine": machine(device), "job": job, "measured": results}, [as_table(results, title)])
 
 
 def make_cache(folder: Path, model: str, num_frames: int) -> str:
-    """Make a cache of the sample clips with every token in GSTEP's order, so of every ratio. Raises RunFailed."""
+    """Make a cache of the sample clips with all tokens in GSTEP's order, for any ratio. Raises RunFailed."""
     command = [sys.executable, "-m", "jobs.prune", "sample", "--out", str(folder), "--model", model]
     command += ["--retention-ratio", "1.0", "--num-frames", str(num_frames)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RunFailed(f"jobs.prune: {done.stdout[-1000:]}{done.stderr[-1000:]}")
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode != 0:
+        raise RunFailed(f"jobs.prune: {process.stdout[-1000:]}{process.stderr[-1000:]}")
     return str(folder)
 
 
 def measure(mode: str, job: ServingWork) -> list[WayResult]:
-    """Measure one way of answering in a child process, whose memory ends with it. Raises RunFailed where it fails."""
+    """Measure one way of answering in a child process, which frees its memory at its end. Raises RunFailed."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with NamedTemporaryFile("r", errors="replace") as log:
@@ -152,26 +151,26 @@ def measure(mode: str, job: ServingWork) -> list[WayResult]:
             answer: list[WayResult] | str = receiver.recv()
         except EOFError:
             child.join()
-            answer = f"the process died (exit code {child.exitcode})"
-        except BaseException:  # an interruption, which its engine's process must not outlive
+            answer = f"the process crashed (exit code {child.exitcode})"
+        except BaseException:  # an interrupt: the engine's process must end too
             ProcessTree(cast(int, child.pid)).end()
             raise
         child.join()
         if isinstance(answer, str):
-            # What an engine dies of is in its log; the process that asked knows only that it died.
+            # The cause of an engine's crash is in its log; its client only knows that it crashed.
             causes = _CAUSE.findall(log.read())
             raise RunFailed(f"{mode}: {causes[-1] if causes else answer}")
     return answer
 
 
 def _measure_in_child(mode: str, job: ServingWork, pipe: Connection, log: str) -> None:
-    """Measure in the child process, and send the results or the error's text through the pipe; prints go to ``log``."""
-    with Path(log).open("a") as printed:
+    """Measure in the child process, and send the results or the error's text into ``pipe``; output goes to ``log``."""
+    with Path(log).open("a") as log_file:
         for stream in (1, 2):
-            os.dup2(printed.fileno(), stream)
+            os.dup2(log_file.fileno(), stream)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        if VLLM in mode:  # with its engine in a process of its own, as servers have it
+        if VLLM in mode:  # with its engine in a separate process, as in servers
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
             prepare_process("cuda" if torch.cuda.is_available() else "cpu", 1, multiprocessing=True)
         way: ServingWay = OnlineWay(job) if mode == ONLINE else CachedWay(mode, job)
@@ -179,25 +178,25 @@ def _measure_in_child(mode: str, job: ServingWork, pipe: Connection, log: str) -
             pipe.send(list(_measure_way(way, mode, job)))
         finally:
             way.close()
-    except Exception as error:  # noqa: BLE001 - the parent says it
+    except Exception as error:  # noqa: BLE001 - the parent reports it
         pipe.send(f"{type(error).__name__}: {error}")
 
 
 def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayResult]:
-    """Yield one result a ratio and number of questions: each round is asked once cold, and then the same again."""
-    way.fresh(job.ratios[0], 1)()  # what is loaded and compiled on first use does not count
+    """Yield a result for each ratio and number of questions; every round asks cold, and then the same again."""
+    way.make_ask(job.ratios[0], 1)()  # loading and compiling on first use are not measured
     memory = ProcessTree(os.getpid())
     for ratio in job.ratios:
         for questions in job.questions:
             cold, warm = list[Pass](), list[Pass]()
             for _ in range(job.repeats):
-                ask = way.fresh(ratio, questions)
+                ask = way.make_ask(ratio, questions)
                 cold.append(ask())
                 warm.append(ask())
                 memory.look(memory=True)
             requests = cold[0].requests
-            firsts = [p.first_token_s for p in cold if p.first_token_s is not None]
-            sent = [p.sent_bytes for p in cold if p.sent_bytes is not None]
+            first_token_s = [p.first_token_s for p in cold if p.first_token_s is not None]
+            sent_bytes = [p.sent_bytes for p in cold if p.sent_bytes is not None]
             reused = [p.reused_tokens / p.prompt_tokens for p in cold if p.reused_tokens is not None]
             yield WayResult(
                 mode=mode,
@@ -206,17 +205,17 @@ def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayRe
                 requests=requests,
                 requests_per_s=requests / median(p.seconds for p in cold),
                 warm_requests_per_s=requests / median(p.seconds for p in warm),
-                first_token_s=median(firsts) if firsts else None,
+                first_token_s=median(first_token_s) if first_token_s else None,
                 reused=median(reused) if reused else None,
                 visual_tokens=cold[0].visual_tokens,
-                sent_kb=median(sent) / requests / 1e3 if sent else None,
+                sent_kb=median(sent_bytes) / requests / 1e3 if sent_bytes else None,
                 peak_mb=memory.peak_mb,
                 gpu_mb=torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else None,
             )
 
 
 def as_table(results: Sequence[WayResult], title: str) -> Table:
-    """Lay out a row a measurement; ``times`` is the speed-up over vLLM on videos with as many questions a video."""
+    """Make a table with a row for each result; "times" is the speed-up over vLLM on videos with as many questions."""
     columns = (
         *("way", "retention", "questions a video", "visual tokens", "requests/s", "warm", "times"),
         *("first token s", "reused", "kB sent", "peak MB"),
@@ -229,13 +228,13 @@ def as_table(results: Sequence[WayResult], title: str) -> Table:
             *((speed / base if base else None, ".1f"), (result.first_token_s, ".3f")),
             *((result.reused, ".0%"), (result.sent_kb, ".1f"), (result.peak_mb, ".0f")),
         )
-        shown = ("" if value is None else format(value, form) for value, form in figures)
-        rows.append((result.mode, f"{100 * result.retention_ratio:g}%", str(result.questions), *shown))
+        cells = ("" if value is None else format(value, form) for value, form in figures)
+        rows.append((result.mode, f"{100 * result.retention_ratio:g}%", str(result.questions), *cells))
     return figure_table(title, columns, rows)
 
 
 def write_plot(results: Sequence[WayResult], title: str, file: Path) -> None:
-    """Write a PNG of requests a second by questions a video, cold and warm, in a colour a way and dashes a ratio."""
+    """Write a PNG of requests a second by questions a video, cold and warm; colours are ways, dashes are ratios."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - the extra ``benchmark``
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
@@ -243,18 +242,21 @@ def write_plot(results: Sequence[WayResult], title: str, file: Path) -> None:
     lines = dict.fromkeys((result.mode, result.retention_ratio) for result in results)
     colors = {mode: f"C{number}" for number, mode in enumerate(dict.fromkeys(mode for mode, _ in lines))}
     dashes = dict(zip(dict.fromkeys(ratio for _, ratio in lines), cycle(("-", "--", ":", "-.")), strict=False))
-    places = {number: place for place, number in enumerate(sorted({result.questions for result in results}))}
+    x_of_questions = {number: x for x, number in enumerate(sorted({result.questions for result in results}))}
     for panel, warm in zip(panels, (False, True), strict=True):
         for mode, ratio in lines:
-            of_line = [result for result in results if (result.mode, result.retention_ratio) == (mode, ratio)]
-            speeds = [result.warm_requests_per_s if warm else result.requests_per_s for result in of_line]
+            line_results = [result for result in results if (result.mode, result.retention_ratio) == (mode, ratio)]
+            speeds = [result.warm_requests_per_s if warm else result.requests_per_s for result in line_results]
             style = {"color": colors[mode], "linestyle": dashes[ratio], "marker": "o"}
             panel.plot(
-                [places[result.questions] for result in of_line], speeds, label=f"{mode}, {100 * ratio:g}%", **style
+                [x_of_questions[result.questions] for result in line_results],
+                speeds,
+                label=f"{mode}, {100 * ratio:g}%",
+                **style,
             )
         panel.set_yscale("log")
-        panel.set_xticks(list(places.values()), [str(number) for number in places])
-        panel.set_xlabel("questions a video, " + ("asked again" if warm else "nothing held"))
+        panel.set_xticks(list(x_of_questions.values()), [str(number) for number in x_of_questions])
+        panel.set_xlabel("questions a video, " + ("asked again" if warm else "nothing cached"))
     panels[0].set_ylabel("requests/s")
     panels[1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)

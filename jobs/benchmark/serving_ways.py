@@ -1,6 +1,6 @@
-"""Ways of answering questions about every video of a cache: from the cache, from texts as long, from the videos.
+"""Ways of answering questions about every video: from a cache, from texts of the same length, from the videos.
 
-Each way is asked cold, when nothing of a video is held anywhere, and then the same again.
+Each way answers cold, when nothing of a video is cached anywhere, and then the same questions again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject
 
-#: Ways that answer from a cache -> their engine.
+#: Way of answering from a cache -> its engine.
 CACHED = {"cached-vllm": VLLM, "text-vllm": VLLM, "cached-transformers": TRANSFORMERS}
 ONLINE = "online-vllm"
 MODES = (*CACHED, ONLINE)
@@ -51,16 +51,16 @@ class ServingWork:
 
 
 class Pass(NamedTuple):
-    """The times and counts of one pass over all requests, which were given at once.
+    """The times and counts of one pass over all requests, which are sent at once.
 
     Attributes:
-        requests: how many.
-        seconds: reading tokens (or decoding and encoding videos) included.
-        first_token_s: of the median request; None where a way does not say.
-        prompt_tokens: of all requests.
-        reused_tokens: how many of them the prefix cache had; None where there is none.
-        visual_tokens: in a prompt, on average; None where a way does not say.
-        sent_bytes: what went to the engine's process; None where it has none of its own.
+        requests: the number of requests.
+        seconds: seconds of the pass, with reading tokens (or decoding and encoding videos).
+        first_token_s: seconds to the first token of the median request; None if unknown.
+        prompt_tokens: prompt tokens of all requests.
+        reused_tokens: prompt tokens that the prefix cache had; None without a prefix cache.
+        visual_tokens: visual tokens of a prompt, on average; None for texts.
+        sent_bytes: bytes sent to the engine's process; None for an engine in this process.
     """
 
     requests: int
@@ -78,8 +78,8 @@ Ask = Callable[[], Pass]
 class ServingWay(Protocol):
     """One way of answering, with its engine loaded."""
 
-    def fresh(self, ratio: float, questions: int) -> Ask:
-        """Return what asks so many questions about every video: at its first call nothing of them is held anywhere."""
+    def make_ask(self, ratio: float, questions: int) -> Ask:
+        """Make a function that asks so many questions about every video; its first call finds nothing cached."""
 
     def close(self) -> None:
         """End the engine and its process."""
@@ -88,8 +88,8 @@ class ServingWay(Protocol):
 class CachedWay:
     """The way of answering from a cache with an engine of this package.
 
-    Each time questions are to find nothing that is held, they are asked about another number of a video's tokens, a
-    few more or less than the ratio says: rows and prefixes of other numbers have other names.
+    Every ``make_ask`` takes another number of tokens of each video, a few more or less than the ratio gives. Rows and
+    prefixes of another number have other hashes, so that no engine finds them in its caches.
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
@@ -104,55 +104,59 @@ class CachedWay:
         self._decoding = Decoding(max_new_tokens=job.max_new_tokens)
         self._rounds: Counter[float] = Counter()
 
-    def fresh(self, ratio: float, questions: int) -> Ask:
-        """Return what asks so many questions about every video, of a number of their tokens that nothing holds."""
+    def make_ask(self, ratio: float, questions: int) -> Ask:
+        """Make a function that asks about every video, with a number of its tokens that no earlier call has used."""
         number = self._rounds[ratio]
         self._rounds[ratio] += 1
-        # One more, one less, two more, ...; of all that are stored there is only less.
-        less = number if ratio >= self._cache.retention_ratio else (number + 1) // 2 * (-1 if number % 2 else 1)
-        read = functools.cache(functools.partial(self._read, ratio, less))  # each video once a round
+        # One more, one less, two more, ...; if all stored tokens are used, only fewer.
+        n_fewer = number if ratio >= self._cache.retention_ratio else (number + 1) // 2 * (-1 if number % 2 else 1)
+        read = functools.cache(functools.partial(self._read, ratio, n_fewer))  # each video once a round
         return functools.partial(self._ask, read, questions, number)
 
     def close(self) -> None:
         """End the engine and its process."""
         self._engine.close()
 
-    def _read(self, ratio: float, less: int, video_id: str) -> Visual:
-        """Read a video as prompts take it, with ``less`` tokens fewer than the ratio says."""
+    def _read(self, ratio: float, n_fewer: int, video_id: str) -> Visual:
+        """Read a video's Visual with ``n_fewer`` tokens fewer than the ratio gives."""
         row = self._cache.metadata(video_id)
-        tokens = max(1, int(ratio * row["n_total"]) - less)
+        tokens = max(1, int(ratio * row["n_total"]) - n_fewer)
         share = (tokens + 0.5) / row["n_total"] if tokens < row["n_tokens"] else None
         return self._cache.get(video_id, share).visual
 
     def _ask(self, read: Callable[[str], Visual], questions: int, number: int) -> Pass:
-        """Build all prompts and ask them."""
-        started, sent = time.perf_counter(), self._sent.total if self._sent else 0
+        """Read all videos, build all prompts and generate the answers, timed as one pass."""
+        start, sent_before = time.perf_counter(), self._sent.total if self._sent else 0
         before = getattr(self._engine, "reused_tokens", 0)
         prompts: list[Prompt] = []
-        for place, video_id in enumerate(self._cache.video_ids):
+        for number_of_video, video_id in enumerate(self._cache.video_ids):
             visual = read(video_id)
-            built = [self._builder.build(text, [visual]) for text in questions_of(questions)]
-            prompts += self._as_texts(built, Random(f"{number} {place}")) if self._words else built
-        firsts: list[float] = []
-        at_once = len(prompts) if self._sent else BATCH_SIZES[TRANSFORMERS]
-        for start in range(0, len(prompts), at_once):
-            part = prompts[start : start + at_once]
+            video_prompts = [self._builder.build(text, [visual]) for text in make_questions(questions)]
+            prompts += (
+                self._replace_by_words(video_prompts, Random(f"{number} {number_of_video}"))
+                if self._words
+                else video_prompts
+            )
+        first_token_s: list[float] = []
+        batch_size = len(prompts) if self._sent else BATCH_SIZES[TRANSFORMERS]
+        for start in range(0, len(prompts), batch_size):
+            part = prompts[start : start + batch_size]
             self._engine.generate(part, [self._decoding] * len(part))
-            firsts += getattr(self._engine, "first_token_s", [])
+            first_token_s += getattr(self._engine, "first_token_s", [])
         return Pass(
             requests=len(prompts),
-            seconds=time.perf_counter() - started,
-            first_token_s=median(firsts) if firsts else None,
+            seconds=time.perf_counter() - start,
+            first_token_s=median(first_token_s) if first_token_s else None,
             prompt_tokens=sum(map(len, prompts)),
             reused_tokens=getattr(self._engine, "reused_tokens", 0) - before if self._sent else None,
             visual_tokens=None if self._words else fmean(self._builder.n_visual(prompt.visuals) for prompt in prompts),
-            sent_bytes=self._sent.total - sent if self._sent else None,
+            sent_bytes=self._sent.total - sent_before if self._sent else None,
         )
 
-    def _as_texts(self, prompts: Sequence[Prompt], draw: Random) -> list[Prompt]:
-        """Return prompts in which words, the same in each, stand for the tokens of the one video."""
+    def _replace_by_words(self, prompts: Sequence[Prompt], generator: Random) -> list[Prompt]:
+        """Replace the video's tokens by random words, the same in all ``prompts``, which are about the same video."""
         first, end = prompts[0].spans[0]
-        words = torch.tensor(draw.choices(self._words, k=end - first))
+        words = torch.tensor(generator.choices(self._words, k=end - first))
         texts = []
         for prompt in prompts:
             ids = torch.cat([prompt.input_ids[:first], words, prompt.input_ids[end:]])
@@ -176,7 +180,7 @@ class OnlineWay:
             dtype=runtime.dtype_name,
             limit_mm_per_prompt={"image": 0, "video": 1},
             allowed_local_media_path=os.path.commonpath([str(file.parent) for file in self._files]),
-            # This loader takes as many frames as it is told; those of the Qwen families take two a second.
+            # This loader takes a fixed number of frames; the Qwen families' own loaders take two a second.
             media_io_kwargs={"video": {"num_frames": job.num_frames, "video_backend": "opencv"}},
             max_model_len=-1,
             disable_log_stats=False,
@@ -186,12 +190,12 @@ class OnlineWay:
         self._params = SamplingParams(max_tokens=job.max_new_tokens, temperature=0.0)
         self._sent = SentBytes(self._llm.llm_engine.engine_core)
 
-    def fresh(self, ratio: float, questions: int) -> Ask:
-        """Return what asks so many questions about every video, once all caches of vLLM have been emptied."""
+    def make_ask(self, ratio: float, questions: int) -> Ask:
+        """Empty all caches of vLLM; make a function that asks so many questions about every video."""
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
-        messages = [[_message(file, text)] for file in self._files for text in questions_of(questions)]
+        messages = [[_make_message(file, text)] for file in self._files for text in make_questions(questions)]
         return functools.partial(self._ask, messages)
 
     def close(self) -> None:
@@ -200,40 +204,40 @@ class OnlineWay:
 
     def _ask(self, messages: list[list[JsonObject]]) -> Pass:
         """Ask all messages at once."""
-        started, sent = time.perf_counter(), self._sent.total
+        start, sent_before = time.perf_counter(), self._sent.total
         outputs = self._llm.chat(messages, self._params, use_tqdm=False)
         return Pass(
             requests=len(messages),
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - start,
             first_token_s=float(median(output.metrics.first_token_latency for output in outputs)),
             prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
             reused_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
             visual_tokens=sum(output.prompt_token_ids.count(self._video_token) for output in outputs) / len(outputs),
-            sent_bytes=self._sent.total - sent,
+            sent_bytes=self._sent.total - sent_before,
         )
 
 
-def _message(file: Path, text: str) -> JsonObject:
-    """Return a chat message with a video and a question."""
+def _make_message(file: Path, text: str) -> JsonObject:
+    """Make a chat message with a video and a question."""
     video: JsonObject = {"type": "video_url", "video_url": {"url": file.as_uri()}}
     return {"role": "user", "content": [video, {"type": "text", "text": text}]}
 
 
 class SentBytes:
-    """The bytes that go to an engine's process: its client encodes all of them."""
+    """The count of bytes sent to an engine's process, in ``total``; it wraps the encoder of the engine's client."""
 
     def __init__(self, client: Any) -> None:
         self.total = 0
         encode = client.encoder.encode
 
-        def counted(message: object) -> Any:
+        def encode_and_count(message: object) -> Any:
             parts = encode(message)
             self.total += sum(memoryview(part).nbytes for part in parts)
             return parts
 
-        client.encoder.encode = counted
+        client.encoder.encode = encode_and_count
 
 
-def questions_of(count: int) -> list[str]:
-    """Return ``count`` different texts of questions."""
+def make_questions(count: int) -> list[str]:
+    """Make ``count`` different questions."""
     return [f"Question {number}: what happens in this video, and why?" for number in range(count)]

@@ -1,4 +1,4 @@
-"""What measurements share: the machine, lines of progress, tables, times of work in turns, and processes watched."""
+"""Tools that measurements share: machine, progress lines, tables, timing in turns, and CPU and memory of processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 T = TypeVar("T")
-_WORDS = {"", "method", "tokens of", "way"}  # titles of columns that hold no numbers
+_WORDS = {"", "method", "tokens of", "way"}  # titles of columns without numbers
 MAIN, OTHER = "main process", "other of Ray"
-# What a command line holds, the first that is found: Ray's workers are called by their actors.
+# Part of a command line -> kind of process; the first match counts. Ray's workers have the names of their actors.
 KINDS = {
     "(Decoder)": "decode actor",
     "(Encoder)": "encode actor",
@@ -39,7 +39,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 def machine(device: str = "cpu") -> dict[str, str | int]:
     """Return the processor, threads and torch version, JSON-able."""
     return {
-        "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu_name(),
+        "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else _read_cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -52,7 +52,7 @@ def machine_line(device: str = "cpu") -> str:
     return f"{about['processor']}{threads}, torch {str(about['torch']).partition('+')[0]}"
 
 
-def _cpu_name() -> str:
+def _read_cpu_name() -> str:
     """Return the processor's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -67,7 +67,7 @@ def say(line: str) -> None:
 
 
 def figure_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
-    """Lay out figures: numbers stand right, words left."""
+    """Make a table of figures: numbers are aligned right, words left."""
     table = Table(title=title, title_justify="left", show_edge=False, caption=caption or None, caption_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in _WORDS else "right")
@@ -76,8 +76,8 @@ def figure_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
     return table
 
 
-def folder(text: str) -> Path:
-    """Check that a folder exists, as a flag's type."""
+def existing_folder(text: str) -> Path:
+    """Parse the path of an existing folder, as a flag's type."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {text}")
     return Path(text)
@@ -85,36 +85,36 @@ def folder(text: str) -> Path:
 
 def seconds_of(work: Callable[[], T]) -> tuple[float, T]:
     """Run ``work`` and return its wall seconds and its result."""
-    started = time.perf_counter()
+    start = time.perf_counter()
     result = work()
-    return time.perf_counter() - started, result
+    return time.perf_counter() - start, result
 
 
 def medians_in_turn(forms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, tuple[float, T]]:
-    """Run all forms in turn, again and again; return the median seconds and the last result of each, by its name.
+    """Run all forms ``repeats`` times in turn; return each form's (median seconds, last result) by its name.
 
-    A disturbance of the machine falls on all of them so.
+    Turns spread a disturbance of the machine over all forms.
     """
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     results: dict[str, T] = {}
     for _ in range(repeats):
         for name, work in forms.items():
-            took, results[name] = seconds_of(work)
-            seconds[name].append(took)
+            elapsed_s, results[name] = seconds_of(work)
+            seconds[name].append(elapsed_s)
     return {name: (median(seconds[name]), result) for name, result in results.items()}
 
 
 def kind_of(command: str) -> str:
-    """Return the kind of a process by its command line, such as "decode actor"."""
+    """Look up the kind of a process by its command line, such as "decode actor"."""
     return next((kind for part, kind in KINDS.items() if part in command), OTHER)
 
 
 class ProcessTree:
-    """A process and its descendants, also those whose parent has ended; ``look`` at it often, or ended ones are missed.
+    """A process and its descendants, orphans included; call ``look`` often, or it misses processes that end between.
 
     Attributes:
-        peak_mb: the most that all held together at a look, in MB (10^6 bytes): the sum of proportional set sizes (PSS),
-            in which pages that processes share, Ray's object store among them, count once.
+        peak_mb: the maximum over looks of the memory of all processes together, in MB (10^6 bytes): the sum of
+            proportional set sizes (PSS), in which shared pages, Ray's object store among them, count once.
     """
 
     def __init__(self, root: int) -> None:
@@ -124,45 +124,45 @@ class ProcessTree:
 
     def look(self, *, memory: bool = False) -> None:
         """Record the CPU seconds of each living process, and with ``memory`` the total memory (some ms a process)."""
-        living = self._living()
-        for pid, seconds in living.items():
+        cpu_s_by_pid = self._read_cpu_s()
+        for pid, seconds in cpu_s_by_pid.items():
             self._cpu_s[pid] = seconds
             if self._kinds.get(pid, OTHER) == OTHER:  # Ray's workers get their names late, and lose them in the end
                 self._kinds[pid] = kind_of(_read(pid, "cmdline"))
         if memory:
-            self.peak_mb = max(self.peak_mb, sum(map(_pss, living)) / 1e6)
+            self.peak_mb = max(self.peak_mb, sum(map(_read_pss, cpu_s_by_pid)) / 1e6)
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the recorded CPU seconds summed by kind of process, ended ones included."""
+        """Sum the recorded CPU seconds by kind of process, ended processes included."""
         seconds: dict[str, float] = defaultdict(float)
-        for pid, used in self._cpu_s.items():
-            seconds[self._kinds[pid]] += used
+        for pid, seconds_of_process in self._cpu_s.items():
+            seconds[self._kinds[pid]] += seconds_of_process
         return dict(seconds)
 
     def end(self) -> None:
-        """Kill the processes of the tree that still run."""
-        for pid in self._living():
+        """Kill the running processes of the tree."""
+        for pid in self._read_cpu_s():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _living(self) -> dict[int, float]:
-        """Return the CPU seconds of the tree's running processes by process id."""
+    def _read_cpu_s(self) -> dict[int, float]:
+        """Read the CPU seconds of the tree's running processes, process id -> seconds."""
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         stats = {pid: fields for pid in pids if (fields := _read(pid, "stat").rpartition(")")[2].split())}
-        inside = stats.keys() & self._kinds.keys()
-        while more := {pid for pid, fields in stats.items() if int(fields[1]) in inside} - inside:
-            inside |= more
-        return {pid: (int(stats[pid][11]) + int(stats[pid][12])) / _TICKS for pid in inside}
+        tree = stats.keys() & self._kinds.keys()
+        while children := {pid for pid, fields in stats.items() if int(fields[1]) in tree} - tree:
+            tree |= children
+        return {pid: (int(stats[pid][11]) + int(stats[pid][12])) / _TICKS for pid in tree}
 
 
-def _pss(pid: int) -> int:
-    """Return the proportional set size in bytes; 0 of a process that has ended."""
+def _read_pss(pid: int) -> int:
+    """Read the proportional set size in bytes; 0 for an ended process."""
     sizes = (line.split()[1] for line in _read(pid, "smaps_rollup").splitlines() if line.startswith("Pss:"))
     return int(next(sizes, 0)) << 10
 
 
 def _read(pid: int, name: str) -> str:
-    """Return the content of a file in /proc of a process, "" where the process has ended."""
+    """Read a file of a process in /proc; "" if the process has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").replace("\0", " ")
     except OSError:

@@ -1,1 +1,1 @@
-"""What all commands share: their flags, made of dataclasses, and their results as JSON."""
+"""The frame that all commands share: flags from dataclasses, and results as JSON."""

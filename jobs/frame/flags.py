@@ -1,4 +1,4 @@
-"""Flags from a dataclass: ``add_flags`` adds them to a parser, ``from_flags`` makes the dataclass of what was parsed.
+"""Flags from a dataclass: ``add_flags`` adds them to a parser, ``from_flags`` makes the object from parsed flags.
 
 Why not a library (tried in November 2026, on all options of jobs.prune and jobs.generate):
 
@@ -25,21 +25,21 @@ T = TypeVar("T")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for each field of a config class, in the groups that ``option`` names, own fields before inherited."""
+    """Add a flag for each field of a config class, in the groups of ``option``, own fields before inherited fields."""
     hints = get_type_hints(config)
     groups: dict[str, argparse._ArgumentGroup] = {}
     title = ""
-    for item in _own_first(config):
+    for item in _list_fields(config):
         title = item.metadata.get("group", title)
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        _add(groups[title], item, hints[item.name], getattr(config, "item", ""))
+        _add_flag(groups[title], item, hints[item.name], getattr(config, "item", ""))
 
 
 def read_config_file(path: str, config: type) -> dict[str, object]:
-    """Read the options of a YAML file, by field name, to be used as the flags' defaults.
+    """Read the options of a YAML file, field name -> value, as defaults of the flags.
 
-    Raises UsageError where the file cannot be read, names an option that does not exist, or gives one the wrong type.
+    Raises UsageError if the file cannot be read, has an unknown option, or a value of the wrong type.
     """
     import yaml  # noqa: PLC0415 - not needed for --help
 
@@ -51,34 +51,35 @@ def read_config_file(path: str, config: type) -> dict[str, object]:
         return {}
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: expected options as NAME: VALUE, got {type(content).__name__}")
-    if twice := [name for name in content if "-" in str(name) and str(name).replace("-", "_") in content]:
-        raise UsageError(f"--config {path}: {', '.join(twice)} is given twice, with - and with _")
+    if duplicates := [name for name in content if "-" in str(name) and str(name).replace("-", "_") in content]:
+        raise UsageError(f"--config {path}: {', '.join(duplicates)} is given twice, with - and with _")
     options = {str(name).replace("-", "_"): value for name, value in content.items()}
     return checked_options(config, options, f"--config {path}: ")
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
-    """Make the config object from parsed flags; the namespace may also hold values that are no fields."""
+    """Make the config object from parsed flags; other values in the namespace are ignored."""
     return config(**{item.name: getattr(namespace, item.name) for item in fields(config)})  # type: ignore[arg-type]
 
 
-def _own_first(config: type) -> list[Field[Any]]:
-    """Return a dataclass's fields with the class's own before its base's, the reverse of ``dataclasses.fields``."""
+def _list_fields(config: type) -> list[Field[Any]]:
+    """List a dataclass's fields, its own before its base's: the reverse of ``dataclasses.fields``."""
     depths = {item.name: n for n, cls in enumerate(config.__mro__) if is_dataclass(cls) for item in fields(cls)}
     return sorted(fields(config), key=lambda item: depths[item.name])
 
 
-def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str) -> None:
-    """Add one field's flag to an argument group; ``about`` completes its help text."""
+def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_name: str) -> None:
+    """Add one field's flag to an argument group; ``item_name`` completes its help text."""
     default = item.default if item.default_factory is MISSING else item.default_factory()
     # The keywords of argparse differ from one kind of flag to the next.
-    keywords: dict[str, Any] = {"default": default, "help": _help(item.metadata["help"].format(item=about), default)}
+    help_text = _format_help(item.metadata["help"].format(item=item_name), default)
+    keywords: dict[str, Any] = {"default": default, "help": help_text}
     for key in ("metavar", "choices"):
         if key in item.metadata:
             keywords[key] = item.metadata[key]
     kind = value_type(hint)
     if kind is bool:
-        keywords["action"] = argparse.BooleanOptionalAction  # a flag must be able to overrule a file
+        keywords["action"] = argparse.BooleanOptionalAction  # a flag must be able to override a file
     elif get_origin(hint) is list:
         keywords["type"] = share if item.metadata.get("share") else get_args(hint)[0]
         # A flag can take several values only if no positional word follows it.
@@ -86,14 +87,14 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
     else:
         keywords["type"] = share if item.metadata.get("share") else kind
     if item.metadata.get("positional"):
-        keywords.pop("action", None)  # words replace the default and a file's, and one place takes them all
+        keywords.pop("action", None)  # words replace the default and a file's value, and one argument takes all words
         group.add_argument(item.name, nargs="*" if get_origin(hint) is list else "?", **keywords)
     else:
         flag = item.metadata.get("flag", "--" + item.name.replace("_", "-"))
         group.add_argument(flag, dest=item.name, **keywords)
 
 
-def _help(text: str, default: Any) -> str:
-    """Return a help text with its default in brackets, if there is one worth showing."""
-    shown = " ".join(map(str, default)) if isinstance(default, list) else default
-    return text if shown is None or shown is False or shown == "" else f"{text} [{shown}]"
+def _format_help(text: str, default: Any) -> str:
+    """Append the default in brackets to a help text, unless it is None, False or empty."""
+    words = " ".join(map(str, default)) if isinstance(default, list) else default
+    return text if words is None or words is False or words == "" else f"{text} [{words}]"

@@ -17,21 +17,24 @@ from rich.console import RenderableType
 from pipeline.rows import JsonObject
 
 
-class Done(NamedTuple):
-    """The result of a command: its exit code, what else its JSON document holds, and what is printed last.
+class CommandResult(NamedTuple):
+    """The result of a command.
 
-    A record that is a list is the whole document.
+    Attributes:
+        exit_code: the exit code of the process.
+        record: the content of the JSON document besides the exit code; a list is the whole document.
+        output: tables and texts to print at the end.
     """
 
     exit_code: int
     record: Mapping[str, object] | Sequence[object]
-    printed: Sequence[RenderableType] = ()
+    output: Sequence[RenderableType] = ()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``."""
-    what = "print one JSON document on stdout, for an error too, and everything else on stderr"
-    parser.add_argument("--json", action="store_true", help=what)
+    """Add the flag ``--json`` to a parser."""
+    help_text = "print one JSON document on stdout, for an error too, and everything else on stderr"
+    parser.add_argument("--json", action="store_true", help=help_text)
 
 
 def error_record(error: BaseException, message: str = "") -> JsonObject:
@@ -42,9 +45,9 @@ def error_record(error: BaseException, message: str = "") -> JsonObject:
 def print_document(record: Mapping[str, object] | Sequence[object], stdout: TextIO | None = None) -> None:
     """Print ``record`` as strict JSON in ASCII: a number that is not finite becomes null. Raises OSError.
 
-    ``stdout`` is what ``stdout_as_stderr`` gives in its context.
+    ``stdout`` is the file that ``stdout_as_stderr`` yields.
     """
-    print_lines([json.dumps(_strict(record), indent=2, allow_nan=False)], stdout)
+    print_lines([json.dumps(_to_json_types(record), indent=2, allow_nan=False)], stdout)
 
 
 def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
@@ -55,44 +58,44 @@ def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
             print(line, file=file)
         file.flush()
     except BrokenPipeError:
-        # Flushing the rest of the buffer at exit would raise once more.
+        # Flushing the buffer at exit would raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 @contextmanager
 def stdout_as_stderr() -> Iterator[TextIO]:
-    """Send what is written to stdout to stderr, by C libraries and child processes too; yield stdout itself.
+    """Redirect stdout to stderr, for C libraries and child processes too; yield the real stdout as a file.
 
-    At the end of the context stdout is as before, but not where Python's is the process's own: a thread of Ray's may
-    print there until the process ends, such as that a worker has died.
+    If Python's stdout is the process's own, the redirection stays after the context: a thread of Ray may print until
+    the process ends, for example that a worker has crashed. Otherwise stdout is restored.
     """
     sys.stdout.flush()
-    before, kept = sys.stdout, os.dup(1)
-    own = before is sys.__stdout__
+    stream, stdout_copy = sys.stdout, os.dup(1)
+    is_process_stdout = stream is sys.__stdout__
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     try:
-        if own:
-            with open(kept, "w", encoding=before.encoding, errors=before.errors, closefd=False) as stdout:
+        if is_process_stdout:
+            with open(stdout_copy, "w", encoding=stream.encoding, errors=stream.errors, closefd=False) as stdout:
                 yield stdout
         else:
-            yield before
+            yield stream
     finally:
         sys.stderr.flush()
-        if not own:
-            os.dup2(kept, 1)
-            sys.stdout = before
-        os.close(kept)
+        if not is_process_stdout:
+            os.dup2(stdout_copy, 1)
+            sys.stdout = stream
+        os.close(stdout_copy)
 
 
-def _strict(value: Any) -> Any:
-    """Convert a value to what JSON knows: texts, finite numbers, lists and objects, which dataclasses become."""
+def _to_json_types(value: Any) -> Any:
+    """Convert a value to JSON types: dataclasses become objects, numbers that are not finite become None."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
+        return {str(key): _to_json_types(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(item) for item in value]
+        return [_to_json_types(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else str(value)

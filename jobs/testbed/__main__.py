@@ -1,4 +1,4 @@
-"""The testbed: made-up videos with questions (the benchmark `shapes`)."""
+"""The testbed: synthetic videos with questions (the benchmark `shapes`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import Parser, add_commands, exit_code_of
+from jobs.command import Parser, add_commands, run_to_exit_code
 from jobs.testbed import make
 
 EPILOG = """\
@@ -17,19 +17,19 @@ examples:
   python -m jobs.evaluate --benchmark shapes --data shapes --model shapes --method gstep vidcom2 \\
       --retention-ratio .25 .10
 
-The same command again writes the same bytes. Exit code: 0 all is written; 1 a file could not be written; 2 the request
-was refused; 130 interrupted (the same command goes on).
+The same command writes the same bytes. Exit code: 0 all is written; 1 a file could not be written; 2 the request was
+refused; 130 interrupted (rerun the same command to resume).
 """
 COMMANDS = {"make": make}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run a command of the testbed; return the exit code."""
     parser = Parser("python -m jobs.testbed", description=__doc__, epilog=EPILOG)
     add_commands(parser, COMMANDS)
     arguments = parser.parse_args(argv)
     console = Console(stderr=True)
-    return exit_code_of(lambda: int(arguments.run(arguments, console)), console, failed=(OSError,))
+    return run_to_exit_code(lambda: int(arguments.run(arguments, console)), console, failures=(OSError,))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write videos, questions with answers, and where the videos show them."""
+"""Write synthetic videos, questions with answers, and the times and positions of the answers in the videos."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jobs.command import count, file_in_folder, seldom
-from jobs.frame.stores import saying
+from jobs.command import count, file_in_folder, throttle
+from jobs.frame.stores import make_say
 from pipeline.evaluate.shapes.world import HARDNESS, SPLIT_NAMES
 
-HELP = "write videos, questions with answers, and where the videos show them"
+HELP = "write videos, questions with answers, and the times and positions of the answers"
 _DURATIONS = ("short", "medium", "long")
 _EVERY_S = 10.0  # seconds between two lines of progress
 _PICTURED = 6  # videos in the overview picture
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command."""
+    """Add the flags of ``make``."""
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="the folder to make: new, empty, or of the same recipe"
     )
@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--split",
         choices=SPLIT_NAMES,
         default="development",
-        help="tune methods on development; those of the test are for results that are published [development]",
+        help="tune methods on development; use test for published results [development]",
     )
     parser.add_argument(
         "--durations", nargs="+", choices=_DURATIONS, default=_DURATIONS, help="8, 16 and 32 s, in turn [all three]"
@@ -49,8 +49,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Make the videos and their questions; returns the exit code."""
-    from pipeline.evaluate.shapes.layout import CorpusRecipe, read_mp4, write_benchmark, write_picture  # noqa: PLC0415 - not needed for --help  # noqa: PLC0415
+    """Make the videos, their questions and the overview picture if asked; return the exit code."""
+    from pipeline.evaluate.shapes.layout import CorpusRecipe, read_mp4, write_benchmark, write_picture  # noqa: PLC0415 - not needed for --help
 
     recipe = CorpusRecipe(
         split=arguments.split,
@@ -60,10 +60,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         hardness=tuple(arguments.hardness),
         keyframe_seconds=arguments.keyframe_seconds,
     )
-    say = seldom(partial(console.print, highlight=False), _EVERY_S, last=time.monotonic())
-    asked = write_benchmark(arguments.folder, recipe, lambda done: say(f"{done} of {arguments.videos} videos"))
+    say = throttle(partial(console.print, highlight=False), _EVERY_S, last=time.monotonic())
+    n_questions = write_benchmark(
+        arguments.folder, recipe, lambda n_written: say(f"{n_written} of {arguments.videos} videos")
+    )
     if arguments.picture is not None:
         paths = sorted((arguments.folder / "data").iterdir())[:_PICTURED]
         write_picture(arguments.picture, [read_mp4(path) for path in paths])
-    saying(Console())(f"{arguments.videos} videos and {asked} questions are in {arguments.folder}")
+    make_say(Console())(f"{arguments.videos} videos and {n_questions} questions are in {arguments.folder}")
     return 0

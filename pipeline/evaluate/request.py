@@ -16,7 +16,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
-from gstep.evidence import HEAD_SOURCES, pairs
+from gstep.evidence import HEAD_SOURCES, name_source_pairs
 from gstep.language import PromptBuilder, prompt_builder
 from gstep.methods import METHODS
 from gstep.pruners import find_method
@@ -443,7 +443,7 @@ def _evidence(grid: Grid, source: ModelSource, cache: str, held: CacheIdentity |
                 needed |= dict.fromkeys(needed_by(one.method, source.model_type, one.params), one.method)
     if held is None:
         return frozenset(needed)
-    stored = pairs(held.get("evidence", {}))
+    stored = name_source_pairs(held.get("evidence", {}))
     if missing := sorted(needed.keys() - stored):
         raise UsageError(
             f"{cache} holds no {' and '.join(name for name, _ in missing)} for {needed[missing[0]]}: name another "

@@ -86,7 +86,7 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     pruner: str | None = option(
         None,
         "prune a cache of all tokens now, by this method at --retention-ratio; those that look at the question choose "
-        f"anew for every one: {', '.join(METHODS)}, or the import path module:Class of one of your own",
+        f"anew for every one: {', '.join(METHODS)}, or module:Class of your own",
         metavar="METHOD",
     )
     pruner_seed: int = option(0, "with --pruner: seed of the methods that draw random numbers", metavar="N")

@@ -124,7 +124,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
     seed: int = option(0, "seed of the methods that draw random numbers", metavar="N")
     pruner: str = option(
         "gstep",
-        f"pruning method: {', '.join(OF_A_VIDEO)}, or the import path module:Class of one of your own",
+        f"pruning method: {', '.join(OF_A_VIDEO)}, or module:Class of your own",
         metavar="METHOD",
     )
     num_frames: int | None = option(

@@ -26,7 +26,7 @@ from gstep.backbones.positions import position_faults
 from gstep.backbones.preprocess import as_frames
 from gstep.errors import is_out_of_memory
 from gstep.evidence import is_per_frame, name_of
-from gstep.lazy import importing_much
+from gstep.lazy import pause_garbage_collector
 from pipeline.cache.changed_code import check_code
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem
@@ -361,7 +361,7 @@ class Encoder:
         self._heartbeat.start()
         self._alone = threading.Lock()
         self._careful = CAREFUL if self._heartbeat.one_died else 0  # videos
-        with self._heartbeat.loading(), importing_much():
+        with self._heartbeat.loading(), pause_garbage_collector():
             self.encoder = setup.encoder()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from gstep import PRUNERS, make_pruner
 from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_of
 from gstep.errors import ModelError
-from gstep.evidence import EVIDENCE_SHAPES, HEAD_SOURCES, PER_FRAME, SOURCES, label, name_of
+from gstep.evidence import EVIDENCE_SHAPES, HEAD_SOURCES, PER_FRAME, SOURCES, make_label, name_of
 from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
@@ -227,7 +227,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
 def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
     """Return the model with the pixel and token limits of the options, if any are set."""
     limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
-    return source if limits == (None, None, None) else family_of(source).limited(*limits)
+    return source if limits == (None, None, None) else family_of(source).with_limits(*limits)
 
 
 def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
@@ -339,7 +339,7 @@ def evidence_sources(asked: Sequence[str], model_type: str, pruner: Pruner) -> d
         else:
             pairs.add(_evidence_and_source(item, model_type))
     _check_kept({name for name, _ in pairs}, pruner)
-    return {label(name, source): source for name, source in sorted(pairs)}
+    return {make_label(name, source): source for name, source in sorted(pairs)}
 
 
 def needed_by(method: str, model_type: str, params: Mapping[str, str] = MappingProxyType({})) -> set[tuple[str, str]]:

@@ -24,7 +24,7 @@ import ray
 import torch
 
 from gstep.backbones import choose_runtime
-from gstep.lazy import importing_much, saying
+from gstep.lazy import pause_garbage_collector, repeat_line
 from pipeline.errors import RunFailed, UsageError, printable, usage_errors
 from pipeline.options import RunOptions
 from pipeline.rows import Json
@@ -124,7 +124,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
 
     def import_ray_data() -> None:  # an interrupt in the middle of an import may leave its lock taken for ever
         try:
-            with importing_much():
+            with pause_garbage_collector():
                 import_module("ray.data")
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
             imported.set_exception(error)
@@ -136,7 +136,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
         # Importing takes a core a second, while Ray's processes start.
         threading.Thread(target=import_ray_data, name="import-ray-data", daemon=True).start()
         try:
-            with saying(say, "Ray's processes are still starting"):
+            with repeat_line(say, "Ray's processes are still starting"):
                 ended.result()
                 imported.result()
             return

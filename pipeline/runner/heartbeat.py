@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import ray
 from ray.actor import ActorHandle
 
-from gstep.errors import gpu_refuses_work, is_out_of_memory
+from gstep.errors import is_gpu_broken, is_out_of_memory
 from pipeline.runner.heartbeats import REPORT_S, SELDOM_S, ProgressDelta, Worker
 from pipeline.storage.outages import OUTAGES, Outage
 
@@ -238,7 +238,7 @@ def _is_broken(error: Exception) -> bool:
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "CUDA error" in str(error)
-    return gpu_refuses_work()
+    return is_gpu_broken()
 
 
 def give_up_process(item: str, error: Exception) -> NoReturn:

@@ -14,7 +14,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.renderers.hf import HfRenderer
 
 from gstep.language.types import ChatMessage
-from gstep.serving.options import check_connectors, room_for_a_video
+from gstep.serving.options import check_connectors, max_video_rows
 from gstep.serving.prompts import engine_input
 from pipeline.errors import CorruptShard, UnknownVideo
 from pipeline.serve.gate import VIDEOS
@@ -112,7 +112,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
     @cached_property
     def _room(self) -> int:
         """The visual tokens that a video may have in a prompt, known once the engine has started."""
-        return room_for_a_video(self.config)
+        return max_video_rows(self.config)
 
     def _made(self) -> CachedPrompts:
         """Return the maker of prompts, opened on first use."""

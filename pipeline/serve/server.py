@@ -16,10 +16,10 @@ from gstep.backbones import choose_runtime
 from gstep.language.weights import generation_config
 from gstep.serving.options import (
     ENVIRONMENT,
-    OWN,
+    RESERVED_OPTIONS,
     check_connectors,
-    check_room,
-    check_served,
+    check_generation_settings,
+    check_video_fits,
     engine_options,
     prepare_process,
 )
@@ -35,7 +35,7 @@ from pipeline.storage.stores import store_at
 
 _ENDS_S = 5  # beyond the shutdown timeout, in which a process that has answered its requests ends
 # What is no user's to say, beside what no engine's user can.
-_OWN = OWN | {
+_OWN = RESERVED_OPTIONS | {
     *("tokenizer_mode", "host", "port", "api_key", "served_model_name", "chat_template"),
     *(
         "allowed_media_domains",
@@ -84,7 +84,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
     if prompts.builder.axes == 1 and prompts.builder.policy.positions == "original":
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
     with usage_errors():
-        check_served(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
+        check_generation_settings(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
     params = config.engine_params()
     # vLLM's command line also takes a part of an argument, as in compilation_config.mode=3.
     refuse_own({name.partition(".")[0]: value for name, value in params.items()}, _OWN)
@@ -120,7 +120,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         parsed = _parse(arguments)
         parsed.model = model
         with usage_errors():
-            check_room(AsyncEngineArgs.from_cli_args(parsed), largest)
+            check_video_fits(AsyncEngineArgs.from_cli_args(parsed), largest)
     return arguments
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gstep.lazy import LazyTable, importing_much, load_object, saying
+from gstep.lazy import LazyTable, load_object, pause_garbage_collector, repeat_line
 from tests.waiting import wait_until
 
 TABLE = LazyTable("colour", {"red": "gstep.errors:ModelError", "blue": "no.such.module:Blue"})
@@ -26,13 +26,13 @@ def test_names_are_listed_without_an_import_and_an_unknown_one_lists_the_known()
 
 def test_a_line_is_said_until_the_work_ends():
     said: list[str] = []
-    with saying(said.append, "still loading", 0.001):
+    with repeat_line(said.append, "still loading", 0.001):
         wait_until(lambda: len(said) > 2, "three lines")
     told = len(said)
     assert set(said) == {"still loading"}
-    with saying(said.append, "never", 3600.0):
+    with repeat_line(said.append, "never", 3600.0):
         pass
-    assert len(said) == told and all(thread.name != "saying" for thread in threading.enumerate())
+    assert len(said) == told and all(thread.name != "repeat_line" for thread in threading.enumerate())
 
 
 def test_nothing_is_imported_before_it_is_asked_for(monkeypatch):
@@ -47,10 +47,10 @@ def test_what_is_imported_is_not_looked_through_for_garbage(monkeypatch, enabled
     gc.unfreeze()  # what a command that another test ran in this process has imported
     (gc.enable if enabled else gc.disable)()
     try:
-        with importing_much():
+        with pause_garbage_collector():
             assert not gc.isenabled()
         assert gc.isenabled() is enabled and gc.get_freeze_count() == 0  # nothing was imported
-        with pytest.raises(ZeroDivisionError), importing_much():
+        with pytest.raises(ZeroDivisionError), pause_garbage_collector():
             monkeypatch.setitem(sys.modules, "just_imported", sys)
             1 // 0  # noqa: B018
         assert gc.isenabled() is enabled and gc.get_freeze_count() > 0

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from jobs import command, prune
-from jobs.command import LogConsole, count, exit_code_of, file_in_folder, share
+from jobs.command import LogConsole, count, file_in_folder, run_to_exit_code, share
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
 from tests.interpreter import run_python
@@ -21,7 +21,7 @@ def code_of(work, **more) -> tuple[int, str]:
     """The exit code, and what was said."""
     console = Console(width=200)
     with console.capture() as said:
-        code = exit_code_of(work, console, **more)
+        code = run_to_exit_code(work, console, **more)
     return code, said.get().strip()
 
 
@@ -36,19 +36,19 @@ def test_errors_become_exit_codes_with_a_line_each():
     failed = (RunFailed, CorruptShard)
     assert code_of(lambda: 0) == (0, "")
     assert code_of(lambda: 1) == (1, "")
-    assert code_of(raising(RunFailed("no [room]")), failed=failed) == (1, "failed: no [room]")
-    assert code_of(raising(UsageError("no such [flag]")), failed=failed) == (2, "error: no such [flag]")
-    assert code_of(raising(ValueError("odd")), refused=(ValueError,)) == (2, "error: odd")
-    assert code_of(raising(UsageError("x")), failed=(UsageError,)) == (1, "failed: x")
-    assert code_of(raising(KeyboardInterrupt()), interrupted="ended early") == (130, "ended early")
+    assert code_of(raising(RunFailed("no [room]")), failures=failed) == (1, "failed: no [room]")
+    assert code_of(raising(UsageError("no such [flag]")), failures=failed) == (2, "error: no such [flag]")
+    assert code_of(raising(ValueError("odd")), refusals=(ValueError,)) == (2, "error: odd")
+    assert code_of(raising(UsageError("x")), failures=(UsageError,)) == (1, "failed: x")
+    assert code_of(raising(KeyboardInterrupt()), interrupt_message="ended early") == (130, "ended early")
 
 
 def test_a_log_has_the_time_in_front_of_every_message_and_no_line_is_cut(capsys):
     console = LogConsole()
     console.print("note: " + "word " * 100, highlight=False)
     console.print("[room]", markup=False)
-    assert exit_code_of(raising(RunFailed("x" * 300)), console, failed=(RunFailed,)) == 1
-    assert exit_code_of(raising(UsageError("y" * 300)), console) == 2  # nothing was started: no log
+    assert run_to_exit_code(raising(RunFailed("x" * 300)), console, failures=(RunFailed,)) == 1
+    assert run_to_exit_code(raising(UsageError("y" * 300)), console) == 2  # nothing was started: no log
     lines = capsys.readouterr().err.splitlines()
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
     wanted = [f"{stamp}note: (word ){{100}}", stamp + r"\[room\]", f"{stamp}failed: x{{300}}", "error: y{300}"]
@@ -64,7 +64,9 @@ def test_sigterm_is_an_interruption():
     assert code_of(work) == (130, "interrupted")
 
 
-@pytest.mark.parametrize(("signals", "last"), [(2, "interrupted again: ended at once"), (1, "a request does not end")])
+@pytest.mark.parametrize(
+    ("signals", "last"), [(2, "interrupted again: exiting at once"), (1, "a request does not finish")]
+)
 def test_an_interrupt_that_is_swallowed_ends_the_process_at_the_next_one_and_in_time(
     monkeypatch, tmp_path, signals, last
 ):
@@ -83,7 +85,7 @@ def test_an_interrupt_that_is_swallowed_ends_the_process_at_the_next_one_and_in_
     pid = os.fork()
     if pid == 0:
         with (tmp_path / "log").open("w", buffering=1) as log:
-            exit_code_of(work, Console(file=log))
+            run_to_exit_code(work, Console(file=log))
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert (tmp_path / "log").read_text().splitlines()[-1].endswith(last)
@@ -101,7 +103,7 @@ def test_an_error_behind_an_interrupt_is_a_line_and_not_its_end():
 
         return fail
 
-    assert code_of(work(RunFailed("the store")), failed=(RunFailed,)) == (130, "interrupted\nfailed: the store")
+    assert code_of(work(RunFailed("the store")), failures=(RunFailed,)) == (130, "interrupted\nfailed: the store")
     assert code_of(work(OSError("the store"))) == (130, "interrupted\nfailed: the store")
 
 
@@ -114,7 +116,7 @@ def test_what_could_not_be_written_is_said_of_an_interrupt():
 LEAVING = """
 import atexit, os, signal, sys
 from rich.console import Console
-from jobs.command import exit_code_of
+from jobs.command import run_to_exit_code
 
 def work():
     sys.stdout.write("result")
@@ -126,7 +128,7 @@ def leave():
 
 atexit.register(leave)
 sys.argv[0] = "{name}"
-sys.exit(exit_code_of(work, Console(stderr=True)))
+sys.exit(run_to_exit_code(work, Console(stderr=True)))
 """
 
 

@@ -142,7 +142,7 @@ def test_a_driver_that_is_terminated_says_what_goes_on(chain, visible):
     assert "running for" in " ".join(run_here(inspect, [str(chain.cache)]).stdout.split())
     os.kill(driver.pid, signal.SIGTERM)
     assert driver.wait() == 130, driver.output
-    assert "the same command goes on from here" in driver.output and "Traceback" not in driver.output
+    assert "Rerun the same command to resume" in driver.output and "Traceback" not in driver.output
     newest = max((chain.cache / "runs").glob("*.json"))
     assert json.loads(newest.read_text())["status"] == "cancelled"
     assert 0 < len(visible.check(chain.cache)) < len(visible.ids)

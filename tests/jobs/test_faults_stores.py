@@ -169,7 +169,7 @@ def test_a_second_signal_ends_the_run_at_once_and_the_next_run_goes_on(visible, 
     driver.until(lambda: "stopping: " in driver.output, "the first signal")
     os.kill(driver.pid, signal.SIGTERM)
     assert driver.wait() == 130, driver.output
-    assert "interrupted again: ended at once" in driver.output and "was not written" not in driver.output
+    assert "interrupted again: exiting at once" in driver.output and "was not written" not in driver.output
     stopped.proxy.away.clear()
     before = visible.check_rows(stopped.cache())
     _, done = run_on(stopped.proxy, videos, "stopped")

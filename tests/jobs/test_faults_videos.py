@@ -171,9 +171,7 @@ def test_files_that_many_videos_miss_are_a_failed_run(cluster, tmp_path):
     done = run_here(prune, argv)
     assert done.returncode == 1, done.stdout
     said = " ".join(done.stdout.split())
-    assert "failed: 11 of 22 videos failed by what is no fault of theirs (io, bugs, memory of a GPU)" in said
-    assert said.endswith(
-        "more than 10: look at nodes, mounts, credentials and GPUs, then run again with --retry-failed"
-    )
+    assert "failed: 11 of 22 videos failed for infrastructure reasons (I/O, bugs, GPU memory)" in said
+    assert said.endswith("more than 10. Check nodes, mounts, credentials and GPUs, then rerun with --retry-failed")
     assert set(TokenCache(tmp_path / "c").failed.values()) == {"io"}
     assert run_here(prune, [*argv, "--max-failed", "11"]).returncode == 0

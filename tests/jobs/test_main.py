@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from jobs.__main__ import COMMANDS, main
-from jobs.command import VERSIONS_OF
+from jobs.command import VERSIONED_PACKAGES
 from tests.interpreter import run_python
 from tests.paths import ROOT
 
@@ -19,8 +19,8 @@ def test_each_command_runs_by_its_name_and_says_the_versions(name, capsys):
         with pytest.raises(SystemExit, match="0"):
             main(argv)
     said = capsys.readouterr().out
-    lines = dict(line.split(" ", 1) for line in said.splitlines()[: len(VERSIONS_OF)])
-    assert tuple(lines) == VERSIONS_OF and all(version[0].isdigit() for version in lines.values())
+    lines = dict(line.split(" ", 1) for line in said.splitlines()[: len(VERSIONED_PACKAGES)])
+    assert tuple(lines) == VERSIONED_PACKAGES and all(version[0].isdigit() for version in lines.values())
     assert "--version" in said and callable(import_module(COMMANDS[name][0]).main)
 
 

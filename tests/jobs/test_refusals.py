@@ -90,6 +90,8 @@ def test_a_pruner_that_selects_for_each_question(refuse, videos, tmp_path, prune
             ["fastvid", "--pruner-param", "variant=llava"],
             "qwen3_vl does not give frame_feature, token_",
         ),
+        ("tiny-qwen2-5-vl", ["flashvid"], "--pruner flashvid: the encoder of qwen2_5_vl does not give token_attention"),
+        ("tiny-qwen3-vl", ["holitom"], "--pruner holitom: the encoder of qwen3_vl does not give token_attention from"),
         ("tiny", ["fastvid", "--pruner-param", "variant=qwen"], "models of type qwen2_5_vl or qwen3_vl or"),
         ("tiny", ["fastvid"], "name it with --siglip, for the published models google/siglip-so400m-patch14-384"),
         ("tiny", ["fastvid", "--siglip", "nowhere/at/all"], "'nowhere/at/all' is no folder on this machine"),

@@ -88,7 +88,7 @@ def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(clus
 
     assert cluster.stop("first").returncode == 0
     assert cluster.wait_for("first")["status"] == "STOPPED"
-    assert "the same command goes on from here" in cluster.logs("first")
+    assert "Rerun the same command to resume" in cluster.logs("first")
     assert [record["status"] for record in run_records(cache)] == ["cancelled"]
     half = TokenCache(cache)
     assert 2 <= len(half) < len(ids)

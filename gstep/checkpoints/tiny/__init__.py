@@ -1,6 +1,6 @@
-"""Seeded random checkpoints of a megabyte, in the layout of the hub's, the same bytes on every machine.
+"""The tiny models: seeded random checkpoints of a megabyte in published layouts, for runs without a download.
 
-They make a run possible without a download.
+They are the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gstep.checkpoints.tiny.qwen import QWEN2_5_VL, QWEN3_VL
 from gstep.checkpoints.tiny.qwen_moe import QWEN3_5, QWEN3_5_MOE, QWEN3_VL_MOE
 from gstep.errors import ModelError
 
-VERSION = "1"  # raise it with any change to what is written: cached tokens of another version are refused
+VERSION = "1"  # raise it with any change to the files: cached tokens of another version are refused
 
 TINY: Mapping[str, TinyModel] = {
     "tiny": LLAVA_ONEVISION,
@@ -35,17 +35,17 @@ TINY: Mapping[str, TinyModel] = {
     "tiny-qwen3-5-moe": QWEN3_5_MOE,
     "tiny-internvl": INTERNVL,
 }
-#: Checkpoints that are no models of videos by themselves; single tensors are taken from them.
+#: Checkpoints from which single tensors are taken; they are no video models.
 PARTS: Mapping[str, TinyModel] = {"tiny-siglip": SIGLIP}
 _ALL = {**TINY, **PARTS}
 
 
 def build(name: str) -> Path:
-    """Return the folder of a tiny model; build it below XDG_CACHE_HOME, else among temporary files, if it is missing.
+    """Return the folder of a tiny model, built if it is missing, below XDG_CACHE_HOME or the temporary folder.
 
-    Several processes may race: a folder appears whole, in one rename. Raises ModelError where none can be made.
+    Several processes may race: the folder appears whole, in one rename. Raises ModelError if it cannot be written.
     """
-    folder = _cache_root() / identity(name).replace(":", "-")
+    folder = _choose_cache_root() / identity(name).replace(":", "-")
     if folder.is_dir():
         return folder
     try:
@@ -69,7 +69,7 @@ def build(name: str) -> Path:
 def write(name: str, folder: Path) -> None:
     """Write a tiny model's files into an existing folder."""
     model = _ALL[name]
-    save_file(_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_draw_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
     for filename, content in {"config.json": model.config, **model.processor_files}.items():
         (folder / filename).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.write(folder, model.tokenizer)
@@ -79,24 +79,24 @@ def write(name: str, folder: Path) -> None:
 def identity(name: str) -> str:
     """Compute "<name>:<version>-<hash>"; the hash covers the config and every weight, so that nodes can be compared."""
     digest = hashlib.sha256(json.dumps(_ALL[name].config, sort_keys=True).encode())
-    for key, array in sorted(_weights(name).items()):
+    for key, array in sorted(_draw_weights(name).items()):
         digest.update(f"\n{key} {array.shape}\n".encode())
         digest.update(array.tobytes())
     return f"{name}:{VERSION}-{digest.hexdigest()[:12]}"
 
 
-def _weights(name: str) -> Weights:
+def _draw_weights(name: str) -> Weights:
     """Draw all weights of the tiny model ``name``."""
     return _ALL[name].weights(_ALL[name].config)
 
 
-def _cache_root() -> Path:
-    """Choose the folder for tiny models outside the home folder, where a first try should leave nothing.
+def _choose_cache_root() -> Path:
+    """Choose the parent folder of tiny models; never the home folder, so that a first try leaves nothing there.
 
-    Raises ModelError where another user owns it.
+    Raises ModelError if another user owns it.
     """
-    if named := os.environ.get("XDG_CACHE_HOME"):
-        return Path(named).expanduser() / "gstep"
+    if cache_home := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache_home).expanduser() / "gstep"
     root = Path(tempfile.gettempdir()) / f"gstep-{os.getuid()}"
     if root.exists() and root.stat().st_uid != os.getuid():
         raise ModelError(f"{root} belongs to another user: set XDG_CACHE_HOME to a folder of your own")

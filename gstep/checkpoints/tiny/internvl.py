@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, decoder
+from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, draw_decoder
 from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
@@ -25,7 +25,7 @@ _CHAT_TEMPLATE = """\
 """
 
 
-def _weights(config: Mapping[str, Any]) -> Weights:
+def _draw_weights(config: Mapping[str, Any]) -> Weights:
     """Draw the weights of the vision tower, the projector and the language model."""
     draw, tower, vision = Draw(), "vision_tower", config["vision_config"]
     width, inner = vision["hidden_size"], vision["intermediate_size"]
@@ -50,7 +50,7 @@ def _weights(config: Mapping[str, Any]) -> Weights:
     draw.linear("multi_modal_projector.linear_1", text["hidden_size"], 4 * width)
     draw.weights["multi_modal_projector.linear_2.weight"] = draw.balanced(text["hidden_size"], text["hidden_size"])
     draw.weights["multi_modal_projector.linear_2.bias"] = draw.uniform((text["hidden_size"],), 0.05)
-    decoder(draw, text, model="language_model.model", head="language_model.lm_head", bias=False, qk_norm=True)
+    draw_decoder(draw, text, model="language_model.model", head="language_model.lm_head", bias=False, qk_norm=True)
     return draw.weights
 
 
@@ -108,11 +108,11 @@ INTERNVL = TinyModel(
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default",
     },
-    weights=_weights,
+    weights=_draw_weights,
     tokenizer=TinyTokenizer(
         _SPECIAL,
         _CHAT_TEMPLATE,
-        named={
+        roles={
             "start_image_token": "<img>",
             "end_image_token": "</img>",
             "context_image_token": "<IMG_CONTEXT>",

@@ -1,7 +1,7 @@
 """The tiny LLaVA-OneVision and the tiny SigLIP beside it, with 64 channels and two layers.
 
-The geometry is the real one: 27 x 27 patches, 196 tokens a frame. SigLIP has what LLaVA-OneVision leaves out: its
-attention-pooling head and its text tower.
+The geometry is the real geometry: 27 x 27 patches, 196 tokens a frame. SigLIP has the parts that LLaVA-OneVision lacks:
+the attention-pooling head and the text tower.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, decoder
+from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, draw_decoder
 from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
 
 _TOKENIZER = TinyTokenizer(
@@ -33,18 +33,18 @@ _TOKENIZER = TinyTokenizer(
 )
 
 
-def _vision_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
+def _draw_vision_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
     """Draw the weights of a SigLIP vision tower below ``prefix``."""
     width, patch = config["hidden_size"], config["patch_size"]
     draw.weights[f"{prefix}.embeddings.patch_embedding.weight"] = draw.patch_embedding(width, 3, patch, patch)
     draw.weights[f"{prefix}.embeddings.patch_embedding.bias"] = draw.uniform((width,), 0.05)
     positions = (config["image_size"] // patch) ** 2
     draw.weights[f"{prefix}.embeddings.position_embedding.weight"] = draw.uniform((positions, width), 0.5)
-    _layers(draw, prefix, config)
+    _draw_layers(draw, prefix, config)
     draw.norm(f"{prefix}.post_layernorm", width, bias=True)
 
 
-def _layers(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
+def _draw_layers(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
     """Draw the layers of SigLIP's vision or text tower."""
     width = config["hidden_size"]
     for layer in (f"{prefix}.encoder.layers.{i}" for i in range(config["num_hidden_layers"])):
@@ -57,16 +57,16 @@ def _layers(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
         draw.linear(f"{layer}.mlp.fc2", width, config["intermediate_size"], gain=0.5)
 
 
-def _llava_weights(config: Mapping[str, Any]) -> Weights:
+def _draw_llava_weights(config: Mapping[str, Any]) -> Weights:
     """Draw the weights of the vision tower, the projector, the newline and the language model."""
     draw = Draw()
-    _vision_tower(draw, "vision_tower.vision_model", config["vision_config"])
+    _draw_vision_tower(draw, "vision_tower.vision_model", config["vision_config"])
     vision, text = config["vision_config"]["hidden_size"], config["text_config"]["hidden_size"]
     draw.linear("multi_modal_projector.linear_1", text, vision)
     draw.linear("multi_modal_projector.linear_2", text, text)
     draw.weights["multi_modal_projector.linear_2.weight"] = draw.balanced(text, text)
     draw.weights["image_newline"] = draw.uniform((text,), 0.7)
-    decoder(draw, config["text_config"], model="language_model.model", head="language_model.lm_head")
+    draw_decoder(draw, config["text_config"], model="language_model.model", head="language_model.lm_head")
     return draw.weights
 
 
@@ -94,7 +94,7 @@ _LLAVA: Mapping[str, Any] = {
     "use_image_newline_parameter": True,
     "video_token_index": _TOKENIZER.id_of("<video>"),
     "vision_aspect_ratio": "anyres_max_9",
-    "vision_config": {  # the geometry of the real one: 27 x 27 patches, 196 tokens a frame
+    "vision_config": {  # the real geometry: 27 x 27 patches, 196 tokens a frame
         "hidden_size": 64,
         "image_size": 384,
         "intermediate_size": 128,
@@ -123,7 +123,7 @@ _PIXELS = {
 
 LLAVA_ONEVISION = TinyModel(
     config=_LLAVA,
-    weights=_llava_weights,
+    weights=_draw_llava_weights,
     tokenizer=_TOKENIZER,
     processor_files={
         "generation_config.json": {
@@ -150,12 +150,12 @@ LLAVA_ONEVISION = TinyModel(
 )
 
 
-def _siglip_weights(config: Mapping[str, Any]) -> Weights:
+def _draw_siglip_weights(config: Mapping[str, Any]) -> Weights:
     """Draw the weights of the pooling head and the text tower."""
     draw, head = Draw(), "vision_model.head"
     width, inner = config["vision_config"]["hidden_size"], config["vision_config"]["intermediate_size"]
     draw.norm("vision_model.post_layernorm", width, bias=True)
-    # Large weights make the probe's attention sharp, as in ``_layers``.
+    # Large weights make the probe's attention sharp, as in ``_draw_layers``.
     draw.weights[f"{head}.probe"] = draw.uniform((1, 1, width), 1.0)
     draw.weights[f"{head}.attention.in_proj_weight"] = draw.uniform((3 * width, width), 2 / width**0.5)
     draw.weights[f"{head}.attention.in_proj_bias"] = draw.uniform((3 * width,), 0.05)
@@ -163,17 +163,17 @@ def _siglip_weights(config: Mapping[str, Any]) -> Weights:
     draw.norm(f"{head}.layernorm", width, bias=True)
     draw.linear(f"{head}.mlp.fc1", inner, width)
     draw.linear(f"{head}.mlp.fc2", width, inner, gain=0.5)
-    _text_tower(draw, "text_model", config["text_config"])
+    _draw_text_tower(draw, "text_model", config["text_config"])
     return draw.weights
 
 
-def _text_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
+def _draw_text_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
     """Draw the weights of SigLIP's text tower below ``prefix``."""
     width = config["hidden_size"]
     draw.weights[f"{prefix}.embeddings.token_embedding.weight"] = draw.uniform((config["vocab_size"], width), 1.0)
     positions = config["max_position_embeddings"]
     draw.weights[f"{prefix}.embeddings.position_embedding.weight"] = draw.uniform((positions, width), 0.5)
-    _layers(draw, prefix, config)
+    _draw_layers(draw, prefix, config)
     draw.norm(f"{prefix}.final_layer_norm", width, bias=True)
     draw.linear(f"{prefix}.head", width, width)
 
@@ -200,7 +200,7 @@ SIGLIP = TinyModel(
             "num_hidden_layers": _VISION["num_hidden_layers"] + 1,
         },
     },
-    weights=_siglip_weights,
+    weights=_draw_siglip_weights,
     tokenizer=_TEXT_TOKENIZER,
     processor_files={},
 )

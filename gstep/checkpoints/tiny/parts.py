@@ -1,4 +1,4 @@
-"""Random weights for the parts that tiny models are made of, scaled so that their tokens differ clearly.
+"""Random weights for the parts of tiny models, scaled so that their tokens differ clearly.
 
 With plain small weights all tokens of a video would look alike, and a pruning method would see rounding noise.
 """
@@ -32,9 +32,9 @@ class TinyModel:
 
 
 class Draw:
-    """A seeded source of random weights, kept by name.
+    """A seeded source of random weights, collected by name in ``weights``.
 
-    Draws are uniform, because that takes exact operations alone: the same bits on every machine.
+    Draws are uniform, which takes only exact operations: the same bits on every machine.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Draw:
         return unit * np.float32(std * math.sqrt(3))
 
     def patch_embedding(self, *shape: int) -> Array:
-        """Draw [width, 3, ..., side, side], which makes a vector of the pixels of a patch."""
+        """Draw a convolution kernel [width, 3, ..., side, side] that maps a patch's pixels to a vector."""
         *front, side, _ = shape
         spread = math.sqrt(math.prod(shape[1:]))
         # Texture louder than brightness: neighbouring pixels agree, so patches would else differ in brightness alone.
@@ -56,28 +56,28 @@ class Draw:
         return kernel + self.uniform((*shape[:2], *[1] * (len(shape) - 2)), 1 / spread / side)
 
     def balanced(self, n_out: int, n_in: int) -> Array:
-        """Draw the matrix of a layer behind GELU, whose rows sum to zero.
+        """Draw the matrix [n_out, n_in] of a layer behind GELU; its rows sum to zero.
 
-        GELU gives every hidden unit the same positive mean, which is thereby kept out of all tokens.
+        GELU gives every hidden unit the same positive mean; zero sums keep it out of the tokens.
         """
         half = self.uniform((n_out, n_in // 2), 1 / math.sqrt(n_in))
         matrix: Array = np.concatenate([half, -half], axis=1)
         return matrix
 
     def linear(self, name: str, n_out: int, n_in: int, *, gain: float = 1.0, bias: bool = True) -> None:
-        """Draw a linear layer whose outputs have about ``gain`` times the spread of its inputs."""
+        """Draw and store a linear layer's weights, whose outputs have about ``gain`` times the spread of its inputs."""
         self.weights[f"{name}.weight"] = self.uniform((n_out, n_in), gain / math.sqrt(n_in))
         if bias:
             self.weights[f"{name}.bias"] = self.uniform((n_out,), 0.05)
 
     def norm(self, name: str, width: int, *, bias: bool) -> None:
-        """Draw the weight of a norm, near 1, and its bias."""
+        """Draw and store the weight of a norm, near 1, and its bias."""
         self.weights[f"{name}.weight"] = np.float32(1) + self.uniform((width,), 0.05)
         if bias:
             self.weights[f"{name}.bias"] = self.uniform((width,), 0.05)
 
 
-def decoder(
+def draw_decoder(
     draw: Draw,
     config: Mapping[str, Any],
     *,
@@ -89,7 +89,10 @@ def decoder(
 ) -> None:
     """Draw a language model of Qwen2 (biases of q, k and v) or Qwen3 (norms of q and k, no biases), and its head.
 
-    Without ``mlp`` its layers lack theirs, for a mixture of experts.
+    Args:
+        model: the name prefix of the model's weights.
+        head: the name of the language-model head.
+        mlp: False leaves out the MLPs, for a mixture of experts.
     """
     width, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = width // config["num_attention_heads"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, decoder
+from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, draw_decoder
 from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
 
 SPECIAL = (
@@ -46,7 +46,7 @@ _DEFAULT_SYSTEM = """\
 """
 
 
-def chat_tokenizer(*, default_system: bool) -> TinyTokenizer:
+def make_chat_tokenizer(*, default_system: bool) -> TinyTokenizer:
     """Describe the families' tokenizer; only Qwen2.5-VL puts a system message before a prompt that has none."""
     system = _DEFAULT_SYSTEM if default_system else ""
     return TinyTokenizer(SPECIAL, _CHAT_TEMPLATE.replace("DEFAULT_SYSTEM", system))
@@ -81,7 +81,7 @@ GENERATION: Mapping[str, Any] = {
 }
 
 
-def _attention(draw: Draw, prefix: str, width: int) -> None:
+def _draw_attention(draw: Draw, prefix: str, width: int) -> None:
     """Draw fused q, k, v and the projection behind them, so loud that attention picks, as in SigLIP."""
     for part, gain in {"q": 2.0, "k": 2.0, "v": 0.7}.items():
         draw.linear(f"{prefix}.{part}", width, width, gain=gain)
@@ -92,14 +92,14 @@ def _attention(draw: Draw, prefix: str, width: int) -> None:
     draw.linear(f"{prefix}.proj", width, width, gain=0.7)
 
 
-def _merger(draw: Draw, first: str, second: str, n_in: int, n_out: int) -> None:
+def _draw_merger(draw: Draw, first: str, second: str, n_in: int, n_out: int) -> None:
     """Draw the two layers that make one token of 2 x 2 patches."""
     draw.linear(first, n_in, n_in)
     draw.weights[f"{second}.weight"] = draw.balanced(n_out, n_in)
     draw.weights[f"{second}.bias"] = draw.uniform((n_out,), 0.05)
 
 
-def _qwen2_5_weights(config: Mapping[str, Any]) -> Weights:
+def _draw_qwen2_5_weights(config: Mapping[str, Any]) -> Weights:
     """Draw the weights of the vision tower and the language model."""
     draw = Draw()
     vision = config["vision_config"]
@@ -109,17 +109,17 @@ def _qwen2_5_weights(config: Mapping[str, Any]) -> Weights:
     for block in (f"visual.blocks.{i}" for i in range(vision["depth"])):
         draw.norm(f"{block}.norm1", width, bias=False)
         draw.norm(f"{block}.norm2", width, bias=False)
-        _attention(draw, f"{block}.attn", width)
+        _draw_attention(draw, f"{block}.attn", width)
         for part in ("gate_proj", "up_proj"):
             draw.linear(f"{block}.mlp.{part}", inner, width)
         draw.linear(f"{block}.mlp.down_proj", width, inner, gain=0.5)
     draw.norm("visual.merger.ln_q", width, bias=False)
-    _merger(draw, "visual.merger.mlp.0", "visual.merger.mlp.2", 4 * width, vision["out_hidden_size"])
-    decoder(draw, config, model="model", head="lm_head")
+    _draw_merger(draw, "visual.merger.mlp.0", "visual.merger.mlp.2", 4 * width, vision["out_hidden_size"])
+    draw_decoder(draw, config, model="model", head="lm_head")
     return draw.weights
 
 
-def qwen3_tower(draw: Draw, vision: Mapping[str, Any]) -> None:
+def draw_qwen3_tower(draw: Draw, vision: Mapping[str, Any]) -> None:
     """Draw the weights of the vision tower and of as many deepstack mergers as it has levels."""
     visual = "model.visual"
     width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
@@ -130,21 +130,21 @@ def qwen3_tower(draw: Draw, vision: Mapping[str, Any]) -> None:
     for block in (f"{visual}.blocks.{i}" for i in range(vision["depth"])):
         draw.norm(f"{block}.norm1", width, bias=True)
         draw.norm(f"{block}.norm2", width, bias=True)
-        _attention(draw, f"{block}.attn", width)
+        _draw_attention(draw, f"{block}.attn", width)
         draw.linear(f"{block}.mlp.linear_fc1", inner, width)
         draw.linear(f"{block}.mlp.linear_fc2", width, inner, gain=0.5)
     levels = [f"{visual}.deepstack_merger_list.{i}" for i in range(len(vision["deepstack_visual_indexes"]))]
     for part in (f"{visual}.merger", *levels):
         # The norm of a deepstack level comes after its 2 x 2 patches were laid side by side.
         draw.norm(f"{part}.norm", 4 * width if part in levels else width, bias=True)
-        _merger(draw, f"{part}.linear_fc1", f"{part}.linear_fc2", 4 * width, out)
+        _draw_merger(draw, f"{part}.linear_fc1", f"{part}.linear_fc2", 4 * width, out)
 
 
-def _qwen3_weights(config: Mapping[str, Any]) -> Weights:
+def _draw_qwen3_weights(config: Mapping[str, Any]) -> Weights:
     """Draw the weights of the vision tower, its deepstack mergers and the language model."""
     draw = Draw()
-    qwen3_tower(draw, config["vision_config"])
-    decoder(draw, config["text_config"], model="model.language_model", head="lm_head", bias=False, qk_norm=True)
+    draw_qwen3_tower(draw, config["vision_config"])
+    draw_decoder(draw, config["text_config"], model="model.language_model", head="lm_head", bias=False, qk_norm=True)
     return draw.weights
 
 
@@ -179,8 +179,8 @@ _QWEN2_5 = {  # flat, without text_config, as on the hub
 
 QWEN2_5_VL = TinyModel(
     config=_QWEN2_5,
-    weights=_qwen2_5_weights,
-    tokenizer=chat_tokenizer(default_system=True),
+    weights=_draw_qwen2_5_weights,
+    tokenizer=make_chat_tokenizer(default_system=True),
     processor_files={
         "generation_config.json": GENERATION,
         "preprocessor_config.json": {  # the only one, as on the hub; there max_pixels is 12845056
@@ -254,7 +254,7 @@ QWEN3_PIXEL_FILES: Mapping[str, Mapping[str, Any]] = {
 
 QWEN3_VL = TinyModel(
     config=QWEN3,
-    weights=_qwen3_weights,
-    tokenizer=chat_tokenizer(default_system=False),
+    weights=_draw_qwen3_weights,
+    tokenizer=make_chat_tokenizer(default_system=False),
     processor_files={"generation_config.json": GENERATION, **QWEN3_PIXEL_FILES},
 )

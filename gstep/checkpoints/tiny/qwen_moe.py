@@ -1,6 +1,6 @@
-"""The tiny Qwen3-VL-MoE, Qwen3.5 and Qwen3.5-MoE: the tower of the tiny Qwen3-VL with the language models of today.
+"""The tiny Qwen3-VL-MoE, Qwen3.5 and Qwen3.5-MoE: the tower of the tiny Qwen3-VL with newer language models.
 
-Experts are 48 channels wide, not half of the 64 of a token, so that transposed experts fit nowhere.
+Experts are 48 channels wide, not half of a token's 64, so that transposed experts have another shape.
 """
 
 from __future__ import annotations
@@ -11,14 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, decoder
-from gstep.checkpoints.tiny.qwen import GENERATION, QWEN3, QWEN3_PIXEL_FILES, SPECIAL, chat_tokenizer, qwen3_tower
+from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, draw_decoder
+from gstep.checkpoints.tiny.qwen import (
+    GENERATION,
+    QWEN3,
+    QWEN3_PIXEL_FILES,
+    SPECIAL,
+    draw_qwen3_tower,
+    make_chat_tokenizer,
+)
 
 _EXPERTS: Mapping[str, Any] = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-def _experts(draw: Draw, layer: str, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Draw the router of a layer; return its experts' (gate and up, down) in the layout of transformers' modules."""
+def _draw_experts(draw: Draw, layer: str, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Draw and store a layer's router; return its experts' tensors, name -> [E, ...], in transformers' layout.
+
+    The caller stores the experts in the layout of its checkpoint.
+    """
     width, inner, count = text["hidden_size"], text["moe_intermediate_size"], text["num_experts"]
     draw.linear(f"{layer}.mlp.gate", count, width, gain=2, bias=False)
     return {
@@ -27,30 +37,30 @@ def _experts(draw: Draw, layer: str, text: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe_weights(config: Mapping[str, Any]) -> Weights:
-    """Draw the weights; the published checkpoints hold each expert's matrices transposed."""
+def _draw_qwen3_moe_weights(config: Mapping[str, Any]) -> Weights:
+    """Draw the weights; each expert's matrices are transposed, as in the published checkpoints."""
     draw, text, model = Draw(), config["text_config"], "model.language_model"
-    qwen3_tower(draw, config["vision_config"])
-    decoder(draw, text, model=model, head="lm_head", bias=False, qk_norm=True, mlp=False)
+    draw_qwen3_tower(draw, config["vision_config"])
+    draw_decoder(draw, text, model=model, head="lm_head", bias=False, qk_norm=True, mlp=False)
     for layer in (f"{model}.layers.{i}" for i in range(text["num_hidden_layers"])):
-        for name, weight in _experts(draw, layer, text).items():
+        for name, weight in _draw_experts(draw, layer, text).items():
             draw.weights[f"{layer}.mlp.experts.{name}"] = np.ascontiguousarray(weight.transpose(0, 2, 1))
     return draw.weights
 
 
-def _qwen3_5_weights(config: Mapping[str, Any]) -> Weights:
-    """Draw the weights; the mixture of experts has a shared expert, and one tensor for each matrix of an expert."""
+def _draw_qwen3_5_weights(config: Mapping[str, Any]) -> Weights:
+    """Draw the weights; a mixture of experts has a shared expert, and a tensor for each matrix of each expert."""
     draw, text, model = Draw(), config["text_config"], "model.language_model"
     width, head_dim = text["hidden_size"], text["head_dim"]
     heads, keys = text["num_attention_heads"] * head_dim, text["num_key_value_heads"] * head_dim
-    qwen3_tower(draw, config["vision_config"])
+    draw_qwen3_tower(draw, config["vision_config"])
     draw.weights[f"{model}.embed_tokens.weight"] = draw.uniform((text["vocab_size"], width), 0.7)
     for i, kind in enumerate(text["layer_types"]):
         layer = f"{model}.layers.{i}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             draw.weights[f"{layer}.{norm}.weight"] = draw.uniform((width,), 0.05)  # 1 is added to it
         if kind == "linear_attention":
-            _gated_delta_net(draw, f"{layer}.linear_attn", text)
+            _draw_gated_delta_net(draw, f"{layer}.linear_attn", text)
         else:
             for part, size in {"q_proj": 2 * heads, "k_proj": keys, "v_proj": keys}.items():  # q and its gate
                 draw.linear(f"{layer}.self_attn.{part}", size, width, bias=False)
@@ -58,14 +68,16 @@ def _qwen3_5_weights(config: Mapping[str, Any]) -> Weights:
                 draw.weights[f"{layer}.self_attn.{part}.weight"] = draw.uniform((head_dim,), 0.05)
             draw.linear(f"{layer}.self_attn.o_proj", width, heads, gain=2, bias=False)
         if "num_experts" in text:
-            for name, weight in _experts(draw, layer, text).items():
+            for name, weight in _draw_experts(draw, layer, text).items():
                 for expert, matrix in enumerate(weight):
-                    for part, rows in zip(name.removesuffix("_proj").split("_"), _halves(name, matrix), strict=True):
+                    for part, rows in zip(
+                        name.removesuffix("_proj").split("_"), _split_gate_and_up(name, matrix), strict=True
+                    ):
                         draw.weights[f"{layer}.mlp.experts.{expert}.{part}_proj.weight"] = rows
-            _gated_mlp(draw, f"{layer}.mlp.shared_expert", width, text["shared_expert_intermediate_size"])
+            _draw_gated_mlp(draw, f"{layer}.mlp.shared_expert", width, text["shared_expert_intermediate_size"])
             draw.linear(f"{layer}.mlp.shared_expert_gate", 1, width, bias=False)
         else:
-            _gated_mlp(draw, f"{layer}.mlp", width, text["intermediate_size"])
+            _draw_gated_mlp(draw, f"{layer}.mlp", width, text["intermediate_size"])
     draw.weights[f"{model}.norm.weight"] = draw.uniform((width,), 0.05)
     draw.linear("lm_head", text["vocab_size"], width, gain=2, bias=False)
     draw.weights["lm_head.weight"][: len(SPECIAL)] *= np.float32(
@@ -74,19 +86,19 @@ def _qwen3_5_weights(config: Mapping[str, Any]) -> Weights:
     return draw.weights
 
 
-def _halves(name: str, matrix: Any) -> list[Any]:
-    """Split the rows of a gate and an up projection that lie in one matrix."""
+def _split_gate_and_up(name: str, matrix: Any) -> list[Any]:
+    """Split a ``gate_up_proj`` into its gate and its up projection; any other matrix is returned alone."""
     return [np.ascontiguousarray(rows) for rows in np.split(matrix, 2 if name == "gate_up_proj" else 1)]
 
 
-def _gated_mlp(draw: Draw, prefix: str, width: int, inner: int) -> None:
+def _draw_gated_mlp(draw: Draw, prefix: str, width: int, inner: int) -> None:
     """Draw an MLP whose first layer is gated."""
     for part in ("gate_proj", "up_proj"):
         draw.linear(f"{prefix}.{part}", inner, width, bias=False)
     draw.linear(f"{prefix}.down_proj", width, inner, bias=False)
 
 
-def _gated_delta_net(draw: Draw, prefix: str, text: Mapping[str, Any]) -> None:
+def _draw_gated_delta_net(draw: Draw, prefix: str, text: Mapping[str, Any]) -> None:
     """Draw a layer of linear attention, whose state fades over tens of tokens."""
     width, heads = text["hidden_size"], text["linear_num_value_heads"]
     keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
@@ -104,12 +116,15 @@ def _gated_delta_net(draw: Draw, prefix: str, text: Mapping[str, Any]) -> None:
 _THINKING = "assistant\\n<think>\\n' -}}"
 
 
-def _model(name: str, architecture: str, weights: Any, text: Mapping[str, Any], *, thinks: bool) -> TinyModel:
-    """Describe a model by its language model; the rest is that of the tiny Qwen3-VL."""
+def _make_model(name: str, architecture: str, weights: Any, text: Mapping[str, Any], *, thinks: bool) -> TinyModel:
+    """Make a tiny model from its language model; all other parts are the tiny Qwen3-VL's.
+
+    ``thinks`` is for Qwen3.5: its tower has no deepstack levels and its prompt opens a thinking block.
+    """
     vision = {**QWEN3["vision_config"], "model_type": name}
     if thinks:
         vision["deepstack_visual_indexes"] = []  # as on the hub: the tower has no levels
-    tokenizer = chat_tokenizer(default_system=False)
+    tokenizer = make_chat_tokenizer(default_system=False)
     if thinks:  # as Qwen3.5 does unless it is told not to
         template = str(tokenizer.chat_template).replace("assistant\\n' -}}", _THINKING)
         tokenizer = replace(tokenizer, chat_template=template)
@@ -147,18 +162,18 @@ _LINEAR: Mapping[str, Any] = {
     },
 }
 
-QWEN3_VL_MOE = _model(
+QWEN3_VL_MOE = _make_model(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
-    _qwen3_moe_weights,
+    _draw_qwen3_moe_weights,
     {**_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
     thinks=False,
 )
-QWEN3_5 = _model("qwen3_5", "Qwen3_5ForConditionalGeneration", _qwen3_5_weights, _LINEAR, thinks=True)
-QWEN3_5_MOE = _model(
+QWEN3_5 = _make_model("qwen3_5", "Qwen3_5ForConditionalGeneration", _draw_qwen3_5_weights, _LINEAR, thinks=True)
+QWEN3_5_MOE = _make_model(
     "qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration",
-    _qwen3_5_weights,
+    _draw_qwen3_5_weights,
     {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 48},
     thinks=True,
 )

@@ -41,19 +41,19 @@ class TinyTokenizer:
     """The description of one family's tokenizer: special tokens, chat template and limits.
 
     Attributes:
-        special: the special tokens, that of padding first.
-        chat_template: Jinja, in the form of the checkpoints on the hub; None for a text tower, which is never chatted
-            with: its texts lose case and punctuation and get an end, as with SigLIP's tokenizer.json.
+        special: the special tokens, the padding token first.
+        chat_template: Jinja, in the form of published checkpoints; None for a text tower, whose texts lose case and
+            punctuation and get an end token, as with SigLIP's tokenizer.json.
         end: the special token that ends an answer or a text.
-        max_length: tokens.
-        named: special tokens that the stock processor asks the tokenizer for, by its names for them.
+        max_length: the maximum length of a text, in tokens.
+        roles: special tokens that the stock processor requests from the tokenizer, by its attribute names.
     """
 
     special: tuple[str, ...]
     chat_template: str | None
     end: str = "<|im_end|>"
     max_length: int = 32768
-    named: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
 
     def id_of(self, token: str) -> int:
         """Return the id of a special token: the trainer numbers them first."""
@@ -61,12 +61,12 @@ class TinyTokenizer:
 
 
 def write(folder: Path, kind: TinyTokenizer) -> None:
-    """Train the tokenizer and write what AutoTokenizer reads into an existing folder."""
+    """Train the tokenizer and write AutoTokenizer's files into an existing folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     if kind.chat_template is None:
-        tokenizer.normalizer = _canonical()
+        tokenizer.normalizer = _make_normalizer()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in kind.special],
@@ -81,9 +81,9 @@ def write(folder: Path, kind: TinyTokenizer) -> None:
 
 
 def write_bytes(folder: Path, kind: TinyTokenizer, ids: Mapping[str, int], vocab_size: int) -> None:
-    """Write a tokenizer of a token a byte for a vocabulary of any size.
+    """Write a tokenizer with a token for each byte, for a vocabulary of any size.
 
-    The special tokens stand where ``ids`` has them; the places left over stand for nothing and come out as <id>.
+    The special tokens have their ids of ``ids``. Unused ids decode to "<id>".
     """
     tokens = {i: token for token, i in ids.items()}
     free = (i for i in range(vocab_size) if i not in tokens)
@@ -107,15 +107,15 @@ def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
         "pad_token": kind.special[0],
         "padding_side": "right" if kind.chat_template is None else "left",
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **({"extra_special_tokens": dict(kind.named)} if kind.named else {}),
+        **({"extra_special_tokens": dict(kind.roles)} if kind.roles else {}),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if kind.chat_template is not None:
         (folder / "chat_template.jinja").write_text(kind.chat_template, encoding="utf-8")
 
 
-def _canonical() -> normalizers.Normalizer:
-    """Make the normalizer that does what canonicalize_text of transformers' SiglipTokenizer does.
+def _make_normalizer() -> normalizers.Normalizer:
+    """Make a normalizer equal to canonicalize_text of transformers' SiglipTokenizer.
 
     See models/siglip/tokenization_siglip.py there.
     """

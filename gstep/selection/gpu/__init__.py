@@ -1,1 +1,1 @@
-"""The selection on a GPU, in Triton kernels; only ``launch`` can be imported where Triton is not installed."""
+"""The selection on a GPU, in Triton kernels; without Triton only ``launch`` can be imported."""

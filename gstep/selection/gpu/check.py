@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gstep.selection.gpu.gram import Task, Tuning, gram_form, prepare
+from gstep.selection.gpu.gram import Task, Tuning, prepare_task, select_by_gram
 from gstep.selection.gpu.lazy import LazyForm
 from gstep.selection.reference import density_guided_fps, distance_to, inverse_norms
 
@@ -18,14 +18,14 @@ _TOKENS, _BUDGET = 1300, 96  # more tokens than a round of the lazy form has can
 _LEVELS = 4  # few different densities, so that scores tie
 _FRAMES = 8  # frames of the static video
 _BETA = 1e-6
-_TOLERANCE = 2e-5  # error of a distance between different tokens: tensor cores lose up to 1e-5 of a product
+_TOLERANCE = 2e-5  # allowed error of a distance between different tokens: tensor cores lose up to 1e-5 of a product
 
 
 @cache
 def check_kernels(device: torch.device, dtype: torch.dtype, hidden: int) -> None:
-    """Check the kernels once for a device, dtype and width.
+    """Check both GPU forms on small videos, once a process for a device, dtype and width.
 
-    Raises RuntimeError where a form selects other tokens than the plain one.
+    Raises RuntimeError if a form selects other tokens than the plain form.
     """
     check_forms(device, dtype, hidden, _TOKENS, _BUDGET)
 
@@ -33,19 +33,19 @@ def check_kernels(device: torch.device, dtype: torch.dtype, hidden: int) -> None
 def check_forms(
     device: torch.device, dtype: torch.dtype, hidden: int, n_tokens: int, budget: int, tuning: Tuning | None = None
 ) -> None:
-    """Check both GPU forms against the plain one on three videos, with the tile sizes that they will use.
+    """Check both GPU forms against the plain form on three videos, with the tile sizes that they will use.
 
-    On small integers, whose products float32 holds, the order must be the plain form's, ties included. Of random
-    tokens each pick must be a best one up to what tensor cores lose. Of a static video, random tokens that are repeated
-    frame by frame, those of the first frame come first and then those of the second, in order.
+    Small integers, whose products are exact in float32: the order must be the plain form's, ties included. Random
+    tokens: each pick must be a best token, up to the precision of tensor cores. A static video, the same random tokens
+    in each frame: the first frame's tokens come first, then the second frame's in order of index.
 
-    Raises RuntimeError where a form picks others.
+    Raises RuntimeError if a form picks other tokens.
     """
-    seeded = torch.Generator("cpu").manual_seed(0)
-    integers_MD = torch.randint(-1, 2, (n_tokens, hidden), generator=seeded, device="cpu").to(device, dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    integers_MD = torch.randint(-1, 2, (n_tokens, hidden), generator=generator, device="cpu").to(device, dtype)
     integers_MD[n_tokens // 2 :: 7] = integers_MD[: len(integers_MD[n_tokens // 2 :: 7])]  # copies
-    random_MD = torch.randn(n_tokens, hidden, generator=seeded, dtype=torch.float32, device="cpu").to(device, dtype)
-    levels_M = torch.randint(0, _LEVELS, (n_tokens,), generator=seeded, device="cpu").to(device, torch.float64)
+    random_MD = torch.randn(n_tokens, hidden, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+    levels_M = torch.randint(0, _LEVELS, (n_tokens,), generator=generator, device="cpu").to(device, torch.float64)
     frame = n_tokens // _FRAMES
     static_MD = random_MD[:frame].repeat(_FRAMES, 1)
     for tokens_MD, density_M, size in (
@@ -53,34 +53,37 @@ def check_forms(
         (random_MD, levels_M / _LEVELS, budget),
         (static_MD, torch.zeros_like(levels_M[: len(static_MD)]), 2 * frame),
     ):
-        task = prepare(tokens_MD, density_M, size, alpha=0.5, beta=_BETA, start="density", tuning=tuning)
+        task = prepare_task(tokens_MD, density_M, size, alpha=0.5, beta=_BETA, start="density", tuning=tuning)
         assert task is not None  # neither float64 nor extreme
-        for name, order_B in (("Gram", gram_form(task)), ("lazy", LazyForm(task).select())):
+        for name, order_B in (("Gram", select_by_gram(task)), ("lazy", LazyForm(task).select())):
             if tokens_MD is integers_MD:
                 wrong = order_B != density_guided_fps(tokens_MD, density_M, size)
             elif tokens_MD is static_MD:
-                place_B = torch.arange(size, device=device)
-                wrong = torch.cat([order_B[:frame].sort().values, order_B[frame:]]) != place_B
+                index_B = torch.arange(size, device=device)
+                wrong = torch.cat([order_B[:frame].sort().values, order_B[frame:]]) != index_B
             else:
-                wrong = worse_picks(order_B, task)
+                wrong = find_worse_picks(order_B, task)
             if wrong.any():
                 raise RuntimeError(
-                    f"on {device} the {name} form selects other {dtype} tokens of width {hidden} than the plain one, "
+                    f"on {device} the {name} form selects other {dtype} tokens of width {hidden} than the plain form, "
                     f"from pick {int(wrong.nonzero()[0])} of {size} on"
                 )
 
 
-def worse_picks(order_B: Tensor, task: Task) -> Tensor:
-    """Mark the picks, [B] bool, that were not the best token left by the plain form's distances, within _TOLERANCE."""
+def find_worse_picks(order_B: Tensor, task: Task) -> Tensor:
+    """Find the picks, [B] bool, that were not the best remaining token by the plain form's distances.
+
+    Distances may differ by _TOLERANCE.
+    """
     tokens_MD = task.tokens.float()
     inverse_M = inverse_norms(tokens_MD)
     nearest_M = torch.full_like(inverse_M, torch.inf)
     wrong_B = torch.zeros_like(order_B, dtype=torch.bool)
     wrong_B[0] = order_B[0] != task.start[0]
     for step in range(1, len(order_B)):
-        before_1, pick = order_B[step - 1 : step], order_B[step]
-        nearest_M = torch.minimum(nearest_M, distance_to(before_1, tokens_MD, inverse_M))
-        nearest_M.index_fill_(0, before_1, -torch.inf)
+        previous_1, pick = order_B[step - 1 : step], order_B[step]
+        nearest_M = torch.minimum(nearest_M, distance_to(previous_1, tokens_MD, inverse_M))
+        nearest_M.index_fill_(0, previous_1, -torch.inf)
         best = ((nearest_M + _BETA) * task.weight).amax()
         wrong_B[step] = (nearest_M[pick] + _BETA + _TOLERANCE) * task.weight[pick] < best
     return wrong_B

@@ -1,7 +1,7 @@
-"""Density-guided farthest point sampling on a GPU from the distances of all pairs, M * M * 12 bytes.
+"""Density-guided farthest point sampling on a GPU from the distances of all pairs, in M * M * 12 bytes.
 
-``launch`` tries this form first, up to MAX_GRAM_TOKENS tokens. It computes the distances at once, and then runs all
-steps in one launch. On an H200 it takes a third of the lazy form's time. Importing this needs Triton.
+``launch`` tries this form first, up to MAX_GRAM_TOKENS tokens. It computes all distances, and then runs all steps in
+one launch. On an H200 it takes a third of the lazy form's time. Importing this needs Triton.
 
 Shapes: M tokens, D hidden size, B budget, R rows, S their number rounded up.
 """
@@ -27,15 +27,15 @@ UNFUSED = {"enable_fp_fusion": False}  # gstep.selection.reference rounds after 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The tile and batch sizes of the kernels, on which no result depends; reasoned defaults, not tuned.
+    """The tile and batch sizes of the kernels; no result depends on them. Reasoned defaults, not tuned.
 
     Attributes:
-        block: tokens by tokens of a tile of dot products.
-        block_hidden: channels of it at a time.
-        warps: of its program.
-        stages: loads of it in flight.
-        candidates: K.
-        rounds: of the lazy form between two looks at how far it has come, each of which waits for the GPU.
+        block: tokens along each side of a tile of dot products.
+        block_hidden: channels of a tile that are multiplied at a time.
+        warps: warps of a tile's program.
+        stages: loads of a tile in flight.
+        candidates: K, candidates of a round of the lazy form.
+        rounds: rounds of the lazy form between two reads of its progress; each read waits for the GPU.
     """
 
     block: int = 128
@@ -77,7 +77,7 @@ class Task:
     tuning: Tuning
 
 
-def prepare(
+def prepare_task(
     tokens_MD: Tensor,
     density_M: Tensor,
     budget: int,
@@ -87,20 +87,20 @@ def prepare(
     start: str,
     tuning: Tuning | None = None,
 ) -> Task | None:
-    """Return a video's tensors ready for the kernels, or None where the kernels cannot work, as for float64 tokens.
+    """Prepare a video's tensors for the kernels; None if the kernels cannot serve it, as with float64 tokens.
 
-    The arguments are those of ``density_guided_fps``.
+    The arguments are the arguments of ``density_guided_fps``.
     """
     if tokens_MD.dtype == torch.float64:
         return None
     weight_M = density_weight(density_M, alpha, beta)
     if weight_M is None:
         return None
-    tokens_MD = _multiplied(tokens_MD)
+    tokens_MD = _prepare_tokens(tokens_MD)
     tuning = tuning or default_tuning(tokens_MD.dtype, len(tokens_MD))
     return Task(
         tokens=tokens_MD,
-        inverse=_inverse_norms(tokens_MD, tuning),
+        inverse=_compute_inverse_norms(tokens_MD, tuning),
         weight=weight_M,
         start=starting_token(
             start, tokens_MD.to(work_dtype(tokens_MD)) if start == "isolated" else tokens_MD, density_M
@@ -111,16 +111,16 @@ def prepare(
     )
 
 
-def _multiplied(tokens_MD: Tensor) -> Tensor:
-    """Convert tokens to the values that the kernels multiply: unchanged unless a row's magnitude is out of range."""
+def _prepare_tokens(tokens_MD: Tensor) -> Tensor:
+    """Make tokens contiguous for the kernels, and scale them by row if some row's magnitude is out of range."""
     dtype = tokens_MD.dtype
     if not tokens_MD.is_cuda and dtype == torch.bfloat16:
         dtype = torch.float32  # Triton's interpreter multiplies bfloat16 by its bits as if they were integers
-    far = row_factors(tokens_MD) is not None
-    return (level_copy(tokens_MD) if far else tokens_MD).to(dtype).contiguous()
+    out_of_range = row_factors(tokens_MD) is not None
+    return (level_copy(tokens_MD) if out_of_range else tokens_MD).to(dtype).contiguous()
 
 
-def _inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
+def _compute_inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
     """Compute 1 / L2 norm, [M] float64, 0 of a zero token, from the diagonal of the products: see ``kernels``."""
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
@@ -130,12 +130,15 @@ def _inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
 
 
 def gram_width(n_tokens: int) -> int:
-    """Return the length of the rows of a matrix of ``n_tokens``."""
+    """Return S, the row length of the matrix of all pairs: ``n_tokens`` rounded up to 16."""
     return -(-n_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
-def distances(task: Task, row_R: Tensor) -> Tensor:
-    """Compute [S,S] float64, whose first R rows hold the distances of tokens ``row_R`` to each other, then zeros."""
+def pair_distances(task: Task, row_R: Tensor) -> Tensor:
+    """Compute the distances of tokens ``row_R`` to each other: [S,S] float64, zero from column R on.
+
+    Rows from R on are uninitialised.
+    """
     n_rows, width = len(row_R), gram_width(len(row_R))
     gram_SS = torch.empty(width, width, dtype=torch.float32, device=row_R.device)
     kernels.gram_kernel[(triton.cdiv(n_rows, task.tuning.block) ** 2,)](
@@ -149,7 +152,7 @@ def distances(task: Task, row_R: Tensor) -> Tensor:
 
 
 def tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
-    """Return the launch options of all kernels that multiply tokens: the same ones give the same dot products."""
+    """Return the launch options of all kernels that multiply tokens: equal options give equal dot products."""
     return {
         "HIDDEN": hidden,
         "BLOCK": tuning.block,
@@ -160,11 +163,11 @@ def tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
     }
 
 
-def gram_form(task: Task) -> Tensor:
+def select_by_gram(task: Task) -> Tensor:
     """Select the picks of a video, [B] int64: all distances at once, then one launch for all steps."""
     n_tokens, device = len(task.tokens), task.tokens.device
     row_M = torch.arange(n_tokens, device=device)
-    # The start is picked first, and any distance to it replaces the others' initial value.
+    # The start is picked first, and its distances replace the initial value of all other tokens.
     distance_M = torch.full_like(task.inverse, NO_DISTANCE).index_fill_(0, task.start, torch.inf)
     order_B = torch.empty(task.budget, dtype=torch.int64, device=device)
     count_1 = torch.zeros(1, dtype=torch.int32, device=device)
@@ -173,7 +176,7 @@ def gram_form(task: Task) -> Tensor:
 
 
 def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a bar that every token passes, for ``greedy_kernel``: its key, [1] float64, and its place, [1] int32."""
+    """Return a bar that every token passes, for ``greedy_kernel``: its key, [1] float64, and its index, [1] int32."""
     key_1 = torch.full((1,), -torch.inf, dtype=torch.float64, device=device)
     return key_1, torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -181,16 +184,19 @@ def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
 def run_greedy(
     task: Task, row_R: Tensor, distance_R: Tensor, bar: tuple[Tensor, Tensor], order_B: Tensor, count_1: Tensor
 ) -> Tensor:
-    """Launch ``greedy_kernel`` on tokens ``row_R``, appending picks to ``order_B``; return distances after it, [R]."""
-    distances_SS = distances(task, row_R)
+    """Launch ``greedy_kernel`` on tokens ``row_R``; return their distances after it, [R].
+
+    The picks are appended to ``order_B``, from ``count_1`` on, and ``count_1`` is raised.
+    """
+    distances_SS = pair_distances(task, row_R)
     width, n_rows = len(distances_SS), len(row_R)
     distance_S = pad(distance_R, (0, width - n_rows), value=-torch.inf)
     weight_S = pad(task.weight[row_R], (0, width - n_rows), value=1.0)
-    places = triton.next_power_of_2(width)
+    slots = triton.next_power_of_2(width)
     kernels.greedy_kernel[(1,)](
         *(distances_SS, row_R, distance_S, weight_S, *bar, order_B, count_1, task.constants, width // _ROW_MULTIPLE),
-        *(task.budget, places),
-        num_warps=min(32, max(4, places // 128)),  # a row's load of 16 bytes a thread, up to the most there are
+        *(task.budget, slots),
+        num_warps=min(32, max(4, slots // 128)),  # a row's load of 16 bytes a thread, up to the maximum of warps
         **UNFUSED,
     )
     return distance_S[:n_rows]

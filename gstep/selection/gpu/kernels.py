@@ -9,17 +9,16 @@ Shapes: M tokens, D = HIDDEN size, R rows that a launch looks at (all tokens or 
 
 Every distance is 1 - dot * (a's inverse norm * b's): the products of raw tokens accumulated in float32, scaled in
 float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), which is what
-``gstep.selection.reference`` computes. Where float32 holds the dot products exactly, distances are therefore bit-equal
-to its own; and so is what they are ranked by, the key (distance + beta) * weight, for which no kernel takes a logarithm
-or a power.
+``gstep.selection.reference`` computes. If float32 holds the dot products exactly, distances are bit-equal to the
+reference. So is the key (distance + beta) * weight by which tokens are ranked: no kernel takes a logarithm or a power.
 
-Norms are square roots of such products, too. Tensor cores drop bits as they accumulate, so that a product of thousands
-of channels is short by more than ZERO_DISTANCE of itself: with exact norms a token would be so far from its own copy.
-With norms that are as short, it is at distance 0.
+Norms are square roots of dot products, too. Tensor cores drop bits as they accumulate, so that a product of thousands
+of channels is short by more than ZERO_DISTANCE of itself. With exact norms a token would be that far from its own copy;
+with equally short norms it is at distance 0.
 
-Copies of a token are at bit-equal distances, so that their ties go to the lowest index: all products come from
-``_dots``, where each is accumulated over D in the same order, wherever in a tile or a grid it lies and whichever of its
-two tokens is the row. Hence no split along D, and one shape of tile for all kernels of a selection.
+Copies of a token are at bit-equal distances, so that their ties go to the lowest index. All products come from
+``_dots``, which accumulates each over D in the same order, independent of its position in a tile or a grid and of which
+token is the row. Hence no split along D, and one shape of tile for all kernels of a selection.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def gram_kernel(
 
     Columns from R on stay as they are.
 
-    Grid: (ceil(R / BLOCK) ** 2,). Tiles below the diagonal are written by those above it. GROUP rows of tiles are
-    walked column by column, so that programs that run together share tokens in L2.
+    Grid: (ceil(R / BLOCK) ** 2,). The program of a tile above the diagonal also writes its mirror tile below. GROUP
+    rows of tiles are walked column by column, so that programs that run together share tokens in L2.
     """
     n_tiles = tl.cdiv(n_rows, BLOCK)
     program = tl.program_id(0)
@@ -107,7 +106,7 @@ def gram_kernel(
         return
     row = tile_row * BLOCK + tl.arange(0, BLOCK)
     column = tile_column * BLOCK + tl.arange(0, BLOCK)
-    # Rows past the end repeat the last one: cheaper than a mask on every load, and never stored.
+    # Rows past the end repeat the last row: cheaper than a mask on every load, and never stored.
     row_token = tl.load(row_ptr + tl.minimum(row, n_rows - 1))
     column_token = tl.load(row_ptr + tl.minimum(column, n_rows - 1))
     dots = _dots(tokens_ptr, row_token, column_token, HIDDEN, BLOCK, BLOCK_D)
@@ -131,20 +130,20 @@ def fold_kernel(
 ) -> None:
     """Compute the distances of tokens ``row_ptr`` [R] from their dot products, [R, stride] both, 0 from column R on.
 
-    The distances are float64, because float32 would make ties of some that the plain form tells apart. The kernel is
-    not part of ``gram_kernel``, whose tile in float64 no registers would hold.
+    The distances are float64, because float32 would make ties of distances that the plain form tells apart. The kernel
+    is not part of ``gram_kernel``, whose tile in float64 no registers would hold.
     Grid: (ceil(R / ROWS), ceil(stride / BLOCK)).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < n_rows)[:, None] & (column < n_rows)[None, :]
-    place = row.to(tl.int64)[:, None] * stride + column[None, :]
+    offset = row.to(tl.int64)[:, None] * stride + column[None, :]
     of_row = tl.load(inverse_ptr + tl.load(row_ptr + tl.minimum(row, n_rows - 1)))
     of_column = tl.load(inverse_ptr + tl.load(row_ptr + tl.minimum(column, n_rows - 1)))
-    dots = tl.load(gram_ptr + place, mask=inside, other=0.0)
+    dots = tl.load(gram_ptr + offset, mask=inside, other=0.0)
     distance = _distance(dots, of_row[:, None] * of_column[None, :], tl.load(constants_ptr + 1))
-    whole = (row < n_rows)[:, None] & (column < stride)[None, :]
-    tl.store(distances_ptr + place, tl.where(inside, distance, 0.0), mask=whole)
+    in_matrix = (row < n_rows)[:, None] & (column < stride)[None, :]
+    tl.store(distances_ptr + offset, tl.where(inside, distance, 0.0), mask=in_matrix)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -162,7 +161,7 @@ def refresh_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Update Eq. (10) for tokens ``row_ptr`` [R]: the minimum with their distances to the picks since their last turn.
+    """Update Eq. (10) for tokens ``row_ptr`` [R]: the minimum with their distances to the picks since their marks.
 
     ``distance_ptr`` [M] is float64 read as int64: both order non-negative numbers, and -inf below them, alike.
     ``mark_ptr`` [M]: the number of picks that a token's distance includes. Each program takes all its rows together,
@@ -171,15 +170,15 @@ def refresh_kernel(
     """
     count = tl.load(count_ptr)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(row_ptr + tl.minimum(row, n_rows - 1))
-    known = tl.min(tl.load(mark_ptr + token), 0)
+    oldest = tl.min(tl.load(mark_ptr + token), 0)
     first = tl.program_id(1) * BLOCK
-    if (first >= count) | (first + BLOCK <= known):
+    if (first >= count) | (first + BLOCK <= oldest):
         return
-    picked = tl.load(order_ptr + tl.minimum(place, count - 1))
-    dots = _dots(tokens_ptr, token, picked, HIDDEN, BLOCK, BLOCK_D)
-    inverse = tl.load(inverse_ptr + token)[:, None] * tl.load(inverse_ptr + picked)[None, :]
+    pick = tl.load(order_ptr + tl.minimum(index, count - 1))
+    dots = _dots(tokens_ptr, token, pick, HIDDEN, BLOCK, BLOCK_D)
+    inverse = tl.load(inverse_ptr + token)[:, None] * tl.load(inverse_ptr + pick)[None, :]
     nearest = tl.min(_distance(dots, inverse, tl.load(constants_ptr + 1)), 1)
     tl.atomic_min(distance_ptr + token, nearest.to(tl.int64, bitcast=True), mask=row < n_rows, sem="relaxed")
 
@@ -191,42 +190,44 @@ def greedy_kernel(
     distance_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bar_ptr: tl.tensor,
-    bar_place_ptr: tl.tensor,
+    bar_index_ptr: tl.tensor,
     order_ptr: tl.tensor,
     count_ptr: tl.tensor,
     constants_ptr: tl.tensor,
     sixteenths: tl.tensor,
     budget: tl.tensor,
-    PLACES: tl.constexpr,
+    SLOTS: tl.constexpr,
 ) -> None:
-    """Pick by Eqs. (10)-(12), one after the other, until the budget is spent or no row passes the bar. Grid: (1,).
+    """Pick by Eqs. (10)-(12), one token after the other, until the budget is spent or no row passes the bar.
 
-    One program keeps all distances and weights in registers, PLACES of each, a power of 2 that is at least the width S.
-    On an H200 32 warps were the fastest, and one search over all places faster than three over parts of them; to read
-    16,384 weights again for each pick was slower than to spill some.
-    ``distances_ptr`` [S, S] float64; ``distance_ptr`` [S] float64, -inf for what is picked or padding, is left as it is
-    after the last pick; weight [S] float64. ``row_ptr`` [S]: each row's token, ascending.
-    The bar is the best token that is no row here: its key in ``bar_ptr`` [1], and how many rows come before it by
-    index; -inf and 0 where there is none. ``order_ptr`` [budget] int64 and ``count_ptr`` [1] go on from what they hold.
+    Grid: (1,). The program keeps all distances and weights in registers, SLOTS of each, a power of 2 that is at least
+    the width S. On an H200 32 warps were the fastest, and one search over all slots faster than three over parts of
+    them. Reading 16,384 weights again for each pick was slower than spilling some.
+
+    ``distances_ptr`` [S, S] float64. ``distance_ptr`` [S] float64 is updated by every pick; picked tokens and padding
+    have -inf. ``weight_ptr`` [S] float64. ``row_ptr`` [S]: each row's token, ascending.
+    The bar is the best token that is no row here: ``bar_ptr`` [1] has its key, ``bar_index_ptr`` [1] the number of rows
+    with a lower token index; -inf and 0 if there is no bar. Picks are appended to ``order_ptr`` [budget] int64 from
+    ``count_ptr`` [1] on, which is raised.
     """
     width = sixteenths * 16  # so that the compiler knows a bound of 16 and loads 16 bytes at a time
     beta = tl.load(constants_ptr)
-    bar_key, bar_place = tl.load(bar_ptr), tl.load(bar_place_ptr)
+    bar_key, bar_index = tl.load(bar_ptr), tl.load(bar_index_ptr)
     count = tl.load(count_ptr)
-    place = tl.arange(0, PLACES)
-    distance = tl.load(distance_ptr + place, mask=place < width, other=-float("inf"))
-    weight = tl.load(weight_ptr + place, mask=place < width, other=1.0)
-    going = count < budget
-    while going:
-        # Of equal keys the lowest place wins.
+    slot = tl.arange(0, SLOTS)
+    distance = tl.load(distance_ptr + slot, mask=slot < width, other=-float("inf"))
+    weight = tl.load(weight_ptr + slot, mask=slot < width, other=1.0)
+    is_running = count < budget
+    while is_running:
+        # The lowest slot wins among equal keys.
         top, best = tl.max((distance + beta) * weight, 0, return_indices=True, return_indices_tie_break_left=True)
-        going = (top > bar_key) | ((top == bar_key) & (best < bar_place))
-        if going:
+        is_running = (top > bar_key) | ((top == bar_key) & (best < bar_index))
+        if is_running:
             row = distances_ptr + best.to(tl.int64) * width
-            found = tl.load(row + place, mask=place < width, other=0.0, eviction_policy="evict_first")
-            distance = tl.where(place == best, -float("inf"), tl.minimum(distance, found))
+            to_best = tl.load(row + slot, mask=slot < width, other=0.0, eviction_policy="evict_first")
+            distance = tl.where(slot == best, -float("inf"), tl.minimum(distance, to_best))
             tl.store(order_ptr + count, tl.load(row_ptr + best))
             count += 1
-            going = count < budget
-    tl.store(distance_ptr + place, distance, mask=place < width)
+            is_running = count < budget
+    tl.store(distance_ptr + slot, distance, mask=slot < width)
     tl.store(count_ptr, count)

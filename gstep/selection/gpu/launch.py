@@ -2,11 +2,11 @@
 
 It selects what ``gstep.selection.reference.density_guided_fps`` does.
 
-Of the two forms that of ``gstep.selection.gpu.gram`` is tried first, for videos of up to MAX_GRAM_TOKENS; beyond, and
-where memory does not suffice, that of ``gstep.selection.gpu.lazy`` serves, and where neither can the plain form of
-``gstep.selection.reference``.
+``gstep.selection.gpu.gram`` is tried first, for videos of up to MAX_GRAM_TOKENS. ``gstep.selection.gpu.lazy`` serves
+longer videos, and any video if memory does not suffice. The plain form of ``gstep.selection.reference`` serves if
+neither can.
 
-``gstep.selection.gpu.check`` compares them with the plain form before a process's first selection.
+``gstep.selection.gpu.check`` compares both with the plain form before a process's first selection.
 
 Shapes: M tokens, D hidden size, B budget.
 """
@@ -22,13 +22,13 @@ from torch import Tensor
 from gstep.errors import is_out_of_memory
 from gstep.selection.reference import density_guided_fps
 
-#: The most tokens whose distances one program holds in registers.
+#: The maximum number of tokens whose distances a program holds in registers.
 MAX_GRAM_TOKENS = 16384
 _MEMORY_SHARE = 0.5  # share of the free GPU memory that the distances of all pairs may take
 _MIN_ALPHA = 0.05  # below it, keys tell fewer tokens apart than scores do
 
-_reported: list[str] = []  # why the kernels failed in this process, the first time
-_broken: list[str] = []  # why they are not tried again
+_reported: list[str] = []  # the first failure of the kernels in this process
+_broken: list[str] = []  # the failure after which they are not tried again
 
 
 def select_on_gpu(
@@ -40,12 +40,12 @@ def select_on_gpu(
     beta: float = 1e-6,
     start: str = "density",
 ) -> Tensor:
-    """Select as ``density_guided_fps`` of one video: the same arguments, the same picks up to near-ties, [B] int64.
+    """Select as ``density_guided_fps`` does, on a GPU: the same arguments, the same picks up to near-ties, [B] int64.
 
-    Give 16-bit tokens as the encoder made them: tensor cores multiply them and accumulate in float32. float32 tokens
-    are multiplied in float32, never TF32; float64 ones, alpha below 0.05 and extreme beta are left to the plain form.
+    Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in float32. float32 tokens are multiplied
+    in float32, never TF32. float64 tokens, alpha below 0.05 and extreme beta are left to the plain form.
 
-    Any failure of the kernels is warned of once a process, and the plain form selects instead. Only an error that the
+    If the kernels fail, a warning is issued once a process and the plain form selects instead. Only an error that the
     GPU reports after the launches (a sticky CUDA error) is raised: no further work on that GPU would succeed.
     """
     if alpha >= _MIN_ALPHA and not _broken:
@@ -61,10 +61,10 @@ def select_on_gpu(
 
 
 def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, beta: float, start: str) -> Tensor | None:
-    """Select by the form that serves this video, or return None where neither does."""
+    """Select by the GPU form that serves this video; None if neither form does."""
     from gstep.selection.gpu import check, gram, lazy  # noqa: PLC0415 - Triton may be missing
 
-    task = gram.prepare(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
+    task = gram.prepare_task(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
     if task is None:
         return None
     if task.tokens.is_cuda:
@@ -72,7 +72,7 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
     width = gram.gram_width(len(task.tokens))
     if width <= MAX_GRAM_TOKENS and width * width * 12 <= _memory_for_distances(task.tokens.device):
         try:
-            return gram.gram_form(task)
+            return gram.select_by_gram(task)
         except Exception as error:
             if not is_out_of_memory(error):  # another stream took the memory, and the lazy form needs little
                 raise
@@ -80,9 +80,9 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
 
 
 def _memory_for_distances(device: torch.device) -> float:
-    """Return the bytes of GPU memory that the distance matrix may take; no limit on a CPU (Triton's interpreter).
+    """Return the bytes of GPU memory that the distance matrix may take; infinite on a CPU (Triton's interpreter).
 
-    Blocks that torch holds unused do not count: they may belong to the stream on which another video is encoded.
+    Unused blocks of torch's allocator do not count: they may belong to the stream on which another video is encoded.
     """
     if device.type != "cuda":
         return float("inf")
@@ -98,7 +98,8 @@ def _report(error: Exception) -> None:
     if not _reported:
         _reported.append(cause)
         warnings.warn(
-            f"the GPU kernels of GSTEP's sampling failed, its slower plain form serves instead ({cause})",
+            f"the GPU kernels of GSTEP's sampling failed ({cause}). The slower plain form selects instead, with the "
+            "same result",
             RuntimeWarning,
             stacklevel=3,
         )

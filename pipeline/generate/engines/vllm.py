@@ -21,10 +21,10 @@ from gstep.language.types import placeholder_of
 from gstep.language.weights import InputEmbeddings, generation_config
 from gstep.pruners.base import Pruner
 from gstep.serving.options import (
-    OWN,
+    RESERVED_OPTIONS,
     check_connectors,
-    check_room,
-    check_served,
+    check_generation_settings,
+    check_video_fits,
     engine_options,
     prepare_process,
     sampling_params,
@@ -77,7 +77,7 @@ class VllmEngine:
         arguments = engine_options(source, runtime, largest_video, options.tensor_parallel)
         arguments |= options.engine_params()
         engine_args = EngineArgs(**arguments)
-        check_room(engine_args, largest_video)
+        check_video_fits(engine_args, largest_video)
         # The limits of offline use: throughput before latency.
         engine = LLMEngine.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
         return cls(engine, source, runtime, options.tensor_parallel)
@@ -103,7 +103,7 @@ class VllmEngine:
                 "--engine vllm counts the positions of this model itself: --positions original needs --engine "
                 "transformers"
             )
-        check_served(source.name, generation_config(source, builder.config))
+        check_generation_settings(source.name, generation_config(source, builder.config))
         check_connectors(options.engine_params())
         check_installed("--engine vllm")
         _check_params(options.engine_params())
@@ -120,7 +120,7 @@ class VllmEngine:
         arguments = engine_options(source, choose_runtime("cpu", "bfloat16"), largest_video)
         arguments |= {name: params[name] for name in _SIZES if name in params}
         try:
-            check_room(EngineArgs(**arguments), largest_video)
+            check_video_fits(EngineArgs(**arguments), largest_video)
         except ModelError:
             raise
         except Exception:  # noqa: BLE001 - a node without GPUs cannot tell of every model; the workers look again
@@ -296,7 +296,7 @@ def check_installed(needed_by: str) -> None:
         raise UsageError(f"{needed_by}: vLLM {installed} is installed here, and {SUPPORTED} is what was tested")
 
 
-def refuse_own(params: JsonObject, own: Set[str] = OWN) -> None:
+def refuse_own(params: JsonObject, own: Set[str] = RESERVED_OPTIONS) -> None:
     """Raise UsageError for engine arguments that this project sets."""
     if refused := sorted(params.keys() & own):
         raise UsageError(f"--engine-param {refused[0]}: it follows from the cache, the model and the other flags")

@@ -225,9 +225,9 @@ def import_ray() -> None:
 
 def _import(modules: Iterable[str]) -> None:
     """Import the modules. End this process where that has started threads or CUDA, of which a fork can use neither."""
-    from gstep.lazy import importing_much  # noqa: PLC0415 - found by the driver's path only
+    from gstep.lazy import pause_garbage_collector  # noqa: PLC0415 - found by the driver's path only
 
-    with importing_much():
+    with pause_garbage_collector():
         for module in modules:
             import_module(module)
     tasks = Path("/proc/self/task")

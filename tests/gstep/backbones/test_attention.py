@@ -8,7 +8,7 @@ import torch
 from transformers.vision_utils import get_vision_window_index
 
 from gstep.backbones import ModelSource, family_of
-from gstep.backbones.runtime import attention_received, merged_attention, observing, rotated
+from gstep.backbones.runtime import attention_received, merged_attention, observe_inputs, rotated
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, MERGED, QWEN, STOCK, asked_of, frames_for
 
 
@@ -130,7 +130,7 @@ def test_a_quarter_turn_brings_the_second_half_of_the_channels_to_the_first():
 
 def test_seeing_is_told_of_every_call_while_it_holds():
     module, seen = torch.nn.Identity(), []
-    with observing(module, lambda hidden, kwargs: seen.append((hidden.item(), kwargs))):
+    with observe_inputs(module, lambda hidden, kwargs: seen.append((hidden.item(), kwargs))):
         module(torch.tensor(1.0))
         with pytest.raises(TypeError):
             module(hidden_states=torch.tensor(2.0))  # which Identity does not take; the hook comes first

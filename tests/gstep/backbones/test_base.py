@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gstep.backbones import ModelSource, SampledVideo, family_of
-from gstep.evidence import label
+from gstep.evidence import make_label
 from tests.gstep.backbones.encoders import BFLOAT16, EVERY, FLOAT32, QWEN, STOCK, asked_of, frames_for, stock_features
 from tests.gstep.reading import count_reading
 from tests.paths import ROOT
@@ -175,7 +175,7 @@ def test_older_processors_give_the_same_bits_too(processor):
 def test_one_pass_of_several_videos_gives_each_its_own_tokens_and_evidence(model):
     """As on a GPU, where rounding may differ by the size of the pass."""
     backbone, videos = family_of(ModelSource.resolve(model)).load(FLOAT32, frame_batch=64), short_videos(model)
-    asked = asked_of(model) | {label(name, source): source for name, source in asked_of(model).items()}
+    asked = asked_of(model) | {make_label(name, source): source for name, source in asked_of(model).items()}
     alone = [backbone.encode(frames, asked) for frames in videos]
     passes = []
     backbone.model.register_forward_pre_hook(lambda module, args: passes.append(module))

@@ -22,7 +22,7 @@ def test_what_an_encoder_cannot_give_is_refused(model):
 
 def test_a_family_with_one_size_has_no_limits():
     with pytest.raises(ModelError, match="one size"):
-        family_of(ModelSource.resolve("tiny")).limited(None, 1000, None)
+        family_of(ModelSource.resolve("tiny")).with_limits(None, 1000, None)
 
 
 def test_who_needs_a_head_is_told_to_name_one():

@@ -85,17 +85,17 @@ def test_preprocessor_settings_that_do_not_fit_are_refused(folder, settings, nam
 
 
 def test_limits_of_pixels_overrule_the_checkpoints(source):
-    limited = family_of(source).limited(None, 30_000, None)
+    limited = family_of(source).with_limits(None, 30_000, None)
     before, now = family_of(source).preprocessor(), family_of(limited).preprocessor()
     assert (now.min_pixels, now.max_pixels) == (before.min_pixels, 30_000)
     height, width = now.target_size(2, 360, 640)
     assert height * width <= 30_000 and now.settings() != before.settings()
-    assert family_of(family_of(limited).limited(20_000, None, None)).preprocessor().min_pixels == 20_000
-    capped = family_of(family_of(source).limited(None, None, 1000)).preprocessor()
+    assert family_of(family_of(limited).with_limits(20_000, None, None)).preprocessor().min_pixels == 20_000
+    capped = family_of(family_of(source).with_limits(None, None, 1000)).preprocessor()
     assert capped.max_video_tokens == 1000
     assert limited.identity == source.identity
     with pytest.raises(ModelError, match="at least 50000 and at most 10 pixels"):
-        family_of(source).limited(50_000, 10, None)
+        family_of(source).with_limits(50_000, 10, None)
 
 
 @pytest.mark.parametrize("size", SIZES)

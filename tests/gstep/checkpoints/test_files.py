@@ -115,7 +115,7 @@ def test_a_node_with_another_one_is_refused_and_so_is_a_revision(folder):
         with pytest.raises(ModelError, match=rf"this node has {name}:.*the same version of this package"):
             source.file("config.json")
     for model, kind in (("shapes", "shipped"), (str(folder), "folder")):
-        with pytest.raises(ModelError, match=f"belongs to a Hugging Face id; '{model}' is a {kind} model"):
+        with pytest.raises(ModelError, match=f"is for a Hugging Face id; '{model}' is a {kind} model"):
             ModelSource.resolve(model, "main")
 
 

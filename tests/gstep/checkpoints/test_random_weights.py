@@ -9,7 +9,7 @@ import torch
 
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
-from gstep.checkpoints.random_weights import random_tensors, without_weights
+from gstep.checkpoints.random_weights import has_no_weights, random_tensors
 from gstep.errors import ModelError
 from gstep.language import BUILDERS, load_language_model, prompt_builder
 from tests.gstep.reading import changed_json
@@ -32,7 +32,7 @@ def random(model, tmp_path, name="made"):
 
 
 def test_both_halves_of_every_family_load_without_weights(bare, tmp_path):
-    assert without_weights(str(bare))
+    assert has_no_weights(str(bare))
     with pytest.raises(ModelError, match="no safetensors weights"):
         ModelSource.resolve(bare)
     source, runtime = random(bare, tmp_path), choose_runtime("cpu", "bfloat16")
@@ -74,9 +74,9 @@ def test_a_folder_with_any_weights_is_not_taken_for_one_without(tmp_path):
     (bare / "config.json").write_text("{}")
     for name in ("model.safetensors.index.json", "pytorch_model.bin", "model-00001-of-00002.safetensors"):
         (bare / name).write_text("{}")
-        assert not without_weights(str(bare))
+        assert not has_no_weights(str(bare))
         (bare / name).unlink()
-    assert without_weights(str(bare)) and not without_weights("tiny") and not without_weights(str(tmp_path))
+    assert has_no_weights(str(bare)) and not has_no_weights("tiny") and not has_no_weights(str(tmp_path))
 
 
 def test_matrices_are_drawn_norms_are_one_and_biases_zero():

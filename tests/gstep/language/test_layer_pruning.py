@@ -88,8 +88,8 @@ def forward(loaded, prompt, **more):
 
 def pruned_forward(loaded, prompt, ratio=RATIO):
     inside = loaded._prune_inside([prompt], FastV(K=K), ratio)
-    with inside.hooked(loaded.model):
-        return forward(loaded, prompt), inside.kept
+    with inside.apply_hooks(loaded.model):
+        return forward(loaded, prompt), inside.short
 
 
 def masked_logits(loaded, prompt, stays):
@@ -214,7 +214,7 @@ def test_no_hook_stays_behind(loaded, prompts):
     before = ids_of(loaded.generate(prompts, [GREEDY] * 3))
     with (
         pytest.raises(RuntimeError, match="stop"),
-        loaded._prune_inside(prompts, FastV(K=K), RATIO).hooked(loaded.model),
+        loaded._prune_inside(prompts, FastV(K=K), RATIO).apply_hooks(loaded.model),
     ):
         raise RuntimeError("stop")
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in loaded.model.model.language_model.layers.modules())
@@ -263,11 +263,11 @@ class Merging(Attended):
 @pytest.mark.parametrize(
     ("method", "why"),
     [
-        (Random(), "random prunes before layer None: inside of a model that is 1 at least"),
+        (Random(), "random prunes before layer None: inside a model it must be at least 1"),
         (Attended(depth=0), "attended prunes before layer 0"),
         (Attended(depth=5), "attended with depth=5 prunes before layer 5; this model has 5 layers"),
         (Greedy(), "needs token_key"),
-        (Merging(), "merges tokens: inside of a model they can only be dropped"),
+        (Merging(), "merges tokens: inside a model tokens can only be dropped"),
     ],
 )
 def test_what_cannot_prune_inside_of_a_model_is_refused(loaded, method, why):

@@ -162,7 +162,7 @@ def test_closing_a_thought_changes_nothing_where_the_template_opens_none(name):
 
 def test_a_template_without_a_place_for_videos_is_refused(folder):
     (folder / "chat_template.jinja").write_text("{{ messages[0]['role'] }}: hello")
-    with pytest.raises(ValueError, match="no place for 2 videos"):
+    with pytest.raises(ValueError, match="does not write 2 videos"):
         prompt_builder(ModelSource.resolve(folder)).build("Why?", [video("tiny"), video("tiny")])
 
 

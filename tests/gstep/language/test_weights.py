@@ -10,7 +10,7 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
 from gstep.language import load_language_model, prompt_builder
-from gstep.language.weights import without_vision
+from gstep.language.weights import build_without_vision
 from tests.gstep.llms import FLOAT32, QUESTION, llm, stock
 from tests.gstep.qwen_configs import SIZES
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
@@ -131,7 +131,7 @@ LANGUAGE_PARTS = {
 def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
     config = LLMS[size]
     source = ModelSource(size, "none", CheckpointFiles("folder", "/none"), (), config["model_type"], config, {})
-    model = without_vision(source.stock_config(), choose_runtime("cpu", "bfloat16", "sdpa"))
+    model = build_without_vision(source.stock_config(), choose_runtime("cpu", "bfloat16", "sdpa"))
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     millions = round(sum(p.numel() for p in model.parameters()) / 1e6)
     assert (millions, model.lm_head is None) == LANGUAGE_PARTS[size]

@@ -57,6 +57,10 @@ BAD_PARAMS = [
     *((method, "variant", "llama") for method in ("fastvid", "visionzip")),
     *(("visionzip", "dominant_share", value) for value in [*NUMBERS, 1]),
     *(("visionzip", "neighbours", value) for value in [0, -1]),
+    *(("holitom", name, value) for name in ("D", "beta", "tau") for value in [float("nan"), 1.01]),
+    *(("holitom", name, 0) for name in ("K", "max_window")),
+    *(("flashvid", name, value) for name in ("expansion", "min_segment_num") for value in [*NUMBERS, 0]),
+    *(("flashvid", name, 1.01) for name in ("alpha", "temporal_threshold", "segment_threshold")),
     ("cdpruner", "mode", "frame"),
     *(("fastv", "K", value) for value in [-1, 0]),
 ]

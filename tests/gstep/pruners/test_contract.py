@@ -106,7 +106,7 @@ def test_a_reused_pruner_gives_what_prune_gives(method: str) -> None:
 def test_only_what_is_seeded_follows_the_seed(method: str, params: dict[str, Any]) -> None:
     """Of tokens that are all as far from each other, a draw alone can decide."""
     tokens = torch.eye(20).expand(4, 20, 20)
-    first, *others = (prune(tokens, method=method, seed=seed, **params).index.tolist() for seed in range(4))
+    first, *others = (prune(tokens, 0.2, method, seed=seed, **params).index.tolist() for seed in range(4))
     assert any(other != first for other in others) == gstep.PRUNERS[method].seeded
 
 

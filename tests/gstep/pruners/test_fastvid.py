@@ -9,38 +9,39 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.fastvid import cut, density_peaks, even_shares, keep, llava_counts, merge, qwen_counts
+from gstep.pruners.fastvid import choose_tokens, count_llava_tokens, count_qwen_tokens, even_shares, merge_into_anchors
+from gstep.pruners.segments import cut_segments, density_peaks, scaled_distances
 from tests.gstep.synthetic import prune, video
 
 
 def test_fastvid_cuts_at_the_lowest_and_below_a_threshold() -> None:
     similarity = [0.95, 0.5, 0.99, 0.8, 0.97]
-    assert list(cut(similarity, 1, 0.4)) == [(0, 6)]
-    assert list(cut(similarity, 1, 0.9)) == [(0, 2), (2, 4), (4, 6)]
-    assert list(cut(similarity, 4, 0.9)) == [(0, 1), (1, 2), (2, 4), (4, 6)]
-    assert list(cut(similarity, 9, 0.9)) == [(i, i + 1) for i in range(6)]
-    assert list(cut([0.9, 0.9, 0.9], 2, 0.5)) == [(0, 1), (1, 4)]
-    assert list(cut([], 8, 0.9)) == [(0, 1)]
+    assert list(cut_segments(similarity, 1, 0.4)) == [(0, 6)]
+    assert list(cut_segments(similarity, 1, 0.9)) == [(0, 2), (2, 4), (4, 6)]
+    assert list(cut_segments(similarity, 4, 0.9)) == [(0, 1), (1, 2), (2, 4), (4, 6)]
+    assert list(cut_segments(similarity, 9, 0.9)) == [(i, i + 1) for i in range(6)]
+    assert list(cut_segments([0.9, 0.9, 0.9], 2, 0.5)) == [(0, 1), (1, 4)]
+    assert list(cut_segments([], 8, 0.9)) == [(0, 1)]
 
 
 def test_fastvid_llava_counts() -> None:
     # Six frames of K = 5 (2 anchors a frame): 12 anchors on the last frame and the one four before it.
-    assert llava_counts(6, 100, 5, 0.4, 4) == [(3, 0), (3, 6), (3, 0), (3, 0), (3, 0), (3, 6)]
-    assert llava_counts(3, 100, 2, 0.4, 4) == [(2, 0)] * 3  # C = 0
-    assert llava_counts(4, 10, 10, 0.4, 4) == [(6, 0), (6, 0), (6, 0), (6, 4)]  # 16 anchors do not fit
-    assert llava_counts(2, 10, 1, 1.0, 4) == [(0, 0), (0, 2)]
+    assert count_llava_tokens(6, 100, 5, 0.4, 4) == [(3, 0), (3, 6), (3, 0), (3, 0), (3, 0), (3, 6)]
+    assert count_llava_tokens(3, 100, 2, 0.4, 4) == [(2, 0)] * 3  # C = 0
+    assert count_llava_tokens(4, 10, 10, 0.4, 4) == [(6, 0), (6, 0), (6, 0), (6, 4)]  # 16 anchors do not fit
+    assert count_llava_tokens(2, 10, 1, 1.0, 4) == [(0, 0), (0, 2)]
 
 
 def test_fastvid_qwen_counts() -> None:
     # One inner segment: all of the segment's tokens go to its last frame.
-    assert qwen_counts(3, [2], 100, 5, 0.4, 4) == [(0, 0), (0, 0), (9, 6)]
+    assert count_qwen_tokens(3, [2], 100, 5, 0.4, 4) == [(0, 0), (0, 0), (9, 6)]
     # Five of them: salient tokens to each, the odd one to the first; anchors to every second from the end.
-    assert qwen_counts(5, range(5), 100, 5, 0.4, 2) == [(3, 3), (3, 0), (3, 3), (3, 0), (3, 4)]
-    assert qwen_counts(6, [1, 5], 100, 3, 0.4, 1) == [(0, 0), (6, 3), (0, 0), (0, 0), (0, 0), (5, 4)]
+    assert count_qwen_tokens(5, range(5), 100, 5, 0.4, 2) == [(3, 3), (3, 0), (3, 3), (3, 0), (3, 4)]
+    assert count_qwen_tokens(6, [1, 5], 100, 3, 0.4, 1) == [(0, 0), (6, 3), (0, 0), (0, 0), (0, 0), (5, 4)]
     # No more than the frame has, half of it anchors.
-    assert qwen_counts(8, [7], 10, 5, 0.4, 4)[-1] == (5, 5)
-    assert qwen_counts(1, [0], 10, 1, 0.4, 4) == [(0, 1)]
-    assert qwen_counts(4, [3], 1, 1, 1.0, 4)[-1] == (0, 1)
+    assert count_qwen_tokens(8, [7], 10, 5, 0.4, 4)[-1] == (5, 5)
+    assert count_qwen_tokens(1, [0], 10, 1, 0.4, 4) == [(0, 1)]
+    assert count_qwen_tokens(4, [3], 1, 1, 1.0, 4)[-1] == (0, 1)
 
 
 def test_even_shares() -> None:
@@ -56,14 +57,14 @@ def test_fastvid_density_peaks() -> None:
     noise = torch.linspace(0, 1, 8)
     denser = [[j for j in range(8) if density[j] + 1e-6 * noise[j] > density[i] + 1e-6 * noise[i]] for i in range(8)]
     expected = [density[i] * min((float(distance[i, j]) for j in denser[i]), default=6.5) for i in range(8)]
-    assert np.allclose(density_peaks(tokens, noise).numpy(), expected, atol=1e-5)
+    assert np.allclose(density_peaks(scaled_distances(tokens), noise, 4).numpy(), expected, atol=1e-5)
 
 
 def test_fastvid_merge() -> None:
     tokens = torch.tensor([[1.0, 0.0], [0.0, 1.0], [3.0, 0.1], [0.1, 5.0], [0.2, 4.0], [-1.0, 0.0]])
     giving = torch.tensor([False, False, True, True, True, False])
     direction = torch.nn.functional.normalize(tokens, dim=1)
-    merged = merge(tokens, direction, giving, torch.tensor([0, 1, 5]), beta=0.4)
+    merged = merge_into_anchors(tokens, direction, giving, torch.tensor([0, 1, 5]), beta=0.4)
     assert torch.allclose(merged[0], 0.5 * tokens[0] + 0.5 * tokens[2])
     assert torch.allclose(merged[1], 0.4 * tokens[1] + 0.6 * tokens[3:5].mean(dim=0))
     assert torch.equal(merged[2], tokens[5])
@@ -103,7 +104,7 @@ def test_fastvid_noise_overrides_the_seed(variant: str) -> None:
 def test_fastvid_uses_the_noise_up_as_the_official_variants_do(every_frame_draws: bool, first: int) -> None:
     noise = torch.from_numpy(np.random.default_rng(1).random(40)).float()
     tokens = torch.eye(20).expand(2, 20, 20)
-    kept = keep(tokens, torch.ones(2, 20), noise, [(0, 0), (0, 1)], every_frame_draws=every_frame_draws)
+    kept = choose_tokens(tokens, torch.ones(2, 20), noise, [(0, 0), (0, 1)], every_frame_draws=every_frame_draws)
     assert [len(frame.anchors) for frame in kept] == [0, 1]
     assert kept[1].anchors.tolist() == [int(noise[first : first + 20].argmax())]
 

@@ -15,6 +15,7 @@ from tests.paths import GOLDEN
 
 DATA = dict(np.load(GOLDEN / "methods.npz"))
 TOKENS = {key.removeprefix("H/"): value for key, value in np.load(GOLDEN / "gstep.npz").items() if key.startswith("H/")}
+METHODS = ("vidcom2", "fastvid", "visionzip", "holitom", "flashvid", "cdpruner", "fastv")
 
 
 def read_cases() -> list[dict[str, Any]]:
@@ -66,14 +67,14 @@ def differences(case: dict[str, Any], pruned: gstep.PrunedTokens) -> list[str]:
 
 
 def test_all_cases_are_here() -> None:
-    assert len(CASES) == 234
-    assert {case["method"] for case in CASES} == {"vidcom2", "fastvid", "visionzip", "cdpruner", "fastv"}
-    assert sum(not case["stable"] for case in CASES) == 4
+    assert len(CASES) == 306
+    assert {case["method"] for case in CASES} == set(METHODS)
+    assert sum(not case["stable"] for case in CASES) == 9
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("method", ["vidcom2", "fastvid", "visionzip", "cdpruner", "fastv"])
+@pytest.mark.parametrize("method", METHODS)
 def test_selection(method: str, dtype: torch.dtype, device: str) -> None:
     found = {}
     for case in (case for case in CASES if case["method"] == method):

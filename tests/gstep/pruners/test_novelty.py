@@ -7,7 +7,7 @@ import torch
 
 import gstep
 from gstep.pruners.novelty import Novelty, token_novelty
-from gstep.selection.dispatch import SMALL
+from gstep.selection.dispatch import MAX_PLAIN_PRODUCTS
 from gstep.selection.reference import density_guided_fps
 from tests.gstep.oracle import exact_tokens, oracle
 from tests.gstep.synthetic import video
@@ -56,7 +56,7 @@ def test_the_fast_selection_takes_what_the_plain_one_takes() -> None:
     tokens = video(32, 49, 288)
     rho, _ = Novelty().density(tokens)
     plain = density_guided_fps(tokens.flatten(0, 1), rho, 392)
-    assert tokens.numel() * len(plain) > SMALL  # so that it is the lazy form that is asked
+    assert tokens.numel() * len(plain) > MAX_PLAIN_PRODUCTS  # so that it is the lazy form that is asked
     pruned = gstep.prune(tokens, 0.25, "novelty")
     assert pruned.index[pruned.selection_order()].tolist() == plain.tolist()
 

@@ -50,9 +50,9 @@ def test_a_method_is_found_again_by_what_names_it() -> None:
     for name, kind in gstep.PRUNERS.items():
         assert method_name(kind) == name
         assert method_name(find_method(f"{kind.__module__}:{kind.__qualname__}")) == name
-    with pytest.raises(ValueError, match="alpha: an object of gstep has its parameters already"):
+    with pytest.raises(ValueError, match="alpha: an object of gstep has its parameters: pass them to its class"):
         gstep.prune(video(2, 3, 4), method=GSTEP(), alpha=0.5)
-    with pytest.raises(ValueError, match=r"Last is a class: give an object, Last\(\.\.\.\), or its path"):
+    with pytest.raises(ValueError, match=r"Last is a class: pass an object, Last\(\.\.\.\), or its path"):
         gstep.prune(video(2, 3, 4), method=Last)  # type: ignore[arg-type]
 
 
@@ -135,9 +135,9 @@ THREE = torch.arange(3)
         (Selection([0, 1, 2]), r"index as a tensor \[3\]; got list"),  # type: ignore[arg-type]
         (Selection(THREE[None]), r"index as a tensor \[3\]; got \[1, 3\]"),
         (Selection(THREE[:0]), r"index as a tensor \[3\]; got \[0\]"),
-        (Selection(THREE - 1), r"different places in \[0, 12\)"),
-        (Selection(THREE + 10), r"different places in \[0, 12\)"),
-        (Selection(torch.tensor([4, 2, 4])), r"different places in \[0, 12\)"),
+        (Selection(THREE - 1), r"different indices in \[0, 12\)"),
+        (Selection(THREE + 10), r"different indices in \[0, 12\)"),
+        (Selection(torch.tensor([4, 2, 4])), r"different indices in \[0, 12\)"),
         (Selection(THREE, tokens=torch.zeros(3, 5)), r"tokens as a tensor \[3, 4\]; got \[3, 5\]"),
         (Selection(THREE, tokens=torch.full((3, 4), torch.nan)), "tokens that are NaN"),
         (Selection(THREE, merged=torch.ones(2, dtype=torch.bool)), r"merged as a tensor \[3\]; got \[2\]"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.selection.dispatch import SMALL
+from gstep.selection.dispatch import MAX_PLAIN_PRODUCTS
 from tests.gstep.pruners.test_contract import CASES
 from tests.gstep.selection.videos import video
 from tests.gstep.synthetic import assert_same, defaults, evidence_for
@@ -28,7 +28,7 @@ def test_default_dtype_and_device_change_no_selection(method: str, params: dict[
     pruner = gstep.make_pruner(method, **params)
     for dtype in (torch.bfloat16, torch.float64):
         tokens = video("low rank", 10, 40, hidden).to(dtype)
-        assert (tokens.numel() * 80 > SMALL) == (hidden > 256)
+        assert (tokens.numel() * 80 > MAX_PLAIN_PRODUCTS) == (hidden > 256)
         visual = gstep.VisualTokens(tokens, evidence_for(pruner, tokens))
         expected = pruner.prune(visual, 0.2 if method != "none" else 1.0)
         for default in DTYPES:

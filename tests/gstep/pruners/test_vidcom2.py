@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gstep.pruners.vidcom2 import calm_channels, frame_budgets
+from gstep.pruners.vidcom2 import find_calm_channels, frame_budgets
 from tests.gstep.synthetic import prune, video
 
 
@@ -26,5 +26,5 @@ def test_vidcom2_rounds_half_to_even_and_keeps_at_least_one() -> None:
 
 def test_vidcom2_keeps_the_calm_half_of_the_channels() -> None:
     tokens = video(4, 50, 7) * torch.tensor([5.0, 1.0, 4.0, 0.1, 3.0, 6.0, 2.0])
-    assert calm_channels(tokens).tolist() == [1, 3, 6]
-    assert calm_channels(tokens[..., :1]).tolist() == [0]
+    assert find_calm_channels(tokens).tolist() == [1, 3, 6]
+    assert find_calm_channels(tokens[..., :1]).tolist() == [0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.visionzip import densest, evenly_strided, kept_of_frame, mean_of_nearest
+from gstep.pruners.visionzip import evenly_strided, find_densest, frame_budget, mean_of_nearest
 from tests.gstep.synthetic import prune, video
 
 
@@ -18,7 +18,7 @@ from tests.gstep.synthetic import prune, video
     ],
 )
 def test_visionzip_per_frame(size: int, ratio: float, kept: int) -> None:
-    assert kept_of_frame(size, ratio) == kept
+    assert frame_budget(size, ratio) == kept
 
 
 def test_visionzip_by_hand() -> None:
@@ -181,17 +181,17 @@ def test_visionzip_qwen_frames_do_not_touch_each_other() -> None:
 def test_visionzip_densest_counts_no_token_as_its_own_neighbour() -> None:
     """A pair that is close beats a token in the middle of three others at a distance, until it needs more company."""
     direction = directions(0, 20, 35, 50, 200, 205)
-    assert densest(direction, 2, neighbours=1).tolist() == [4, 5]
-    assert densest(direction, 1, neighbours=2).tolist() == [2]
-    assert densest(direction, 2, neighbours=2).tolist() == [1, 2]
+    assert find_densest(direction, 2, neighbours=1).tolist() == [4, 5]
+    assert find_densest(direction, 1, neighbours=2).tolist() == [2]
+    assert find_densest(direction, 2, neighbours=2).tolist() == [1, 2]
     # A zero token has cosine 0 with everything, which is more than two opposite ones have on average.
     opposite = torch.cat([directions(0, 180), torch.zeros(1, 2)])
-    assert densest(opposite, 1, neighbours=2).tolist() == [2]
+    assert find_densest(opposite, 1, neighbours=2).tolist() == [2]
 
 
 def test_visionzip_rounding_decides_no_tie() -> None:
     """The second pair is nearer by a part in 10^14, and the second anchor to what lies in the middle."""
-    assert densest(directions(0, 10, 90, 100 - 1e-11), 2, neighbours=1).tolist() == [0, 1]
+    assert find_densest(directions(0, 10, 90, 100 - 1e-11), 2, neighbours=1).tolist() == [0, 1]
     direction = directions(0, 20 - 1e-11, 10)
     means = mean_of_nearest(direction, direction, torch.tensor([0, 1]))
     assert means.tolist() == [mean(*direction[[0, 2]].tolist()), direction[1].tolist()]

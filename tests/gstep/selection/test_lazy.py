@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gstep.selection.lazy import ConvertedTokens, Counts, lazy_density_guided_fps, survey
+from gstep.selection.lazy import ConvertedTokens, Counts, lazy_density_guided_fps, survey_tokens
 from gstep.selection.reference import STARTS, density_guided_fps
 from tests.gstep.oracle import exact_tokens, oracle
 from tests.gstep.selection.videos import KINDS, density, video
@@ -171,7 +171,7 @@ def test_few_products_where_tokens_are_alike_and_no_bound_where_they_are_not() -
     tokens = video("random", n_frames=32, per_frame=98, hidden=2048)
     lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), 300, counts=counts)
     assert (
-        survey(ConvertedTokens.of(tokens.flatten(0, 1))).coordinates is None
+        survey_tokens(ConvertedTokens.of(tokens.flatten(0, 1))).coordinates is None
     )  # random directions: a bound would tell nothing
     assert counts.bounds == 0 < counts.products
     tokens = video("random", n_frames=32, per_frame=98, hidden=512)

@@ -15,7 +15,7 @@ from gstep.selection.lazy import (
     Subspace,
     lazy_density_guided_fps,
     pair_products,
-    survey,
+    survey_tokens,
 )
 from tests.gstep.selection.videos import KINDS, density, video
 
@@ -28,7 +28,7 @@ def test_lengths_and_rows_are_the_tokens_own(dtype: torch.dtype) -> None:
     assert rows.ready == (dtype != torch.bfloat16)
     assert torch.equal(torch.cat([part for _, part in rows.chunks()]), tokens.to(rows.dtype))
     assert torch.equal(rows.take(np.array([5, 3])), tokens[[5, 3]].to(rows.dtype))
-    inverse = survey(rows, 0).inverse
+    inverse = survey_tokens(rows, 0).inverse
     assert inverse[7] == 0
     norms = tokens.double().norm(dim=1).numpy()
     assert np.allclose(np.delete(inverse * norms, 7), 1, atol=1e-5)
@@ -38,14 +38,14 @@ def test_huge_tokens_are_scaled_a_few_at_a_time() -> None:
     tokens = video("low rank").flatten(0, 1).float() * 2.0**100
     rows = ConvertedTokens.of(tokens)
     assert not rows.ready and rows.factor is not None and rows.factor.max() < 1
-    assert np.isfinite(survey(rows, 0).inverse).all() and (survey(rows, 0).inverse > 0).all()
+    assert np.isfinite(survey_tokens(rows, 0).inverse).all() and (survey_tokens(rows, 0).inverse > 0).all()
 
 
 def test_copies_are_found_wherever_they_are() -> None:
     tokens = video("random").flatten(0, 1)
-    assert not survey(ConvertedTokens.of(tokens)).has_copies
+    assert not survey_tokens(ConvertedTokens.of(tokens)).has_copies
     tokens[500] = tokens[3]
-    assert survey(ConvertedTokens.of(tokens)).has_copies
+    assert survey_tokens(ConvertedTokens.of(tokens)).has_copies
 
 
 def test_a_subspace_is_kept_only_where_it_tells_something() -> None:
@@ -53,24 +53,24 @@ def test_a_subspace_is_kept_only_where_it_tells_something() -> None:
     unlike = torch.randn(600, 4096, generator=torch.Generator().manual_seed(0))
     told, nothing = (Subspace.of(normalize(tokens), 32).residual for tokens in (alike, unlike))
     assert told < 0.5 and nothing > 0.95
-    coordinates = survey(ConvertedTokens.of(alike), 32).coordinates
+    coordinates = survey_tokens(ConvertedTokens.of(alike), 32).coordinates
     assert coordinates is not None and coordinates.shape == (12 * 49, 33)
-    assert survey(ConvertedTokens.of(unlike), 32).coordinates is None
-    assert survey(ConvertedTokens.of(alike)).coordinates is not None
-    assert survey(ConvertedTokens.of(alike[:384])).coordinates is None  # too few tokens for a sample
+    assert survey_tokens(ConvertedTokens.of(unlike), 32).coordinates is None
+    assert survey_tokens(ConvertedTokens.of(alike)).coordinates is not None
+    assert survey_tokens(ConvertedTokens.of(alike[:384])).coordinates is None  # too few tokens for a sample
 
 
 def test_picks_know_what_the_survey_knows_of_them() -> None:
     tokens = video("low rank").flatten(0, 1)
-    known = survey(ConvertedTokens.of(tokens), 16)
-    picks = Picks(5, known)
+    survey = survey_tokens(ConvertedTokens.of(tokens), 16)
+    picks = Picks(5, survey)
     picks.add(np.array([40]))
     picks.add(np.array([3, 8]))
     assert picks.count == 3 and picks.order[:3].tolist() == [40, 3, 8]
     assert torch.equal(picks.rows[:3], tokens[[40, 3, 8]].float())
-    assert picks.inverse[:3].tolist() == known.inverse[[40, 3, 8]].tolist()
-    assert picks.coordinates is not None and known.coordinates is not None
-    assert torch.equal(picks.coordinates[:3], known.coordinates[[40, 3, 8]])
+    assert picks.inverse[:3].tolist() == survey.inverse[[40, 3, 8]].tolist()
+    assert picks.coordinates is not None and survey.coordinates is not None
+    assert torch.equal(picks.coordinates[:3], survey.coordinates[[40, 3, 8]])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import gstep
-from gstep.selection.dispatch import SMALL
+from gstep.selection.dispatch import MAX_PLAIN_PRODUCTS
 from gstep.selection.precision import full_precision
 from tests.gstep.selection.videos import video
 
@@ -110,7 +110,7 @@ class Bfloat16Products(TorchFunctionMode):
 @pytest.mark.parametrize("hidden", [256, 2048])  # the wide one is sampled lazily
 def test_medium_selects_the_same_where_it_means_bfloat16(hidden: int) -> None:
     tokens = video("scenes", 10, 50, hidden).float() * 1.01
-    assert (tokens.numel() * 125 > SMALL) == (hidden > 256)
+    assert (tokens.numel() * 125 > MAX_PLAIN_PRODUCTS) == (hidden > 256)
     expected = gstep.prune(tokens)
     torch.set_float32_matmul_precision("medium")
     with Bfloat16Products():

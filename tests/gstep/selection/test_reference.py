@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gstep.selection.reference import STARTS, density_guided_fps, largest, most_isolated
+from gstep.selection.reference import STARTS, density_guided_fps, isolated_token, largest
 from tests.gstep.oracle import all_distances, exact_tokens, oracle, oracle_start
 from tests.gstep.synthetic import FLOATS, needs_cuda
 
@@ -96,12 +96,14 @@ def test_most_isolated_does_not_depend_on_the_block(block: int) -> None:
         distance = all_distances(tokens.astype(np.float64))
         # The most isolated token and its nearest neighbour are often each other's: an exact tie in exact arithmetic.
         distance = np.minimum(distance, distance.T)
-        assert most_isolated(torch.from_numpy(tokens), block).item() == oracle_start("isolated", distance, np.zeros(65))
+        assert isolated_token(torch.from_numpy(tokens), block).item() == oracle_start(
+            "isolated", distance, np.zeros(65)
+        )
 
 
 def test_most_isolated_of_one_token_and_of_copies() -> None:
-    assert most_isolated(torch.ones(1, 3)).tolist() == [0]
-    assert most_isolated(torch.ones(5, 3)).tolist() == [0]
+    assert isolated_token(torch.ones(1, 3)).tolist() == [0]
+    assert isolated_token(torch.ones(5, 3)).tolist() == [0]
 
 
 def test_extreme_magnitudes_change_nothing() -> None:

@@ -13,9 +13,9 @@ from gstep.language import Decoding
 from gstep.serving import ARCHITECTURES
 from gstep.serving import options as serving
 from gstep.serving.options import (
-    OWN,
+    RESERVED_OPTIONS,
     check_connectors,
-    check_served,
+    check_generation_settings,
     engine_options,
     prepare_process,
     sampling_params,
@@ -31,7 +31,7 @@ def test_no_tower_is_built_and_no_processor_asked(name):
     assert (told["trust_remote_code"], told["load_format"], told["dtype"]) == (False, "safetensors", "bfloat16")
     ours = {"architectures": [ARCHITECTURES[source.model_type]]} if "qwen" in name else {}
     assert told["hf_overrides"] == ours  # others go by vLLM's own classes
-    assert told.keys() >= OWN - {"tokenizer", "hf_config_path", "skip_tokenizer_init", "hf_token"}
+    assert told.keys() >= RESERVED_OPTIONS - {"tokenizer", "hf_config_path", "skip_tokenizer_init", "hf_token"}
 
 
 def test_a_step_takes_the_largest_video():
@@ -96,9 +96,9 @@ def test_a_drawn_answer_has_its_own_seed():
 
 @pytest.mark.parametrize("setting", [{"no_repeat_ngram_size": 3}, {"suppress_tokens": [4]}, {"min_new_tokens": 2}])
 def test_what_vllm_does_not_have_is_refused(setting):
-    check_served("m", GenerationConfig(repetition_penalty=1.3))
+    check_generation_settings("m", GenerationConfig(repetition_penalty=1.3))
     with pytest.raises(ModelError, match=next(iter(setting))):
-        check_served("m", GenerationConfig(**setting))
+        check_generation_settings("m", GenerationConfig(**setting))
 
 
 def transfer(name, **more):

@@ -13,7 +13,7 @@ from gstep.language import LanguageModel
 from gstep.language.layer_pruning import CACHE
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.efficiency import add_flags, break_even
-from jobs.benchmark.efficiency_bench import Bench, kv_bytes, prepare
+from jobs.benchmark.efficiency_bench import Bench, kv_bytes, prepare_measurement
 from pipeline.inputs.manifest import read_manifest
 from tests.gstep.language.prompts import video
 from tests.jobs.jobs import forbid_models
@@ -88,7 +88,7 @@ def job_of(folder, *argv):
     parser = argparse.ArgumentParser()
     add_flags(parser)
     argv = ("--num-frames", "2", "--retention-ratio", "0.25", "--repeats", "1", "--device", "cpu", *argv)
-    return prepare(folder, parser.parse_args(argv))
+    return prepare_measurement(folder, parser.parse_args(argv))
 
 
 def test_the_formula_gives_the_bytes_of_the_real_kv_cache(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from gstep.selection.reference import density_guided_fps
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.read import TimedReader
-from jobs.benchmark.selection import loop, loop_steps
+from jobs.benchmark.selection import loop_steps, select_by_loop
 from jobs.benchmark.tokens import INPUTS
 
 
@@ -46,7 +46,7 @@ def test_the_loop_is_the_oracle():
     tokens = INPUTS["iid"].make(4, 25, 32).flatten(0, 1)
     density = torch.rand(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     unit_DM = torch.nn.functional.normalize(tokens.float(), dim=1).T.contiguous()
-    assert torch.equal(loop(unit_DM, density, 49), density_guided_fps(tokens.double(), density, 50))
+    assert torch.equal(select_by_loop(unit_DM, density, 49), density_guided_fps(tokens.double(), density, 50))
 
 
 def test_the_loop_runs_whole_or_200_steps():

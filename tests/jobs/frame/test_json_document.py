@@ -11,8 +11,8 @@ from rich.console import Console
 
 from jobs import compact, doctor, evaluate, generate, inspect, prune, serve, verify
 from jobs.benchmark import __main__ as benchmark
-from jobs.command import exit_code_of
-from jobs.frame.json_document import Done, print_document
+from jobs.command import run_to_exit_code
+from jobs.frame.json_document import CommandResult, print_document
 from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
@@ -22,7 +22,7 @@ from tests.paths import ROOT
 
 def ended(work, capsys, **more) -> tuple[int, dict, str]:
     """Exit code, document and stderr."""
-    code = exit_code_of(work, Console(stderr=True), document=True, **more)
+    code = run_to_exit_code(work, Console(stderr=True), document=True, **more)
     said = capsys.readouterr()
     return code, json.loads(said.out, parse_constant=pytest.fail), said.err
 
@@ -37,13 +37,13 @@ def raising(error: BaseException):
 def test_what_is_printed_meanwhile_goes_to_stderr(capfd):
     """By this process, by C code and by child processes: only the document is on stdout."""
 
-    def work() -> Done:
+    def work() -> CommandResult:
         print("a table")
         os.write(1, b"of a library\n")
         subprocess.run([sys.executable, "-c", "print('of a child')"], check=True)
-        return Done(3, {"n": 1})
+        return CommandResult(3, {"n": 1})
 
-    assert exit_code_of(work, Console(stderr=True), document=True) == 3
+    assert run_to_exit_code(work, Console(stderr=True), document=True) == 3
     out, err = capfd.readouterr()
     assert json.loads(out) == {"exit_code": 3, "n": 1}
     assert {"a table", "of a library", "of a child"} <= set(err.splitlines())
@@ -55,8 +55,8 @@ def test_what_is_printed_meanwhile_goes_to_stderr(capfd):
 PRINTING = """
 import atexit, os, sys, threading, time
 from rich.console import Console
-from jobs.command import exit_code_of
-from jobs.frame.json_document import Done
+from jobs.command import run_to_exit_code
+from jobs.frame.json_document import CommandResult
 
 def prints():
     while True:
@@ -68,10 +68,10 @@ def work():
     time.sleep(0.2)
     if "fails" in sys.argv:
         raise ValueError("a bug")
-    return Done(3, {"n": "\\u00fc"})
+    return CommandResult(3, {"n": "\\u00fc"})
 
 atexit.register(print, "goodbye", flush=True)
-code = exit_code_of(work, Console(stderr=True), document=True)
+code = run_to_exit_code(work, Console(stderr=True), document=True)
 time.sleep(0.2)
 sys.exit(code)
 """
@@ -102,19 +102,19 @@ def test_a_reader_that_does_not_wait_for_the_document_is_no_error():
     ],
 )
 def test_an_error_is_a_document_with_the_same_exit_code(capsys, error, code, named, message):
-    more = {"failed": (RunFailed,), "interrupted": "ended early"}
+    more = {"failures": (RunFailed,), "interrupt_message": "ended early"}
     ends = ended(raising(error), capsys, **more)
     assert ends[:2] == (code, {"error": {"class": named, "message": message}}) and message in ends[2]
 
 
 def test_a_bug_is_a_document_and_still_raises(capsys):
     with pytest.raises(ZeroDivisionError):
-        exit_code_of(raising(ZeroDivisionError("by nought")), Console(stderr=True), document=True)
+        run_to_exit_code(raising(ZeroDivisionError("by nought")), Console(stderr=True), document=True)
     assert json.loads(capsys.readouterr().out) == {"error": {"class": "ZeroDivisionError", "message": "by nought"}}
 
 
 def test_without_the_flag_there_is_no_document(capsys):
-    assert exit_code_of(lambda: Done(0, {"n": 1}), Console(stderr=True)) == 0
+    assert run_to_exit_code(lambda: CommandResult(0, {"n": 1}), Console(stderr=True)) == 0
     assert capsys.readouterr().out == ""
 
 

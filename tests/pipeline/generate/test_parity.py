@@ -75,7 +75,7 @@ def test_pruned_tokens_are_those_rows_of_the_whole(name, tmp_path):
     ("name", "method", "params"),
     [
         *((name, "vidcom2", {}) for name in FAMILIES),
-        ("tiny", "visionzip", {}),
+        *(("tiny", name, {}) for name in ("visionzip", "holitom", "flashvid")),
         ("tiny", "fastvid", {"variant": "llava"}),
         ("tiny-qwen2-5-vl", "fastvid", {"variant": "qwen"}),
     ],

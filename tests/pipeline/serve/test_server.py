@@ -242,7 +242,7 @@ def status_of(client, messages):
         ({"max_tokens_per_video": 48}, "--max-tokens-per-video 48: the caches have a video of 49; give that or more"),
         (
             {"max_tokens_per_video": 4000, "engine_param": ["max-num-batched-tokens=2k"]},
-            r"=2000 leaves room for videos of 3,149 .* has 4,001: give max_num_batched_tokens=4001 or more",
+            r"=2000 limits a video to 3,149 .* has 4,001: set max_num_batched_tokens=4001 or more",
         ),
         ({"engine_param": ["kv-offloading-backend=lmcache"]}, "kv_offloading_backend=lmcache: it is not known to tell"),
         ({"engine_param": ['kv_transfer_config={"kv_connector": "NixlConnector"}']}, "NixlConnector: it is not known"),

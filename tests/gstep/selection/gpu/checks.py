@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gstep.selection import reference
 from gstep.selection.gpu import check, gram, launch
 from gstep.selection.gpu.check import check_forms
-from gstep.selection.gpu.gram import Task, Tuning, default_tuning, gram_form, prepare
+from gstep.selection.gpu.gram import Task, Tuning, default_tuning, prepare_task, select_by_gram
 from gstep.selection.gpu.launch import select_on_gpu
 from gstep.selection.gpu.lazy import LazyForm
 from gstep.selection.reference import STARTS, density_guided_fps
@@ -51,9 +51,9 @@ def select(
     rounds: int = 1,
 ) -> list[int]:
     sizes = tuning(tokens.dtype, candidates, rounds)
-    task = prepare(tokens.to(DEVICE), rho.to(DEVICE), budget, alpha=alpha, beta=beta, start=start, tuning=sizes)
+    task = prepare_task(tokens.to(DEVICE), rho.to(DEVICE), budget, alpha=alpha, beta=beta, start=start, tuning=sizes)
     assert task is not None
-    order = gram_form(task) if form == "gram" else LazyForm(task).select()
+    order = select_by_gram(task) if form == "gram" else LazyForm(task).select()
     assert order.dtype == torch.int64
     return order.tolist()
 
@@ -167,7 +167,7 @@ def test_the_lazy_form_serves_where_the_distances_do_not_fit(error: Exception, m
     def run_out(task: Task) -> None:
         raise error
 
-    monkeypatch.setattr(gram, "gram_form", run_out)
+    monkeypatch.setattr(gram, "select_by_gram", run_out)
     tokens, rho = grid(50, 6, 2, 0).bfloat16(), levels(50, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -232,7 +232,7 @@ def test_a_static_video_on_tensor_cores_is_selected_as_by_the_plain_form(form: s
 def test_with_norms_taken_elsewhere_a_static_video_is_selected_by_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test before this one would show; and that the check of a process shows it."""
     exact = lambda tokens, tuning: reference.inverse_norms(tokens)  # noqa: E731
-    monkeypatch.setattr(gram, "_inverse_norms", exact)
+    monkeypatch.setattr(gram, "_compute_inverse_norms", exact)
     tokens, rho = static_video(2048), torch.zeros(30, dtype=torch.float64)
     assert select("gram", tokens, rho, 20) != density_guided_fps(tokens, rho, 20).tolist()
     with pytest.raises(RuntimeError, match="selects other"):
@@ -241,8 +241,8 @@ def test_with_norms_taken_elsewhere_a_static_video_is_selected_by_noise(monkeypa
 
 def test_keys_beyond_float64_are_not_for_the_kernels() -> None:
     tokens, rho = grid(9, 4, 2, 0).half().to(DEVICE), torch.zeros(9, dtype=torch.float64, device=DEVICE)
-    assert prepare(tokens, rho, 9, alpha=0.05, beta=1e-30, start="density") is None
-    assert prepare(tokens, rho + 1e30, 9, alpha=0.05, beta=1e-6, start="density") is None
+    assert prepare_task(tokens, rho, 9, alpha=0.05, beta=1e-30, start="density") is None
+    assert prepare_task(tokens, rho + 1e30, 9, alpha=0.05, beta=1e-6, start="density") is None
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_the_check_passes_on_tensor_cores() -> None:
     check_forms(torch.device("cpu"), torch.bfloat16, 2048, 32, 8, tuning(torch.float32))
 
 
-@pytest.mark.parametrize("form", ["gram_form", "LazyForm"])
+@pytest.mark.parametrize("form", ["select_by_gram", "LazyForm"])
 def test_the_check_sees_a_form_that_is_wrong(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong:
         def __init__(self, task: Task) -> None:
@@ -280,12 +280,12 @@ def test_the_check_sees_a_form_that_is_wrong(form: str, monkeypatch: pytest.Monk
 
 def test_a_pick_that_is_not_the_best_left_is_seen() -> None:
     tokens, rho = structured(7, 17, 40).half().to(DEVICE), torch.linspace(1, 2, 119, device=DEVICE).double()
-    task = prepare(tokens, rho, 30, alpha=0.5, beta=1e-6, start="density", tuning=tuning(torch.float16))
+    task = prepare_task(tokens, rho, 30, alpha=0.5, beta=1e-6, start="density", tuning=tuning(torch.float16))
     assert task is not None
-    order = gram_form(task)
-    assert not check.worse_picks(order, task).any()
+    order = select_by_gram(task)
+    assert not check.find_worse_picks(order, task).any()
     swapped = order[[0, 1, 3, 2, *range(4, 30)]]
-    assert check.worse_picks(swapped, task).nonzero()[:, 0].tolist() == [2]
+    assert check.find_worse_picks(swapped, task).nonzero()[:, 0].tolist() == [2]
 
 
 @cuda_only

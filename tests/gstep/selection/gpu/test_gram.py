@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gstep.selection.gpu.gram import default_tuning, gram_width, no_bar, prepare
+from gstep.selection.gpu.gram import default_tuning, gram_width, no_bar, prepare_task
 
 
 def test_rows_of_a_gram_matrix_are_read_16_at_a_time() -> None:
@@ -26,4 +26,4 @@ def test_tiles_follow_the_dtype_and_rounds_the_number_of_tokens() -> None:
 
 def test_float64_is_not_for_the_kernels() -> None:
     tokens = torch.ones(3, 4, dtype=torch.float64)
-    assert prepare(tokens, torch.ones(3), 2, alpha=0.5, beta=1e-6, start="density") is None
+    assert prepare_task(tokens, torch.ones(3), 2, alpha=0.5, beta=1e-6, start="density") is None

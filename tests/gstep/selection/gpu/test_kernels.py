@@ -41,7 +41,7 @@ CASES = {
     "refresh_kernel": (["*bf16", "*i64", "*i64", "*fp64", "*i32", "*i64", "*i32", "*fp64", "i32"], TILE),
     "greedy_kernel": (
         ["*fp64", "*i64", "*fp64", "*fp64", "*fp64", "*i32", "*i64", "*i32", "*fp64", "i32", "i32"],
-        {"PLACES": 8192},
+        {"SLOTS": 8192},
     ),
 }
 for name, (types, constants) in CASES.items():

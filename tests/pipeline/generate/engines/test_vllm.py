@@ -252,7 +252,7 @@ def test_an_option_that_leaves_no_room_for_the_largest_video_is_refused_before_w
     source, largest = ModelSource.resolve("tiny-qwen2-5-vl"), 1051  # its processor's own largest item has 1050
     options = EngineOptions(engine="vllm", engine_param=["max_num_batched_tokens=640"])
     for refused in (partial(load_engine, options, source, RUNTIME), partial(VllmEngine.check_room, options, source)):
-        with pytest.raises(ModelError, match=r"=640 leaves room for videos of 1,050 .* has 1,051: give .*=1051 or"):
+        with pytest.raises(ModelError, match=r"=640 limits a video to 1,050 .* has 1,051: set .*=1051 or"):
             refused(largest)
     VllmEngine.check_room(options, source, 1050)
     VllmEngine.check_room(EngineOptions(engine="vllm", engine_param=["max_num_batched_tokens=1051"]), source, 1051)

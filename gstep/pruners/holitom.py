@@ -1,0 +1,166 @@
+"""HoliTom: average static positions over windows of frames, then prune and merge within frames.
+
+Shapes: W frames of one window, S static positions of the window, X moving positions (not static), C density peaks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gstep.density import working_copy
+from gstep.evidence import LAST_LAYER
+from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.checks import check_integer, check_number
+from gstep.pruners.segments import group_by_peaks, tie_noise
+from gstep.pruners.vectors import assigned_mean, unit
+from gstep.selection.reference import largest
+from gstep.types import VisualTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoliTom(Pruner):
+    """The outer stages of HoliTom, for LLaVA; its merging inside the language model is not implemented.
+
+    Source: github.com/cokeshao/HoliTom, holitom/llava_arch.py at e9b2972.
+
+    Windows of frames are chosen to save the most tokens (``choose_windows``). Each static position of a window becomes
+    one token, the mean over the window's frames, at its position in the first frame. The remaining ratio is
+    r' = min(1, r / (share of tokens that remain)). It keeps round(S*r') density peaks of the static tokens. It keeps
+    ceil(X*r') of each frame's X moving tokens: the share 1-D of them by attention, the others as density peaks. Tokens
+    that are not kept are merged into the nearest peak. The total is near B. A window that is all static keeps at least
+    one token (the official code may keep no token of a video).
+
+    Attributes:
+        tau: a position is still between neighbour frames if its tokens are more similar than this.
+        D: the share of a frame's kept tokens that are density peaks, in [0, 1]; 0 as published.
+        beta: the weight of a peak against the mean of the tokens merged into it, in [0, 1].
+        K: the number of nearest tokens behind a token's density, itself included.
+        max_window: the maximum number of frames of a window.
+    """
+
+    name: ClassVar[str] = "holitom"
+    nested: ClassVar[bool] = False
+    merges: ClassVar[bool] = True
+    seeded: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
+    optional: ClassVar[frozenset[str]] = frozenset({"noise"})
+    needs: ClassVar[frozenset[str]] = frozenset({"token_attention"})
+    sources: ClassVar[Mapping[str, str]] = MappingProxyType({"token_attention": LAST_LAYER})
+
+    tau: float = 0.8
+    D: float = 0.0
+    beta: float = 0.6
+    K: int = 7
+    max_window: int = 1024
+
+    def __post_init__(self) -> None:
+        shares = {"D": self.D, "beta": self.beta}
+        self._set(
+            tau=check_number("tau", self.tau, "in [-1, 1]", lambda x: abs(x) <= 1),
+            K=check_integer("K", self.K, 1),
+            max_window=check_integer("max_window", self.max_window, 1),
+            **{name: check_number(name, value, "in [0, 1]", lambda x: 0 <= x <= 1) for name, value in shares.items()},
+        )
+
+    def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
+        budget = super().at_most(n_frames, per_frame, hidden, retention_ratio)
+        return min(n_frames * per_frame, budget + 2 * n_frames)  # each frame and each window may round up
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        n_frames, per_frame, _ = visual.tokens.shape
+        tokens_TND = visual.tokens.to(working_copy(visual.tokens[:1]).dtype)
+        direction_TND = unit(tokens_TND)
+        is_still_UN = (direction_TND[:-1] * direction_TND[1:]).sum(dim=-1) > self.tau
+        windows, n_saved = choose_windows(is_still_UN, self.max_window)
+        total = n_frames * per_frame
+        share = min(1.0, ratio / ((total - n_saved) / total))
+        noise, n_drawn = tie_noise(visual, seed), 0
+        index, tokens, merged = [], [], []
+
+        def add(index_X: Tensor, rows_XD: Tensor, kept_S: Tensor, n_peaks: int, *, is_mean: bool) -> None:
+            """Append the rows ``kept_S`` unchanged, and ``n_peaks`` density peaks with all other rows merged in.
+
+            ``is_mean`` marks all of them as merged, because the rows are means over frames.
+            """
+            nonlocal n_drawn
+            is_free_X = torch.ones(len(index_X), dtype=torch.bool, device=index_X.device)
+            is_free_X[kept_S] = False
+            other_Y = is_free_X.nonzero().squeeze(1)
+            index.append(index_X[kept_S])
+            tokens.append(rows_XD[kept_S])
+            merged.append(torch.full_like(kept_S, is_mean, dtype=torch.bool))
+            if n_peaks:
+                peak_C, peak_CD, is_grown_C = merge_into_peaks(
+                    rows_XD[other_Y], noise[n_drawn : n_drawn + len(other_Y)], n_peaks, min(self.K, n_peaks), self.beta
+                )
+                n_drawn += len(other_Y)
+                index.append(index_X[other_Y[peak_C]])
+                tokens.append(peak_CD)
+                merged.append(is_grown_C | is_mean)
+
+        for start, end in windows:
+            static_N = is_still_UN[start : end - 1].all(dim=0) & (end - start > 1)
+            moving_X, static_S = (~static_N).nonzero().squeeze(1), static_N.nonzero().squeeze(1)
+            n_kept = math.ceil(len(moving_X) * share)
+            n_dominant = round(n_kept * (1 - self.D))
+            for frame in range(start, end):
+                dominant_S = largest(visual.evidence["token_attention"][frame, moving_X], n_dominant).sort().values
+                rows_XD = tokens_TND[frame, moving_X]
+                add(moving_X + frame * per_frame, rows_XD, dominant_S, n_kept - n_dominant, is_mean=False)
+            n_static = max(round(len(static_S) * share), 0 if len(moving_X) else 1)
+            mean_SD = tokens_TND[start:end, static_S].mean(dim=0)
+            add(static_S + start * per_frame, mean_SD, static_S[:0], n_static, is_mean=True)
+        return Selection(torch.cat(index), tokens=torch.cat(tokens), merged=torch.cat(merged))
+
+
+def choose_windows(is_still_UN: Tensor, max_window: int) -> tuple[list[tuple[int, int]], int]:
+    """Choose windows [start, end) that cover T frames and save the most tokens; return them and the saved tokens.
+
+    A window of W <= ``max_window`` frames saves W - 1 tokens for each position that is still in all its pairs of
+    neighbour frames. Ties go to the shorter last window. ``is_still_UN`` has the T-1 pairs of neighbour frames.
+    """
+    # run_TN[t][n]: the number of successive pairs up to frame t in which position n is still.
+    run_TN = [torch.zeros(is_still_UN.shape[1], dtype=torch.int64, device="cpu")]
+    for is_still_N in is_still_UN.cpu():
+        run_TN.append(torch.where(is_still_N, run_TN[-1] + 1, 0))
+    saved_before, starts = [0], []  # saved_before[t]: the maximum of tokens saved in the frames before t
+    for last, run_N in enumerate(run_TN):
+        saved_before.append(saved_before[last])
+        starts.append(last)
+        # n_still[p]: the number of positions that are still for p pairs or more
+        n_still = run_N.bincount(minlength=last + 1).flip(0).cumsum(0).flip(0).tolist()
+        for pairs in range(1, min(last + 1, max_window)):
+            value = saved_before[last - pairs] + n_still[pairs] * pairs
+            if value > saved_before[-1]:
+                saved_before[-1], starts[-1] = value, last - pairs
+    return list(_walk_back(starts))[::-1], saved_before[-1]
+
+
+def _walk_back(starts: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield windows [start, end), the last first; ``starts[t]`` is the start of the window that ends with frame t."""
+    end = len(starts)
+    while end > 0:
+        yield starts[end - 1], end
+        end = starts[end - 1]
+
+
+def merge_into_peaks(
+    rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int, beta: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge each row into the nearest of the ``count`` density peaks.
+
+    Returns the peaks' row numbers [C], their merged rows [C,D], and [C] bool, True if any row was merged in. Other
+    peaks stay unchanged.
+    """
+    peak_C, group_X = group_by_peaks(rows_XD, noise_X, count, neighbours)
+    mean_CD, count_C = assigned_mean(group_X.index_fill(0, peak_C, -1), rows_XD, count)
+    is_grown_C = count_C > 0
+    peak_CD = rows_XD[peak_C]
+    return peak_C, torch.where(is_grown_C[:, None], beta * peak_CD + (1 - beta) * mean_CD, peak_CD), is_grown_C

@@ -1,0 +1,77 @@
+"""Tools of the methods that merge: the segments of a video, density peaks among tokens and the groups around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gstep.density import work_dtype
+from gstep.pruners.vectors import unit
+from gstep.selection.reference import largest
+from gstep.types import VisualTokens
+
+
+def adjacent_cosines(feature_TV: Tensor) -> list[float]:
+    """Compute the cosine of each frame's feature with the next frame's: T-1 numbers."""
+    direction_TV = unit(feature_TV)
+    cosines: list[float] = (direction_TV[:-1] * direction_TV[1:]).sum(dim=1).tolist()
+    return cosines
+
+
+def cut_segments(similarity: Sequence[float], min_segments: int, threshold: float) -> Iterator[tuple[int, int]]:
+    """Cut len(similarity) + 1 frames into segments; yield each as [start, end).
+
+    ``similarity`` is between neighbour frames. Cuts are at the lowest ``min_segments - 1`` similarities (the earlier
+    first) and at all similarities below ``threshold``.
+    """
+    lowest = sorted(range(len(similarity)), key=similarity.__getitem__)[: min_segments - 1]
+    boundaries = {i for i, value in enumerate(similarity) if value < threshold}.union(lowest)
+    start = 0
+    for end in [*sorted(i + 1 for i in boundaries), len(similarity) + 1]:
+        yield start, end
+        start = end
+
+
+def tie_noise(visual: VisualTokens, seed: int) -> Tensor:
+    """Return noise [T*N] in the tokens' work dtype: the evidence ``noise``, or random numbers in [0, 1) by ``seed``."""
+    noise_M = visual.evidence.get("noise")
+    if noise_M is None:
+        n_frames, per_frame, _ = visual.tokens.shape
+        noise_M = torch.from_numpy(np.random.default_rng(seed).random(n_frames * per_frame))
+    return noise_M.to(visual.tokens.device, work_dtype(visual.tokens))
+
+
+def scaled_distances(tokens_XD: Tensor) -> Tensor:
+    """Compute the Euclidean distances of all pairs of tokens, divided by sqrt(D), [X,X]."""
+    # Without the matrix product, whose cancellation would give equal tokens small distances.
+    distance_XX = torch.cdist(tokens_XD, tokens_XD, compute_mode="donot_use_mm_for_euclid_dist")
+    return distance_XX / math.sqrt(tokens_XD.shape[1])
+
+
+def density_peaks(distance_XX: Tensor, noise_X: Tensor, neighbours: int) -> Tensor:
+    """Score each token's centrality: its density times the distance to the nearest denser token, [X].
+
+    A token's density depends on the distances to its nearest ``neighbours`` tokens, itself included.
+    """
+    nearest_XK = distance_XX.topk(min(neighbours, len(distance_XX)), largest=False).values
+    # The noise breaks ties: tokens of equal density would have no denser token.
+    density_X = torch.exp(-nearest_XK.square().mean(dim=1)) + 1e-6 * noise_X
+    denser_XX = density_X[None, :] > density_X[:, None]
+    # The densest token has no denser token: it gets the largest distance of all.
+    return density_X * torch.where(denser_XX, distance_XX, distance_XX.max()).amin(dim=1)
+
+
+def group_by_peaks(rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int) -> tuple[Tensor, Tensor]:
+    """Group rows around the ``count`` highest density peaks.
+
+    Returns the peaks' row numbers [C], ascending, and each row's group [X], the number of its nearest peak. A peak is
+    in its own group.
+    """
+    distance_XX = scaled_distances(rows_XD)
+    peak_C = largest(density_peaks(distance_XX, noise_X, neighbours), count).sort().values
+    nearest_X = distance_XX[:, peak_C].argmin(dim=1)
+    return peak_C, nearest_X.index_copy(0, peak_C, torch.arange(count, device=peak_C.device))
