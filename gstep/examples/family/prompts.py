@@ -14,6 +14,6 @@ class PatchesPrompts(PromptBuilder):
     default_positions = "contiguous"
     axes = 1
 
-    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         kept = len(visual.index)
         return Segment(self._placeholders(kept), torch.arange(kept)[None], kept)
