@@ -48,24 +48,24 @@ def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) 
     from pipeline.cache.header import fingerprint, read_header  # noqa: PLC0415
     from pipeline.cache.live import Ledger  # noqa: PLC0415
     from pipeline.cache.merging import merge  # noqa: PLC0415 - Arrow loads after the flags are checked
-    from pipeline.prune.summary import lost_line  # noqa: PLC0415
-    from pipeline.runner.run_record import committed_shards  # noqa: PLC0415
+    from pipeline.prune.summary import format_lost  # noqa: PLC0415
+    from pipeline.runner.run_record import list_committed_shards  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
-    from pipeline.verify.moves import Joined, join_tokens  # noqa: PLC0415
+    from pipeline.verify.moves import JoinResult, join_tokens  # noqa: PLC0415
 
     store, say = store_at(arguments.cache, objects), make_say(console)
     identity = fingerprint(read_header(store)["identity"])
-    committed = committed_shards(store)
+    committed = list_committed_shards(store)
     keep = timedelta(minutes=arguments.keep_minutes)
     result = merge(store, identity, everything=True, keep=keep)
     for line in result.lines():
         say(line)
-    join = join_tokens(store, say, keep) if arguments.tokens else Joined()
+    join = join_tokens(store, say, keep) if arguments.tokens else JoinResult()
     for line in join.lines() if arguments.tokens else ():
         say(line)
     lost_ids = Ledger(store, identity).refresh().lost(committed)
     if lost_ids:
-        say(lost_line(len(lost_ids), lost_ids))
+        say(format_lost(len(lost_ids), lost_ids))
     return CommandResult(
         1 if lost_ids else 0, {"cache": str(store), **asdict(result), "n_lost": len(lost_ids), "joined": asdict(join)}
     )

@@ -2,7 +2,7 @@
 
 ``prune_videos`` fills a cache, ``TokenCache`` reads it, ``answer_questions`` asks its language model; ``encode_video``
 does one video without Ray or a cache. ``help`` of each says the rest. What ``__all__`` names is public, in this package
-and in ``gstep``, ``gstep.language`` and ``gstep.backbones``; the rooms below are not.
+and in ``gstep``, ``gstep.language`` and ``gstep.backbones``; the packages below are not.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ FAULTS: Mapping[FaultClass, Fault] = {
     "corrupt": Fault("the data is damaged", "fetch or re-encode the file, then --retry-failed", False),
     "timeout": Fault("decoding took longer than --decode-timeout", "raise --decode-timeout, then --retry-failed", True),
     "crash": Fault(
-        "the decode process died, or the encode process twice",
+        "the decode process crashed, or the encode process crashed twice",
         "re-encode the file, or try another --decoder with --retry-failed",
         True,
     ),
@@ -117,7 +117,7 @@ QUESTION_FAULTS: Mapping[QuestionFaultClass, Fault] = {
         True,
     ),
     "crash": Fault(
-        "the model's process died twice with the question in hand", "look at Ray's logs, then --retry-failed", True
+        "the model's process crashed twice with the question in hand", "look at Ray's logs, then --retry-failed", True
     ),
     "own-code": _OWN_CODE,
     "internal": _BUG,
@@ -169,7 +169,7 @@ class RunFailed(RuntimeError):  # noqa: N818
 
 
 class LimitReached(RunFailed):
-    """The run has reached ``--max-hours``; what is committed stays, and a rerun goes on."""
+    """The run has reached ``--max-hours``; committed rows stay, and a rerun resumes."""
 
 
 class TooManyFailed(RunFailed):
@@ -258,7 +258,7 @@ class VideoFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
-        """Whether another attempt may succeed."""
+        """True if another attempt may succeed."""
         return FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:
@@ -291,7 +291,7 @@ class QuestionFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
-        """Whether another attempt may succeed."""
+        """True if another attempt may succeed."""
         return QUESTION_FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:
@@ -301,23 +301,23 @@ class QuestionFault(Exception):  # noqa: N818
 def near_file(path: Path) -> str:
     """Return ``" (did you mean NAME?)"`` for the file beside a missing one whose name is nearest, or "" without one."""
     try:
-        return did_you_mean(path.name, [other.name for other in islice(path.parent.iterdir(), _LOOKED_AT)])
+        return did_you_mean(path.name, [entry.name for entry in islice(path.parent.iterdir(), _LOOKED_AT)])
     except OSError:
         return ""
 
 
 def name_first(names: Sequence[str], total: int, limit: int = 3) -> str:
     """Return the first names, and how many more of ``total`` there are: ``"a, b, c and 2 more"``."""
-    shown = names[:limit]
-    more = total - len(shown)
-    return printable(", ".join(shown)) + (f" and {more:,} more" if more else "")
+    examples = names[:limit]
+    more = total - len(examples)
+    return printable(", ".join(examples)) + (f" and {more:,} more" if more else "")
 
 
 def printable(message: str, limit: int = 1024) -> str:
     """Return the message without control characters, cut to ``limit`` bytes of UTF-8."""
     clean = "".join(c if c.isprintable() else " " for c in message).strip()
-    encoded = clean.encode("utf-8", "replace")
-    return clean if len(encoded) <= limit else encoded[: limit - 3].decode("utf-8", "ignore") + "..."
+    data = clean.encode("utf-8", "replace")
+    return clean if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."
 
 
 @contextmanager

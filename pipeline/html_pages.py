@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 def environment(package: str) -> Environment:
     """Return a Jinja environment of a package's templates: values are escaped, and missing ones are errors."""
-    made = Environment(
+    templates = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # the latter has the head of all
         autoescape=True,
         undefined=StrictUndefined,
@@ -20,8 +20,8 @@ def environment(package: str) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return made
+    templates.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return templates
 
 
 def asset(package: str, name: str) -> Markup:

@@ -17,10 +17,10 @@ _SAMPLE_BYTES = 2**14  # of each of the three pieces of a file that are looked a
 
 def keys_of(texts: pa.Array | pa.ChunkedArray) -> Keys:
     """Hash each text to 128 bits, [n,2]; of 10^8 texts two collide with a probability of 10^-23."""
-    return _hashed(texts.cast(pa.binary()).to_pylist(), 16).reshape(-1, 2)
+    return _hash_texts(texts.cast(pa.binary()).to_pylist(), 16).reshape(-1, 2)
 
 
-def _hashed(texts: Iterable[bytes], n_bytes: int) -> Keys:
+def _hash_texts(texts: Iterable[bytes], n_bytes: int) -> Keys:
     """Hash each text to so many bytes, one after the other."""
     return np.frombuffer(b"".join(blake2b(text, digest_size=n_bytes).digest() for text in texts), np.uint64)
 
@@ -29,13 +29,13 @@ def clip_keys(rows: pa.Table | pa.RecordBatch) -> Keys:
     """Hash each row's ``uri``, ``start_s`` and ``end_s`` to 64 bits, [n]."""
     times = np.stack([_seconds(rows[name]) for name in ("start_s", "end_s")], axis=1).tobytes()
     uris = rows["uri"].cast(pa.binary()).to_pylist()
-    return _hashed((uri + times[16 * i : 16 * i + 16] for i, uri in enumerate(uris)), 8)
+    return _hash_texts((uri + times[16 * i : 16 * i + 16] for i, uri in enumerate(uris)), 8)
 
 
 def tie_keys(rows: pa.Table) -> Keys:
     """Hash run, token shard and error to 64 bits, [n]: the tie-breaker among rows of one video and attempt."""
     columns = [rows[name].cast(pa.binary()).to_pylist() for name in ("run_id", "token_shard", "error_message")]
-    return _hashed((b"\0".join(part or b"" for part in row) for row in zip(*columns, strict=True)), 8)
+    return _hash_texts((b"\0".join(part or b"" for part in row) for row in zip(*columns, strict=True)), 8)
 
 
 def mark_key(text: str) -> int | None:
@@ -57,28 +57,28 @@ def sample_key(size: int, pieces: Iterable[bytes]) -> int:
 
 def _nonzero_key(text: bytes) -> int:
     """Hash a text to 64 bits; never 0, which stands for what is not known."""
-    return int(_hashed([text], 8)[0]) or 1
+    return int(_hash_texts([text], 8)[0]) or 1
 
 
 def _seconds(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
     """Convert seconds to float64 with one bit pattern each for null (NaN) and zero."""
-    filled = pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy(zero_copy_only=False)
-    return np.asarray(filled, np.float64) + 0.0
+    seconds = pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy(zero_copy_only=False)
+    return np.asarray(seconds, np.float64) + 0.0
 
 
 def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
     """Find each of ``keys`` [m,2] in the sorted keys with halves ``high`` and ``low``: [m] places, -1 if absent."""
-    found = np.full(len(keys), -1, np.int64)
+    rows = np.full(len(keys), -1, np.int64)
     place = np.searchsorted(high, keys[:, 0])
-    left = np.arange(len(keys))
-    while len(left):  # one pass, unless two keys share their first half
-        left = left[place[left] < len(high)]
-        left = left[high[place[left]] == keys[left, 0]]
-        hit = low[place[left]] == keys[left, 1]
-        found[left[hit]] = place[left[hit]]
-        left = left[~hit]
-        place[left] += 1
-    return found
+    open_rows = np.arange(len(keys))
+    while len(open_rows):  # one pass, unless two keys share their first half
+        open_rows = open_rows[place[open_rows] < len(high)]
+        open_rows = open_rows[high[place[open_rows]] == keys[open_rows, 0]]
+        hit = low[place[open_rows]] == keys[open_rows, 1]
+        rows[open_rows[hit]] = place[open_rows[hit]]
+        open_rows = open_rows[~hit]
+        place[open_rows] += 1
+    return rows
 
 
 def column_keys(texts: pa.ChunkedArray) -> Keys:
@@ -86,13 +86,13 @@ def column_keys(texts: pa.ChunkedArray) -> Keys:
     return np.concatenate([np.empty((0, 2), np.uint64), *map(keys_of, parts_of(texts))])
 
 
-def repeated(keys: Keys, last: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-    """Return which of ``keys`` [n,2] occur earlier already, [n], where those that are ``last`` follow all others."""
+def find_repeated(keys: Keys, last: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
+    """Return a mask [n] of ``keys`` [n,2] that occur earlier; keys under the mask ``last`` come after all others."""
     high = keys[:, 0].copy()  # two of 10^8 texts share it with a probability of 3e-4, and may hide a repeat
     order = np.argsort(high, kind="stable") if last is None else np.lexsort((last, high))
-    again = np.zeros(len(keys), np.bool_)
-    again[order[1:]] = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
-    return again
+    is_repeated = np.zeros(len(keys), np.bool_)
+    is_repeated[order[1:]] = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
+    return is_repeated
 
 
 def parts_of(column: pa.ChunkedArray) -> Iterator[pa.Array]:

@@ -43,10 +43,10 @@ def option(default: Any, help_text: str, **extra: Any) -> Any:
     return field(default=default, metadata=metadata, repr=not extra.get("secret"))
 
 
-def check(ok: bool, name: str, wanted: str, value: object) -> None:
-    """Raise UsageError, which names the flag and what is ``wanted``, unless ``ok``."""
+def check(ok: bool, name: str, requirement: str, value: object) -> None:
+    """Raise UsageError, which names the flag and what is ``requirement``, unless ``ok``."""
     if not ok:
-        raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, got {value!r}")
+        raise UsageError(f"--{name.replace('_', '-')} must be {requirement}, got {value!r}")
 
 
 def check_ratio(name: str, value: float | None) -> None:
@@ -67,10 +67,10 @@ def check_choices(config: Any) -> None:
         check(not choices or value is None or value in choices, item.name, f"one of {choices}", value)
 
 
-def named_values(given: Iterable[str], flag: str) -> dict[str, str]:
+def named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
     """Parse NAME=VALUE arguments into texts by name; their meaning is checked by the method."""
     params: dict[str, str] = {}
-    for item in given:
+    for item in texts:
         name, equals, value = item.partition("=")
         if not (name and equals):
             raise UsageError(f"{flag} takes NAME=VALUE, got {item!r}")
@@ -79,7 +79,7 @@ def named_values(given: Iterable[str], flag: str) -> dict[str, str]:
 
 
 def positive(value: float) -> bool:
-    """Return whether a number is finite and above 0."""
+    """Return True if a number is finite and above 0."""
     return math.isfinite(value) and value > 0
 
 
@@ -127,7 +127,7 @@ class RunOptions(S3Options):
     max_failed: str | None = option(
         None,
         "end with exit code 1 if more {item}s fail: a count (10) or a share (0.05 or 5%%) (default: all but one; in "
-        "jobs.prune 10 or 5%% for failures that are no fault of a video: io, memory of a GPU), or if one fails as "
+        "jobs.prune 10 or 5%% for infrastructure errors: io, memory of a GPU), or if one fails as "
         "internal or own-code",
         metavar="LIMIT",
     )
@@ -162,9 +162,9 @@ class RunOptions(S3Options):
         return max(0, total - 1) if self.max_failed is None else _count_or_share(self.max_failed.strip(), total)
 
     def outside_limit(self, total: int) -> int:
-        """Return the number of items that may fail by no fault of their own before the run counts as failed.
+        """Return the number of infrastructure errors after which the run counts as failed.
 
-        Such failures come from a mount, a store, a bug or a full GPU. ``--max-failed`` limits them too.
+        These errors come from a mount, a store, a bug or a full GPU. ``--max-failed`` limits them too.
         """
         if self.max_failed is not None:
             return self.failure_limit(total)
@@ -175,7 +175,7 @@ class RunOptions(S3Options):
         values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
         return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
 
-    def chosen(self) -> dict[str, Json]:
+    def changed_values(self) -> dict[str, Json]:
         """Return the part of ``as_record`` that is not the default; the run's record has all."""
         defaults = {
             item.name: item.default if item.default_factory is MISSING else item.default_factory()
@@ -203,7 +203,7 @@ class PrunerOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CodeOptions:
-    """The option of commands that go on from what a user's own method has made."""
+    """The option of commands that continue the results of a user's own method."""
 
     on_changed: str = option(
         "refuse",
@@ -251,13 +251,13 @@ class EngineOptions(RunOptions, CodeOptions):
         return engine_values(self.engine_param)
 
 
-def engine_values(given: Iterable[str]) -> dict[str, Json]:
+def engine_values(texts: Iterable[str]) -> dict[str, Json]:
     """Parse ``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
-    return {name: _json_or_text(text) for name, text in named_values(given, "--engine-param").items()}
+    return {name: _json_or_text(text) for name, text in named_values(texts, "--engine-param").items()}
 
 
 def read_ids(flag: str, name: str) -> list[str]:
-    """Read the distinct video ids of a text file, one a line. Raises UsageError where there is none, and for JSON."""
+    """Read the distinct video ids of a text file, one a line. Raises UsageError without ids, and for JSON."""
     try:
         lines = Path(name).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -298,8 +298,8 @@ def _count_or_share(text: str, total: int) -> int:
 
 # The Python types that a field of each type accepts, and how messages name these types.
 _TEXT = (str, os.PathLike)
-_ACCEPTED = {int: (Integral,), float: (Real,), bool: (bool,), str: (*_TEXT, Real)}
-_LISTED = {str: "texts", float: "numbers"}
+_ACCEPTED_TYPES = {int: (Integral,), float: (Real,), bool: (bool,), str: (*_TEXT, Real)}
+_LIST_NAMES = {str: "texts", float: "numbers"}
 # Options that ask a command for something else than its work; from Python they would be passed over.
 _OF_COMMANDS = frozenset(
     {"dry_run", "index", "plan", "probe", "gpus", "gpu_type", "decode_cores", "price"}
@@ -308,52 +308,60 @@ _OF_COMMANDS = frozenset(
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def checked_options(config: type, given: Mapping[str, object], where: str = "") -> dict[str, Any]:
+def check_options(config: type, values_given: Mapping[str, object], where: str = "") -> dict[str, Any]:
     """Convert options from a file or from Python, by field name, to the types of the fields of ``config``.
 
     An int becomes a float, a number or a path text, a mapping a list of NAME=VALUE, and of a share a text in percent a
     number; nothing else is converted.
     Raises UsageError, whose message begins with ``where``, for an unknown name and a value of another type.
     """
-    known = {item.name: item for item in fields(config)}
-    if unknown := [name for name in given if name not in known]:
-        near = [match for name in unknown for match in get_close_matches(name, known, 1)]
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
+    known_fields = {item.name: item for item in fields(config)}
+    if unknown := [name for name in values_given if name not in known_fields]:
+        near = [match for name in unknown for match in get_close_matches(name, known_fields, 1)]
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known_fields)}"
         raise UsageError(f"{where}unknown option {', '.join(unknown)}; {hint}")
     hints = get_type_hints(config)
     values = {
-        name: _as_pairs(value) if known[name].metadata.get("metavar") == "NAME=VALUE" else value
-        for name, value in given.items()
+        name: _as_pairs(value) if known_fields[name].metadata.get("metavar") == "NAME=VALUE" else value
+        for name, value in values_given.items()
     }
     for name, value in values.items():
-        if known[name].metadata.get("share"):
-            values[name] = [_share(one) for one in value] if isinstance(value, list) else _share(value)
-        if known[name].metadata.get("positional") and isinstance(value, _TEXT) and get_origin(hints[name]) is list:
+        if known_fields[name].metadata.get("share"):
+            values[name] = [_share(share_text) for share_text in value] if isinstance(value, list) else _share(value)
+        if (
+            known_fields[name].metadata.get("positional")
+            and isinstance(value, _TEXT)
+            and get_origin(hints[name]) is list
+        ):
             values[name] = [value]  # a single word of the command
-    return {name: _checked(value, hints[name], f"{where}{name}") for name, value in values.items()}
+    return {name: _check_value(value, hints[name], f"{where}{name}") for name, value in values.items()}
 
 
-def config_of(
-    kind: type[C], function: str, options: Mapping[str, object], accepted: Collection[str] | None = None
+def make_config(
+    kind: type[C], function: str, options: Mapping[str, object], accepted_names: Collection[str] | None = None
 ) -> C:
-    """Make a configuration from keyword arguments of ``function``, which accepts only the fields ``accepted``.
+    """Make a configuration from keyword arguments of ``function``, which accepts only the fields ``accepted_names``.
 
-    Without ``accepted`` it takes all but ``dry_run``, plans, and what goes with these.
+    Without ``accepted_names`` it takes all but ``dry_run``, plans, and what goes with these.
 
     Raises UsageError.
     """
-    accepted = [item.name for item in fields(kind) if item.name not in _OF_COMMANDS] if accepted is None else accepted
-    for name in sorted(options.keys() & {item.name for item in fields(kind)} - set(accepted)):
+    accepted_names = (
+        [item.name for item in fields(kind) if item.name not in _OF_COMMANDS]
+        if accepted_names is None
+        else accepted_names
+    )
+    for name in sorted(options.keys() & {item.name for item in fields(kind)} - set(accepted_names)):
         raise UsageError(
-            f"{function}() takes no {name}, which is for the command; it takes {', '.join(sorted(accepted))}"
+            f"{function}() takes no {name}, which is for the command; it takes {', '.join(sorted(accepted_names))}"
         )
-    return kind(**checked_options(kind, options, f"{function}(): "))
+    return kind(**check_options(kind, options, f"{function}(): "))
 
 
 def share(text: str) -> float:
     """Parse a share of a whole: "0.25", or the same in percent, "25%". Raises ValueError."""
-    number, percent, rest = text.partition("%")
-    if rest.strip():
+    number, percent, ending = text.partition("%")
+    if ending.strip():
         raise ValueError(f"{text!r} is no share")
     return float(number) / 100 if percent else float(number)
 
@@ -380,7 +388,7 @@ def _share(value: object) -> object:
         return value
 
 
-def _checked(value: Any, hint: Any, where: str) -> Any:
+def _check_value(value: Any, hint: Any, where: str) -> Any:
     """Convert an option's value to its type. Raises UsageError."""
     kind = value_type(hint)
     if value is None and kind is not hint:
@@ -389,10 +397,10 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         return []
     if get_origin(kind) is list:
         (of,) = get_args(kind)
-        if not isinstance(value, list | tuple) or (of is str and not all(isinstance(one, _TEXT) for one in value)):
-            raise UsageError(f"{where} must be a list of {_LISTED[of]}, got {value!r}")
-        return [_checked(item, of, where) for item in value]
+        if not isinstance(value, list | tuple) or (of is str and not all(isinstance(item, _TEXT) for item in value)):
+            raise UsageError(f"{where} must be a list of {_LIST_NAMES[of]}, got {value!r}")
+        return [_check_value(item, of, where) for item in value]
     with suppress(OverflowError):  # of a number beyond all floats
-        if isinstance(value, _ACCEPTED[kind]) and (kind is bool or not isinstance(value, bool)):
+        if isinstance(value, _ACCEPTED_TYPES[kind]) and (kind is bool or not isinstance(value, bool)):
             return kind(value)
     raise UsageError(f"{where} must be {_WORDS[kind]}, got {value!r}")

@@ -21,7 +21,7 @@ from typing import Any
 from gstep.errors import WrongSelection
 
 _NOT_OWN = frozenset({"gstep", "pipeline", "jobs", "torch", *sys.stdlib_module_names}) - {"__main__"}
-_INSTALLED = ("/site-packages/", "/dist-packages/")
+_INSTALL_FOLDERS = ("/site-packages/", "/dist-packages/")
 _WITHOUT_MEANING = frozenset({"ctx", "kind", "type_comment"})  # fields of syntax nodes
 _UNREADABLE = (OSError, LookupError, SyntaxError, ValueError, ImportError)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -29,14 +29,14 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def is_own(kind: type) -> bool:
-    """Return whether a class is the user's: no part of this package."""
+    """Return True if a class is the user's: no part of this package."""
     return kind.__module__.partition(".")[0] not in _NOT_OWN
 
 
 def hash_code(kind: type) -> str:
     """Return ``blake2b:<hex>`` of the code of a class, the same on every machine that has the same statements.
 
-    Where the source cannot be read, as in some notebooks, it is of the bytecode, which depends on Python's version.
+    If the source cannot be read, as in some notebooks, it is of the bytecode, which depends on Python's version.
     """
     try:
         texts = _Sources(kind.__module__).texts(kind.__qualname__.partition(".")[0])
@@ -90,20 +90,20 @@ class _Module:
 
     def imported_in(self, statement: ast.stmt) -> dict[str, str]:
         """Return the names that imports in a statement bind, and the dotted path that each stands for."""
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for node in ast.walk(statement):
             if isinstance(node, ast.Import):
-                names = [(alias.asname, alias.name) for alias in node.names]
-                found |= {asname: name for asname, name in names if asname}
-                found |= {name.partition(".")[0]: name.partition(".")[0] for asname, name in names if not asname}
+                pairs = [(alias.asname, alias.name) for alias in node.names]
+                names |= {asname: name for asname, name in pairs if asname}
+                names |= {name.partition(".")[0]: name.partition(".")[0] for asname, name in pairs if not asname}
             elif isinstance(node, ast.ImportFrom):
                 package = getattr(sys.modules.get(self.name), "__package__", None) or ""
                 source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-                found |= {alias.asname or alias.name: f"{source}.{alias.name}" for alias in node.names}
-                if "*" in found:
-                    del found["*"]
+                names |= {alias.asname or alias.name: f"{source}.{alias.name}" for alias in node.names}
+                if "*" in names:
+                    del names["*"]
                     self.stars.append(source)
-        return found
+        return names
 
 
 class _Sources:
@@ -114,12 +114,12 @@ class _Sources:
         self._modules: dict[str, _Module] = {}
 
     def is_own(self, module: str) -> bool:
-        """Return whether a module is the user's, as the first one is."""
+        """Return True if a module is the user's, as the first one is."""
         top, first = module.partition(".")[0], self._start.partition(".")[0]
         if module == self._start or top in _NOT_OWN:
             return module == self._start
         origin = _origin(module)
-        return origin is not None and (top == first or not any(part in origin for part in _INSTALLED))
+        return origin is not None and (top == first or not any(part in origin for part in _INSTALL_FOLDERS))
 
     def texts(self, name: str) -> list[str]:
         """Return the statements that ``name`` of the first module depends on, without layout, sorted.
@@ -128,12 +128,12 @@ class _Sources:
         """
         if name not in self._read(self._start).statements:
             raise LookupError(name)
-        waiting, seen, texts = [(self._start, name)], set[tuple[str, str]](), set[str]()
+        waiting, visited, texts = [(self._start, name)], set[tuple[str, str]](), set[str]()
         while waiting:
             place = waiting.pop()
-            if place in seen:
+            if place in visited:
                 continue
-            seen.add(place)
+            visited.add(place)
             try:
                 module = self._read(place[0])
             except _UNREADABLE:
@@ -141,7 +141,7 @@ class _Sources:
                 continue
             if place[1] in module.imports:
                 texts.add(f"{module.name}: {place[1]} is {module.imports[place[1]]}")
-                waiting += [found for found in self._find(module.imports[place[1]]) if found[1]]
+                waiting += [target for target in self._find(module.imports[place[1]]) if target[1]]
             for statement in module.statements.get(place[1], []) if place[1] else module.body:
                 texts.add(f"{module.name}: {_canonical(statement)}")
                 waiting += self._named_by(module, statement)
@@ -172,12 +172,12 @@ class _Sources:
 
     def _find(self, path: str) -> Iterator[tuple[str, str]]:
         """Yield the (module, name) of a dotted path into a module of the user; the name "" is the whole module."""
-        module, *rest = path.split(".")
+        module, *attributes = path.split(".")
         if not self.is_own(module):
             return
-        while rest and _spec(f"{module}.{rest[0]}") is not None:
-            module = f"{module}.{rest.pop(0)}"
-        yield module, rest[0] if rest else ""
+        while attributes and _spec(f"{module}.{attributes[0]}") is not None:
+            module = f"{module}.{attributes.pop(0)}"
+        yield module, attributes[0] if attributes else ""
 
 
 def _spec(module: str) -> Any:
@@ -192,9 +192,9 @@ def _spec(module: str) -> Any:
 
 def _origin(module: str) -> str | None:
     """Return the file or folder that a module is read from; None for one without."""
-    found = _spec(module)
-    places = list(getattr(found, "submodule_search_locations", None) or [])
-    origin = getattr(found, "origin", None) or getattr(found, "__file__", None) or next(iter(places), None)
+    spec = _spec(module)
+    places = list(getattr(spec, "submodule_search_locations", None) or [])
+    origin = getattr(spec, "origin", None) or getattr(spec, "__file__", None) or next(iter(places), None)
     return origin if isinstance(origin, str) and "/" in origin else None
 
 
@@ -212,7 +212,7 @@ def _digest(data: bytes) -> str:
 
 
 def _runs_as_script(node: ast.stmt) -> bool:
-    """Return whether a statement is ``if __name__ == "__main__"``."""
+    """Return True if a statement is ``if __name__ == "__main__"``."""
     return isinstance(node, ast.If) and ["__name__"] in _chains(node.test)
 
 
@@ -220,18 +220,18 @@ def _names_bound(node: ast.stmt) -> set[str]:
     """Return the names that a statement of a module binds or changes, those of its calls included; not its imports."""
     if isinstance(node, _DEFINITIONS):
         return {node.name}
-    found = set[str]()
+    names = set[str]()
     for inner in ast.walk(node):
         if isinstance(inner, _DEFINITIONS):
-            found.add(inner.name)
+            names.add(inner.name)
         elif isinstance(inner, ast.Expr) or isinstance(getattr(inner, "ctx", None), ast.Store | ast.Del):
-            found |= {root for root, *_ in _chains(inner)}
-    return found
+            names |= {root for root, *_ in _chains(inner)}
+    return names
 
 
 def _chains(node: ast.AST) -> list[list[str]]:
     """Return each name in the syntax below ``node`` with the attributes that follow it: ``a.b.c`` is [a, b, c]."""
-    found, waiting = list[list[str]](), [node]
+    chains, waiting = list[list[str]](), [node]
     while waiting:
         inner = waiting.pop()
         root, attributes = inner, list[str]()
@@ -239,37 +239,37 @@ def _chains(node: ast.AST) -> list[list[str]]:
             attributes.insert(0, root.attr)
             root = root.value
         if isinstance(root, ast.Name):
-            found.append([root.id, *attributes])
+            chains.append([root.id, *attributes])
         else:
             waiting += ast.iter_child_nodes(inner)
-    return found
+    return chains
 
 
 def _canonical(value: Any) -> str:
     """Return syntax as a text that layout, comments, docstrings and versions of Python do not change."""
     if isinstance(value, list):
-        kept = [item for item in value if not _is_docstring(item)]
-        return f"[{', '.join(map(_canonical, kept))}]"
+        statements = [item for item in value if not _is_docstring(item)]
+        return f"[{', '.join(map(_canonical, statements))}]"
     if not isinstance(value, ast.AST):
         return repr(value)
     fields = [(name, part) for name, part in ast.iter_fields(value) if name not in _WITHOUT_MEANING]
-    named = [f"{name}={_canonical(part)}" for name, part in fields if part is not None and part != []]
-    return f"{type(value).__name__}({', '.join(named)})"
+    parts = [f"{name}={_canonical(part)}" for name, part in fields if part is not None and part != []]
+    return f"{type(value).__name__}({', '.join(parts)})"
 
 
 def _is_docstring(node: object) -> bool:
-    """Return whether a statement is a text alone."""
+    """Return True if a statement is a text alone."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _bytecode(kind: type) -> Iterator[str]:
     """Yield the bytecode and plain attributes, as text, of a class, of its bases of the user, and of what they name."""
-    sources, waiting, seen = _Sources(kind.__module__), list[Any]([kind]), set[int]()
+    sources, waiting, visited = _Sources(kind.__module__), list[Any]([kind]), set[int]()
     while waiting:
         item = waiting.pop(0)
-        if id(item) in seen or not sources.is_own(getattr(item, "__module__", None) or ""):
+        if id(item) in visited or not sources.is_own(getattr(item, "__module__", None) or ""):
             continue
-        seen.add(id(item))
+        visited.add(id(item))
         if isinstance(item, type):
             waiting += item.__mro__
             for name, value in sorted(vars(item).items()):

@@ -16,7 +16,7 @@ from pipeline.errors import MethodFails, OwnCodeError
 from pipeline.own_code import locate_own_error
 
 _DRAWN_FRAMES = (8, 4)  # of the drawn tokens; the second where the video has as many as the first
-_worked: set[type[Pruner]] = set()  # methods that have pruned a video in this process
+_working_methods: set[type[Pruner]] = set()  # methods that have pruned a video in this process
 
 
 def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> PrunedTokens:
@@ -29,21 +29,21 @@ def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, s
         pruned = pruner.prune(visual, retention_ratio, seed=seed)
     except Exception as error:
         place = locate_own_error(error, kind)
-        if place is None or is_out_of_memory(error) or _may_be_the_gpus(error):
+        if place is None or is_out_of_memory(error) or _may_be_gpu_fault(error):
             raise
-        said = f"{place}: {type(error).__name__}: {error}, in the method {kind.__module__}:{kind.__qualname__}"
+        message = f"{place}: {type(error).__name__}: {error}, in the method {kind.__module__}:{kind.__qualname__}"
     else:
-        _worked.add(kind)
+        _working_methods.add(kind)
         return pruned
-    if kind not in _worked and _place_with_drawn_tokens(pruner, visual, retention_ratio, seed) == place:
-        raise MethodFails(f"{said}. It fails for drawn tokens too, so no video was tried after this: correct it")
-    raise OwnCodeError(said)
+    if kind not in _working_methods and _place_with_drawn_tokens(pruner, visual, retention_ratio, seed) == place:
+        raise MethodFails(f"{message}. It fails for drawn tokens too, so no video was tried after this: correct it")
+    raise OwnCodeError(message)
 
 
-def _may_be_the_gpus(error: Exception) -> bool:
-    """Return whether an error says that the GPU failed, or the GPU does so when it is asked."""
-    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return "CUDA error" in str(error) or (initialized and is_gpu_broken())
+def _may_be_gpu_fault(error: Exception) -> bool:
+    """Return True if an error says that the GPU failed, or the GPU does so when it is asked."""
+    has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return "CUDA error" in str(error) or (has_cuda and is_gpu_broken())
 
 
 def _place_with_drawn_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> str | None:

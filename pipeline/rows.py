@@ -28,9 +28,9 @@ class ManifestRow(TypedDict):
 
     ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
     a listing on S3 or the manifest's size_bytes said; ``manifest`` is JSON of the columns that are only carried
-    along. A video in a container has the uri CONTAINER#NAME, and ``source_offset`` is where the container's form finds
+    along. A video in an archive has the uri ARCHIVE#NAME, and ``source_offset`` is where the archive's form finds
     it. ``fault`` ("class: message") says what is known to be wrong with it. ``mark`` is the ``mark_key`` by which a
-    listing or an index tells another content; each of a container's videos has its own, or the container's.
+    listing or an index tells another content; each of an archive's videos has its own, or the archive's.
     """
 
     video_id: str
@@ -198,7 +198,7 @@ def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
 
 def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
     """Return the error row of a video: its record so far, with the fault."""
-    failed: VideoRecord = {
+    row: VideoRecord = {
         **record,
         "status": "failed",
         "error_class": fault.fault_class,
@@ -208,19 +208,19 @@ def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
         "attempts": record["attempts"] + fault.attempts - 1,
     }
     if fault.exit_signal is not None:
-        failed["error_signal"] = fault.exit_signal
+        row["error_signal"] = fault.exit_signal
     if fault.backend is not None:
-        failed["backend"] = fault.backend
-    return failed
+        row["backend"] = fault.backend
+    return row
 
 
 def may_succeed_elsewhere(record: VideoRecord) -> bool:
-    """Return whether the video failed in a way that may be the fault of the machine it was on."""
+    """Return True if the video failed in a way that may be the fault of the machine it was on."""
     return record["status"] == "failed" and record["retryable"]
 
 
 def failed_from_outside(record: VideoRecord) -> bool:
-    """Return whether the video failed by no fault of its own: a mount, a store, a bug, a GPU that others fill."""
+    """Return True if the video failed by an infrastructure error: a mount, a store, a bug, a GPU full of other work."""
     if record["status"] == "ok":
         return False
     on_the_gpu = record["error_class"] == "out-of-memory" and record["error_stage"] in ON_THE_GPU

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pipeline
-from pipeline.generate.engines.vllm import SUPPORTED
+from pipeline.generate.engines.vllm import SUPPORTED_VERSIONS
 from tests.paths import ROOT
 
 
@@ -47,7 +47,7 @@ def test_the_changes_lead_to_the_version():
 
 def test_the_extra_of_vllm_asks_for_the_versions_that_the_engine_takes():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert f"vllm{SUPPORTED}" in extras["vllm"]
+    assert f"vllm{SUPPORTED_VERSIONS}" in extras["vllm"]
 
 
 def test_top_level_is_the_four_rooms():

@@ -230,7 +230,7 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
     index = probe(str(path), sniff(path))
     assert index.packets is not None and index.pts is not None
     index.packets.close()
-    times, *end = index.unrounded()
+    times, *end = index.find_true_times()
     indices = np.unique(choose_frames(times, sampling, None, None, *end))
     pts, keys = index.pts[indices].tolist(), index.keyframes.tolist()
     request = DecodeRequest(path, sampling, _PREPROCESSOR)

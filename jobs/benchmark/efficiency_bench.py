@@ -28,7 +28,7 @@ from gstep.backbones import Backbone, ModelSource, Runtime, StaticParts, choose_
 from gstep.checkpoints.random_weights import has_no_weights
 from gstep.evidence import HEAD_SOURCES, is_per_frame
 from gstep.language import Decoding, LanguageModel, PromptBuilder, Visual, load_language_model, prompt_builder
-from pipeline.cache.header import HEADER, CacheHeader, fingerprint, header_bytes
+from pipeline.cache.header import HEADER, CacheHeader, fingerprint, serialise_header
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import VideoItem, commit, write_token_shard
@@ -38,8 +38,8 @@ from pipeline.generate.prompts import TextEmbeddings
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
-from pipeline.prune.encode_stage import VideoEncoder, kept_tokens, pruned_columns, without_pixels
-from pipeline.prune.recipe import Recipe, needed_by, resolve
+from pipeline.prune.encode_stage import VideoEncoder, collect_kept_tokens, make_pruning_columns, to_sampled_video
+from pipeline.prune.recipe import Recipe, list_needed_evidence, resolve
 from pipeline.rows import ManifestRow, VideoRecord
 from pipeline.storage.stores import LocalStore
 
@@ -113,7 +113,9 @@ def prepare_measurement(folder: Path, arguments: argparse.Namespace) -> Measurem
         if any(point.positions for point in grid):
             raise UsageError("--method: positions change no cost: use them in jobs.evaluate")
         pruned = [point for point in grid if point.method != FULL]
-        evidence = {pair for point in pruned for pair in needed_by(point.method, source.model_type, point.params)}
+        evidence = {
+            pair for point in pruned for pair in list_needed_evidence(point.method, source.model_type, point.params)
+        }
         if siglip is not None and not {where for _, where in evidence} & HEAD_SOURCES:
             raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
         config = PruneConfig(
@@ -274,7 +276,7 @@ class Bench:
         for arm, store in self._stores.items():
             header = self._make_header(arm)
             store.make()
-            store.put(HEADER, header_bytes(header))
+            store.put(HEADER, serialise_header(header))
             self._fingerprints[arm] = fingerprint(header["identity"])
         self._measure("online", self._ask_online, results)
         del self.tower
@@ -302,7 +304,7 @@ class Bench:
             setup = self._job.recipe.encode_setup(self._device, self._job.runtime.dtype_name)
             sources = {name: where for name, where in setup.evidence.items() if name in evidence}
             encoder = VideoEncoder(replace(setup, evidence=sources), self.tower)
-            tokens, encode_s, peak = time_work(lambda encoder=encoder: encoder.encoded(frames), self._device)  # type: ignore[misc]
+            tokens, encode_s, peak = time_work(lambda encoder=encoder: encoder.encode_frames(frames), self._device)  # type: ignore[misc]
             visual = self._make_visual(record, tokens)
             about: dict[str, Any] = {"mode": "online", "video_id": row["video_id"], "repeat": repeat}
             about |= {"video_decode_s": decode_s, "encode_s": encode_s}
@@ -331,7 +333,7 @@ class Bench:
             index=torch.arange(n_frames * per_frame, device="cpu"),
             n_frames=n_frames,
             tokens_per_frame=per_frame,
-            extra=self.tower.model_extra(without_pixels(record)),
+            extra=self.tower.model_extra(to_sampled_video(record)),
             deepstack=tuple(level.flatten(0, 1) for level in encoded.deepstack),
             newline=self._read_newline(),
             evidence={
@@ -406,14 +408,14 @@ class Bench:
         pruned, prune_s, _ = time_work(prune, self._device)
         row: VideoRecord = {
             **record,
-            **pruned_columns(pruned, tokens),
+            **make_pruning_columns(pruned, tokens),
             "prune_s": prune_s,
             "runtime": json.dumps(self._job.runtime.describe()),
             "model_extra": json.dumps(dict(visual.extra)),
         }
 
         def write() -> None:
-            store, kept_item = self._stores[arm], kept_tokens(pruned, tokens, arm.cached_evidence)
+            store, kept_item = self._stores[arm], collect_kept_tokens(pruned, tokens, arm.cached_evidence)
             rows = write_token_shard([VideoItem(row, kept_item)], store=store, run_id="efficiency")
             self._n_commits += 1
             commit(store, "efficiency", self._n_commits, rows, made_with=self._fingerprints[arm])

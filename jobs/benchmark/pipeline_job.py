@@ -24,7 +24,7 @@ from pipeline.errors import RunFailed
 from pipeline.inputs.forms import Containers
 from pipeline.prune import graph
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder
-from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, kept_tokens, pruned_columns
+from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, collect_kept_tokens, make_pruning_columns
 from pipeline.prune.library import prune_videos
 from pipeline.prune.recipe import Recipe
 from pipeline.rows import TodoRow, VideoRecord
@@ -65,7 +65,9 @@ class SleepingEncoder(VideoEncoder):
             "runtime": "{}",
             "model_extra": "{}",
         }
-        return VideoItem({**record, **pruned_columns(pruned, visual), **seconds}, kept_tokens(pruned, visual))
+        return VideoItem(
+            {**record, **make_pruning_columns(pruned, visual), **seconds}, collect_kept_tokens(pruned, visual)
+        )
 
 
 @cache

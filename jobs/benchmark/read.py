@@ -30,7 +30,7 @@ from jobs.benchmark.shared import existing_folder, figure_table, machine, machin
 from jobs.command import count
 from jobs.frame.json_document import CommandResult
 from pipeline import TokenCache, TokenDataset, pack
-from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, header_bytes
+from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, serialise_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.token_shard import TokenRows, TokenShard
 from pipeline.cache.writer import KeptTokens, VideoItem, commit, write_token_shard
@@ -143,7 +143,7 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
     """Write a cache of random bfloat16 tokens in random order of selection, in the layout of GSTEP at 25 %."""
     store.make()
     header: CacheHeader = {"schema_version": SCHEMA_VERSION, "identity": _IDENTITY, "newline": None}
-    store.put(HEADER, header_bytes({**header, "hidden_size": job.hidden}))
+    store.put(HEADER, serialise_header({**header, "hidden_size": job.hidden}))
     numbers, n_total = np.random.default_rng(0), round(job.tokens / STORED)
 
     def make_video(number: int) -> VideoItem:

@@ -95,7 +95,7 @@ class CachedWay:
     def __init__(self, mode: str, job: ServingWork) -> None:
         source, self._cache = ModelSource.resolve(job.model), TokenCache(job.cache)
         options = EngineOptions(engine=CACHED[mode])
-        self._engine = load_engine(options, source, choose_runtime(), self._cache.most_tokens + 1)
+        self._engine = load_engine(options, source, choose_runtime(), self._cache.max_tokens + 1)
         self._sent = SentBytes(self._engine.client) if isinstance(self._engine, VllmEngine) else None
         self._builder = prompt_builder(source)
         tokenizer = tokenizer_of(source)

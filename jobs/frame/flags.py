@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.errors import UsageError
-from pipeline.options import checked_options, share, value_type
+from pipeline.options import check_options, share, value_type
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def read_config_file(path: str, config: type) -> dict[str, object]:
     if duplicates := [name for name in content if "-" in str(name) and str(name).replace("-", "_") in content]:
         raise UsageError(f"--config {path}: {', '.join(duplicates)} is given twice, with - and with _")
     options = {str(name).replace("-", "_"): value for name, value in content.items()}
-    return checked_options(config, options, f"--config {path}: ")
+    return check_options(config, options, f"--config {path}: ")
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:

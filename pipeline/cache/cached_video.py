@@ -15,8 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gstep.evidence import EVIDENCE_SHAPES, is_per_frame
-from pipeline.cache.header import CacheHeader, codec_of, deepstack_levels
-from pipeline.cache.token_shard import vector_bytes
+from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec
+from pipeline.cache.token_shard import join_vectors
 from pipeline.rows import VideoRow
 
 if TYPE_CHECKING:  # a cache is opened, listed and asked for metadata without torch
@@ -62,7 +62,7 @@ class CachedVideo:
     @property
     def newline(self) -> Tensor | None:
         """LLaVA-OneVision's row after all tokens of a video, [D] bfloat16; None for families without one."""
-        return None if self.header is None else newline_of(self.header)
+        return None if self.header is None else decode_newline(self.header)
 
     @property
     def visual(self) -> Visual:
@@ -84,10 +84,10 @@ class CachedVideo:
         )
 
 
-def newline_of(header: CacheHeader) -> Tensor | None:
+def decode_newline(header: CacheHeader) -> Tensor | None:
     """Decode the newline row that a cache's header holds, [D] bfloat16; None without one."""
-    encoded = header.get("newline")
-    return None if encoded is None else bfloat16(bytearray(base64.b64decode(encoded)))
+    base64_row = header.get("newline")
+    return None if base64_row is None else bfloat16(bytearray(base64.b64decode(base64_row)))
 
 
 def build_video(
@@ -120,15 +120,15 @@ def build_video(
         if name in vectors_in_order:
             return torch.from_numpy(vectors_in_order[name]).view(torch.bfloat16)
         column = table[name].drop_null() if frames else table[name]
-        stored = bfloat16(vector_bytes(column)).view(len(column), column.type.byte_width // 2)
+        stored_rows = bfloat16(join_vectors(column)).view(len(column), column.type.byte_width // 2)
         # index_select takes a fifth of the time of stored[order].
-        return stored if frames or order is None else stored.index_select(0, torch.from_numpy(order))
+        return stored_rows if frames or order is None else stored_rows.index_select(0, torch.from_numpy(order))
 
     def evidence_of(column: str) -> Tensor:
         values = vectors(column, frames=is_per_frame(column))
         return values.squeeze(1) if column.startswith(ONE_NUMBER) else values  # one number a token is [K]
 
-    tokens = partial(codec_of(header["identity"]).decode, hidden_size=row["hidden_size"], stored=vectors)
+    tokens = partial(find_codec(header["identity"]).decode, hidden_size=row["hidden_size"], read_part=vectors)
     index, frame = numbers("index", np.int64), numbers("frame", np.int64)
     assert index is not None and frame is not None
     return CachedVideo(

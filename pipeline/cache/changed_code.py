@@ -1,7 +1,7 @@
 """What becomes of a cache, or of answers, where a user's own method has other code now than the code that made them.
 
-Other code is refused as another parameter is. ``--on-changed redo`` begins a cache anew instead: its header gets the
-identity of the code that is there now, in one put. From then on no row of the old code counts, since every file of the
+Other code is refused, as another parameter is. ``--on-changed redo`` restarts a cache instead: its header gets the
+identity of the code that is there now, in one put. No row of the old code counts after that, since every file of the
 table says the identity of its rows (``pipeline.cache.table``), and a run encodes all videos again. So a kill leaves the
 cache of either code, never a mixture. The files of the old code are deleted when such a run ends.
 """
@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow.compute as pc
 
 from gstep.lazy import load_object
-from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, differences, fingerprint, header_bytes
+from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, list_differences, serialise_header
 from pipeline.cache.live import Ledger, LiveVideos
-from pipeline.cache.table import file_named, read_file
+from pipeline.cache.table import parse_file_name, read_file
 from pipeline.cache.writer import commit
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.own_code import file_of, hash_code
@@ -26,16 +26,16 @@ REDO = "redo"  # the value of --on-changed
 
 
 def match_identity(
-    stored: Mapping[str, Any],
-    wanted: Mapping[str, Any],
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
     refusal: str,
     has: str = "the cache has",
     *,
     redo: bool = False,
 ) -> list[str]:
-    """Return the own methods whose code is another in the ``wanted`` identity than in the ``stored`` one.
+    """Return the own methods whose code is another in the ``new`` identity than in the ``old`` one.
 
-    Where an identity that was made before there were hashes of code says nothing of it, the code counts as the same;
+    If an identity that was made before there were hashes of code says nothing of it, the code counts as the same;
     with ``redo`` it counts as another.
 
     Args:
@@ -43,53 +43,59 @@ def match_identity(
 
     Raises IdentityMismatch for any difference beside code, and without ``redo`` for code.
     """
-    changed = list[str]()
-    known = wanted if redo else without_unknown_code(stored, wanted)
-    wrong = differences(stored, _with_stored_code(stored, known, changed), has=has)
+    changed_methods = list[str]()
+    comparable = new if redo else drop_unknown_code(old, new)
+    wrong = list_differences(old, _take_old_code(old, comparable, changed_methods), old_subject=has)
     if wrong:
         lines = "\n  ".join(wrong)
         raise IdentityMismatch(f"{refusal}:\n  {lines}\nUse those settings, or another --out.")
-    return changed
+    return changed_methods
 
 
-def _with_stored_code(stored: Mapping[str, Any], wanted: Mapping[str, Any], changed: list[str]) -> dict[str, Any]:
-    """Return ``wanted`` with what ``stored`` says of methods whose code is another; these are added to ``changed``."""
-    matched = dict(wanted)
-    for key, value in wanted.items():
-        there = stored.get(key)
-        if not (isinstance(there, Mapping) and isinstance(value, Mapping)):
+def _take_old_code(old: Mapping[str, Any], new: Mapping[str, Any], changed_methods: list[str]) -> dict[str, Any]:
+    """Return ``new`` with what ``old`` says of methods whose code is another.
+
+    These are added to ``changed_methods``.
+    """
+    match_cache = dict(new)
+    for key, value in new.items():
+        old_value = old.get(key)
+        if not (isinstance(old_value, Mapping) and isinstance(value, Mapping)):
             continue
-        if "code" not in value or there.get("method") != value["method"]:
-            matched[key] = _with_stored_code(there, value, changed)
-        elif there.get("code") != value["code"]:
-            changed.append(value["method"])
-            matched[key] = there
-    return matched
+        if "code" not in value or old_value.get("method") != value["method"]:
+            match_cache[key] = _take_old_code(old_value, value, changed_methods)
+        elif old_value.get("code") != value["code"]:
+            changed_methods.append(value["method"])
+            match_cache[key] = old_value
+    return match_cache
 
 
-def without_unknown_code(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``wanted`` without the code of methods of which ``stored``, made before there were hashes, names none."""
+def drop_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``new`` without the code of methods of which ``old``, made before there were hashes, names none."""
     return {
-        key: value if not isinstance(value, Mapping) else _known_part(stored.get(key), value)
-        for key, value in wanted.items()
+        key: value if not isinstance(value, Mapping) else _drop_unknown(old.get(key), value)
+        for key, value in new.items()
     }
 
 
-def _known_part(there: object, value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of an identity as ``without_unknown_code``."""
-    if not isinstance(there, Mapping):
+def _drop_unknown(old_value: object, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part of an identity as ``drop_unknown_code``."""
+    if not isinstance(old_value, Mapping):
         return value
-    if "code" in value and "code" not in there and there.get("method") == value["method"]:
+    if "code" in value and "code" not in old_value and old_value.get("method") == value["method"]:
         return {name: part for name, part in value.items() if name != "code"}
-    return without_unknown_code(there, value)
+    return drop_unknown_code(old_value, value)
 
 
-def refuse_changed_code(place: object, methods: Iterable[str], what: str) -> None:
-    """Raise IdentityMismatch where the code of any of these methods is another now; ``what`` was made with it."""
+def refuse_changed_code(place: object, methods: Iterable[str], result_name: str) -> None:
+    """Raise IdentityMismatch where the code of any of these methods is another now.
+
+    ``result_name`` was made with it.
+    """
     lines = [f"{name}{_where(name)}" for name in dict.fromkeys(methods)]
     if lines:
         raise IdentityMismatch(
-            f"{place} holds {what} that other code made, and one place holds one kind. Changed since:\n  "
+            f"{place} has {result_name} by other code, and one output has one kind. Changed since:\n  "
             + "\n  ".join(lines)
             + "\nMake them again with --on-changed redo, or name another --out."
         )
@@ -108,17 +114,17 @@ def check_code(kind: type, code: str | None) -> None:
     if code is not None and (now := hash_code(kind)) != code:
         raise UsageError(
             f"{kind.__module__}:{kind.__qualname__} has other code in {file_of(kind)} than the run began with ({now}, "
-            f"not {code}): bring the same file to all nodes, leave it alone while a run goes on, and start again"
+            f"not {code}): put the same file on all nodes, do not change it during a run, and start again"
         )
 
 
 def has_tokens(store: Store, identity: CacheIdentity) -> bool:
-    """Return whether a cache of this identity has a video with tokens. Raises CorruptShard, OSError."""
+    """Return True if a cache of this identity has a video with tokens. Raises CorruptShard, OSError."""
     status = LiveVideos.open(store, fingerprint(identity)).live(("status",))["status"]
     return bool(pc.any(pc.equal(status, "ok")).as_py())
 
 
-def begin_anew(store: Store, header: CacheHeader, identity: CacheIdentity, run_id: str) -> CacheHeader:
+def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, run_id: str) -> CacheHeader:
     """Give a cache with this ``header`` another identity, whose code makes its videos again; return the new header.
 
     Videos that were removed for good stay removed. The caller holds the cache's claim. Raises UsageError where files of
@@ -129,23 +135,23 @@ def begin_anew(store: Store, header: CacheHeader, identity: CacheIdentity, run_i
     old, new = fingerprint(header["identity"]), fingerprint(identity)
     live = LiveVideos.open(store, old)
     rows = live.live(("status",))
-    removed = list(live.table.read_rows(rows.filter(pc.equal(rows["status"], "removed"))))
-    if removed:  # before the header: no row of this identity counts yet
-        commit(store, run_id, 0, removed, made_with=new)
+    removed_rows = list(live.table.read_rows(rows.filter(pc.equal(rows["status"], "removed"))))
+    if removed_rows:  # before the header: no row of this identity counts yet
+        commit(store, run_id, 0, removed_rows, made_with=new)
     begun: CacheHeader = {**header, "identity": identity}
     begun["superseded"] = sorted({*header.get("superseded", ()), old} - {new})
-    store.put(HEADER, header_bytes(begun))
+    store.put(HEADER, serialise_header(begun))
     return begun
 
 
-def drop_superseded(store: Store, header: CacheHeader) -> list[str]:
+def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
     """Delete the rows and tokens that the code before has made; return the names of the files. Raises OSError."""
-    superseded = header.get("superseded", [])
-    ledger = Ledger(store, fingerprint(header["identity"])).refresh() if superseded else None
-    tables = [name for name, made_with in ledger.foreign.items() if made_with in superseded] if ledger else []
+    fingerprints = header.get("superseded", [])
+    ledger = Ledger(store, fingerprint(header["identity"])).refresh() if fingerprints else None
+    tables = [name for name, made_with in ledger.foreign.items() if made_with in fingerprints] if ledger else []
     shards = set[str]()
     for name in tables:
-        shards |= set(read_file(store, file_named(name), ("token_shard",))["token_shard"].to_pylist()) - {None}
+        shards |= set(read_file(store, parse_file_name(name), ("token_shard",))["token_shard"].to_pylist()) - {None}
     names = [*tables, *sorted(shards)]  # a token shard goes after the rows that name it
     for name in names:
         store.delete(name)

@@ -18,7 +18,7 @@ _ROWS = 128  # at a time on a CPU: what is between two steps stays in its caches
 _MAGNITUDE = 0x7FFF  # of the bits of a bfloat16 number; without its sign they sort as the numbers do
 
 
-def encode(values: NDArray[np.int16], bits: int, group: int, kept: int) -> list[NDArray[np.int16]]:
+def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> list[NDArray[np.int16]]:
     """Encode [K,D] bits of bfloat16 as whole numbers, scales and kept channels, each [K,width / 2] of raw bits.
 
     Without kept channels there is no third column. Raises ValueError for numbers that no float16 scale reaches, and for
@@ -26,58 +26,58 @@ def encode(values: NDArray[np.int16], bits: int, group: int, kept: int) -> list[
     """
     values_KD = torch.from_numpy(np.ascontiguousarray(values))
     starts = range(0, len(values_KD), _ROWS)
-    parts = [_encode_rows(values_KD[start : start + _ROWS], bits, group, kept) for start in starts]
+    parts = [_encode_rows(values_KD[start : start + _ROWS], bits, group, n_kept) for start in starts]
     return [np.asarray(torch.cat(part).numpy()) for part in zip(*parts, strict=True)]
 
 
-def _encode_rows(raw_KD: Tensor, bits: int, group: int, kept: int) -> list[Tensor]:
+def _encode_rows(raw_KD: Tensor, bits: int, group: int, n_kept: int) -> list[Tensor]:
     """Encode a few rows, [k,D] raw bits, as ``encode`` does."""
     values_KD = raw_KD.view(torch.bfloat16).float()
-    largest = _find_largest(raw_KD, min(kept, raw_KD.shape[1]))
+    largest = _find_largest(raw_KD, min(n_kept, raw_KD.shape[1]))
     values_KD.scatter_(1, largest, 0.0)
-    grouped = pad(values_KD, (0, -values_KD.shape[1] % group)).view(len(values_KD), -1, group)
+    groups = pad(values_KD, (0, -values_KD.shape[1] % group)).view(len(values_KD), -1, group)
     top = 2 ** (bits - 1) - 1
-    scale = (grouped.abs().amax(-1) / top).half()
+    scale = (groups.abs().amax(-1) / top).half()
     if not scale.isfinite().all():
         raise ValueError(f"tokens up to {values_KD.abs().max():g} are beyond the scales of int{bits}")
     # A scale of 0 stands for a group of zeros, or of numbers below all that float16 has.
-    numbers = (grouped / scale.float().unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-top, top)
+    numbers = (groups / scale.float().unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-top, top)
     numbers = numbers.flatten(1)[:, : values_KD.shape[1]].to(torch.int8)
-    stored = [_pack(numbers, bits), scale]
-    if kept:
+    parts = [_pack(numbers, bits), scale]
+    if n_kept:
         channels = largest.to(torch.int32).to(torch.int16)
-        stored.append(torch.stack([channels, raw_KD.gather(1, largest)], dim=-1).flatten(1))
-    return [part.contiguous().view(torch.int16) for part in stored]
+        parts.append(torch.stack([channels, raw_KD.gather(1, largest)], dim=-1).flatten(1))
+    return [part.contiguous().view(torch.int16) for part in parts]
 
 
-def decode(stored: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
+def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
     """Decode the columns of ``encode``, each [K,width / 2] of two bytes, to [K,D] bfloat16 on their device."""
-    values = torch.empty(len(stored[0]), hidden_size, dtype=torch.bfloat16, device=stored[0].device)
+    values = torch.empty(len(parts[0]), hidden_size, dtype=torch.bfloat16, device=parts[0].device)
     rows = _ROWS if values.device.type == "cpu" else max(1, len(values))
     for start in range(0, len(values), rows):
-        part = [column[start : start + rows] for column in stored]
+        part = [column[start : start + rows] for column in parts]
         values[start : start + rows] = _decode_rows(part, hidden_size, bits, group)
     return values
 
 
-def _decode_rows(stored: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
+def _decode_rows(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
     """Decode a few rows of ``decode``'s columns."""
-    numbers, scale = _unpack(stored[0], bits), stored[1].view(torch.float16).float()
-    missing = scale.shape[1] * group - numbers.shape[1]
-    if missing > 0:
-        numbers = pad(numbers, (0, missing))
-    grouped = numbers[:, : scale.shape[1] * group].reshape(*scale.shape, group)
-    values: Tensor = (grouped * scale.unsqueeze(-1)).to(torch.bfloat16).flatten(1)[:, :hidden_size]
-    if len(stored) > 2:
-        kept = stored[2].view(torch.int16).view(len(values), -1, 2)
-        values.scatter_(1, kept[..., 0].int().bitwise_and(0xFFFF).long(), kept[..., 1].view(torch.bfloat16))
+    numbers, scale = _unpack(parts[0], bits), parts[1].view(torch.float16).float()
+    n_padding = scale.shape[1] * group - numbers.shape[1]
+    if n_padding > 0:
+        numbers = pad(numbers, (0, n_padding))
+    groups = numbers[:, : scale.shape[1] * group].reshape(*scale.shape, group)
+    values: Tensor = (groups * scale.unsqueeze(-1)).to(torch.bfloat16).flatten(1)[:, :hidden_size]
+    if len(parts) > 2:
+        channels = parts[2].view(torch.int16).view(len(values), -1, 2)
+        values.scatter_(1, channels[..., 0].int().bitwise_and(0xFFFF).long(), channels[..., 1].view(torch.bfloat16))
     return values
 
 
 def _find_largest(raw_KD: Tensor, count: int) -> Tensor:
     """Return the places [K,count] of the channels of largest magnitude, ascending.
 
-    Of equals the first, on every device.
+    The first of equal values wins, on every device.
     """
     magnitude = (raw_KD & _MAGNITUDE).int() << 16
     key = magnitude + torch.arange(2**16 - 1, 2**16 - 1 - raw_KD.shape[1], -1, dtype=torch.int32)
@@ -92,9 +92,9 @@ def _pack(numbers: Tensor, bits: int) -> Tensor:
     return ((halves[:, 0::2] << 4) | halves[:, 1::2]).view(torch.int16)
 
 
-def _unpack(stored: Tensor, bits: int) -> Tensor:
+def _unpack(packed_bytes: Tensor, bits: int) -> Tensor:
     """Unpack to int8 what ``_pack`` gave, including the numbers that filled it up to whole bytes."""
     if bits == 8:
-        return stored.view(torch.int8)
-    packed = stored.view(torch.uint8)
+        return packed_bytes.view(torch.int8)
+    packed = packed_bytes.view(torch.uint8)
     return torch.stack([packed >> 4, packed & 15], dim=-1).flatten(1).view(torch.int8) - 8

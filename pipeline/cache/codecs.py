@@ -62,8 +62,8 @@ class TokenCodec:
     def check_reach(self, *levels: Tensor) -> None:
         """Raise VideoFault where this codec has no scales for a video's tokens."""
         if self.group and not all(float(values.abs().max()) <= self.largest for values in levels):
-            what = f"the tokens are larger than {self.largest:g}, or no numbers: {self.name} has no scales for them"
-            raise VideoFault("internal", what, stage="encode")
+            message = f"the tokens are larger than {self.largest:g}, or no numbers: {self.name} has no scales for them"
+            raise VideoFault("internal", message, stage="encode")
 
     def encode(self, column: str, values: NDArray[np.int16]) -> dict[str, NDArray[np.int16]]:
         """Encode [K,D] bits of bfloat16 as the columns of ``widths``, each [K,width / 2].
@@ -77,20 +77,20 @@ class TokenCodec:
         columns = encode(values, self.bits, self.group, self.kept)
         return dict(zip(self.widths(column, values.shape[1]), columns, strict=True))
 
-    def decode(self, column: str, hidden_size: int, stored: Callable[[str], Tensor]) -> Tensor:
-        """Decode the vectors of a column to [K,D] bfloat16, on the device of what is ``stored``.
+    def decode(self, column: str, hidden_size: int, read_part: Callable[[str], Tensor]) -> Tensor:
+        """Decode the vectors of a column to [K,D] bfloat16, on the device of what is ``read_part``.
 
-        ``stored`` returns the bytes of a column as [K,width / 2] bfloat16.
+        ``read_part`` returns the bytes of a column as [K,width / 2] bfloat16.
         """
         if not self.group:
-            return stored(column)
+            return read_part(column)
         from pipeline.cache.codec_arithmetic import decode  # noqa: PLC0415 - as above
 
-        columns = [stored(name) for name in self.widths(column, hidden_size)]
+        columns = [read_part(name) for name in self.widths(column, hidden_size)]
         return decode(columns, hidden_size, self.bits, self.group)
 
-    def restored(self, values: NDArray[np.int16]) -> Tensor:
-        """Return what a reader gets of [K,D] bits of bfloat16 once they are stored: [K,D] bfloat16."""
+    def round_trip(self, values: NDArray[np.int16]) -> Tensor:
+        """Encode and decode [K,D] bits of bfloat16; return the stored values as a reader gets them, [K,D] bfloat16."""
         import torch  # noqa: PLC0415 - as above
 
         columns = self.encode("token", values)

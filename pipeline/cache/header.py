@@ -1,7 +1,6 @@
-"""The header of a place on disk: the settings that all its rows were made with, under a schema version.
+"""The header of a cache or of answers: the settings that all its rows share, and a schema version.
 
-Whoever reads a cache imports no code that it names: of a pruning method from outside gstep the header itself says what
-the method declares.
+Reading a cache imports no code that it names: the header itself has the declarations of a user's own method.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class ModelIdentity(TypedDict):
 class PrunerIdentity(TypedDict):
     """The identity of a pruning: the method, its own hyper-parameters, and the seed of one that draws.
 
-    Of a method from outside gstep also what it declares (``DeclaredMethod``), and the hash of its code, which caches
-    lack that were made before there was one.
+    A method from outside gstep also has its declarations (``DeclaredMethod``) and the hash of its code; old caches lack
+    the hash.
     """
 
     method: str
@@ -47,18 +46,18 @@ class PrunerIdentity(TypedDict):
     code: NotRequired[str]
 
 
-#: How frames were sampled: num_frames, or fps and max_frames; rule and snap_to_keyframes_s where they are set.
+#: The sampling of frames: num_frames, or fps and max_frames; rule and snap_to_keyframes_s if set.
 SamplingIdentity = dict[str, int | float | str | None]
 
 
 class CacheIdentity(TypedDict):
-    """The settings that every row of a cache was made with; a run with others is refused.
+    """The settings that all rows of a cache share; a run with other settings is refused.
 
     Attributes:
         preprocessing: the family's own settings.
-        dtype: of the arithmetic ("compute"), the codec of the stored tokens ("stored", pipeline.cache.codecs), and the
-            dtype of evidence as methods see it ("evidence"), where there is any.
-        evidence: stored besides the tokens, label -> where in the encoder it is from (gstep.evidence).
+        dtype: the dtype of the arithmetic ("compute"), the codec of the stored tokens ("stored",
+            pipeline.cache.codecs), and the dtype of evidence for methods ("evidence"), if there is any.
+        evidence: evidence in the cache, label -> source in the encoder (gstep.evidence).
     """
 
     model: ModelIdentity
@@ -89,17 +88,17 @@ class CacheHeader(TypedDict):
 
 
 def deepstack_levels(header: CacheHeader) -> int:
-    """Return how many vectors of the token's width are stored with every token, for the first layers of Qwen3-VL."""
+    """Return the number of deepstack vectors stored with every token, for the first layers of Qwen3-VL."""
     return int(header.get("deepstack_levels", 0))  # headers written before there were levels lack the key
 
 
-def codec_of(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
-    """Return the codec of the tokens of a cache with this identity. Raises NotACache for one that is not known here."""
+def find_codec(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
+    """Return the codec of the tokens of a cache with this identity. Raises NotACache for an unknown codec."""
     name = identity.get("dtype", {}).get("stored", BFLOAT16.name)
     if name not in CODECS:
-        known = ", ".join(CODECS)
+        names = ", ".join(CODECS)
         raise NotACache(
-            f"{place}: its tokens are stored by the codec {name!r}; this program knows {known}: read it with the "
+            f"{place}: its tokens are stored by the codec {name!r}; this program knows {names}: read it with the "
             "version that wrote it"
         )
     return CODECS[name]
@@ -109,29 +108,29 @@ def read_header(store: Store) -> CacheHeader:
     """Read the cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
     header = cast(CacheHeader, read_header_file(store, HEADER, VERSIONS, NotACache, absent))
-    codec_of(header["identity"], store)
+    find_codec(header["identity"], store)
     return header
 
 
-def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
-    """Return the header of a cache that holds the same tokens in another codec."""
+def change_codec(header: CacheHeader, codec: str) -> CacheHeader:
+    """Return the header for the same tokens in another codec."""
     identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
     version = CODED_VERSIONS.get(codec, SCHEMA_VERSION)
     return cast(CacheHeader, {**header, "schema_version": version, "identity": identity})
 
 
 def made_with(store: Store) -> str | None:
-    """Return the fingerprint of the cache's identity; None where there is no cache. Raises NotACache."""
+    """Return the fingerprint of the cache's identity; None without a cache. Raises NotACache."""
     return fingerprint(read_header(store)["identity"]) if store.exists(HEADER) else None
 
 
 def fingerprint(content: CacheIdentity | JsonObject) -> str:
-    """Return ``blake2b:<hex>`` of JSON-able ``content``, however it is laid out as text."""
+    """Return ``blake2b:<hex>`` of JSON-able ``content``, independent of its layout as text."""
     return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def header_bytes(header: CacheHeader | JsonObject) -> bytes:
-    """Serialise the header with the checksum of everything else in it, so that no flipped bit goes unseen."""
+def serialise_header(header: CacheHeader | JsonObject) -> bytes:
+    """Serialise the header with a checksum of its content, which detects any flipped bit."""
     content = _without_checksum(header)
     return json.dumps({**content, CHECKSUM: fingerprint(content)}, indent=2).encode()
 
@@ -139,15 +138,15 @@ def header_bytes(header: CacheHeader | JsonObject) -> bytes:
 def read_header_file(
     store: Store, name: str, versions: Collection[int | str], error: type[UsageError], absent: str, of: str = ""
 ) -> dict[str, Json]:
-    """Read the header file ``name`` of a place: an object with schema_version, identity and more.
+    """Read and check the header file ``name`` in a store: an object with schema_version, identity and more.
 
-    A header without a checksum, as they were once written, is taken as it is. Raises ``error`` where the file is
-    missing, damaged or of another version.
+    An old header without a checksum is accepted. Raises ``error`` if the file is missing, damaged or of another
+    version.
 
     Args:
-        versions: that are understood, ascending.
-        absent: what is said of a place without the file, with the remedy.
-        of: what the version is of, in words.
+        versions: the versions that this program reads, ascending.
+        absent: the error message for a missing file, with the remedy.
+        of: a prefix of "schema version" in messages.
     """
     try:
         header = json.loads(store.read(name))
@@ -158,34 +157,34 @@ def read_header_file(
     header = header if isinstance(header, dict) else {}
     if CHECKSUM in header and fingerprint(_without_checksum(header)) != header[CHECKSUM]:
         raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
-    found = header.get("schema_version")
-    if found not in versions:
-        known = " and ".join(map(str, versions))
-        raise error(f"{store}: {of}schema version {found!r}; this program reads version {known}")
+    version = header.get("schema_version")
+    if version not in versions:
+        readable = " and ".join(map(str, versions))
+        raise error(f"{store}: {of}schema version {version!r}; this program reads version {readable}")
     if not isinstance(header.get("identity"), dict):
         raise error(f"{store}/{name}: it holds no identity; restore the file")
     return header
 
 
-def differences(
+def list_differences(
     old: Mapping[str, object],
     new: Mapping[str, object],
     prefix: str = "",
-    has: str = "the cache has",
-    other: str = "this run",
+    old_subject: str = "the cache has",
+    new_subject: str = "this run",
 ) -> list[str]:
     """Return a line for each leaf in which two nested mappings differ.
 
-    ``has`` and ``other`` say who has the old and the new value: ``pruner.params.alpha: the cache has 0.5, this run
-    0.3``.
+    ``old_subject`` and ``new_subject`` go before the old and the new value: ``pruner.params.alpha: the cache has 0.5,
+    this run 0.3``.
     """
     lines: list[str] = []
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            lines += differences(a, b, f"{prefix}{key}.", has, other)
+            lines += list_differences(a, b, f"{prefix}{key}.", old_subject, new_subject)
         elif a != b:
-            lines.append(f"{prefix}{key}: {has} {a!r}, {other} {b!r}")
+            lines.append(f"{prefix}{key}: {old_subject} {a!r}, {new_subject} {b!r}")
     return lines
 
 
@@ -196,7 +195,7 @@ def _without_checksum(header: CacheHeader | JsonObject) -> JsonObject:
 
 @dataclass(frozen=True)
 class DeclaredMethod:
-    """The properties that a method's class declares of the tokens it keeps; see :class:`gstep.pruners.base.Pruner`."""
+    """The properties that a method's class declares for its tokens; see :class:`gstep.pruners.base.Pruner`."""
 
     nested: bool
     merges: bool
@@ -205,16 +204,16 @@ class DeclaredMethod:
 
     @classmethod
     def by(cls, kind: type[Pruner]) -> DeclaredMethod:
-        """Return what a method's class declares."""
+        """Return the declarations of a method's class."""
         return cls(kind.nested, kind.merges, kind.exact, kind.reorders)
 
 
 def describe_method(pruner: Pruner) -> PrunerIdentity:
     """Describe a method and its parameters, JSON-able, for the identity of a cache or of answers.
 
-    Of a method from outside gstep it says what the method declares and the hash of its code, too.
+    For a method from outside gstep it also has the declarations and the hash of the code.
 
-    Raises ValueError where a parameter has no form in JSON.
+    Raises ValueError if a parameter has no form in JSON.
     """
     from gstep.pruners import PRUNERS, method_name  # noqa: PLC0415 - torch loads only where methods are looked at
 
@@ -232,14 +231,14 @@ def describe_method(pruner: Pruner) -> PrunerIdentity:
     return identity
 
 
-def declared_method(identity: CacheIdentity) -> DeclaredMethod | None:
-    """Return what the method that pruned a cache of this identity declares, or None where that is unknown here."""
+def read_declared_method(identity: CacheIdentity) -> DeclaredMethod | None:
+    """Return the declarations of the method in a cache's identity; None if they are unknown here."""
     from gstep.pruners import PRUNERS  # noqa: PLC0415 - as above
 
-    described = identity.get("pruner", {})
-    if described.get("method") in PRUNERS:
-        return DeclaredMethod.by(PRUNERS[described["method"]])
-    declares = described.get("declares")
+    entry = identity.get("pruner", {})
+    if entry.get("method") in PRUNERS:
+        return DeclaredMethod.by(PRUNERS[entry["method"]])
+    declares = entry.get("declares")
     if not (isinstance(declares, Mapping) and declares.keys() == DeclaredMethod.__dataclass_fields__.keys()):
         return None
     return DeclaredMethod(**declares)

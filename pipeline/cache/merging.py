@@ -1,9 +1,9 @@
-"""Merging the files of the videos table: fewer files, sorted, without the rows that others have superseded.
+"""Merging the files of the videos table: fewer files, sorted, without superseded rows.
 
-What is merged are the small files that wait and every level of sorted files that is no larger than the result, so that
-there are few levels and a row is written again a few times in all. The files that were read stay until the merged ones
-are ``keep`` old, so that readers go on; a later merge deletes them. A kill at any point leaves files whose rows are
-there twice, which the rule of ``pipeline.cache.live`` makes harmless; so do two merges at once.
+A merge reads the small files, and every level of sorted files that is no larger than the result. So there are few
+levels, and a row is written again a few times in all. The source files stay for readers until the merged files are
+``keep`` old; a later merge deletes them. A kill at any point, or two merges at once, leave rows in two files, which the
+rule of ``pipeline.cache.live`` makes harmless.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.live import find_live, rule_columns
+from pipeline.cache.live import find_live, make_rule_columns
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.table import FILE_ROWS, GROUP_ROWS, SortedFile, VideosTable, sorted_file, table_files
+from pipeline.cache.table import FILE_ROWS, GROUP_ROWS, SortedFile, VideosTable, list_table_files, serialise_sorted
 from pipeline.errors import CorruptShard
 from pipeline.storage.stores import Store
 
-KEEP = timedelta(minutes=10)  # for so long readers may still read files that were merged
-WAITING = 64  # small files of a run that goes on, before it merges them
-WAITING_AT_END = 16  # small files, before a run that ends merges them
-_GROWTH = 8  # each level holds so many times the rows of the one below
-_PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # about so many row groups make a merged file
-_WHILE_RUNNING = 2**21  # rows that a run merges at most, in half a minute: jobs.compact merges the rest
-_AT_ONCE = 2**20  # rows of small files that one step takes into memory
-_FILES_AT_ONCE = 4096  # small files in one merge: the merged file's footer holds their names
+KEEP = timedelta(minutes=10)  # merged files stay this long for readers
+MAX_WAITING_FILES = 64  # a running run merges more small files than this
+MAX_WAITING_AT_END = 16  # a run that ends merges more small files than this
+_GROWTH = 8  # the rows of a level relative to the level below
+_PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # row groups of a merged file, about
+_MAX_ROWS_WHILE_RUNNING = 2**21  # half a minute; jobs.compact merges more
+_MAX_ROWS_PER_STEP = 2**20  # rows of small files in memory
+_MAX_FILES_PER_STEP = 4096  # small files in one merge: the merged file's footer holds their names
 _MERGE = b"merge"  # in the metadata of a sorted file: JSON of the files that it was merged from, and in how many parts
 
 
@@ -45,12 +45,12 @@ class Merged:
 
     Attributes:
         read: files that were merged.
-        written: files that hold their rows now.
-        deleted: files of earlier merges.
-        rows: of the written files.
-        superseded: rows that are in none of them.
-        waiting: merged files that stay until the written ones are old enough.
-        foreign: files of another identity, which are left alone.
+        written: files that have their rows now.
+        deleted: source files of earlier merges.
+        rows: rows of the written files.
+        superseded: rows that were dropped.
+        waiting: source files that stay until the written files are old enough.
+        foreign: files of another identity, which are not merged.
         seconds: wall time.
     """
 
@@ -64,10 +64,10 @@ class Merged:
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user about what was done."""
+        """Yield lines for the user about the result."""
         if self.read:
-            gone = f", {self.superseded:,} superseded rows less" if self.superseded else ""
-            yield f"{len(self.read):,} files merged into {len(self.written):,} of {self.rows:,} rows{gone}"
+            superseded_note = f", {self.superseded:,} superseded rows less" if self.superseded else ""
+            yield f"{len(self.read):,} files merged into {len(self.written):,} of {self.rows:,} rows{superseded_note}"
         else:
             yield "nothing to merge"
         if self.deleted:
@@ -84,79 +84,80 @@ def merge(
     *,
     everything: bool = False,
     keep: timedelta = KEEP,
-    most_rows: float = math.inf,
+    max_rows: float = math.inf,
 ) -> Merged:
-    """Merge the small files that wait, and ``everything`` into one level where that is asked for.
+    """Merge the small files with fitting levels of sorted files, or ``everything`` into one level.
 
-    ``made_with`` is the fingerprint of the cache's identity; levels of more than ``most_rows`` are left.
+    ``made_with`` is the fingerprint of the cache's identity; levels of more than ``max_rows`` are not merged. Deletes
+    the sources of merges that are ``keep`` old.
 
-    Raises CorruptShard where a file is damaged, which leaves all as it was, FileNotFoundError where another merge
-    deleted a file meanwhile, and OSError.
+    Raises CorruptShard for a damaged file (nothing changes), FileNotFoundError if another merge deleted a file
+    meanwhile, and OSError.
     """
-    started = time.monotonic()
-    done = Merged()
-    while _Step(store, made_with, done, everything, keep, most_rows).carry_out():
+    start = time.monotonic()
+    result = Merged()
+    while _Step(store, made_with, result, everything, keep, max_rows).carry_out():
         pass
-    done.seconds = time.monotonic() - started
-    return done
+    result.seconds = time.monotonic() - start
+    return result
 
 
-def merge_at_once(store: Store, made_with: str | None) -> None:
-    """Merge a table that nobody reads into one level, and delete the files that it was merged from. Raises as merge."""
-    for _ in range(2):  # the second one deletes what the first has merged
+def merge_fully(store: Store, made_with: str | None) -> None:
+    """Merge a table without readers into one level, and delete its source files at once. Raises as merge."""
+    for _ in range(2):  # the second merge deletes the sources of the first
         merge(store, made_with, everything=True, keep=timedelta(0))
 
 
 def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge where more than ``at_least`` small files wait. What fails here costs no row: ``say`` tells the user."""
+    """Merge if there are more than ``at_least`` small files. An error loses no row: ``say`` gets a warning."""
     try:
-        if sum(not file.level for file in table_files(store)) > at_least:
-            merge(store, made_with, most_rows=_WHILE_RUNNING)
+        if sum(not file.level for file in list_table_files(store)) > at_least:
+            merge(store, made_with, max_rows=_MAX_ROWS_WHILE_RUNNING)
     except (CorruptShard, OSError) as error:
         say(f"warning: the files of the videos table were not merged ({error}); python -m jobs.compact tries again")
 
 
 class _Step:
-    """One merge of as many rows of small files as memory holds, and of the levels that go with them."""
+    """One merge of as many rows of small files as memory holds, with the fitting levels of sorted files."""
 
     def __init__(
         self,
         store: Store,
         made_with: str | None,
-        done: Merged,
+        result: Merged,
         everything: bool,
         keep: timedelta,
-        most_rows: float,
+        max_rows: float,
     ) -> None:
-        self._store, self._made_with, self._done = store, made_with, done
-        self._everything, self._keep, self._most_rows = everything, keep, most_rows
+        self._store, self._made_with, self._result = store, made_with, result
+        self._everything, self._keep, self._max_rows = everything, keep, max_rows
         self._table = VideosTable(store, made_with)
-        files = table_files(store)
-        opened = [self._table.open_sorted(file.name) for file in files if file.level]
-        self._sorted = [file for file in opened if file is not None]
-        self._covered = self._delete_old({file.name for file in files})
-        gone = self._covered.union(done.deleted)
-        self._small = [file for file in files if not file.level and file.name not in gone]
+        files = list_table_files(store)
+        sorted_files = [self._table.open_sorted(file.name) for file in files if file.level]
+        self._sorted = [file for file in sorted_files if file is not None]
+        self._merged_names = self._delete_old_sources({file.name for file in files})
+        absent = self._merged_names.union(result.deleted)
+        self._small = [file for file in files if not file.level and file.name not in absent]
 
     def carry_out(self) -> bool:
-        """Merge once, and return whether more is left to do."""
-        tables, names, left = self._read_small()
-        self._done.foreign = list(self._table.foreign)
-        self._done.waiting = len(self._covered)
+        """Merge once; return True if small files are left for another step."""
+        tables, names, has_more = self._read_small()
+        self._result.foreign = list(self._table.foreign)
+        self._result.waiting = len(self._merged_names)
         n_small = sum(map(len, tables))
-        chosen = self._levels(n_small, whole=self._everything and not left)
-        if not names and (_disjoint(chosen) or not self._everything):
+        sorted_files = self._choose_levels(n_small, whole=self._everything and not has_more)
+        if not names and (_are_disjoint(sorted_files) or not self._everything):
             return False
-        total = n_small + sum(file.file.rows for file in chosen)
+        total = n_small + sum(file.file.rows for file in sorted_files)
         small = pa.concat_tables([VIDEO_SCHEMA.empty_table(), *tables])
-        names += [file.file.name for file in chosen]
-        self._write(small, chosen, sorted(names), total)
-        self._done.read += names
-        self._done.waiting += len(names)
-        return left
+        names += [file.file.name for file in sorted_files]
+        self._write(small, sorted_files, sorted(names), total)
+        self._result.read += names
+        self._result.waiting += len(names)
+        return has_more
 
     def _read_small(self) -> tuple[list[pa.Table], list[str], bool]:
-        """Read small files up to the limits of one step: (their rows, their names, whether more are left)."""
+        """Read small files up to the limits of one step: (their rows, their names, True if files are left)."""
         tables: list[pa.Table] = []
         names: list[str] = []
         n_rows = 0
@@ -165,13 +166,13 @@ class _Step:
             tables.append(rows)
             names.append(name)
             n_rows += len(rows)
-            if n_rows >= _AT_ONCE or len(names) >= _FILES_AT_ONCE:
+            if n_rows >= _MAX_ROWS_PER_STEP or len(names) >= _MAX_FILES_PER_STEP:
                 return tables, names, name != all_names[-1]
         return tables, names, False
 
-    def _levels(self, n_rows: int, *, whole: bool) -> list[SortedFile]:
-        """Choose the sorted files that are merged with so many rows of small ones."""
-        waiting = [file for file in self._sorted if file.file.name not in self._covered]
+    def _choose_levels(self, n_rows: int, *, whole: bool) -> list[SortedFile]:
+        """Choose the sorted files to merge with ``n_rows`` rows of small files; all of them for ``whole``."""
+        waiting = [file for file in self._sorted if file.file.name not in self._merged_names]
         if whole:
             return waiting
         if not n_rows:
@@ -179,86 +180,96 @@ class _Step:
         by_level: dict[int, list[SortedFile]] = defaultdict(list)
         for file in waiting:
             by_level[file.file.level].append(file)
-        chosen: list[SortedFile] = []
+        files: list[SortedFile] = []
         for level in sorted(by_level):
             of_level = sum(file.file.rows for file in by_level[level])
-            if level > level_of(n_rows) or of_level > self._most_rows:
+            if level > find_level(n_rows) or of_level > self._max_rows:
                 break
-            chosen += by_level[level]
+            files += by_level[level]
             n_rows += of_level
-        return chosen
+        return files
 
-    def _write(self, small: pa.Table, chosen: Sequence[SortedFile], names: list[str], total: int) -> None:
-        """Write the live rows of all, a range of hashes a file."""
-        cuts = _cuts(small, chosen)
+    def _write(self, small: pa.Table, sorted_files: Sequence[SortedFile], names: list[str], total: int) -> None:
+        """Write the live rows of all sources as sorted files, a range of hashes a file."""
+        cuts = _choose_cuts(small, sorted_files)
         merge = json.dumps({"of": names, "parts": len(cuts)})
         for first, end in zip(cuts, [*cuts[1:], 2**64], strict=True):
             last = end - 1
-            rows = pa.concat_tables([_within(small, first, last), *_read_within(chosen, first, last)])
-            live = surviving(rows)
-            self._done.rows += len(live)
-            self._done.superseded += len(rows) - len(live)
-            name, data = sorted_file(level_of(total), live, {_MERGE: merge}, self._made_with, GROUP_ROWS)
+            rows = pa.concat_tables([_select_range(small, first, last), *_read_within(sorted_files, first, last)])
+            live = select_surviving(rows)
+            self._result.rows += len(live)
+            self._result.superseded += len(rows) - len(live)
+            name, data = serialise_sorted(find_level(total), live, {_MERGE: merge}, self._made_with, GROUP_ROWS)
             self._store.put(name, data)
-            self._done.written.append(name)
+            self._result.written.append(name)
 
-    def _delete_old(self, present: set[str]) -> set[str]:
-        """Delete what merged files of age ``keep`` hold; returns what younger ones hold, which is not merged again."""
+    def _delete_old_sources(self, present: set[str]) -> set[str]:
+        """Delete the sources of merges that are ``keep`` old.
+
+        Return the sources of younger merges, to be left alone.
+        """
         merges: dict[bytes, list[SortedFile]] = defaultdict(list)
         for file in self._sorted:
             merges[file.metadata.get(_MERGE, b"{}")].append(file)
-        covered: set[str] = set()
+        merged_names: set[str] = set()
         for text, files in merges.items():
-            merged = json.loads(text)
-            sources = present.intersection(merged.get("of", ()))
-            if not sources or len(files) != merged["parts"]:  # the merge was interrupted, so its rows are merged again
+            merge_record = json.loads(text)
+            sources = present.intersection(merge_record.get("of", ()))
+            if (
+                not sources or len(files) != merge_record["parts"]
+            ):  # the merge was interrupted, so its rows are merged again
                 continue
             with suppress(FileNotFoundError):
                 if all(self._store.age(file.file.name) >= self._keep for file in files):
                     for name in sorted(sources):
                         self._store.delete(name)
-                        self._done.deleted.append(name)
-                covered |= sources
-        self._sorted = [file for file in self._sorted if file.file.name not in self._done.deleted]
-        return covered - {*self._done.deleted}
+                        self._result.deleted.append(name)
+                merged_names |= sources
+        self._sorted = [file for file in self._sorted if file.file.name not in self._result.deleted]
+        return merged_names - {*self._result.deleted}
 
 
-def level_of(rows: int) -> int:
-    """Return the level of so many rows: 1 up to GROUP_ROWS, and one more for each _GROWTH times as many."""
+def find_level(rows: int) -> int:
+    """Return the level of a merge of ``rows`` rows: 1 up to GROUP_ROWS, one more for each factor _GROWTH."""
     return 1 + max(0, math.ceil(math.log(max(rows, 1) / GROUP_ROWS, _GROWTH)))
 
 
-def _disjoint(files: Sequence[SortedFile]) -> bool:
-    """Return whether no two of the files may hold rows of one video."""
+def _are_disjoint(files: Sequence[SortedFile]) -> bool:
+    """Return True if no two files may have rows of one video."""
     bounds = sorted((file.file.first, file.file.last) for file in files)
     return all(before[1] < after[0] for before, after in pairwise(bounds))
 
 
-def _cuts(small: pa.Table, chosen: Sequence[SortedFile]) -> list[int]:
-    """Return the ``id_high`` at which each merged file begins, that of a row, so that no file is empty."""
-    starts = [np.sort(small["id_high"].to_numpy())[::GROUP_ROWS], *(np.array(f.firsts, np.uint64) for f in chosen)]
+def _choose_cuts(small: pa.Table, sorted_files: Sequence[SortedFile]) -> list[int]:
+    """Return the first ``id_high`` of each merged file. Each is the hash of a row, so that no file is empty."""
+    starts = [
+        np.sort(small["id_high"].to_numpy())[::GROUP_ROWS],
+        *(np.array(f.firsts, np.uint64) for f in sorted_files),
+    ]
     return [int(cut) for cut in np.unique(np.sort(np.concatenate(starts))[::_PART_GROUPS])]
 
 
 def _read_within(files: Sequence[SortedFile], first: int, last: int) -> list[pa.Table]:
     """Read the rows of each file whose ``id_high`` is from ``first`` to ``last``."""
     overlapping = [file for file in files if file.file.first <= last and file.file.last >= first]
-    return [_within(file.read(file.groups_of(first, last), VIDEO_SCHEMA.names), first, last) for file in overlapping]
+    return [
+        _select_range(file.read(file.groups_of(first, last), VIDEO_SCHEMA.names), first, last) for file in overlapping
+    ]
 
 
-def _within(rows: pa.Table, first: int, last: int) -> pa.Table:
+def _select_range(rows: pa.Table, first: int, last: int) -> pa.Table:
     """Select the rows whose ``id_high`` is from ``first`` to ``last``."""
     high = rows["id_high"]
     at_least = pc.greater_equal(high, pa.scalar(first, pa.uint64()))
     return rows.filter(pc.and_(at_least, pc.less_equal(high, pa.scalar(last, pa.uint64()))))
 
 
-def surviving(rows: pa.Table) -> pa.Table:
-    """Return the live row of each video in the order of keys, with the count of other files tried under its id.
+def select_surviving(rows: pa.Table) -> pa.Table:
+    """Return the live row of each video in the order of keys, with the attempts on other files under its id.
 
-    Where rows of three files meet in several merges that is the least it can have been.
+    After several merges of rows of three files the count is a lower bound.
     """
-    order, earlier = find_live(rule_columns(rows))
+    order, earlier = find_live(make_rule_columns(rows))
     live = rows.take(pa.array(order))
     if len(live) == len(rows):
         return live

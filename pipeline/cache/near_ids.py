@@ -8,8 +8,8 @@ from pathlib import PurePosixPath
 import pyarrow as pa
 import pyarrow.compute as pc
 
-MAX_NAMED = 3  # likely ids that a message names
-_MAX_COMPARED = 1000  # ids that are compared letter by letter
+MAX_SUGGESTIONS = 3  # likely ids that a message names
+_MAX_CANDIDATES = 1000  # ids that are compared letter by letter
 
 
 def did_you_mean_id(wrong: str, ids: pa.ChunkedArray) -> str:
@@ -19,10 +19,10 @@ def did_you_mean_id(wrong: str, ids: pa.ChunkedArray) -> str:
 
 
 def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
-    """Return the ids nearest to a ``wrong`` one, the likeliest first.
+    """Return up to MAX_SUGGESTIONS ids similar to a ``wrong`` id, the likeliest first.
 
-    In this order: the only id whose base name is that of ``wrong``, with or without a suffix; ids that hold ``wrong``;
-    else ids of close letters.
+    In this order: the only id with the base name of ``wrong``, with or without a suffix; ids that contain ``wrong``;
+    else ids with similar letters.
     """
     try:
         wrong.encode()
@@ -31,10 +31,10 @@ def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
     if not wrong:
         return []
     likely = _only_of_base_name(wrong, ids) + _first(ids.filter(pc.match_substring(ids, wrong)))
-    return list(dict.fromkeys(likely or _of_close_letters(wrong, ids)))[:MAX_NAMED]
+    return list(dict.fromkeys(likely or _of_close_letters(wrong, ids)))[:MAX_SUGGESTIONS]
 
 
-def _first(ids: pa.ChunkedArray, limit: int = MAX_NAMED) -> list[str]:
+def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
     """Return the first few distinct ids."""
     names: list[str] = pc.unique(ids.slice(0, 2 * limit)).to_pylist()  # an id may stand in two files of a table
     return names[:limit]
@@ -47,15 +47,15 @@ def _only_of_base_name(wrong: str, ids: pa.ChunkedArray) -> list[str]:
         return []
     same_name = _first(ids.filter(pc.or_(pc.equal(ids, path.name), pc.ends_with(ids, f"/{path.name}"))))
     if not same_name:
-        alike = _first(ids.filter(pc.match_substring(ids, path.stem)), _MAX_COMPARED)
+        alike = _first(ids.filter(pc.match_substring(ids, path.stem)), _MAX_CANDIDATES)
         same_name = [video_id for video_id in alike if PurePosixPath(video_id).stem == path.stem]
     return same_name if len(same_name) == 1 else []
 
 
 def _of_close_letters(wrong: str, ids: pa.ChunkedArray) -> list[str]:
     """Return ids that differ in few letters: one wrong letter leaves the first half of an id or the second as it is."""
-    if len(ids) > _MAX_COMPARED:
+    if len(ids) > _MAX_CANDIDATES:
         half = (len(wrong) - len(PurePosixPath(wrong).suffix)) // 2
         alike = pc.or_(pc.starts_with(ids, wrong[:half]), pc.ends_with(ids, wrong[half:]))
         ids = ids.filter(alike)
-    return get_close_matches(wrong, _first(ids, _MAX_COMPARED), MAX_NAMED)
+    return get_close_matches(wrong, _first(ids, _MAX_CANDIDATES), MAX_SUGGESTIONS)

@@ -63,34 +63,34 @@ def put_rows(data: memoryview, n_rows: int, places: NDArray[np.int64], out: NDAr
         places: row of ``out`` for each of the column's first vectors; pages behind those are left alone.
         out: [K,D] bits of bfloat16.
 
-    Returns whether it was done: every page that was looked at has the checksum of its header. Where not, what is in
+    Returns True on success: every page has the checksum of its header. If not, what is in
     ``out`` is worth nothing, and Arrow is to be asked.
     """
-    done = 0
+    n_done = 0
     for rows, page in _pages(data, n_rows, out.shape[1] * out.itemsize):
-        part = places[done : done + rows]
+        part = places[n_done : n_done + rows]
         out[part] = np.frombuffer(page, out.dtype).reshape(rows, out.shape[1])[: len(part)]
-        done += rows
-        if done >= len(places):
+        n_done += rows
+        if n_done >= len(places):
             return True
     return False
 
 
 def _pages(data: memoryview, n_rows: int, n_bytes: int) -> Iterator[tuple[int, memoryview]]:
     """Yield (row count, raw bytes) of each page; stop at the first page that the fast path does not support."""
-    at, left = 0, n_rows
-    while left > 0:
+    at, n_left = 0, n_rows
+    while n_left > 0:
         header, n_header = _header(data[at : at + _HEADER])
         rows, size = header.get((_DATA_PAGE, _ROWS), 0), header.get((_SIZE,), 0)
         kind, encoding = header.get((_KIND,)), header.get((_DATA_PAGE, _ENCODING))
         page = data[at + n_header : at + n_header + size]
         plain = (kind, encoding) == (_IS_DATA_PAGE, _IS_PLAIN) and size == header.get((_STORED_SIZE,))
-        if not (plain and 0 < rows <= left and size == rows * n_bytes == len(page) and (_CRC,) in header):
+        if not (plain and 0 < rows <= n_left and size == rows * n_bytes == len(page) and (_CRC,) in header):
             return
         if zlib.crc32(page) != header[_CRC,] & 0xFFFFFFFF:
             return
         yield rows, page
-        at, left = at + n_header + size, left - rows
+        at, n_left = at + n_header + size, n_left - rows
 
 
 def _header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]:

@@ -1,7 +1,7 @@
 """TokenCache: read pruned visual tokens back, without the video or the vision encoder.
 
-Several videos are read run by run: neighbours in a token shard are one run, which one request fetches; from a store
-that is far away the next runs are fetched ahead.
+Several videos are read run by run: adjacent videos in a token shard are one run, which one request fetches. The next
+runs of an object store are fetched ahead.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import pyarrow.compute as pc
 
 from gstep.evidence import name_of
 from gstep.types import budget_for
-from pipeline.cache.cached_video import CachedVideo, build_video, newline_of
+from pipeline.cache.cached_video import CachedVideo, build_video, decode_newline
 from pipeline.cache.codecs import TokenCodec
-from pipeline.cache.header import CacheIdentity, codec_of, deepstack_levels, fingerprint, read_header
-from pipeline.cache.live import ID_COLUMNS, LiveShards, LiveVideos, ok_rows
+from pipeline.cache.header import CacheIdentity, deepstack_levels, find_codec, fingerprint, read_header
+from pipeline.cache.live import ID_COLUMNS, LiveShards, LiveVideos, select_ok
 from pipeline.cache.schema import token_schema
 from pipeline.cache.table import VideosTable
-from pipeline.cache.token_shard import TokenRows, TokenShard, index_order
+from pipeline.cache.token_shard import TokenRows, TokenShard, sort_by_index
 from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, RatioNotCached, RemovedVideo, UnknownVideo
 from pipeline.rows import JSON_COLUMNS, VideoRow
 from pipeline.storage.random_access import Fetched, LoadedOnce
@@ -35,10 +35,10 @@ from pipeline.storage.stores import Store, request_threads, store_at
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SHARDS = 16  # token shards that are kept open
-_AHEAD = 4  # requests of get_many that are under way at once
-_RUN_BYTES = 2**26  # of tokens that one request fetches, unless one video has more
-MAX_HINTS = 5  # unknown ids for which likely ids are looked for: a program may ask for many
+_MAX_OPEN_SHARDS = 16  # open token shards
+_MAX_REQUESTS = 4  # parallel requests of get_many
+_MAX_RUN_BYTES = 2**26  # bytes of tokens that one request fetches, unless one video has more
+MAX_HINTS = 5  # unknown ids for which similar ids are searched
 R = TypeVar("R")
 T = TypeVar("T")
 TokenOrder = Literal["index", "selection"]
@@ -48,12 +48,12 @@ class Reading(NamedTuple):
     """The options by which the tokens of videos are read.
 
     Attributes:
-        retention_ratio: of the nested selection; None for all that is stored.
-        order: of the rows.
+        retention_ratio: the ratio of the nested selection; None for all stored tokens.
+        order: the order of the rows.
         evidence: name in the result -> column.
-        columns: the columns of rows that are read.
-        near: columns that may be fetched with those.
-        verify: whether a video's checksum is compared.
+        columns: the columns to read.
+        near: columns that may be fetched with them.
+        verify: whether to compare a video's checksum.
     """
 
     retention_ratio: float | None
@@ -65,20 +65,20 @@ class Reading(NamedTuple):
 
 
 class TokenCache:
-    """A pruned-token cache, opened for reading. It shows what was committed when it was opened, or at ``refresh``.
+    """A pruned-token cache, opened for reading. It shows the videos committed when it was opened, or at ``refresh``.
 
-    Its tokens take the place of the vision encoder's output in the LLM that they were made for:
-    ``pipeline/examples/own_llm.py`` does that with transformers in twenty lines.
+    Its tokens replace the vision encoder's output in the LLM of the same model: ``pipeline/examples/own_llm.py`` does
+    that with transformers in twenty lines.
 
-    ``path`` is a folder or ``s3://bucket/prefix``; how the store is reached is taken from the environment, unless a
-    ``store`` is given. On S3 opening is two GETs, one LIST, and a GET for each small file of the videos table, of which
-    a run leaves few (``python -m jobs.compact`` leaves none). A video then costs one GET, and one more each for its
-    token shard's footer, and the end and a row group of a sorted file, where those are not in memory. Nothing is listed
-    where ``live`` holds the live rows to serve: LIVE_COLUMNS with ``shard`` and ``row``.
+    ``path`` is a folder or ``s3://bucket/prefix``; the environment has the access to S3, unless ``store`` is given. On
+    S3 opening costs two GETs, one LIST, and a GET for each small file of the videos table, of which a run leaves few
+    (``python -m jobs.compact`` leaves none). A video then costs one GET, and one more each for its token shard's
+    footer, and the footer and a row group of a sorted file, unless these are in memory. Nothing is listed if ``live``
+    has the live rows to serve: LIVE_COLUMNS with ``shard`` and ``row``.
 
-    Files that another run merges are deleted after a while: the cache is then looked at again, by itself.
+    Files that another run merges are deleted after a while: the cache then refreshes by itself.
 
-    Raises NotACache where ``path`` is none, CorruptShard where a videos shard was damaged, and OSError.
+    Raises NotACache if ``path`` is no cache, CorruptShard if a file of the videos table is damaged, and OSError.
     """
 
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
@@ -89,27 +89,27 @@ class TokenCache:
         else:
             self._live = LiveVideos(VideosTable(self.store, fingerprint(self.identity)), live)
         self._n_hints = 0
-        self._open_shard = LoadedOnce(partial(TokenShard, self.store), _SHARDS)
+        self._open_shard = LoadedOnce(partial(TokenShard, self.store), _MAX_OPEN_SHARDS)
         self._columns = tuple(token_schema(1, self.deepstack_levels, codec=self.codec).names)
 
     def refresh(self) -> None:
-        """Take in what was committed and merged since. Raises CorruptShard, OSError."""
+        """Read the videos table again, to see later commits and merges. Raises CorruptShard, OSError."""
         self._live = LiveVideos.open(self.store, fingerprint(self.identity))
 
     @property
     def foreign_files(self) -> list[str]:
-        """Files of the videos table that were made with another identity; their rows are left out."""
+        """Files of the videos table with another identity; their rows are left out."""
         return list(self._live.table.foreign)
 
     @property
     def identity(self) -> CacheIdentity:
-        """The identity that every row of this cache was made with."""
+        """The identity that all rows of this cache share."""
         return self.header["identity"]
 
     @property
     def codec(self) -> TokenCodec:
-        """The codec that tokens are stored by."""
-        return codec_of(self.identity)
+        """The codec of the stored tokens."""
+        return find_codec(self.identity)
 
     @property
     def retention_ratio(self) -> float:
@@ -118,8 +118,8 @@ class TokenCache:
 
     @property
     def newline(self) -> Tensor | None:
-        """LLaVA-OneVision's row after all tokens of a video, [D] bfloat16; None for families without one."""
-        return newline_of(self.header)
+        """LLaVA-OneVision's row after all tokens of a video, [D] bfloat16; None for families without this row."""
+        return decode_newline(self.header)
 
     @property
     def deepstack_levels(self) -> int:
@@ -129,18 +129,18 @@ class TokenCache:
     @property
     def video_ids(self) -> list[str]:
         """The videos that have tokens, sorted. This reads the ids of the whole table."""
-        return list(ok_rows(self._read_live(("video_id", "status")))["video_id"].to_pylist())
+        return list(select_ok(self._read_live(("video_id", "status")))["video_id"].to_pylist())
 
     @property
     def failed(self) -> dict[str, str]:
-        """The videos that were tried and failed, with the class of the error. This reads the whole table."""
+        """The failed videos: video_id -> class of the error. This reads the whole table."""
         rows = self._read_live(("video_id", "status", "error_class"))
-        failed = rows.filter(pc.equal(rows["status"], "failed"))
-        classes = pc.fill_null(failed["error_class"], "internal").to_pylist()
-        return dict(zip(failed["video_id"].to_pylist(), classes, strict=True))
+        failed_rows = rows.filter(pc.equal(rows["status"], "failed"))
+        classes = pc.fill_null(failed_rows["error_class"], "internal").to_pylist()
+        return dict(zip(failed_rows["video_id"].to_pylist(), classes, strict=True))
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """The largest number of stored tokens of a video."""
         return int(pc.max(self._read_live(("n_tokens",))["n_tokens"]).as_py() or 0)
 
@@ -173,7 +173,7 @@ class TokenCache:
         return self._with_refresh(lambda live: live.live(columns))
 
     def _with_refresh(self, look: Callable[[LiveVideos], R]) -> R:
-        """Return ``look`` of the live rows, after a refresh where files were merged since the cache was opened."""
+        """Return ``look(live rows)``; refresh and repeat it if files were merged since the cache was opened."""
         try:
             return look(self._live)
         except FileNotFoundError:
@@ -184,7 +184,7 @@ class TokenCache:
             raise CorruptShard(f"{self.store}: {error.filename} is missing; restore it", "missing") from error
 
     def _unknown(self, video_id: str) -> UnknownVideo:
-        """Return the error about a video that the cache does not have; the first errors name likely ids."""
+        """Return the error for a video that the cache does not have; the first errors suggest similar ids."""
         near = ""
         if self._n_hints < MAX_HINTS and isinstance(video_id, str):
             self._n_hints += 1
@@ -195,23 +195,23 @@ class TokenCache:
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
         """Return the token shards of these videos, or of all videos that have tokens; for ``rows_of``.
 
-        All of them take some 46 bytes a video. Raises UnknownVideo, CorruptShard, OSError.
+        The result takes some 46 bytes a video. Raises UnknownVideo, CorruptShard, OSError.
         """
         columns = (*ID_COLUMNS, "token_shard", "first_row_group")
         if video_ids is None:
-            return LiveShards.of(ok_rows(self._read_live(("status", *columns))))
+            return LiveShards.of(select_ok(self._read_live(("status", *columns))))
         rows = self._with_refresh(lambda live: live.rows_of(video_ids, ("video_id", *columns)))
-        known = set(rows["video_id"].to_pylist())
+        known_ids = set(rows["video_id"].to_pylist())
         for video_id in video_ids:
-            if video_id not in known:
+            if video_id not in known_ids:
                 raise self._unknown(video_id)
         return LiveShards.of(rows)
 
     def rows_of(self, shards: LiveShards, number: int) -> list[VideoRow]:
-        """Return the rows of the videos of one of ``shards``, as ``metadata`` gives them.
+        """Return the current rows of the videos in token shard ``number``, as ``metadata`` gives them.
 
-        Where files were merged or tokens moved since, these are the videos that the token shard had, as they are now:
-        some may be removed. Raises CorruptShard, OSError.
+        After merges, moves or removals these are the videos that the shard had when ``shards`` was called: some may be
+        removed now. Raises CorruptShard, OSError.
         """
         try:
             return _read_rows(self._live, shards, number)
@@ -220,14 +220,14 @@ class TokenCache:
 
         def find_rows(live: LiveVideos) -> list[VideoRow]:
             if not shards.find_places(live.live(ID_COLUMNS)):
-                raise CorruptShard(f"{self.store}: videos have no row any more; open the cache anew", "missing")
+                raise CorruptShard(f"{self.store}: videos have no row any more; open the cache again", "missing")
             return _read_rows(live, shards, number)
 
         return self._with_refresh(find_rows)
 
     @property
     def evidence(self) -> dict[str, str]:
-        """The evidence that is stored besides the tokens: label -> where in the encoder it is from (gstep.evidence)."""
+        """The evidence in the cache: label -> source in the encoder (gstep.evidence)."""
         return dict(self.identity.get("evidence", {}))
 
     def _find_evidence(self, names: Sequence[str]) -> dict[str, str]:
@@ -235,13 +235,15 @@ class TokenCache:
 
         Raises EvidenceNotCached.
         """
-        stored = self.evidence
+        stored_evidence = self.evidence
         columns: dict[str, str] = {}
         for name in names:
-            matches = [column for column, source in stored.items() if name in (column, name_of(column, source))]
+            matches = [
+                column for column, source in stored_evidence.items() if name in (column, name_of(column, source))
+            ]
             if not matches:
                 raise EvidenceNotCached(
-                    f"{self.store} holds no {name} of its tokens (of evidence it has {', '.join(stored) or 'none'}): "
+                    f"{self.store} has no evidence {name} (it has {', '.join(stored_evidence) or 'none'}): "
                     f"prune into another --out with --evidence {name}"
                 )
             if len(matches) > 1 and name not in matches:
@@ -258,22 +260,20 @@ class TokenCache:
         *,
         verify: bool = False,
     ) -> CachedVideo:
-        """Read the tokens of one video, all that are stored or the nested ``retention_ratio`` of all T*N.
+        """Read the tokens of one video: all stored tokens, or the nested ``retention_ratio`` of all T*N.
 
-        ``order="index"`` gives ascending flat index, as an LLM wants them; ``order="selection"`` the order of
-        selection (of a method without one: of its own prompt), as they are stored: the tokens then are the memory that
-        Arrow read them into, without a copy. Either way they are the caller's own: what is written to them changes no
-        file and no other video.
+        ``order="index"`` gives ascending flat index, as for an LLM. ``order="selection"`` gives the stored order: the
+        order of selection, or of the method's own prompt; it needs no copy. The tensors belong to the caller: writing
+        to them changes no file and no other video.
 
-        ``evidence`` names what is read of the same rows besides, of what the cache has (a label, or a name that has one
-        source there); nothing of it otherwise.
+        ``evidence`` names the evidence to read with the tokens (a label, or a name with one source in the cache).
 
-        ``verify`` compares the checksum of the video's row, for which all of the video is read whatever is asked for.
-        Without it every page is held against its own checksum, and the shard's footer against the row's.
+        ``verify`` compares the checksum of the video's row, and reads all of the video for that. Without it every page
+        is checked against its own checksum, and the shard's footer against the row's.
 
         Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, EvidenceNotCached, CorruptShard,
-        OSError where the store fails, and ValueError for an order or ratio that makes no sense, and for a text in the
-        place of a list of names.
+        OSError if the store fails, and ValueError for an order or ratio that makes no sense, or a text instead of a
+        list of names.
         """
         return self.get_many([video_id], retention_ratio, order, evidence, verify=verify)[0]
 
@@ -288,11 +288,11 @@ class TokenCache:
     ) -> list[CachedVideo]:
         """Read several videos as ``get`` does, shard by shard; return them in the order of the ids.
 
-        From an object store neighbours in a shard come with one request, of at most 64 MB where a video is smaller,
-        and up to four requests are under way at once. All videos are in memory in the end: ask for a batch at a time.
+        One request to an object store reads adjacent videos of a shard, up to 64 MB (a larger video alone), and up to
+        four requests run in parallel. All videos are in memory at the end: read a batch at a time.
 
-        Raises as ``get``, for the first id whose row says that it cannot be served, before any tokens are read; then
-        for the first that is met damaged.
+        Raises as ``get``: for the first id that cannot be served, before any tokens are read; then for the first
+        damaged video.
         """
         check_list(video_ids, "video_ids")
         return self.get_rows(map(self.metadata, video_ids), retention_ratio, order, evidence, verify=verify)
@@ -308,7 +308,7 @@ class TokenCache:
     ) -> list[CachedVideo]:
         """Read videos as ``get_many`` does, by their rows from ``metadata`` or ``rows_of``.
 
-        Where a token shard is gone, the rows are looked up again: their videos may have moved to another one.
+        If a token shard is missing, the rows are read again: their videos may have moved to another shard.
         """
         reading = self.check_options(retention_ratio, order, evidence, verify)
         videos = [self.rows_to_read(row, reading) for row in rows]
@@ -324,9 +324,9 @@ class TokenCache:
     def check_options(
         self, retention_ratio: float | None, order: TokenOrder, evidence: Sequence[str], verify: bool
     ) -> Reading:
-        """Check the options of ``get``, and bundle them.
+        """Check the options of ``get``, and return them as a Reading.
 
-        Raises EvidenceNotCached, and ValueError for an unknown order and for evidence that is no list.
+        Raises EvidenceNotCached, and ValueError for an unknown order or evidence that is no list.
         """
         check_list(evidence, "evidence")
         if order not in ("index", "selection"):
@@ -336,7 +336,7 @@ class TokenCache:
         return Reading(retention_ratio, order, sources, columns, self._columns, verify)
 
     def rows_to_read(self, row: VideoRow, reading: Reading) -> TokenRows:
-        """Return which token rows of a video are to be read.
+        """Return the request for the token rows of a video.
 
         Raises RemovedVideo, FailedVideo, RatioNotCached and ValueError.
         """
@@ -350,11 +350,11 @@ class TokenCache:
 
     def _read_videos(self, videos: Sequence[TokenRows], reading: Reading) -> list[CachedVideo]:
         """Read videos run by run, and return them in their order."""
-        runs = runs_of(videos)
+        runs = group_runs(videos)
         neighbours = [[videos[place] for place in run] for run in runs]
         fetch = partial(self._fetch, reading)
         ahead = self.store.folder is None and len(runs) > 1
-        fetched = map_in_order(fetch, neighbours, _AHEAD, _AHEAD) if ahead else map(fetch, neighbours)
+        fetched = map_in_order(fetch, neighbours, _MAX_REQUESTS, _MAX_REQUESTS) if ahead else map(fetch, neighbours)
         result: dict[int, CachedVideo] = {}
         for run, (shard, data) in zip(runs, fetched, strict=True):
             for place in run:
@@ -363,7 +363,7 @@ class TokenCache:
         return [result[place] for place in range(len(videos))]
 
     def _fetch(self, reading: Reading, run: Sequence[TokenRows]) -> tuple[TokenShard, Fetched | None]:
-        """Open the token shard of a run, and fetch the run's bytes where the store is no folder."""
+        """Open the token shard of a run; fetch the run's bytes if the store is no folder."""
         first = run[0].row
         with self._video_in_errors(first["video_id"]):
             shard = self._open_shard(first["token_shard"], first["footer_hash"])
@@ -371,61 +371,65 @@ class TokenCache:
             return shard, None if reading.verify or self.store.folder is not None else shard.fetch_all(run)
 
     def _read_video(self, rows: TokenRows, reading: Reading, shard: TokenShard, fetched: Fetched | None) -> CachedVideo:
-        """Read the video's first token rows, from no more row groups than hold them unless all is verified."""
-        as_stored, row = reading.order == "selection", rows.row
+        """Read the video's first token rows and only their row groups; the whole video if it is verified."""
+        is_stored_order, row = reading.order == "selection", rows.row
         if reading.verify:
             shard.require(rows.columns)
             table = shard.read_checked(row).select(list(rows.columns)).slice(0, rows.keep)
-            return build_video(row, table, self.header, reading.evidence, None if as_stored else index_order(table))
-        if as_stored:
+            return build_video(
+                row, table, self.header, reading.evidence, None if is_stored_order else sort_by_index(table)
+            )
+        if is_stored_order:
             return build_video(row, shard.read(rows, fetched), self.header, reading.evidence)
         by_index = shard.read_by_index(rows, fetched)
         return build_video(row, by_index.table, self.header, reading.evidence, by_index.order, by_index.vectors)
 
     @contextmanager
     def _video_in_errors(self, video_id: str) -> Iterator[None]:
-        """Add the video and the command that finds such damage to the message of a CorruptShard."""
+        """Add the video's id and the remedy to the message of a CorruptShard."""
         try:
             yield
         except CorruptShard as error:
             remedy = (
-                f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file add --repair to "
-                "it, which marks them for another attempt"
+                f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file add --repair, "
+                "which marks them for another attempt"
             )
             raise CorruptShard(f"{error} (reading {video_id!r}); {remedy}", error.kind) from error
 
 
-def check_list(names: Sequence[str], what: str) -> None:
-    """Raise ValueError where a text stands in the place of a list of names: its letters would be taken for them."""
+def check_list(names: Sequence[str], name: str) -> None:
+    """Raise ValueError for a text instead of a list of names: its letters would be taken for names."""
     if isinstance(names, str):
-        raise ValueError(f"{what} must be a list of names, got {names!r}: write [{names!r}]")
+        raise ValueError(f"{name} must be a list of names, got {names!r}: write [{names!r}]")
 
 
 def count_tokens(row: VideoRow, retention_ratio: float | None) -> int:
-    """Return how many of a video's stored tokens make up ``retention_ratio``. ``row`` is its row of the videos table.
+    """Return the number of a video's stored tokens for ``retention_ratio``; ``row`` is its row of the videos table.
 
-    Raises RatioNotCached, and ValueError for no ratio at all.
+    Raises RatioNotCached, and ValueError for an invalid ratio.
     """
-    stored = row["retention_ratio"]
+    stored_ratio = row["retention_ratio"]
     if retention_ratio is None:
         return int(row["n_tokens"])
     budget = budget_for(retention_ratio, row["n_total"])
-    if retention_ratio > stored + 1e-9:
-        raise RatioNotCached(f"{row['video_id']!r} is stored at retention ratio {stored}; {retention_ratio} is larger")
-    if abs(retention_ratio - stored) <= 1e-9:
+    if retention_ratio > stored_ratio + 1e-9:
+        raise RatioNotCached(
+            f"{row['video_id']!r} is stored at retention ratio {stored_ratio}; {retention_ratio} is larger"
+        )
+    if abs(retention_ratio - stored_ratio) <= 1e-9:
         return int(row["n_tokens"])
     if not row["nested"]:
         raise RatioNotCached(
             f"{row['video_id']!r} was pruned by a method without an order of selection, so only its own retention "
-            f"ratio {stored} can be served, not {retention_ratio}"
+            f"ratio {stored_ratio} can be served, not {retention_ratio}"
         )
     return min(budget, int(row["n_tokens"]))
 
 
 def parse_json_columns(row: VideoRow) -> VideoRow:
     """Return ``row`` with the columns that hold JSON parsed."""
-    parsed = {name: None if row[name] is None else json.loads(row[name]) for name in JSON_COLUMNS}
-    return cast(VideoRow, {**row, **parsed})
+    values = {name: None if row[name] is None else json.loads(row[name]) for name in JSON_COLUMNS}
+    return cast(VideoRow, {**row, **values})
 
 
 def _read_rows(live: LiveVideos, shards: LiveShards, number: int) -> list[VideoRow]:
@@ -433,13 +437,13 @@ def _read_rows(live: LiveVideos, shards: LiveShards, number: int) -> list[VideoR
     return [parse_json_columns(row) for row in live.table.read_rows(shards.places_of(number))]
 
 
-def runs_of(videos: Sequence[TokenRows], limit: int = _RUN_BYTES) -> list[list[int]]:
-    """Group the places in ``videos`` by shard, in the order of row groups; neighbours without a gap are one run."""
+def group_runs(videos: Sequence[TokenRows], limit: int = _MAX_RUN_BYTES) -> list[list[int]]:
+    """Group the indices of ``videos`` into runs: adjacent videos of a shard, in the order of row groups."""
     runs: list[list[int]] = []
     size = 0
-    for place in sorted(range(len(videos)), key=lambda place: _position(videos[place])):
+    for place in sorted(range(len(videos)), key=lambda place: _find_position(videos[place])):
         n_bytes = 2 * videos[place].keep * int(videos[place].row["hidden_size"])
-        if runs and size + n_bytes <= limit and _touch(videos[runs[-1][-1]], videos[place]):
+        if runs and size + n_bytes <= limit and _are_neighbours(videos[runs[-1][-1]], videos[place]):
             runs[-1].append(place)
             size += n_bytes
         else:
@@ -448,20 +452,20 @@ def runs_of(videos: Sequence[TokenRows], limit: int = _RUN_BYTES) -> list[list[i
     return runs
 
 
-def _position(rows: TokenRows) -> tuple[str, int]:
-    """Return where a video's rows are: token shard, first row group."""
+def _find_position(rows: TokenRows) -> tuple[str, int]:
+    """Return the (token shard, first row group) of a video."""
     return rows.row["token_shard"], rows.row["first_row_group"]
 
 
-def _touch(before: TokenRows, after: TokenRows) -> bool:
-    """Return whether the bytes of a video end where those of another begin: one request fetches both."""
-    shard, first = _position(before)
+def _are_neighbours(before: TokenRows, after: TokenRows) -> bool:
+    """Return True if the bytes of ``after`` follow the bytes of ``before``: one request fetches both."""
+    shard, first = _find_position(before)
     whole = before.keep == before.row["n_tokens"]
-    return whole and (shard, first + len(before.row["row_counts"])) == _position(after)
+    return whole and (shard, first + len(before.row["row_counts"])) == _find_position(after)
 
 
 def map_in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Iterator[R]:
-    """Yield ``work`` of each item in order, done by threads; behind what is yielded at most ``ahead`` are begun."""
+    """Yield ``work(item)`` in order, computed by threads; at most ``ahead`` items are computed ahead."""
     waiting: deque[Future[R]] = deque()
     with request_threads(threads) as pool:
         for item in items:

@@ -43,9 +43,9 @@ def token_schema(
 ) -> pa.Schema:
     """Build the schema of a token shard for tokens of ``hidden_size``, rows in order of selection within a video.
 
-    Without such an order, in that of the method's own prompt (VisionZip: a frame's merged tokens last), else by index.
-    ``evidence``, label -> numbers a token (a frame), comes last, so that who does not ask for it reads none of its
-    bytes. That of a frame stands beside the first of its tokens and is null beside the others.
+    A method without such an order has rows in the order of its own prompt (VisionZip: a frame's merged tokens last), or
+    by index. ``evidence``, label -> numbers a token (a frame), comes last, so that other reads skip its bytes. Evidence
+    of a frame is in the row of its first token, and null in its other rows.
     """
     return pa.schema(
         [
@@ -68,27 +68,27 @@ def token_schema(
 
 def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec) -> list[pa.Field]:
     """Build the columns that hold vectors of ``hidden_size`` by a codec; ``meaning`` is that of bfloat16 numbers."""
-    coded = {
+    coded_meanings = {
         name: f"{codec.bits}-bit whole numbers; of 4 bits each plus 8, and the first in a byte's high half",
         f"{name}_scale": f"float16 that each {codec.group} of those are multiplied by",
         f"{name}_kept": "pairs of uint16: a channel, and its bfloat16 bits, which replace what the others give",
     }
-    meanings = {name: meaning} if codec is BFLOAT16 else coded
+    meanings = {name: meaning} if codec is BFLOAT16 else coded_meanings
     widths = codec.widths(name, hidden_size)
     return [column(part, pa.binary(width), meanings[part], nullable=False) for part, width in widths.items()]
 
 
-def _evidence_column(labelled: str, width: int) -> pa.Field:
-    """Build the column for evidence of ``width`` numbers, whose meaning says whether it is of tokens or of frames."""
-    of_frame = is_per_frame(labelled)
-    whose = "frame, beside the first of its tokens" if of_frame else "token"
-    meaning = f"evidence of the {whose}, little-endian bfloat16"
-    return column(labelled, pa.binary(2 * width), meaning, nullable=of_frame)
+def _evidence_column(name: str, width: int) -> pa.Field:
+    """Build the column for evidence of ``width`` numbers; its meaning says "token" or "frame"."""
+    of_frame = is_per_frame(name)
+    subject = "frame, beside the first of its tokens" if of_frame else "token"
+    meaning = f"evidence of the {subject}, little-endian bfloat16"
+    return column(name, pa.binary(2 * width), meaning, nullable=of_frame)
 
 
 VIDEO_SCHEMA = pa.schema(
     [
-        # What tells which row counts, and what resume and the summary add up: a stretch of each row group holds it all.
+        # Columns for the rule of the live row, resume and the summary: adjacent, so that one read gets them all.
         column("video_id", pa.string(), "the id in the manifest", nullable=False),
         column("status", pa.string(), "'ok', 'failed' or 'removed'", nullable=False),
         column("attempts", pa.int32(), "how often this video was tried, over all runs", nullable=False),
@@ -188,27 +188,27 @@ def tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested
     return [end - start for start, end in zip([0, *inner], [*inner, n_kept], strict=True)]
 
 
-def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None, *, indexed: str | None = None) -> pa.Buffer:
+def write_parquet(
+    table: pa.Table, row_groups: Sequence[int] | None = None, *, bloom_column: str | None = None
+) -> pa.Buffer:
     """Serialise a whole table in memory with page checksums; ``row_groups`` are the rows of each row group.
 
-    The column ``indexed`` gets a Bloom filter a row group, where this Arrow writes them.
-
-    Serialising first and handing the bytes over afterwards keeps a half-written but readable file from ever appearing
-    at a final name.
+    The column ``bloom_column`` gets a Bloom filter a row group, if this Arrow can write it. A file is serialised in
+    memory first, so that a half-written but readable file never appears under a final name.
     """
     vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
-    others = [f.name for f in table.schema if f.name not in vectors]
+    other_columns = [f.name for f in table.schema if f.name not in vectors]
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
         table.schema,
         use_dictionary=False,
         # Token vectors are incompressible enough that speed wins; the columns beside them shrink well.
-        compression={**dict.fromkeys(vectors, "none"), **dict.fromkeys(others, "zstd")},
-        write_statistics=others,
+        compression={**dict.fromkeys(vectors, "none"), **dict.fromkeys(other_columns, "zstd")},
+        write_statistics=other_columns,
         write_page_checksum=True,
         store_schema=True,
-        **_bloom_filter(indexed, max(row_groups or [1])),
+        **_bloom_filter(bloom_column, max(row_groups or [1])),
     ) as writer:
         start = 0
         for rows in row_groups or [len(table)]:
@@ -218,11 +218,11 @@ def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None, *, i
     return sink.getvalue()
 
 
-def _bloom_filter(indexed: str | None, rows: int) -> dict[str, dict[str, dict[str, float]]]:
+def _bloom_filter(column_name: str | None, rows: int) -> dict[str, dict[str, dict[str, float]]]:
     """Return ParquetWriter's argument for a Bloom filter, of pyarrow 26 and later; one wrong "may be" in a hundred."""
-    if indexed is None or "bloom_filter_options" not in inspect.signature(pq.ParquetWriter.__init__).parameters:
+    if column_name is None or "bloom_filter_options" not in inspect.signature(pq.ParquetWriter.__init__).parameters:
         return {}
-    return {"bloom_filter_options": {indexed: {"ndv": rows, "fpp": 0.01}}}
+    return {"bloom_filter_options": {column_name: {"ndv": rows, "fpp": 0.01}}}
 
 
 # Arrow's thread pool and torch in one process abort at exit when threads have only just started ("terminate called
@@ -233,7 +233,7 @@ READ_THREADS = False
 def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """Open a shard so that every page read is checked against its checksum.
 
-    Column for column is read: to have fewer reads, Arrow would read what lies between two columns too.
+    Columns are read one by one: with pre-buffering Arrow would also read the bytes between two columns.
     """
     return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
 
@@ -254,19 +254,19 @@ def hex_digest(*parts: Any) -> str:
 FOOTER_TAIL = 8  # 4 bytes of footer length, then the magic
 
 
-def footer_length(tail: bytes) -> int:
+def parse_footer_length(tail: bytes) -> int:
     """Parse the length of the footer (its own tail included) from a Parquet file's last FOOTER_TAIL bytes.
 
-    Raises ValueError where the file does not end like Parquet.
+    Raises ValueError if the file does not end like Parquet.
     """
     if len(tail) != FOOTER_TAIL or tail[4:] != b"PAR1":
         raise ValueError("not a Parquet file: it does not end in PAR1")
     return int.from_bytes(tail[:4], "little") + FOOTER_TAIL
 
 
-def footer_of(data: memoryview) -> memoryview:
+def slice_footer(data: memoryview) -> memoryview:
     """Return the footer of a whole Parquet file, its tail included."""
-    return data[len(data) - footer_length(bytes(data[-FOOTER_TAIL:])) :]
+    return data[len(data) - parse_footer_length(bytes(data[-FOOTER_TAIL:])) :]
 
 
 def parse_footer(footer: bytes) -> pq.FileMetaData:

@@ -1,13 +1,13 @@
-"""The videos table: a set of files that only grows, whose order, repetition and lateness change nothing.
+"""The videos table: a set of files that only grows. Order, repetition and late arrival of files change nothing.
 
 A *small* file is one commit of a run, named by the run, a number and the hash of its content. A *sorted* file is
 merged from others (``pipeline.cache.merging``): its rows are in the order of ``id_high`` and ``id_low``, and its name
-has the level, the first and the last ``id_high``, the rows, and the length and hash of its tail. No file is ever
-changed, and which row of a video counts is a rule about rows (``pipeline.cache.live``), so nothing is locked.
+has the level, the first and the last ``id_high``, the rows, and the length and hash of its tail. No file ever
+changes, and the live row of a video follows from the rows alone (``pipeline.cache.live``), so nothing is locked.
 
-The tail of a sorted file is the Parquet footer behind a block that no Parquet reader looks at: the first ``id_high`` of
-each row group, and the CRC-32 of each column's bytes in it. So one listing opens a table, a video is found with two
-reads of a sorted file, and what is read is what was written, or CorruptShard.
+The tail of a sorted file is a block that Parquet readers ignore, then the Parquet footer. The block has the first
+``id_high`` of each row group, and the CRC-32 of each column's bytes in it. So one listing opens a table, two reads of a
+sorted file find a video, and damaged bytes raise CorruptShard.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from pipeline.cache.schema import (
     READ_THREADS,
     VIDEO_SCHEMA,
     VIDEOS,
-    footer_length,
     hex_digest,
     open_parquet,
     parse_footer,
+    parse_footer_length,
     write_parquet,
 )
 from pipeline.errors import CorruptShard, ShardFault
@@ -47,26 +47,26 @@ from pipeline.rows import VideoRecord, VideoRow
 from pipeline.storage.random_access import Fetched, LoadedOnce, Stretch
 from pipeline.storage.stores import Store
 
-GROUP_ROWS = 4096  # rows of a row group of a sorted file: what finding one of them reads
-FILE_ROWS = 2**18  # the most rows of a sorted file
+GROUP_ROWS = 4096  # rows of a row group of a sorted file; finding a row reads one group
+FILE_ROWS = 2**18  # maximum rows of a sorted file
 _GROUPS_AT_ONCE = 64  # row groups of a sorted file that one step reads
 _KEPT_GROUPS = 2  # row groups of sorted files that are kept in memory, some MB each
 _FILES_AT_ONCE = 64  # small files whose content is in memory at once
-_THREADS = 8  # that parse small files
+_THREADS = 8  # threads that parse small files
 _PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))
-_SORTED = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d+)-([0-9a-f]{32})\.parquet")
+_SORTED_NAME = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d+)-([0-9a-f]{32})\.parquet")
 
 
 class TableFile(NamedTuple):
-    """The facts about a file of a table that its name tells.
+    """The facts in the name of a table's file.
 
     Attributes:
-        name: below the store's root.
-        level: of a sorted file, by the rows of the merge that made it; 0 for a small file.
-        first, last: ``id_high`` of its first and its last row; of a small file, the whole range.
-        rows: how many; 0 where the name does not tell.
+        name: the path below the store's root.
+        level: the level of a sorted file, by the rows of its merge; 0 for a small file.
+        first, last: ``id_high`` of its first and its last row; for a small file, the whole range.
+        rows: the number of rows; 0 for a small file.
         n_tail: bytes of a sorted file's tail.
-        tail_hash: hex of its hash.
+        tail_hash: hex of the tail's hash.
     """
 
     name: str
@@ -78,40 +78,40 @@ class TableFile(NamedTuple):
     tail_hash: str = ""
 
     def holds(self, high: int) -> bool:
-        """Return whether a row with this ``id_high`` may be in the file."""
+        """Return True if a row with this ``id_high`` may be in the file."""
         return self.first <= high <= self.last
 
 
-def table_files(store: Store) -> list[TableFile]:
+def list_table_files(store: Store) -> list[TableFile]:
     """List the files of the videos table, sorted by name: one listing. Raises OSError."""
-    return [file_named(name) for name in store.names(VIDEOS, ".parquet")]
+    return [parse_file_name(name) for name in store.names(VIDEOS, ".parquet")]
 
 
-def file_named(name: str) -> TableFile:
+def parse_file_name(name: str) -> TableFile:
     """Parse a file's name to a TableFile."""
-    found = _SORTED.fullmatch(PurePosixPath(name).name)
-    if found is None:
+    match = _SORTED_NAME.fullmatch(PurePosixPath(name).name)
+    if match is None:
         return TableFile(name)
-    level, first, last, rows, n_tail, tail_hash = found.groups()
+    level, first, last, rows, n_tail, tail_hash = match.groups()
     return TableFile(name, int(level), int(first, 16), int(last, 16), int(rows), int(n_tail), tail_hash)
 
 
-def small_name(folder: str, run_id: str, number: int, data: bytes | pa.Buffer, suffix: str = ".parquet") -> str:
-    """Name a commit with the hash of its content, so that no flipped bit goes unseen."""
+def make_small_name(folder: str, run_id: str, number: int, data: bytes | pa.Buffer, suffix: str = ".parquet") -> str:
+    """Name a commit with the hash of its content, which detects any flipped bit."""
     return f"{folder}/{run_id}-{number:06d}-{hex_digest(data)}{suffix}"
 
 
 def check_content(store: Store, name: str, data: bytes, kind: ShardFault = "commit") -> None:
-    """Raise CorruptShard of this ``kind`` where a small file or token shard does not have the hash in its name."""
+    """Raise CorruptShard of this ``kind`` if a small file or token shard does not match the hash in its name."""
     if hex_digest(data) != PurePosixPath(name).stem.rpartition("-")[2]:
         message = f"{store}/{name}: its content does not have the hash in its name; restore the file"
         raise CorruptShard(message, kind)
 
 
-def small_file(run_id: str, number: int, rows: pa.Table, made_with: str | None) -> tuple[str, pa.Buffer]:
+def serialise_small(run_id: str, number: int, rows: pa.Table, made_with: str | None) -> tuple[str, pa.Buffer]:
     """Serialise rows as a commit: (its name, its content). ``made_with`` is the fingerprint of their identity."""
     data = write_parquet(rows if made_with is None else rows.replace_schema_metadata({MADE_WITH: made_with}))
-    return small_name(VIDEOS, run_id, number, data), data
+    return make_small_name(VIDEOS, run_id, number, data), data
 
 
 def parse_small(
@@ -130,13 +130,13 @@ def parse_small(
 
 
 def _read_made_with(metadata: Mapping[bytes, bytes] | None) -> str | None:
-    """Return the fingerprint of the identity of its rows that a file carries in its metadata; None for one without."""
+    """Return the fingerprint of the rows' identity from a file's metadata; None without one."""
     made_with = (metadata or {}).get(MADE_WITH.encode())
     return None if made_with is None else made_with.decode()
 
 
 def complete_columns(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
-    """Return ``columns`` of rows, null where the table lacks a later one; all that it has for None."""
+    """Return ``columns`` of rows, null for a later column that the table lacks; all its columns for None."""
     if columns is None:
         return table
     for name in set(columns).difference(table.schema.names):
@@ -145,18 +145,18 @@ def complete_columns(table: pa.Table, columns: Sequence[str] | None) -> pa.Table
     return table.select(list(columns)).replace_schema_metadata(None)
 
 
-def sorted_file(
+def serialise_sorted(
     level: int, rows: pa.Table, metadata: Mapping[bytes, str], made_with: str | None, group_rows: int = GROUP_ROWS
 ) -> tuple[str, bytes]:
     """Serialise rows of videos that are sorted by ``id_high`` as a sorted file: (its name, its content)."""
     rows = rows.replace_schema_metadata({**metadata, **({} if made_with is None else {MADE_WITH.encode(): made_with})})
     groups = [min(group_rows, len(rows) - start) for start in range(0, len(rows), group_rows)]
-    data = memoryview(write_parquet(rows, groups, indexed="video_id"))  # for the queries of other tools
-    n_footer = footer_length(bytes(data[-FOOTER_TAIL:]))
+    data = memoryview(write_parquet(rows, groups, bloom_column="video_id"))  # for the queries of other tools
+    n_footer = parse_footer_length(bytes(data[-FOOTER_TAIL:]))
     body, footer = data[: len(data) - n_footer], data[len(data) - n_footer :]
-    parsed = parse_footer(bytes(footer))
+    metadata_ = parse_footer(bytes(footer))
     high = rows["id_high"].to_numpy()
-    crcs = [[zlib.crc32(body[slice(*span)]) for span in _spans(parsed, group)] for group in range(len(groups))]
+    crcs = [[zlib.crc32(body[slice(*span)]) for span in _spans(metadata_, group)] for group in range(len(groups))]
     tail = high[::group_rows].astype("<u8").tobytes() + np.array(crcs, "<u4").tobytes() + bytes(footer)
     ends = f"{int(high[0]):016x}-{int(high[-1]):016x}"
     name = f"sorted-{level}-{ends}-{len(rows)}-{len(tail)}-{hex_digest(tail)}.parquet"
@@ -164,7 +164,7 @@ def sorted_file(
 
 
 class SortedFile:
-    """A sorted file whose tail is the one that its name tells. Threads may share it.
+    """A sorted file whose tail was checked against the hash in its name. Threads may share it.
 
     Attributes:
         file: what its name tells.
@@ -184,7 +184,7 @@ class SortedFile:
         tail = store.read_slice(file.name, -file.n_tail)
         if hex_digest(tail.data) != file.tail_hash:
             raise self.corrupt("its end is not the one that its name tells")
-        n_footer = footer_length(tail.data[-FOOTER_TAIL:])
+        n_footer = parse_footer_length(tail.data[-FOOTER_TAIL:])
         self._metadata: pq.FileMetaData = parse_footer(tail.data[-n_footer:])
         self.n_bytes = tail.size
         if self._metadata.num_rows != file.rows:
@@ -198,9 +198,9 @@ class SortedFile:
         self.metadata: dict[bytes, bytes] = self._metadata.metadata or {}
         self.made_with = _read_made_with(self.metadata)
 
-    def corrupt(self, what: str) -> CorruptShard:
-        """Return the error that this file is damaged; ``what`` says how."""
-        return CorruptShard(f"{self._store}/{self.file.name}: {what}; restore the file", "commit")
+    def corrupt(self, damage: str) -> CorruptShard:
+        """Return the error for this damaged file; ``damage`` describes the damage."""
+        return CorruptShard(f"{self._store}/{self.file.name}: {damage}; restore the file", "commit")
 
     def groups_of(self, first: int, last: int) -> range:
         """Return the row groups that may hold rows whose ``id_high`` is from ``first`` to ``last``."""
@@ -212,8 +212,8 @@ class SortedFile:
         All columns that the file has, or ``columns``: those that came later than the file are null.
         """
         names = [name for name in self.schema.names if columns is None or name in columns]
-        stretches = [stretch for group in groups for stretch in self._fetched(group, frozenset(names))]
-        source = pa.PythonFile(Fetched(stretches, self.n_bytes, _unfetched), mode="r")
+        stretches = [stretch for group in groups for stretch in self._read_stretches(group, frozenset(names))]
+        source = pa.PythonFile(Fetched(stretches, self.n_bytes, _refuse_unread), mode="r")
         try:
             file = open_parquet(source, self._metadata)
             table = file.read_row_groups(list(groups), columns=names, use_threads=READ_THREADS)
@@ -226,7 +226,7 @@ class SortedFile:
         for start in range(0, len(self.firsts), _GROUPS_AT_ONCE):
             yield self.read(range(start, min(start + _GROUPS_AT_ONCE, len(self.firsts))), columns)
 
-    def _fetched(self, group: int, names: frozenset[str]) -> Iterator[Stretch]:
+    def _read_stretches(self, group: int, names: frozenset[str]) -> Iterator[Stretch]:
         """Yield the checked bytes of columns of a row group, neighbours in one read."""
         meta = self._metadata.row_group(group)
         numbers = [i for i in range(meta.num_columns) if meta.column(i).path_in_schema.split(".")[0] in names]
@@ -244,8 +244,8 @@ class SortedFile:
                 run.append(number)
 
 
-def _unfetched(start: int, end: int) -> Stretch:
-    """Raise ValueError: the bytes of all columns that are read were fetched."""
+def _refuse_unread(start: int, end: int) -> Stretch:
+    """Raise ValueError: a reader asks for bytes outside the fetched columns."""
     raise ValueError(f"bytes {start} to {end} are no part of the columns that the footer names")
 
 
@@ -262,7 +262,7 @@ def _spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:
 
 
 class VideosTable:
-    """The videos table of a cache: its small files at once, its sorted ones, and single rows. Threads may share it.
+    """The videos table of a cache: reads small files, sorted files and single rows. Threads may share it.
 
     Files of another identity than ``made_with`` are left out; None takes all.
 
@@ -273,11 +273,11 @@ class VideosTable:
     """
 
     def __init__(self, store: Store, made_with: str | None = None, keep: int = 8) -> None:
-        """Keep ``keep`` small files, and ``keep`` ends of sorted ones, in memory for single rows."""
+        """Cache ``keep`` small files, and ``keep`` footers of sorted files, in memory for single rows."""
         self.foreign: dict[str, str | None] = {}
         self.store, self._made_with = store, made_with
         self._rows_of_small = LoadedOnce(partial(_load_rows, store), keep)
-        self._sorted = LoadedOnce(partial(_load_sorted, store), keep)
+        self._sorted = LoadedOnce(partial(_open_sorted_file, store), keep)
         self.group = LoadedOnce(partial(_load_group, self._sorted), _KEPT_GROUPS)
 
     def read_small(self, names: Sequence[str], columns: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
@@ -286,19 +286,19 @@ class VideosTable:
         # Checking and parsing a small file is work for one core, and leaves Python's lock free for most of it.
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
             while some := list(islice(contents, _FILES_AT_ONCE)):
-                parsed = pool.map(lambda file: parse_small(self.store, file[0], file[1], columns), some)
-                for (name, _), (rows, made_with) in zip(some, parsed, strict=True):
+                tables = pool.map(lambda file: parse_small(self.store, file[0], file[1], columns), some)
+                for (name, _), (rows, made_with) in zip(some, tables, strict=True):
                     if self._is_own(name, made_with):
                         yield name, rows
 
     def open_sorted(self, name: str) -> SortedFile | None:
-        """Open a sorted file, or return None where its rows are of another identity. Raises as SortedFile."""
+        """Open a sorted file; return None if its rows have another identity. Raises as SortedFile."""
         file = self._sorted(name)
         return file if self._is_own(name, file.made_with) else None
 
     def read_row(self, name: str, row: int) -> VideoRow:
         """Read one row of a file. Raises CorruptShard, FileNotFoundError, OSError."""
-        if file_named(name).level:
+        if parse_file_name(name).level:
             number, place = divmod(row, self._sorted(name).group_rows)
             return cast(VideoRow, self.group(name, number).slice(place, 1).to_pylist()[0])
         values = self._rows_of_small(name)[row].items()
@@ -310,32 +310,32 @@ class VideosTable:
         return map(self.read_row, places["shard"].to_pylist(), places["row"].to_pylist())
 
     def _is_own(self, name: str, made_with: str | None) -> bool:
-        """Return whether a file with this fingerprint is of the cache; note it where it is not."""
+        """Return True if a file's fingerprint is the cache's; otherwise add the file to ``foreign``."""
         if is_same_identity(made_with, self._made_with):
             return True
         self.foreign[name] = made_with
         return False
 
 
-def is_same_identity(made_with: str | None, other: str | None) -> bool:
-    """Return whether two fingerprints are of one identity; None is any."""
-    return made_with is None or other is None or made_with == other
+def is_same_identity(made_with: str | None, other_fingerprint: str | None) -> bool:
+    """Return True if two fingerprints are equal, or one is None."""
+    return made_with is None or other_fingerprint is None or made_with == other_fingerprint
 
 
 def _load_rows(store: Store, name: str) -> list[VideoRow]:
-    """Read all rows of a small file: one of twenty takes Arrow half as long as all of them."""
-    rows: list[VideoRow] = read_file(store, file_named(name)).to_pylist()
+    """Read all rows of a small file: Arrow takes half as long for one row of twenty."""
+    rows: list[VideoRow] = read_file(store, parse_file_name(name)).to_pylist()
     return rows
 
 
-def _load_sorted(store: Store, name: str) -> SortedFile:
+def _open_sorted_file(store: Store, name: str) -> SortedFile:
     """Open a sorted file. Raises as SortedFile."""
-    return SortedFile(store, file_named(name))
+    return SortedFile(store, parse_file_name(name))
 
 
-def _load_group(opened: LoadedOnce[SortedFile], name: str, number: int) -> pa.Table:
+def _load_group(files: LoadedOnce[SortedFile], name: str, number: int) -> pa.Table:
     """Read a row group of a sorted file as VIDEO_SCHEMA. Raises CorruptShard where it is empty."""
-    file = opened(name)
+    file = files(name)
     table = file.read([number], VIDEO_SCHEMA.names)
     if file.file.rows and len(table) == 0:
         raise CorruptShard(f"{name}: row group {number} is empty", "commit")
@@ -343,7 +343,7 @@ def _load_group(opened: LoadedOnce[SortedFile], name: str, number: int) -> pa.Ta
 
 
 def read_file(store: Store, file: TableFile, columns: Sequence[str] = tuple(VIDEO_SCHEMA.names)) -> pa.Table:
-    """Read all rows of one file into memory, of whatever identity. Raises CorruptShard, OSError."""
+    """Read all rows of one file into memory, of any identity. Raises CorruptShard, OSError."""
     if file.level:
         return pa.concat_tables(SortedFile(store, file).parts(columns))
     return parse_small(store, file.name, store.read(file.name), columns)[0]
@@ -353,7 +353,7 @@ def build_table(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
     """Build a table of VIDEO_SCHEMA from rows, with their KEY_COLUMNS; counts of rewrites and earlier attempts stay."""
     table = pa.Table.from_pylist(list(rows), schema=VIDEO_SCHEMA)
     keys = keys_of(table["video_id"])
-    computed = {
+    key_columns = {
         "id_high": pa.array(keys[:, 0]),
         "id_low": pa.array(keys[:, 1]),
         "clip_key": pa.array(clip_keys(table)),
@@ -361,19 +361,19 @@ def build_table(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
         "earlier_attempts": pc.fill_null(table["earlier_attempts"], 0),
         "tie_break": pa.array(tie_keys(table)),
     }
-    for name, values in computed.items():
+    for name, values in key_columns.items():
         table = table.set_column(table.schema.get_field_index(name), VIDEO_SCHEMA.field(name), values)
     return table
 
 
 def add_places(table: pa.Table, name: str) -> pa.Table:
-    """Return all rows of the file ``name`` with two more columns: the file's name and the number of the row in it."""
+    """Add the columns ``shard`` (the file ``name``) and ``row`` (the number in it) to all rows of a file."""
     table = table.append_column(_PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
     return table.append_column(_PLACE[1], pa.array(np.arange(len(table)), pa.int32()))
 
 
 def empty_rows(columns: Sequence[str]) -> pa.Table:
-    """Return a table of these columns with ``shard`` and ``row``, without rows, to which others are joined."""
+    """Return an empty table of these columns, ``shard`` and ``row``: the start of a concatenation."""
     return pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *_PLACE]).empty_table()
 
 

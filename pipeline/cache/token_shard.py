@@ -1,4 +1,4 @@
-"""A token shard, opened so that whatever is read of it is what was committed, or raises."""
+"""A token shard, opened so that reads return the committed bytes, or raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.cache.pages import plain_columns, plain_pages, put_rows
-from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
+from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, open_parquet, parse_footer, parse_footer_length
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
 from pipeline.storage.random_access import Fetched, LocalFile, RangedObject
@@ -28,9 +28,9 @@ class TokenRows(NamedTuple):
 
     Attributes:
         row: the video's row of the videos table.
-        keep: how many; they are read from no more row groups than hold them.
-        columns: what is read.
-        near: columns that lie between those, and are fetched with them where that saves a request.
+        keep: the number of rows; only the row groups with these rows are read.
+        columns: the columns to read.
+        near: columns between ``columns`` that are fetched with them if that saves a request.
     """
 
     row: VideoRow
@@ -44,8 +44,8 @@ class ByIndex(NamedTuple):
 
     Attributes:
         table: the rows without the columns of ``vectors``.
-        order: [K] its rows in order of index; those of equal index stay in order of selection.
-        vectors: [K,width] by column, in that order.
+        order: [K] its rows in order of index; rows of equal index stay in order of selection.
+        vectors: column -> [K,width], in order of index.
     """
 
     table: pa.Table
@@ -58,10 +58,10 @@ class TokenShard:
 
     Attributes:
         name: file below the cache.
-        metadata: of its footer.
-        schema: its columns.
-        n_bytes: of the whole file.
-        n_footer: of its footer.
+        metadata: the Parquet metadata.
+        schema: the Arrow schema.
+        n_bytes: bytes of the whole file.
+        n_footer: bytes of the footer.
 
     Raises CorruptShard, and OSError where the store fails.
     """
@@ -82,38 +82,38 @@ class TokenShard:
         self.metadata: pq.FileMetaData = parse_footer(footer)
         self.schema: pa.Schema = self.metadata.schema.to_arrow_schema()
         self._names = frozenset(self.schema.names)
-        self._plain = plain_columns(self.metadata)
-        self._own = local()  # one Parquet reader per thread
+        self._plain_columns = plain_columns(self.metadata)
+        self._thread_local = local()  # one Parquet reader per thread
 
     def spans(self, rows: TokenRows) -> Spans:
-        """Return the bytes [start, end) of the rows: one span, unless other columns lie between.
+        """Return the byte ranges [start, end) of the rows: one range, unless other columns lie between.
 
         Raises CorruptShard.
         """
         groups = [self.metadata.row_group(number) for number in self._groups(rows)]
-        return join_spans(_span(group, {*rows.columns, *rows.near}) for group in groups)
+        return join_spans(_find_span(group, {*rows.columns, *rows.near}) for group in groups)
 
     def fetch_all(self, videos: Sequence[TokenRows]) -> Fetched | None:
         """Fetch the bytes of several videos, in the order of their row groups, for ``read``; one request a span.
 
-        None for a local file, which is read in place.
+        Returns None for a local file, which is read in place.
         """
         spans = join_spans(span for rows in videos for span in self.spans(rows))
         with self._faults():
             return self._source.fetch(spans)
 
     def read(self, rows: TokenRows, fetched: Fetched | None = None) -> pa.Table:
-        """Read the rows in order of selection; ``fetched`` holds their bytes already, and is one thread's."""
+        """Read the rows in order of selection; ``fetched`` has their bytes already, and belongs to one thread."""
         return self._read_columns(rows, rows.columns, fetched or self.fetch_all([rows]))
 
     def read_by_index(self, rows: TokenRows, fetched: Fetched | None = None) -> ByIndex:
-        """Read the rows, the vectors among them in order of ``index``, which is among the columns."""
+        """Read the rows, with the vector columns in order of ``index``. The columns must include ``index``."""
         fetched = fetched or self.fetch_all([rows])
-        table = self._read_columns(rows, [name for name in rows.columns if name not in self._plain], fetched)
-        order = index_order(table)
+        table = self._read_columns(rows, [name for name in rows.columns if name not in self._plain_columns], fetched)
+        order = sort_by_index(table)
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        large = [name for name in rows.columns if name in self._plain]
+        large = [name for name in rows.columns if name in self._plain_columns]
         return ByIndex(table, order, {name: self._read_vectors(rows, name, order, places, fetched) for name in large})
 
     def read_checked(self, row: VideoRow) -> pa.Table:
@@ -123,34 +123,34 @@ class TokenShard:
         """
         table = self.read(TokenRows(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
-            raise CorruptShard(f"{self._label}: the rows are those of {', '.join(map(str, ids[:3]))}", "rows")
-        if checksum_of(table) != row["checksum"]:
-            what = f"the token bytes of {row['video_id']} do not have the checksum of the videos row"
-            raise CorruptShard(f"{self._label}: {what}", "checksum")
+            raise CorruptShard(f"{self._label}: the rows belong to {', '.join(map(str, ids[:3]))}", "rows")
+        if hash_vectors(table) != row["checksum"]:
+            message = f"the token bytes of {row['video_id']} do not have the checksum of the videos row"
+            raise CorruptShard(f"{self._label}: {message}", "checksum")
         return table
 
     def require(self, columns: Sequence[str]) -> None:
-        """Raise CorruptShard where the shard lacks one of the columns."""
+        """Raise CorruptShard if the shard lacks one of the columns."""
         if lacking := sorted(set(columns) - self._names):
             raise CorruptShard(f"{self._label}: it has no column {', '.join(lacking)}", "schema")
 
     def _read_columns(self, rows: TokenRows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
-        """Read the rows with Arrow, every page held against its checksum."""
+        """Read the rows with Arrow, which checks every page's checksum."""
         groups = self._groups(rows)
         with self._faults():
             table = self._parquet(fetched).read_row_groups(groups, columns=list(columns), use_threads=READ_THREADS)
         n_rows = sum(rows.row["row_counts"][: len(groups)])
         if len(table) != n_rows:
-            raise CorruptShard(f"{self._label}: {len(table)} rows where {n_rows} belong", "rows")
+            raise CorruptShard(f"{self._label}: {len(table)} rows instead of {n_rows}", "rows")
         return table.slice(0, rows.keep)
 
     def _parquet(self, fetched: Fetched | None) -> pq.ParquetFile:
-        """Return a reader for this thread, since Arrow does not say that threads may share one."""
+        """Return a reader for this thread: Arrow does not promise that threads may share a reader."""
         if fetched is not None:
             return open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
-        reader: pq.ParquetFile | None = getattr(self._own, "parquet", None)
+        reader: pq.ParquetFile | None = getattr(self._thread_local, "parquet", None)
         if reader is None:
-            reader = self._own.parquet = open_parquet(self._source.mapped, self.metadata)
+            reader = self._thread_local.parquet = open_parquet(self._source.mapped, self.metadata)
         return reader
 
     def _read_vectors(
@@ -161,31 +161,31 @@ class TokenShard:
         places: NDArray[np.int64],
         fetched: Fetched | None,
     ) -> NDArray[np.int16]:
-        """Read a column of vectors in ``order``, [K,width]: each straight to its place, or by Arrow where it must be.
+        """Read a column of vectors in ``order``, [K,width]: without a copy from plain pages, else by Arrow.
 
-        ``places`` is the place of each row in that order.
+        ``places`` is the position of each row in that order.
         """
-        number, n_bytes = self._plain[name]
+        number, n_bytes = self._plain_columns[name]
         out = np.empty((len(places), n_bytes // 2), np.int16)
-        view, done = (fetched or self._source).view, 0
+        view, n_done = (fetched or self._source).view, 0
         for group in self._groups(rows):
             pages = plain_pages(self.metadata.row_group(group), number)
             if pages is None:
                 break
-            part = places[done : done + pages.n_rows]
+            part = places[n_done : n_done + pages.n_rows]
             with self._faults():
                 data = view(pages.start, pages.end)
             if not put_rows(data, pages.n_rows, part, out):
                 break
-            done += len(part)
+            n_done += len(part)
         else:
             return out
         column = self._read_columns(rows, [name], fetched)[name]
-        bits: NDArray[np.int16] = np.frombuffer(vector_bytes(column), np.int16).reshape(len(column), -1)
+        bits: NDArray[np.int16] = np.frombuffer(join_vectors(column), np.int16).reshape(len(column), -1)
         return bits.take(order, axis=0)
 
     def _groups(self, rows: TokenRows) -> range:
-        """Return the row groups that hold the rows. Raises CorruptShard where they or the columns are missing."""
+        """Return the row groups of the rows. Raises CorruptShard if row groups or columns are missing."""
         row, n_groups, n_rows = rows.row, 0, 0
         self.require(rows.columns)
         while n_rows < rows.keep and n_groups < len(row["row_counts"]):
@@ -202,10 +202,10 @@ class TokenShard:
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """Convert the errors of Arrow, and a missing file, to CorruptShard; those of the store stay as they are."""
+        """Convert errors of Arrow and a missing file to CorruptShard; errors of the store stay as they are."""
         try:
             yield
-        except FileNotFoundError as error:  # of an object whose footer is in memory
+        except FileNotFoundError as error:  # an object whose footer is in memory was deleted
             raise CorruptShard(f"{self._label}: the shard is missing", "missing") from error
         except (OSError, pa.ArrowException) as error:
             if isinstance(error, OSError) and error.filename:
@@ -214,36 +214,36 @@ class TokenShard:
 
 
 def _footer(source: LocalFile | RangedObject) -> bytes:
-    """Read the footer of an opened Parquet file, its tail included. Raises OSError, ValueError where it has none."""
+    """Read the footer of an open Parquet file, its tail included. Raises OSError, ValueError without a footer."""
     size = source.size()
-    n_footer = footer_length(bytes(source.view(max(0, size - FOOTER_TAIL), size)))
+    n_footer = parse_footer_length(bytes(source.view(max(0, size - FOOTER_TAIL), size)))
     return bytes(source.view(max(0, size - n_footer), size))
 
 
-def index_order(table: pa.Table) -> NDArray[np.int64]:
-    """Return the order [K] that sorts token rows by flat index; those of equal index stay as stored."""
+def sort_by_index(table: pa.Table) -> NDArray[np.int64]:
+    """Return the order [K] that sorts token rows by flat index; rows of equal index stay as stored."""
     index = table["index"].to_numpy()
     if len(index) and index.min() >= 0 and index.max() < 2**16:
-        index = index.astype(np.uint16)  # numpy sorts these by their digits, in a third of the time
+        index = index.astype(np.uint16)  # numpy sorts 16-bit numbers by radix, in a third of the time
     return np.argsort(index, kind="stable")
 
 
-def vector_bytes(column: pa.ChunkedArray) -> pa.Buffer:
-    """Return the values of a column of vectors in one buffer, without a copy where the column is one chunk."""
+def join_vectors(column: pa.ChunkedArray) -> pa.Buffer:
+    """Return the values of a column of vectors in one buffer, without a copy if the column is one chunk."""
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     width = array.type.byte_width
     return array.buffers()[1].slice(array.offset * width, len(array) * width)
 
 
-def checksum_of(table: pa.Table) -> str:
-    """Hash a video's token rows, all vector columns of them, as its row of the videos table has it."""
+def hash_vectors(table: pa.Table) -> str:
+    """Compute the checksum of a video's token rows, over all vector columns, as in its row of the videos table."""
     vectors = [field.name for field in table.schema if pa.types.is_fixed_size_binary(field.type)]
     # Evidence of frames is null beside most tokens; the bytes of nulls are undefined.
-    return digest(*(vector_bytes(table[name].drop_null()) for name in vectors))
+    return digest(*(join_vectors(table[name].drop_null()) for name in vectors))
 
 
 def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Join the spans that touch; they come in ascending order."""
+    """Join adjacent spans; the input is ascending."""
     runs: Spans = []
     for start, end in spans:
         if runs and runs[-1][1] == start:
@@ -252,36 +252,36 @@ def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
     return runs
 
 
-def _span(group: pq.RowGroupMetaData, names: Collection[str]) -> tuple[int, int]:
+def _find_span(group: pq.RowGroupMetaData, names: Collection[str]) -> tuple[int, int]:
     """Return the bytes [start, end) of a row group from the first to the last of the columns ``names``."""
     columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
     return columns[0].data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in columns)
 
 
-def videos_in(store: Store, token_shard: str) -> list[str]:
-    """List the ids of the videos in a token shard. Raises OSError, ArrowException where it cannot be read."""
+def list_videos(store: Store, token_shard: str) -> list[str]:
+    """List the ids of the videos in a token shard. Raises OSError, ArrowException if it cannot be read."""
     data = pa.BufferReader(store.read(token_shard))
     return list(open_parquet(data).read(columns=["video_id"]).column(0).unique().to_pylist())
 
 
 def read_videos(store: Store, rows: Sequence[VideoRow]) -> list[pa.Table]:
-    """Read all token rows of each video, checked against its row; neighbours of a shard open it once.
+    """Read all token rows of each video, checked against its row; adjacent videos of a shard open it once.
 
     Raises CorruptShard, OSError.
     """
     tables: list[pa.Table] = []
-    opened: TokenShard | None = None
+    shard: TokenShard | None = None
     for row in rows:
-        if opened is None or opened.name != row["token_shard"]:
-            opened = TokenShard(store, row["token_shard"], row["footer_hash"])
-        tables.append(opened.read_checked(row))
+        if shard is None or shard.name != row["token_shard"]:
+            shard = TokenShard(store, row["token_shard"], row["footer_hash"])
+        tables.append(shard.read_checked(row))
     return tables
 
 
-def ids_in_footer(store: Store, token_shard: str) -> list[str]:
+def read_footer_ids(store: Store, token_shard: str) -> list[str]:
     """List the ids of the videos in a token shard by the statistics of its row groups, each of one video.
 
-    Reads the footer alone, which nothing checks: for counts and messages. Raises OSError, CorruptShard.
+    Reads the footer alone, without a checksum: for counts and messages. Raises OSError, CorruptShard.
     """
     footer = parse_footer(_footer(store.open(token_shard)))
     place = footer.schema.to_arrow_schema().get_field_index("video_id")
@@ -289,11 +289,11 @@ def ids_in_footer(store: Store, token_shard: str) -> list[str]:
     return sorted({group.min for group in groups if group is not None and group.has_min_max})
 
 
-def run_of(token_shard: str) -> str:
+def parse_run_id(token_shard: str) -> str:
     """Return the id of the run that wrote a token shard, by the shard's name."""
     return PurePosixPath(token_shard).stem.rsplit("-", 2)[0]
 
 
-def token_shard_id(name: str) -> str:
-    """Return the part of a token shard's name that differs between the shards of one run."""
+def parse_shard_id(name: str) -> str:
+    """Return the id in a token shard's name, which differs between the shards of a run."""
     return name.rsplit("-", 2)[-2]

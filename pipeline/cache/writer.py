@@ -1,9 +1,9 @@
 """Pruned videos to shards, all or nothing.
 
 The videos of one call become one token shard; a driver then commits their records as a small file of the videos table.
-Nothing is kept between calls. A token shard is named by its content: a repeated call that made the same bytes
-overwrites its own file, and one that made others (on another kind of GPU) never replaces a committed one. The checksum
-of a video's vectors is computed while Arrow serialises the shard.
+Calls share no state. A token shard is named by its content: a retry that computes the same bytes overwrites its own
+file, and a retry that computes other bytes (on another kind of GPU) never replaces a committed shard. The checksum of a
+video's vectors is computed while Arrow serialises the shard.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.schema import (
     TOKENS,
     digest,
-    footer_of,
     hex_digest,
+    slice_footer,
     tier_row_counts,
     token_schema,
     write_parquet,
 )
-from pipeline.cache.table import build_table, small_file
+from pipeline.cache.table import build_table, serialise_small
 from pipeline.errors import RunFailed
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store, request_threads
 
-SHARD_BYTES = 256 * 10**6  # of the stored tokens in a shard that is written anew, about
-_AT_ONCE = 16  # requests to the store
-_HASHERS = 2  # threads: one takes longer to hash a video than Arrow to serialise it
+SHARD_BYTES = 256 * 10**6  # approximate bytes of tokens in a rewritten shard
+_MAX_REQUESTS = 16  # requests to the store
+_HASHERS = 2  # threads: hashing a video takes longer than serialising it
 T = TypeVar("T")
-Bits = NDArray[np.int16]  # numpy has no bfloat16; the bits are what counts
+Bits = NDArray[np.int16]  # bits of bfloat16, which numpy lacks
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,19 @@ class KeptTokens:
 
 @dataclass(frozen=True)
 class VideoItem:
-    """A video on its way through the stages: its record, and what the last stage made of it, unless it failed.
+    """A video between two stages: its record, and the result of the last stage unless it failed.
 
     Attributes:
-        kept: its tokens, once it was encoded.
-        frames: [t,h,w,3] uint8 on the way to encoding; the same bytes as a flat array once they were packed.
+        kept: its stored tokens, after encoding.
+        frames: [t,h,w,3] uint8 before encoding; the same bytes as a flat array after ``unpack``.
     """
 
     record: VideoRecord
     kept: KeptTokens | None = None
     frames: NDArray[np.uint8] | None = None
 
-    def shaped(self) -> NDArray[np.uint8]:
-        """Return the frames as [t,h,w,3]. Raise ValueError where they are not as many as the record says."""
+    def reshape_frames(self) -> NDArray[np.uint8]:
+        """Return the frames as [t,h,w,3]. Raise ValueError if their number contradicts the record."""
         assert self.frames is not None
         return self.frames.reshape(len(self.record["frame_indices"]), self.record["height"], self.record["width"], 3)
 
@@ -88,19 +88,17 @@ class VideoItem:
 def write_token_shard(
     videos: Sequence[VideoItem], *, store: Store, run_id: str, codec: TokenCodec = BFLOAT16
 ) -> list[VideoRecord]:
-    """Write the tokens of the good videos as one shard of ``store``; returns every video's record, in their order.
+    """Write the tokens of the ok videos as one shard of ``store``; return every video's record, in their order.
 
-    ``codec`` is that of the cache's identity.
-
-    Raises OSError where the shard cannot be written.
+    ``codec`` is the codec of the cache's identity. Raises OSError if the shard cannot be written.
     """
-    started = time.perf_counter()
+    start = time.perf_counter()
     rows: list[VideoRecord] = [{**video.record} for video in videos]
-    good = [(row, video.kept) for row, video in zip(rows, videos, strict=True) if video.kept is not None]
-    if good:
-        _write(good, store, run_id, codec)
-    seconds = (time.perf_counter() - started) / max(len(good), 1)
-    for row, _ in good:
+    ok_videos = [(row, video.kept) for row, video in zip(rows, videos, strict=True) if video.kept is not None]
+    if ok_videos:
+        _write(ok_videos, store, run_id, codec)
+    seconds = (time.perf_counter() - start) / max(len(ok_videos), 1)
+    for row, _ in ok_videos:
         row["write_s"] = seconds
     return rows
 
@@ -110,49 +108,49 @@ def commit(store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], 
 
     ``made_with`` is the fingerprint of the cache's identity; it goes into the file's metadata, under MADE_WITH.
 
-    Raises OSError where their tokens are not here: a node without the shared folder wrote them to a disk of its own;
-    RunFailed where they were removed while this process was stopped.
+    Raises OSError if their token shards are missing: a node without the shared folder wrote them to its own disk.
+    Raises RunFailed if they were removed while this process was stopped.
     """
     needs = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
-    if missing := _find_missing(store, needs):
+    if missing_shards := _find_missing(store, needs):
         raise FileNotFoundError(
             errno.ENOENT,
             f"not in this --out {store}, which must be shared by all nodes: one wrote it elsewhere, or it was "
             "removed meanwhile",
-            missing[0],
+            missing_shards[0],
         )
     table = build_table([{**row, "run_id": run_id} for row in rows])
-    name, data = small_file(run_id, number, table, made_with)
+    name, data = serialise_small(run_id, number, table, made_with)
     store.put(name, data)
-    # A process that was stopped in between finds out here that somebody cleaned up meanwhile.
-    if missing := _find_missing(store, needs):
+    # If this process was stopped in between, a cleanup may have deleted the shards.
+    if missing_shards := _find_missing(store, needs):
         store.delete(name)
-        what = f"{store}: {missing[0]} was removed before its videos were committed"
-        raise RunFailed(f"{what}; run the same command again")
+        message = f"{store}: {missing_shards[0]} was removed before its videos were committed"
+        raise RunFailed(f"{message}. Rerun the command")
     return table
 
 
 def _find_missing(store: Store, names: Sequence[str]) -> list[str]:
-    """Return which of these files the store lacks; a driver with many writers asks for many, which a store delays."""
+    """Return the names that the store lacks; requests run in parallel, since a store delays each."""
     if len(names) <= 1:
         return [name for name in names if not store.exists(name)]
-    with request_threads(min(_AT_ONCE, len(names))) as pool:
+    with request_threads(min(_MAX_REQUESTS, len(names))) as pool:
         return [name for name, exists in zip(names, pool.map(store.exists, names), strict=True) if not exists]
 
 
 def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_id: str, codec: TokenCodec) -> None:
-    """Serialise the videos into one shard and note in their records where each one is."""
-    first, kept = videos[0]
-    widths = {name: values.shape[1] for name, values in kept.evidence.items()}
-    schema = token_schema(first["hidden_size"], len(kept.deepstack), widths, codec)
+    """Write the videos as one shard, and add its name, row groups and checksums to their records."""
+    first, tokens = videos[0]
+    widths = {name: values.shape[1] for name, values in tokens.evidence.items()}
+    schema = token_schema(first["hidden_size"], len(tokens.deepstack), widths, codec)
     tables: list[pa.Table] = []
     checksums: list[Future[str]] = []
     with ThreadPoolExecutor(_HASHERS) as hashers:  # hashlib lets other threads run
-        for record, kept in videos:
-            vectors = _encode_vectors(kept, codec)
-            # What the checksum means in the schema names no evidence: caches without any keep their bytes.
+        for record, tokens in videos:
+            vectors = _encode_vectors(tokens, codec)
+            # The schema's meaning of the checksum does not name evidence: caches without evidence keep their bytes.
             checksums.append(hashers.submit(digest, *map(np.ascontiguousarray, vectors.values())))
-            tables.append(_build_rows(record, kept, vectors, schema))
+            tables.append(_build_rows(record, tokens, vectors, schema))
             if codec is not BFLOAT16:
                 record["token_codec"], record["token_block"] = codec.name, codec.group
             record["row_counts"] = tier_row_counts(
@@ -168,13 +166,13 @@ def put_token_shard(
     tables: Sequence[pa.Table],
     checksums: Sequence[Future[str]] = (),
 ) -> None:
-    """Write the token rows of videos as one shard, whose name is made of its content, and complete their records.
+    """Write the token rows of videos as one shard, named by its content, and complete their records in place.
 
-    Each record gets the shard, its first row group and the hash of the footer, and its checksum where ``checksums`` are
-    still computed. Raises OSError.
+    Each record gets the shard's name, its first row group, the hash of the footer, and its checksum if ``checksums``
+    are given. Raises OSError.
 
     Args:
-        records: have the rows of each of their row groups, ``row_counts``.
+        records: each has ``row_counts``, the rows of its row groups.
         tables: the rows of each video, in the order of ``records``.
     """
     groups: list[int] = []
@@ -188,60 +186,60 @@ def put_token_shard(
     # The first hash names the videos, the second the content, so that no other bytes ever replace these.
     name = f"{TOKENS}/{run_id}-{ids[:16]}-{hex_digest(data)}.parquet"
     store.put(name, data)
-    footer = digest(footer_of(memoryview(data)))
+    footer = digest(slice_footer(memoryview(data)))
     for record in records:
         record["token_shard"], record["footer_hash"] = name, footer
 
 
 def make_bundles(
-    items: Iterable[T], n_bytes: Callable[[T], float], limit: float = SHARD_BYTES, most: float = math.inf
+    items: Iterable[T], n_bytes: Callable[[T], float], limit: float = SHARD_BYTES, max_items: float = math.inf
 ) -> Iterator[list[T]]:
-    """Yield items in order, as many at a time as make a shard of about ``limit`` bytes, and at most ``most``."""
+    """Yield bundles of items in order: about ``limit`` bytes, and at most ``max_items`` items each."""
     bundle: list[T] = []
     size = 0.0
     for item in items:
         bundle.append(item)
         size += n_bytes(item)
-        if size >= limit or len(bundle) >= most:
+        if size >= limit or len(bundle) >= max_items:
             yield bundle
             bundle, size = [], 0.0
     if bundle:
         yield bundle
 
 
-def _encode_vectors(kept: KeptTokens, codec: TokenCodec) -> dict[str, Bits]:
-    """Return the columns of vectors by name, as the codec stores them, in the order that the checksum takes them in."""
-    levels = {f"deepstack_{level}": values for level, values in enumerate(kept.deepstack)}
-    coded = [codec.encode(name, values) for name, values in {"token": kept.tokens, **levels}.items()]
-    return {**{name: values for columns in coded for name, values in columns.items()}, **kept.evidence}
+def _encode_vectors(tokens: KeptTokens, codec: TokenCodec) -> dict[str, Bits]:
+    """Return the encoded vector columns by name, in the order of the checksum."""
+    levels = {f"deepstack_{level}": values for level, values in enumerate(tokens.deepstack)}
+    columns_by_vector = [codec.encode(name, values) for name, values in {"token": tokens.tokens, **levels}.items()]
+    return {**{name: values for columns in columns_by_vector for name, values in columns.items()}, **tokens.evidence}
 
 
-def _build_rows(record: VideoRecord, kept: KeptTokens, vectors: Mapping[str, Bits], schema: pa.Schema) -> pa.Table:
+def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, Bits], schema: pa.Schema) -> pa.Table:
     """Build the token rows of one video; the vectors are wrapped, not copied."""
-    n = len(kept.index)
+    n = len(tokens.index)
     columns: dict[str, pa.Array] = {
         "video_id": pa.repeat(record["video_id"], n).cast(pa.string()),
-        "rank": _or_null(kept.rank, pa.int32(), n),
-        "index": pa.array(kept.index),
-        "frame": pa.array(kept.index // record["tokens_per_frame"]),
-        "merged": _or_null(kept.merged, pa.bool_(), n),
-        "density": _or_null(kept.density, pa.float32(), n),
+        "rank": _or_null(tokens.rank, pa.int32(), n),
+        "index": pa.array(tokens.index),
+        "frame": pa.array(tokens.index // record["tokens_per_frame"]),
+        "merged": _or_null(tokens.merged, pa.bool_(), n),
+        "density": _or_null(tokens.density, pa.float32(), n),
     }
     for name, values in vectors.items():
         data = pa.py_buffer(np.ascontiguousarray(values))
         column = pa.FixedSizeBinaryArray.from_buffers(schema.field(name).type, len(values), [None, data])
-        columns[name] = _beside_first(column, columns["frame"].to_numpy()) if is_per_frame(name) else column
+        columns[name] = _place_beside_first(column, columns["frame"].to_numpy()) if is_per_frame(name) else column
     return pa.table([columns[name] for name in schema.names], schema=schema)
 
 
-def _beside_first(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa.Array:
-    """Place the [T] values of frames beside the first token of each, null beside the others."""
-    known, first = np.unique(frame_of_row, return_index=True)
-    if not np.array_equal(known, np.arange(len(frames))):
+def _place_beside_first(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa.Array:
+    """Spread the [T] values of frames over token rows: in the row of each frame's first token, null in the others."""
+    frame_numbers, first = np.unique(frame_of_row, return_index=True)
+    if not np.array_equal(frame_numbers, np.arange(len(frames))):
         raise ValueError("evidence of frames is stored with all tokens alone: a frame without a token has no place")
-    others = np.ones(len(frame_of_row), dtype=bool)
-    others[first] = False
-    return frames.take(pa.array(frame_of_row, mask=others))
+    is_null = np.ones(len(frame_of_row), dtype=bool)
+    is_null[first] = False
+    return frames.take(pa.array(frame_of_row, mask=is_null))
 
 
 def _or_null(values: NDArray[np.generic] | None, kind: pa.DataType, n: int) -> pa.Array:

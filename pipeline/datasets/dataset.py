@@ -123,9 +123,9 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._parent: ParentRanks | None = None
         # Workers that persist see set_epoch too; and this process sees that workers read, and what they resumed.
         self._shared = torch.tensor([0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
-        named = "".join(f"{video_id}\0" for video_id in ids or ())
+        id_text = "".join(f"{video_id}\0" for video_id in ids or ())
         shards = (f"{name}\0".encode() for name in self._shards.names.to_pylist())
-        self._ids = digest(named.encode(), self._shards.counts, *shards)
+        self._ids = digest(id_text.encode(), self._shards.counts, *shards)
         self._pass: EpochPass | None = None
         self._start: DatasetState | None = None
         self._start_of_worker = False
@@ -151,7 +151,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             next_epoch = self._start["epoch"] + int(self._start["finished"])
             if epoch != next_epoch:
                 raise ValueError(
-                    f"the loader of Accelerate begins epoch {epoch}, but the state that was loaded goes on in epoch "
+                    f"the loader of Accelerate begins epoch {epoch}, but the loaded state continues in epoch "
                     f"{next_epoch}: call set_epoch({next_epoch}) of the loader first"
                 )
         if epoch == int(self._shared[_EPOCH]):
@@ -166,13 +166,13 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     def __iter__(self) -> Iterator[CachedVideo]:
         state, self._start = self._start, None
         worker, ranks = worker_of_loader(), self._ranks()
-        epoch, done, n_removed = int(self._shared[_EPOCH]), 0, 0
+        epoch, n_done, n_removed = int(self._shared[_EPOCH]), 0, 0
         if state is not None and state["finished"] and not self._start_of_worker:
             self._check(state, ranks, goes_on=False)
             epoch = state["epoch"] + 1
         elif state is not None:
             self._check(state, ranks, goes_on=state["done"] > 0)
-            epoch, done, n_removed = state["epoch"], state["done"], state["removed"]
+            epoch, n_done, n_removed = state["epoch"], state["done"], state["removed"]
             self._shared[_ENDED if state["finished"] else _LEFT] = epoch
         elif epoch == int(self._shared[_ENDED]) != int(self._shared[_LEFT]):
             epoch += 1  # each worker loaded the end of the epoch, so StatefulDataLoader now iterates once more
@@ -181,7 +181,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         shares = self._shares(ranks, epoch)[number::n_workers]
         n_videos = sum(share.n_videos for share in shares)
         loader = loader_ahead() if worker is None else None
-        self._pass = EpochPass(ranks, epoch, shares, n_videos, done, n_removed, loader)
+        self._pass = EpochPass(ranks, epoch, shares, n_videos, n_done, n_removed, loader)
         return self._read(self._pass)
 
     def state_dict(self) -> DatasetState:
@@ -201,14 +201,14 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             return self._state(self._ranks(), int(self._shared[_EPOCH]), 0, False, 0)
         # StatefulDataLoader asks before a loader of Accelerate reads ahead, and all others behind that.
         asks_early = find_caller("StatefulDataLoader") is not None
-        done = now.done if asks_early else now.given_by_loader()
-        if now.ranks.divided and done < now.n_videos:
+        n_done = now.done if asks_early else now.given_by_loader()
+        if now.ranks.divided and n_done < now.n_videos:
             raise ValueError(
                 "a loader that divides batches among processes reads ahead, so how many videos it gave is not known: "
                 "make the dataset with rank=accelerator.process_index and world_size=accelerator.num_processes, do not "
                 f"prepare its loader, and take {STATEFUL_LOADER}"
             )
-        return self._state(now.ranks, now.epoch, done, done >= now.n_videos, now.n_removed)
+        return self._state(now.ranks, now.epoch, n_done, n_done >= now.n_videos, now.n_removed)
 
     def load_state_dict(self, state: DatasetState) -> None:
         """Set the position that the next iteration starts from; it raises ValueError if the state is of other data.
@@ -236,10 +236,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                 to_skip -= n_videos
                 continue
             rows = [row for share in mixed for row in self._rows(share)]
-            left = self._shuffled(rows, now.epoch, now.ranks.rank, 1, worker, start)[to_skip:]
+            remaining_rows = self._shuffled(rows, now.epoch, now.ranks.rank, 1, worker, start)[to_skip:]
             to_skip = 0
-            for first in range(0, len(left), _READ_AHEAD):
-                videos = deque(self._videos(left[first : first + _READ_AHEAD]))
+            for first in range(0, len(remaining_rows), _READ_AHEAD):
+                videos = deque(self._videos(remaining_rows[first : first + _READ_AHEAD]))
                 while videos:
                     video = videos.popleft()
                     now.done += 1
@@ -295,12 +295,12 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         shares = [ShardShare(number, int(counts[number])) for number in numbers_of[ranks.rank]]
         if not self._even:
             return shares
-        left = min(int(counts[list(of_rank)].sum()) for of_rank in numbers_of)
-        taken = []
+        n_left = min(int(counts[list(of_rank)].sum()) for of_rank in numbers_of)
+        even_shares = []
         for share in shares:
-            taken.append(ShardShare(share.number, min(share.n_videos, left)))
-            left -= taken[-1].n_videos
-        return [share for share in taken if share.n_videos]
+            even_shares.append(ShardShare(share.number, min(share.n_videos, n_left)))
+            n_left -= even_shares[-1].n_videos
+        return [share for share in even_shares if share.n_videos]
 
     def _shuffled(self, items: Sequence[T], epoch: int, *salt: int) -> Sequence[T]:
         """Return items in a random order that depends on seed, epoch and ``salt``; unchanged without ``shuffle``."""
@@ -322,7 +322,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             )
         return Ranks(rank, world_size, ranks.divided)
 
-    def _state(self, ranks: Ranks, epoch: int, done: int, finished: bool, n_removed: int) -> DatasetState:
+    def _state(self, ranks: Ranks, epoch: int, n_done: int, finished: bool, n_removed: int) -> DatasetState:
         """Return a position with the settings that it depends on."""
         return {
             "ids": self._ids,
@@ -330,7 +330,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             "rank": [ranks.rank, ranks.world_size],
             "worker": [*(worker_of_loader() or (0, 1))],
             "epoch": epoch,
-            "done": done,
+            "done": n_done,
             "finished": finished,
             "removed": n_removed,
         }
@@ -344,10 +344,12 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             )
         here: dict[str, object] = {**self._state(ranks, 0, 0, False, 0)}
         names = ("ids", "order", "rank", "worker") if goes_on else ("ids", "order")
-        if other := [f"{name} {state.get(name)}, not {here[name]}" for name in names if state.get(name) != here[name]]:
+        if changes := [
+            f"{name} {state.get(name)}, not {here[name]}" for name in names if state.get(name) != here[name]
+        ]:
             raise ValueError(
-                f"the state is of other data: {'; '.join(other)}. Make the dataset from the same cache and options, or "
-                "begin an epoch by set_epoch()"
+                f"the state is of other data: {'; '.join(changes)}. Make the dataset from the same cache and "
+                "options, or begin an epoch by set_epoch()"
             )
 
 

@@ -63,7 +63,7 @@ class EpochPass:
         self._start = self.done
 
     def given_by_loader(self) -> int:
-        """Return how many videos the loader gave, of which a loader of Accelerate has read one batch more.
+        """Return the number of videos that the loader gave; a loader of Accelerate has read one batch more.
 
         Raises ValueError where the size of this batch is not known.
         """

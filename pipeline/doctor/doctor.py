@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from pipeline.doctor.finding import Finding, guarded
+from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.doctor.nodes import judge_nodes, look_at_nodes, look_here, on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, check_device, first_videos
 from pipeline.doctor.store import check_store, reachable
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import Recipe, resolve
 from pipeline.runner.cluster import connect
-from pipeline.runner.nodes import alive_nodes
+from pipeline.runner.nodes import iter_alive_nodes
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_VIDEOS, _VIDEOS_A_NODE = 8, 2  # that are decoded: here, and on every node
-_STORED = 4  # videos whose frames an object store should hold
+_VIDEOS, _VIDEOS_PER_NODE = 8, 2  # that are decoded: here, and on every node
+_STORED_VIDEOS = 4  # videos whose frames an object store should hold
 _DEVICE_S = 400.0  # to load the model, compile the kernels and encode
 
 
@@ -40,17 +40,17 @@ class Doctor:
 
         It starts Ray, or joins the cluster, as the run would.
         """
-        yield from guarded("ray", self._check_ray)
+        yield from run_guarded("ray", self._check_ray)
         if self._cluster:
             self._say("looking at every node")
-            yield from guarded("nodes", lambda: judge_nodes(look_at_nodes(), look_here()))
-        yield from guarded("store", self._check_store)
-        yield from guarded("model", self._check_model)
+            yield from run_guarded("nodes", lambda: judge_nodes(look_at_nodes(), look_here()))
+        yield from run_guarded("store", self._check_store)
+        yield from run_guarded("model", self._check_model)
         if self._recipe is not None and self._cluster:
             self._say("decoding some of the videos")
-            yield from guarded("decoding", partial(self._check_decoding, self._recipe))
+            yield from run_guarded("decoding", partial(self._check_decoding, self._recipe))
             self._say("encoding on the device")
-            yield from guarded("encode", partial(self._check_devices, self._recipe))
+            yield from run_guarded("encode", partial(self._check_devices, self._recipe))
         cores, gpus = self._cluster.get("CPU", 0.0), self._cluster.get("GPU", 0.0)
         yield check_balance(self._decode_s, self._encode_s, cores, gpus)
 
@@ -58,7 +58,7 @@ class Doctor:
         """Start or join Ray, and count its nodes."""
         self._cluster = connect(self._say)
         cpus, gpus = self._cluster.get("CPU", 0), self._cluster.get("GPU", 0)
-        nodes = len(list(alive_nodes()))
+        nodes = len(list(iter_alive_nodes()))
         says = f"{nodes} node{'' if nodes == 1 else 's'}, {cpus:g} CPUs, {gpus:g} GPUs"
         if self._config.device == "cuda" and gpus < 1:
             yield Finding("ray", "wrong", f"--device cuda, but {says}", "join nodes with GPUs, or use --device auto")
@@ -70,10 +70,10 @@ class Doctor:
         objects = Objects.from_environment(self._config.s3_endpoint)
         store = reachable(store_at(self._config.out, objects))
         yield from check_store(store)
-        if not self._cluster or len(list(alive_nodes())) < 2:
+        if not self._cluster or len(list(iter_alive_nodes())) < 2:
             return
-        for host, found in on_each_node(lambda: list(check_store(store))).items():
-            yield from (one.on(host) for one in ([found] if isinstance(found, Finding) else found))
+        for host, result in on_each_node(lambda: list(check_store(store))).items():
+            yield from (finding.on(host) for finding in ([result] if isinstance(result, Finding) else result))
 
     def _check_model(self) -> Iterator[Finding]:
         """Resolve the model as a run does."""
@@ -86,17 +86,17 @@ class Doctor:
         rows, setup = first_videos(self._config, recipe.objects, _VIDEOS), recipe.decode_setup()
         findings, self._decode_s = check_decoding(setup, rows)
         yield from findings
-        nodes = list(alive_nodes())
+        nodes = list(iter_alive_nodes())
         frame_bytes = 3 * math.prod(setup.largest_frames())
         for host, _, has in nodes:
             store = has.get("object_store_memory", 0.0)
             says = f"{store / 2**30:.1f} GiB, which hold the frames of {store / frame_bytes:.0f} of the largest videos"
             remedy = "start the node with a larger --object-store-memory: Ray spills frames to its disk"
-            yield Finding.slow_if(store < _STORED * frame_bytes, "object store", says, remedy).on(host)
+            yield Finding.slow_if(store < _STORED_VIDEOS * frame_bytes, "object store", says, remedy).on(host)
         if len(nodes) < 2:
             return
-        for host, report in on_each_node(partial(check_decoding, setup, rows[:_VIDEOS_A_NODE])).items():
-            yield from (one.on(host) for one in ([report] if isinstance(report, Finding) else report[0]))
+        for host, report in on_each_node(partial(check_decoding, setup, rows[:_VIDEOS_PER_NODE])).items():
+            yield from (finding.on(host) for finding in ([report] if isinstance(report, Finding) else report[0]))
 
     def _check_devices(self, recipe: Recipe) -> Iterator[Finding]:
         """Encode on a GPU of each node that has one; without any, on the CPUs of each node, as an encoder would."""
@@ -109,4 +109,4 @@ class Doctor:
                 continue
             findings, encode_s = report
             self._encode_s = encode_s if self._encode_s is None else self._encode_s
-            yield from (found.on(host) for found in findings)
+            yield from (finding.on(host) for finding in findings)

@@ -37,7 +37,7 @@ class Finding:
         return replace(self, name=f"{self.name} ({host})")
 
 
-def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def run_guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     """Yield the findings of a check; if it raises, yield the error as a finding, so that later checks still run."""
     try:
         yield from check()

@@ -14,8 +14,8 @@ import av.codec
 import ray
 
 from pipeline.doctor.finding import Finding
-from pipeline.runner.cluster import package_version, root_cause
-from pipeline.runner.nodes import RayDisk, alive_nodes, task_on
+from pipeline.runner.cluster import describe_cause, package_version
+from pipeline.runner.nodes import RayDisk, iter_alive_nodes, task_on
 
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
@@ -57,7 +57,7 @@ def look_here() -> Node:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else 0,
-        disks=RayDisk.here() if ray.is_initialized() else [],
+        disks=RayDisk.measure() if ray.is_initialized() else [],
         missing_codecs=[name for name in CODECS if not _can_decode(name)],
     )
 
@@ -65,11 +65,11 @@ def look_here() -> Node:
 def look_at_nodes() -> dict[str, Node | Finding]:
     """Return by host the facts of every living node with its clock, or the finding that it does not answer."""
     nodes = on_each_node(look_here)
-    for host, node_id, _ in alive_nodes():
+    for host, node_id, _ in iter_alive_nodes():
         if isinstance(node := nodes.get(host), Node):  # its worker has started, so that the way is short
             before = time.time()
-            there = ray.get(task_on(node_id).remote(time.time), timeout=_ANSWER_S)
-            nodes[host] = node._replace(skew_s=min(0.0, there - before) + max(0.0, there - time.time()))
+            node_time = ray.get(task_on(node_id).remote(time.time), timeout=_ANSWER_S)
+            nodes[host] = node._replace(skew_s=min(0.0, node_time - before) + max(0.0, node_time - time.time()))
     return nodes
 
 
@@ -79,40 +79,42 @@ def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S
     For a node where it raised, or that does not answer, that is a finding.
     """
     answers = {
-        host: task_on(node_id, gpus).remote(work) for host, node_id, has in alive_nodes() if has.get("GPU", 0.0) >= gpus
+        host: task_on(node_id, gpus).remote(work)
+        for host, node_id, has in iter_alive_nodes()
+        if has.get("GPU", 0.0) >= gpus
     }
-    found: dict[str, T | Finding] = {}
+    results: dict[str, T | Finding] = {}
     until = time.monotonic() + wait_s
     for host, answer in answers.items():
         try:
-            found[host] = ray.get(answer, timeout=max(1.0, until - time.monotonic()))
+            results[host] = ray.get(answer, timeout=max(1.0, until - time.monotonic()))
         except Exception as error:  # noqa: BLE001 - of a node that does not answer, too
-            says = f"it does not answer: {root_cause(error)}"
-            found[host] = Finding("node", "wrong", says, "look at it, at its GPU and driver, or drain it")
-    return found
+            says = f"it does not answer: {describe_cause(error)}"
+            results[host] = Finding("node", "wrong", says, "look at it, at its GPU and driver, or drain it")
+    return results
 
 
 def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[Finding]:
     """Yield findings about all nodes by host, each compared with the driver's."""
-    seen = {host: node for host, node in nodes.items() if isinstance(node, Node)}
-    yield from (found.on(host) for host, found in nodes.items() if isinstance(found, Finding))
-    yield _judge_versions(seen, driver)
-    for host, node in seen.items():
-        yield from (found.on(host) for found in _judge_one(node))
+    reachable = {host: node for host, node in nodes.items() if isinstance(node, Node)}
+    yield from (finding.on(host) for host, finding in nodes.items() if isinstance(finding, Finding))
+    yield _judge_versions(reachable, driver)
+    for host, node in reachable.items():
+        yield from (finding.on(host) for finding in _judge_one(node))
 
 
 def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
     """Compare the versions of all nodes with those of the driver."""
-    others = [
+    differing = [
         f"{name} {node.versions[name]} on {host}, {driver.versions[name]} here"
         for host, node in nodes.items()
         for name in ("python", *PACKAGES)
         if node.versions[name] != driver.versions[name]
     ]
-    if others:
-        return Finding("versions", "wrong", "; ".join(others), "install the same versions on every node")
-    shown = ", ".join(f"{name} {version}" for name, version in driver.versions.items() if version)
-    return Finding("versions", "ok", f"{shown}; alike on {len(nodes)} node{'' if len(nodes) == 1 else 's'}")
+    if differing:
+        return Finding("versions", "wrong", "; ".join(differing), "install the same versions on every node")
+    versions = ", ".join(f"{name} {version}" for name, version in driver.versions.items() if version)
+    return Finding("versions", "ok", f"{versions}; alike on {len(nodes)} node{'' if len(nodes) == 1 else 's'}")
 
 
 def _judge_one(node: Node) -> Iterator[Finding]:
@@ -123,7 +125,7 @@ def _judge_one(node: Node) -> Iterator[Finding]:
     else:
         yield Finding("codecs", "ok", f"PyAV decodes {', '.join(CODECS)}")
     sizes = (("memory", node.memory, _MIN_MEMORY), ("free /dev/shm", node.shm_free, _MIN_SHM))
-    says = ", ".join(f"{what} {size / _GIB:.1f} GiB" for what, size, _ in sizes)
+    says = ", ".join(f"{kind} {size / _GIB:.1f} GiB" for kind, size, _ in sizes)
     remedy = "give it more: Ray spills frames to disk and ends workers where memory is short"
     short = any(size < least for _, size, least in sizes)
     yield Finding.slow_if(short, "memory", f"{node.cores} cores, {says}", remedy)
@@ -132,17 +134,19 @@ def _judge_one(node: Node) -> Iterator[Finding]:
             f"{disk.folder}: {disk.free / _GIB:.1f} GiB free, {disk.share:.0%} full; Ray spills up to {disk.limit:.0%}"
         )
         remedy = "free space there, or start Ray with --temp-dir or --object-spilling-directory on another disk"
-        if not disk.room:
+        if not disk.writable_bytes:
             yield Finding("disk", "wrong", says, remedy)
         else:
-            yield Finding.slow_if(disk.room < _MIN_DISK, "disk", says, f"{remedy}: a full node is left out of a run")
+            yield Finding.slow_if(
+                disk.writable_bytes < _MIN_DISK, "disk", says, f"{remedy}: a full node is left out of a run"
+            )
     if abs(node.skew_s) > _MAX_SKEW_S:
         says = f"its clock is {node.skew_s:+.1f} s from the driver's"
         yield Finding("clock", "wrong", says, "set the clocks by NTP: notes of runs and --keep-minutes use them")
 
 
 def _can_decode(codec: str) -> bool:
-    """Return whether PyAV has a decoder for the codec."""
+    """Return True if PyAV has a decoder for the codec."""
     try:
         av.codec.Codec(codec, "r")
     except ValueError:  # of which UnknownCodecError is one

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.doctor.finding import Finding, guarded
+from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.errors import UsageError
 from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.discovery import Discovery
@@ -31,28 +31,28 @@ _ROUNDS = 3
 
 
 def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[TodoRow]:
-    """Return the first videos that the options name; no more containers are opened than hold so many.
+    """Return the first videos that the options name; opens no more archives than needed.
 
-    Raises UsageError where there is none, RunFailed where a container cannot be indexed.
+    Raises UsageError if there are none, RunFailed if an archive cannot be indexed.
     """
 
     def to_do(videos: pa.Table) -> pa.Table:
         attempts = pa.array([1] * len(videos), pa.int32())
         return pa.Table.from_arrays([*videos.columns, attempts], schema=TODO_SCHEMA)
 
-    indexing = Indexing(ContainerOptions(config.column, config.clip_names()), later=True, limited=True)
-    known = to_do(read_manifest(config.videos, config.video_root, objects, indexing)).slice(0, n_videos)
-    with Discovery(indexing, objects, lambda videos: (videos, to_do(videos)), known, n_videos) as discovery:
+    indexing = Indexing(ContainerOptions(config.column, config.clip_names()), later=True, has_limit=True)
+    videos = to_do(read_manifest(config.videos, config.video_root, objects, indexing)).slice(0, n_videos)
+    with Discovery(indexing, objects, lambda videos: (videos, to_do(videos)), videos, n_videos) as discovery:
         rows: list[TodoRow] = discovery.all().todo.to_pylist()
     if not rows:
-        raise UsageError(f"{config.named}: none of the containers holds a video")
+        raise UsageError(f"{config.named}: none of the archives holds a video")
     return rows
 
 
 def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Finding], float | None]:
     """Decode videos as a run does, for a minute at most; return findings, and the median core-seconds of a video."""
     decoder, faults, codecs, seconds = VideoDecoder(setup), Counter[str](), Counter[str](), list[float]()
-    started = time.perf_counter()
+    start = time.perf_counter()
     try:
         for row in rows:
             with decoder.open(row) as source:
@@ -62,7 +62,7 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
             else:
                 seconds.append(record["decode_s"])
                 codecs[f"{record['codec']} {record['source_width']}x{record['source_height']}"] += 1
-            if time.perf_counter() - started > _MAX_DECODE_S:
+            if time.perf_counter() - start > _MAX_DECODE_S:
                 break
     finally:
         decoder.close()
@@ -84,10 +84,10 @@ def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[
     """
     seconds: list[float] = []
     if torch.cuda.is_available() and setup.device != "cpu":
-        findings = [*guarded("gpu", _check_gpu), *guarded("kernels", _check_kernels)]
+        findings = [*run_guarded("gpu", _check_gpu), *run_guarded("kernels", _check_kernels)]
     else:
         findings = [Finding("gpu", "unknown", "no GPU here: its kernels and its speed were not looked at")]
-    findings += guarded("encode", partial(_check_encoding, setup, shape, seconds))
+    findings += run_guarded("encode", partial(_check_encoding, setup, shape, seconds))
     return findings, median(seconds) if seconds else None
 
 
@@ -102,22 +102,22 @@ def _check_kernels() -> Iterator[Finding]:
     """Compile the kernels of the selection and compare their picks with those of the plain form."""
     from gstep.selection.gpu.check import check_kernels  # noqa: PLC0415 - needs Triton, which only a GPU has
 
-    started = time.perf_counter()
+    start = time.perf_counter()
     check_kernels(torch.device("cuda"), torch.bfloat16, _KERNEL_WIDTH)
-    yield Finding("kernels", "ok", f"select as the plain form does; compiled in {time.perf_counter() - started:.0f} s")
+    yield Finding("kernels", "ok", f"select as the plain form does; compiled in {time.perf_counter() - start:.0f} s")
 
 
 def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: list[float]) -> Iterator[Finding]:
     """Load the encoder, and encode and prune a made-up video; add the seconds of each time to ``seconds``."""
-    started = time.perf_counter()
+    start = time.perf_counter()
     encoder = setup.encoder()
-    loaded_s = time.perf_counter() - started
+    loaded_s = time.perf_counter() - start
     frames = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
-    encoder.pruned(encoder.encoded(frames))  # the first video pays for buffers and kernels
+    encoder.prune(encoder.encode_frames(frames))  # the first video pays for buffers and kernels
     for _ in range(_ROUNDS):
-        started = time.perf_counter()
-        encoder.pruned(encoder.encoded(frames))
-        seconds.append(time.perf_counter() - started)
+        start = time.perf_counter()
+        encoder.prune(encoder.encode_frames(frames))
+        seconds.append(time.perf_counter() - start)
     yield Finding(
         "encode", "ok", f"{median(seconds):.3f} s a video of {shape[0]} frames; the model loaded in {loaded_s:.1f} s"
     )
@@ -130,7 +130,7 @@ def check_balance(decode_s: float | None, encode_s: float | None, cores: float, 
     if gpus < 1:
         says = f"without a GPU encoding takes {encode_s / decode_s:.1f} times what decoding does"
         return Finding("balance", "unknown", says, "run this where the GPUs are")
-    needed, there = decode_s / encode_s, cores / gpus
-    says = f"this model needs {needed:.1f} decode cores a GPU; the cluster has {there:.1f}"
+    needed_cores, cores_per_gpu = decode_s / encode_s, cores / gpus
+    says = f"this model needs {needed_cores:.1f} decode cores a GPU; the cluster has {cores_per_gpu:.1f}"
     remedy = "add nodes with CPUs alone, or try --snap-to-keyframes and --decoder nvdec"
-    return Finding.slow_if(there < needed, "balance", says, remedy)
+    return Finding.slow_if(cores_per_gpu < needed_cores, "balance", says, remedy)

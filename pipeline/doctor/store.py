@@ -27,16 +27,16 @@ def check_store(store: Store) -> Iterator[Finding]:
     name, data = f".doctor-{secrets.token_hex(6)}", secrets.token_bytes(_BYTES)
     wrong = []
     try:
-        started = time.perf_counter()
+        start = time.perf_counter()
         store.put(name, data)
-        put_s = time.perf_counter() - started
+        put_s = time.perf_counter() - start
         try:
-            if name not in {Path(listed.name).name for listed in store.listed("")}:
+            if name not in {Path(file.name).name for file in store.list_files("")}:
                 wrong.append("a file that was put is not in the listing")
             middle = store.read_slice(name, 1000, 3000).data
-            started = time.perf_counter()
+            start = time.perf_counter()
             whole = store.read(name)
-            read_s = time.perf_counter() - started
+            read_s = time.perf_counter() - start
             if middle != data[1000:3000] or whole != data:
                 wrong.append("what is read is not what was put")
             age_s = store.age(name).total_seconds()

@@ -182,16 +182,16 @@ class EvaluateConfig(EngineOptions):
         if self.drop_tokens and self.cache is not None:
             raise UsageError("--drop-tokens deletes the cache in --out; one that --cache names is yours to delete")
         self._check_frames()
-        self._check_rows({one.method_label.partition(",positions=")[0] for one in self.grid().values() if one})
+        self._check_rows({spec.method_label.partition(",positions=")[0] for spec in self.grid().values() if spec})
 
     def _check_rows(self, labels: Collection[str]) -> None:
         """Raise UsageError where an option names a method that is no row, before hours go into the others."""
         seeds = Counter(split_seed(label)[0] for label in labels)
         rows = {FULL, *(label if seeds[name := split_seed(label)[0]] == 1 else name for label in labels)}
         for option_name in ("reference", "ours") if self.benchmark is not None else ():
-            given = getattr(self, option_name)
-            if given is not None and not any(is_named(given, row) for row in rows):
-                raise UsageError(f"--{option_name} {given} is no row of the table; there are {', '.join(sorted(rows))}")
+            value = getattr(self, option_name)
+            if value is not None and not any(is_named(value, row) for row in rows):
+                raise UsageError(f"--{option_name} {value} is no row of the table; there are {', '.join(sorted(rows))}")
 
     def _check_frames(self) -> None:
         """Raise UsageError where the options of frames do not go together."""
@@ -212,16 +212,16 @@ class EvaluateConfig(EngineOptions):
         Each method comes at each ratio, from the largest, and at its own positions, else at each that ``positions``
         names. Raises UsageError for a method that is no METHOD[,NAME=VALUE...].
         """
-        asked = parse_pruning_grid(
+        specs = parse_pruning_grid(
             self.method or DEFAULT_METHODS, self.retention_ratio or DEFAULT_RATIOS, self.siglip, self.seed
         )
-        named = [one for one in asked if one.method != FULL]
-        placed = [
-            replace(one, positions=positions)
-            for one in named
-            for positions in ([one.positions] if one.positions else POSITIONS[self.positions])
+        pruned = [spec for spec in specs if spec.method != FULL]
+        placed_specs = [
+            replace(spec, positions=positions)
+            for spec in pruned
+            for positions in ([spec.positions] if spec.positions else POSITIONS[self.positions])
         ]
-        return {FULL_LABEL: None, **{one.label: one for one in placed}}
+        return {FULL_LABEL: None, **{spec.label: spec for spec in placed_specs}}
 
 
 FULL_LABEL = f"{FULL}@1"

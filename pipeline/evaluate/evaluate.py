@@ -21,8 +21,8 @@ from pipeline.errors import BUGS, RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.forms import titled
-from pipeline.evaluate.page import warned_line
+from pipeline.evaluate.forms import add_counts
+from pipeline.evaluate.page import format_warned_line
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare
 from pipeline.evaluate.results import Presentation, write_results
@@ -75,7 +75,7 @@ class Evaluation:
             "files": self.files,
             "scores": [] if self.table is None else list(scores_of(self.table)),
             "notes": [] if self.table is None else self.table.remarks,
-            "clusters": {} if self.table is None else {one.key: one.n_videos for one in self.table.columns},
+            "clusters": {} if self.table is None else {column.key: column.n_videos for column in self.table.columns},
             "submission": self.submission or None,
             "left_out": self.done.n_left_out,
             "videos": None if videos is None else videos.as_record(),
@@ -103,40 +103,43 @@ def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
 def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
     """Load the questions, encode the videos, answer, score and write the results.
 
-    Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
+    Raises UsageError (nothing was started) or RunFailed (committed rows stay; a rerun resumes).
     """
     try:
-        done = _evaluate_answers(config, console) if config.score else _evaluate_benchmark(config, console)
+        evaluation = _evaluate_answers(config, console) if config.score else _evaluate_benchmark(config, console)
     except OSError as error:
         raise RunFailed(f"{config.out}: the results cannot be written: {error.strerror or error}") from error
-    if line := warned_line(done.done.scores):
+    if line := format_warned_line(evaluation.done.scores):
         console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
-    return done
+    return evaluation
 
 
 def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Run an evaluation that asks a benchmark's questions, encoding what is not cached yet."""
+    """Encode a benchmark's videos unless cached, answer and score its questions, and write results or submissions.
+
+    With ``--drop-tokens`` the tokens are deleted at the end, unless questions may be asked again.
+    """
     request = prepare(config, console)
     for line in describe_data(request.loaded, request.benchmark):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    done = answer_and_score(request, console)
+    scored = answer_and_score(request, console)
     submission, table = request.benchmark.submission, None
     if submission:
-        files = write_submissions(request.store, done, console)
+        files = write_submissions(request.store, scored, console)
     else:
-        table, files = write_results(request.store, done, _shown(request, done))
+        table, files = write_results(request.store, scored, _make_presentation(request, scored))
     if config.drop_tokens:
-        if again := _to_ask_again(done):
-            console.print(f"note: {again} questions may be asked again (--retry-failed): their tokens stay")
+        if n_unanswered := _count_unanswered(scored):
+            console.print(f"note: {n_unanswered} questions may be asked again (--retry-failed): their tokens stay")
         else:
             drop_tokens(request, console)
-    return Evaluation(done=done, table=table, out=config.out, files=files, submission=submission)
+    return Evaluation(done=scored, table=table, out=config.out, files=files, submission=submission)
 
 
-def _to_ask_again(done: ScoredQuestions) -> int:
+def _count_unanswered(scored: ScoredQuestions) -> int:
     """Count the answers that are missing, or failed for a reason that another attempt may not meet."""
-    assert done.answers is not None
-    return done.answers.n_missing + sum(done.answers.failures.get(name, 0) for name in _MAY_SUCCEED)
+    assert scored.answers is not None
+    return scored.answers.n_missing + sum(scored.answers.failures.get(name, 0) for name in _MAY_SUCCEED)
 
 
 def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
@@ -144,34 +147,34 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     store = store_at(config.out, Objects.from_environment(config.s3_endpoint))
     identity = {"scored": config.score}
     match_results(store, identity)
-    done = score_answers(config)
-    if done.n_left_out:
-        console.print(f"note: {done.n_left_out} questions have no answer to compare with, and are left out")
-    table, files = write_results(store, done, _shown_of_answers(config), identity)
-    return Evaluation(done=done, table=table, out=config.out, files=files)
+    scored = score_answers(config)
+    if scored.n_left_out:
+        console.print(f"note: {scored.n_left_out} questions have no answer to compare with, and are left out")
+    table, files = write_results(store, scored, _present_answers(config), identity)
+    return Evaluation(done=scored, table=table, out=config.out, files=files)
 
 
-def describe_data(loaded: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
+def describe_data(questions: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
     """Yield lines for the user: how many questions were found, and each kind of fault with an example."""
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
-    yield f"{benchmark.title}: {len(loaded.items):,} questions to ask; {loaded.n_annotated:,} annotated{whole}"
-    counts = Counter((fault.kind, fault.left_out) for fault in loaded.faults)
+    yield f"{benchmark.title}: {len(questions.items):,} questions to ask; {questions.n_annotated:,} annotated{whole}"
+    counts = Counter((fault.kind, fault.left_out) for fault in questions.faults)
     for split in benchmark.splits:
-        present = {item.splits[split.name] for item in loaded.items if split.name in item.splits}
+        present = {item.splits[split.name] for item in questions.items if split.name in item.splits}
         if text := split.describe_parts(present, benchmark.protocol().metric):
             yield f"note: {text}"
     for (kind, left_out), count in counts.items():
-        example = next(fault.message for fault in loaded.faults if (fault.kind, fault.left_out) == (kind, left_out))
+        example = next(fault.message for fault in questions.faults if (fault.kind, fault.left_out) == (kind, left_out))
         yield f"note: {count} {kind}, {'left out' if left_out else 'kept'}, e.g. {example}"
 
 
-def _shown(request: EvaluateRequest, done: ScoredQuestions) -> Presentation:
+def _make_presentation(request: EvaluateRequest, scored: ScoredQuestions) -> Presentation:
     """Describe a benchmark's results for tables and page: title, facts about model and run."""
     return Presentation(
         title=request.title,
         benchmark=request.benchmark,
         described=request.identity,
-        facts=[*_facts(request, done), *_machine()],
+        facts=[*_list_facts(request, scored), *_machine()],
         token_bytes=request.token_bytes,
         names=request.names,
         reference=request.config.reference,
@@ -181,12 +184,12 @@ def _shown(request: EvaluateRequest, done: ScoredQuestions) -> Presentation:
     )
 
 
-def _shown_of_answers(config: EvaluateConfig) -> Presentation:
+def _present_answers(config: EvaluateConfig) -> Presentation:
     """Describe the results of scored answers of jobs.generate for tables and page."""
-    own = Benchmark(name="answers", title="Answers", protocols=(LETTER,), splits=(Split("split", "Split"),))
+    benchmark = Benchmark(name="answers", title="Answers", protocols=(LETTER,), splits=(Split("split", "Split"),))
     return Presentation(
         title=", ".join(config.score),
-        benchmark=own,
+        benchmark=benchmark,
         described={"protocol": "as jobs.generate asked", "parser": LETTER.parser},
         facts=_machine(),
         reference=config.reference,
@@ -196,21 +199,24 @@ def _shown_of_answers(config: EvaluateConfig) -> Presentation:
     )
 
 
-def _facts(request: EvaluateRequest, done: ScoredQuestions) -> Iterator[tuple[str, str]]:
+def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[tuple[str, str]]:
     """Yield (name, value) facts about model, cache and run for the report page."""
     yield "model", request.source.name
     yield "weights", request.source.identity
     yield "videos", f"{len({video for item in request.loaded.items for video in item.video_ids}):,}"
     cache = store_at(request.cache, request.objects)
     if cache.exists(HEADER):
-        size, n_videos = sum(file.size for file in cache.listed(TOKENS)), len(TokenCache(request.cache, store=cache))
+        size, n_videos = (
+            sum(file.size for file in cache.list_files(TOKENS)),
+            len(TokenCache(request.cache, store=cache)),
+        )
         yield "all tokens", f"{size / max(1, n_videos) / 1e6:.1f} MB a video, evidence included"
-    if done.videos is not None:
-        seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in done.videos.seconds.items())
+    if scored.videos is not None:
+        seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in scored.videos.seconds.items())
         yield "seconds of encoding", seconds
-    if done.answers is not None and done.answers.n_new:
-        yield "seconds of answering", ", ".join(f"{name} {value:.1f}" for name, value in done.answers.seconds.items())
-    totals = [row for row in done.scores["n_total"].to_pylist() if row is not None]
+    if scored.answers is not None and scored.answers.n_new:
+        yield "seconds of answering", ", ".join(f"{name} {value:.1f}" for name, value in scored.answers.seconds.items())
+    totals = [row for row in scored.scores["n_total"].to_pylist() if row is not None]
     if totals:
         yield "visual tokens", f"{fmean(totals):,.0f} a question on average before pruning"
 
@@ -226,19 +232,19 @@ def _machine() -> list[tuple[str, str]]:
 _COLUMNS = 6  # columns that fit a terminal
 
 
-def render_evaluation(done: Evaluation) -> RenderableType:
+def render_evaluation(evaluation: Evaluation) -> RenderableType:
     """Render the table for the terminal (or where to submit), the failures by class, and the files."""
     parts: list[RenderableType] = []
-    if done.table is None:
-        parts.append(Text(f"no score: the right answers are not published; {done.submission}"))
+    if evaluation.table is None:
+        parts.append(Text(f"no score: the right answers are not published; {evaluation.submission}"))
     else:
-        parts += _rendered(done.table)
-    if done.done.answers is not None:
-        parts += ["", render_answers(done.done.answers)]
-    return Group(*parts, "", Text(f"{done.out}: {', '.join(done.files)}"))
+        parts += _render_table(evaluation.table)
+    if evaluation.done.answers is not None:
+        parts += ["", render_answers(evaluation.done.answers)]
+    return Group(*parts, "", Text(f"{evaluation.out}: {', '.join(evaluation.files)}"))
 
 
-def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
+def _render_table(results: ResultsTable) -> Iterator[RenderableType]:
     """Yield the results table for the terminal, and notes below it."""
     table = Table(title=Text(results.title), title_justify="left", show_edge=False)
     table.add_column("method")
@@ -249,7 +255,7 @@ def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
     for rows in ([results.original], *(rows for _, rows in results.blocks)):
         for row in rows:
             cells = [_two_lines(cell) for cell in results.numbers(row)[first:]]
-            table.add_row(Text(titled(row)), f"{100 * row.ratio:g} %", *cells, end_section=row is rows[-1])
+            table.add_row(Text(add_counts(row)), f"{100 * row.ratio:g} %", *cells, end_section=row is rows[-1])
     yield table
     for remark in results.remarks:
         yield Text(remark)

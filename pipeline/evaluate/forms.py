@@ -20,11 +20,11 @@ COUNTS = (
 )
 
 
-def titled(row: Row) -> str:
+def add_counts(row: Row) -> str:
     """Return a row's title, followed by the numbers of its failed, cut and weakly read answers if there are any."""
     counts = {"failed": row.tally.n_failed, "cut": row.tally.n_cut, "weak": row.tally.n_weak}
-    told = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-    return f"{row.title} ({told})" if told else row.title
+    counts_text = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    return f"{row.title} ({counts_text})" if counts_text else row.title
 
 
 def percent(share: float | None) -> str:
@@ -34,7 +34,7 @@ def percent(share: float | None) -> str:
 
 def markdown(*tables: ResultsTable) -> str:
     """Return tables as GitHub Markdown; what is said below several of them stands once."""
-    sections, known = list[str](), set[str]()
+    sections, written_titles = list[str](), set[str]()
     for table in tables:
         width = len(table.titles) + len(_COUNTS)
         heads = [(f"*{name}*", texts) for name, texts in table.made_of]
@@ -46,8 +46,8 @@ def markdown(*tables: ResultsTable) -> str:
         for heading, rows in table.blocks:
             lines.append(table_row([f"*{escape_markdown(heading)}*", *[""] * width]))
             lines += [_markdown_row(table, row) for row in rows]
-        new = [text for text in table.remarks if text not in known]
-        known.update(new)
+        new = [text for text in table.remarks if text not in written_titles]
+        written_titles.update(new)
         sections += [f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, new)]
     return "\n\n".join([*sections, escape_markdown(f"{MARKS} {COUNTS}")]) + "\n"
 
@@ -123,12 +123,14 @@ def latex(table: ResultsTable) -> str:
         text = escape_latex(heading)
         lines += [r"\midrule", rf"\multicolumn{{{width}}}{{c}}{{\textit{{{text}}}}} \\"]
         for row in rows:
-            title = escape_latex(titled(row))
+            title = escape_latex(add_counts(row))
             if row.method == table.ours:
-                title = _bold(f"{escape_latex(row.title)} (Ours)") + escape_latex(titled(row).removeprefix(row.title))
+                title = _bold(f"{escape_latex(row.title)} (Ours)") + escape_latex(
+                    add_counts(row).removeprefix(row.title)
+                )
             lines.append(" & ".join([title, *map(_latex_number, table.numbers(row))]) + r" \\")
     lines.append(r"\bottomrule")
-    made_of = [f"{name}: {'; '.join(_by_column(table.columns, texts))}." for name, texts in table.made_of]
+    made_of = [f"{name}: {'; '.join(_join_columns(table.columns, texts))}." for name, texts in table.made_of]
     below = rf"\multicolumn{{{width}}}{{p{{0.95\linewidth}}}}{{\footnotesize "
     lines += [rf"{below}{escape_latex(text)}}} \\" for text in (*made_of, *table.remarks, MARKS)]
     return "\n".join([*lines, r"\end{tabular}"]) + "\n"
@@ -136,11 +138,13 @@ def latex(table: ResultsTable) -> str:
 
 def _latex_head(table: ResultsTable) -> list[str]:
     """Return the LaTeX lines of column titles: two where columns of a benchmark are spanned by its title, else one."""
-    rest = table.titles[len(table.columns) :]
+    other_titles = table.titles[len(table.columns) :]
     by_benchmark = groupby(table.columns, key=lambda column: column.benchmark)
-    spans = [(name, [f"{one.title}{FEW if one.few else ''}" for one in columns]) for name, columns in by_benchmark]
+    spans = [
+        (name, [f"{column.title}{FEW if column.few else ''}" for column in columns]) for name, columns in by_benchmark
+    ]
     if all(len(titles) == 1 for _, titles in spans):
-        flat = ["Method", *(title for _, titles in spans for title in titles), *rest]
+        flat = ["Method", *(title for _, titles in spans for title in titles), *other_titles]
         return [" & ".join(_bold(escape_latex(title)) for title in flat) + r" \\"]
     upper, lower, rules, start = [_two_rows("Method")], [""], [], 2
     for name, titles in spans:
@@ -152,7 +156,7 @@ def _latex_head(table: ResultsTable) -> list[str]:
             lower += [_bold(escape_latex(title)) for title in titles]
             rules.append(rf"\cmidrule(lr){{{start}-{start + len(titles) - 1}}}")
         start += len(titles)
-    upper, lower = [*upper, *map(_two_rows, rest)], [*lower, *[""] * len(rest)]
+    upper, lower = [*upper, *map(_two_rows, other_titles)], [*lower, *[""] * len(other_titles)]
     return [" & ".join(upper) + r" \\", " ".join(rules), " & ".join(lower) + r" \\"]
 
 
@@ -177,9 +181,9 @@ def _bold(text: str) -> str:
     return rf"\textbf{{{text}}}"
 
 
-def _by_column(columns: Sequence[Column], texts: Sequence[str]) -> list[str]:
+def _join_columns(columns: Sequence[Column], texts: Sequence[str]) -> list[str]:
     """Return each column's title with its text; the text alone, once, where all columns share it."""
-    said = [(column.text, text) for column, text in zip(columns, texts, strict=True) if text]
-    if len({text for _, text in said}) == 1 and len(said) > 1:
-        return [said[0][1]]
-    return [f"{title} {text}" for title, text in said]
+    values = [(column.text, text) for column, text in zip(columns, texts, strict=True) if text]
+    if len({text for _, text in values}) == 1 and len(values) > 1:
+        return [values[0][1]]
+    return [f"{title} {text}" for title, text in values]

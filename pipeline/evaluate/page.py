@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import name_first
 from pipeline.evaluate.benchmarks.items import AnnotationFault
-from pipeline.evaluate.forms import COUNTS, MARKS, percent, titled
+from pipeline.evaluate.forms import COUNTS, MARKS, add_counts, percent
 from pipeline.evaluate.statistics import ORIGINAL
 from pipeline.evaluate.table import NONE, ResultsTable, Row
 from pipeline.html_pages import environment
@@ -61,7 +61,7 @@ def report_page(
     token_bytes: int | None = None,
     faults: Sequence[AnnotationFault] = (),
     scores: pa.Table | None = None,
-    described: JsonObject | None = None,
+    identity: JsonObject | None = None,
 ) -> str:
     """Render the page of results.
 
@@ -71,19 +71,19 @@ def report_page(
         token_bytes: that a cache stores for a token; None where it is not known.
         faults: of the annotations.
         scores: rows of ``scores.parquet``, whose failed answers are counted.
-        described: the settings that all results share, JSON-able.
+        identity: the settings that all results share, JSON-able.
     """
-    made = environment("pipeline.evaluate")
-    made.globals |= {"titled": titled, "percent": percent, "none": NONE}
-    return made.get_template("results.html").render(
+    templates = environment("pipeline.evaluate")
+    templates.globals |= {"titled": add_counts, "percent": percent, "none": NONE}
+    return templates.get_template("results.html").render(
         tables=tables,
         facts=facts,
         chart=_chart(tables[0], token_bytes),
         legend=f"{MARKS} {COUNTS}",
         faults=list(_fault_lines(faults)),
         failures=[] if scores is None else list(_failure_lines(scores)),
-        warned=None if scores is None else warned_line(scores),
-        protocol=list(_flat(described or {})),
+        warned=None if scores is None else format_warned_line(scores),
+        protocol=list(_flatten(identity or {})),
         width=_WIDTH,
         height=_HEIGHT,
         left=_LEFT,
@@ -91,15 +91,15 @@ def report_page(
     )
 
 
-def warned_line(scores: pa.Table) -> str:
-    """Say how many answers are about videos whose frames may be damaged; "" for none."""
-    warned = scores.filter(pc.greater(pc.fill_null(scores["decode_warnings"], 0), 0))
-    if not len(warned):
+def format_warned_line(scores: pa.Table) -> str:
+    """Format the number of answers about videos whose frames may be damaged; "" for none."""
+    rows_with_warnings = scores.filter(pc.greater(pc.fill_null(scores["decode_warnings"], 0), 0))
+    if not len(rows_with_warnings):
         return ""
-    videos = pc.unique(warned["video_id"]).to_pylist()
-    named = name_first(videos, len(videos))
+    videos = pc.unique(rows_with_warnings["video_id"]).to_pylist()
+    names = name_first(videos, len(videos))
     return (
-        f"{len(warned):,} of {len(scores):,} answers, about {len(videos):,} videos ({named}), "
+        f"{len(rows_with_warnings):,} of {len(scores):,} answers, about {len(videos):,} videos ({names}), "
         "come from frames that were decoded with warnings and may be damaged"
     )
 
@@ -111,13 +111,13 @@ def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:
         cell = row.rel if table.several else row.cells[-1]
         return cell.score if cell else None
 
-    known = [(row, row.tally.tokens, value(row)) for row in table.rows if row.method != ORIGINAL.method]
-    found = [(row, tokens, score) for row, tokens, score in known if tokens and score is not None]
-    if not found:
+    tallies = [(row, row.tally.tokens, value(row)) for row in table.rows if row.method != ORIGINAL.method]
+    points = [(row, tokens, score) for row, tokens, score in tallies if tokens and score is not None]
+    if not points:
         return None
     full = value(table.original)
-    ticks = _ticks([score for *_, score in found] + ([] if full is None else [full]))
-    fewest, most = (math.log(pick(tokens for _, tokens, _ in found)) for pick in (min, max))
+    ticks = _ticks([score for *_, score in points] + ([] if full is None else [full]))
+    fewest, most = (math.log(pick(tokens for _, tokens, _ in points)) for pick in (min, max))
 
     def right(tokens: float) -> float:
         share = (math.log(tokens) - fewest) / (most - fewest) if most > fewest else 0.5
@@ -130,19 +130,19 @@ def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:
         return "" if token_bytes is None else f"{tokens * token_bytes / 1e6:.2g} MB"
 
     across = list[tuple[float, str, str]]()
-    for tokens in sorted({tokens for _, tokens, _ in found}):
+    for tokens in sorted({tokens for _, tokens, _ in points}):
         if not across or right(tokens) - across[-1][0] >= _APART:
             across.append((right(tokens), f"{tokens:,.0f}", megabytes(tokens)))
     by_method: dict[str, list[tuple[float, float, str]]] = {}
-    for row, tokens, score in sorted(found, key=lambda one: one[1]):
+    for row, tokens, score in sorted(points, key=lambda point: point[1]):
         words = f"{row.title}: {score:.1f} at {tokens:,.0f} tokens"
         more = f", {megabytes(tokens)}" if token_bytes else ""
         by_method.setdefault(row.title, []).append((right(tokens), down(score), words + more))
-    titles = dict.fromkeys(row.title for row, *_ in found)
-    others = [title for title in titles if title != "GSTEP"]
+    titles = dict.fromkeys(row.title for row, *_ in points)
+    other_titles = [title for title in titles if title != "GSTEP"]
     lines = []
     for title in titles:
-        number = 0 if title == "GSTEP" else others.index(title)
+        number = 0 if title == "GSTEP" else other_titles.index(title)
         colour = 0 if title == "GSTEP" else number % (_COLOURS - 1) + 1
         lines.append(Line(title, colour, number // (_COLOURS - 1) % _DASHES, by_method[title]))
     return Chart(
@@ -173,18 +173,18 @@ def _fault_lines(faults: Sequence[AnnotationFault]) -> Iterator[tuple[str, str, 
 
 def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
     """Yield (class, what became of it, answers, an example) for the answers that failed."""
-    failed = scores.filter(pc.not_equal(scores["status"], "ok"))
-    rows = failed.select(["error_class", "question_id", "method"]).to_pylist()
+    failed_rows = scores.filter(pc.not_equal(scores["status"], "ok"))
+    rows = failed_rows.select(["error_class", "question_id", "method"]).to_pylist()
     for name, count in Counter(row["error_class"] or "unknown" for row in rows).most_common():
         row = next(row for row in rows if (row["error_class"] or "unknown") == name)
         yield name, "answers, wrong", count, f"{row['question_id']} under {row['method']}"
 
 
-def _flat(described: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(identity: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted name, value) of every leaf of a nested mapping."""
-    for name, value in described.items():
+    for name, value in identity.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         elif value is None:
             yield f"{prefix}{name}", "not set: the checkpoint's own"
         else:

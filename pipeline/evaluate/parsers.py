@@ -16,8 +16,8 @@ replies that name no letter out of its mean. MVBench's own check (OpenGVLab/Ask-
 names no option: a reply counts where its first word is a part of the right option's "(b)", so an empty one is always
 right. LongVideoBench's repository has no rule (lmms-eval calls its own that of the paper); EgoSchema takes indices.
 
-Options may carry their letters ("A. a dog", all of them) or not: the two rules that read their texts, ``egoschema`` and
-``letter``, bring them into the form that they compare.
+Options may carry their letters ("A. a dog", all of them) or not: the two rules that read their texts,
+``egoschema`` and ``letter``, bring them into the form that they compare.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from pipeline.generate.questions import letters, parse_letter
+from pipeline.generate.questions import list_letters, parse_letter
 
 
 @dataclass(frozen=True)
@@ -88,25 +88,25 @@ def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
     """Read as ``extract_mcq_answer`` of ``tasks/_task_utils/mcq_extract.py``, which VideoMME and MLVU call with A to D.
 
     The first of these that is there: a letter that begins the reply; one that ends it; one behind words such as "the
-    answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. Of several of a kind the last, hence A in "The answer
-    is B because A shows a cat"; small letters never count.
+    answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. The last of several of a kind counts, hence A in "The
+    answer is B because A shows a cat"; small letters never count.
     """
-    known = letters(4)
-    text = _padded(reply, ",.!?;:'\"")
+    letters = list_letters(4)
+    text = _pad_marks(reply, ",.!?;:'\"")
     bare = text.strip()
-    if bare[:1] in known and not bare[1:2].isalpha():
-        return _named_at(bare, 0, options)
-    if bare[-1:] in known and not bare[-2:-1].isalpha():
-        return _named_at(bare, len(bare) - 1, options)
-    folded = text.lower()
-    behind = [folded.find(words) + len(words) for words in _INTRODUCTIONS if words in folded]
-    introduced = {text.find(letter, start) for letter in known for start in behind} - {-1}
-    if introduced:
-        return _named_at(text, max(introduced), options)
+    if bare[:1] in letters and not bare[1:2].isalpha():
+        return _find_letter_at(bare, 0, options)
+    if bare[-1:] in letters and not bare[-2:-1].isalpha():
+        return _find_letter_at(bare, len(bare) - 1, options)
+    lower_text = text.lower()
+    behind = [lower_text.find(words) + len(words) for words in _INTRODUCTIONS if words in lower_text]
+    places = {text.find(letter, start) for letter in letters for start in behind} - {-1}
+    if places:
+        return _find_letter_at(text, max(places), options)
     for form in ("({})", "{}.", "{}:", "{})", "{} ", "{}"):
-        last = max(text.rfind(form.format(letter)) for letter in known)
+        last = max(text.rfind(form.format(letter)) for letter in letters)
         if last >= 0:
-            return _named_at(text, last + form.index("{"), options)
+            return _find_letter_at(text, last + form.index("{"), options)
     return Parsed(None)
 
 
@@ -117,13 +117,13 @@ def _videomme_05(reply: str, options: Sequence[str]) -> Parsed:
     removing "Best answer:", so "Best answer: C" is B.
     """
     text = reply.replace("Best answer:Best option:", "")
-    return _named_at(text, _first(text, "ABCD"), options)
+    return _find_letter_at(text, _find_first(text, "ABCD"), options)
 
 
 def _mlvu_05(reply: str, options: Sequence[str]) -> Parsed:
     """Take the character before the first ")", else the whole reply: "B) a dog" is B, "B." is none."""
     before, bracket, _ = reply.partition(")")
-    return _named_at(before, len(before) - 1, options) if bracket else _named(reply, options)
+    return _find_letter_at(before, len(before) - 1, options) if bracket else _find_letter(reply, options)
 
 
 def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
@@ -131,17 +131,17 @@ def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
 
     ``check_ans`` of JUNJIE99/MLVU, ``videochat2/choice_bench.py``, whose prompt already ends with an open bracket.
     """
-    return _named(reply.partition(")")[0], options)
+    return _find_letter(reply.partition(")")[0], options)
 
 
 def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
     """Take the first capital A to E, even inside a word, whatever the options; draw if there is none.
 
-    Of the phrases that the code removes before only these two hold such a letter.
+    The code removes phrases before; only these two contain such a letter.
     """
     text = reply.replace("Best answer:", "").replace("Best option:", "")
-    place = _first(text, "ABCDE")
-    return _DRAWN if place < 0 else _named_at(text, place, options)
+    place = _find_first(text, "ABCDE")
+    return _DRAWN if place < 0 else _find_letter_at(text, place, options)
 
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
@@ -152,23 +152,23 @@ def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
 
     MVBench has at most five options. Its mean over a task leaves empty replies out.
     """
-    if lettered := re.fullmatch(r"([a-e])\.\s*.+", reply, re.IGNORECASE):
-        return _named(lettered[1].upper(), options)
-    alone = re.search(r"\b[a-e]\b", _unpunctuated(re.sub(r"[\n\t]", " ", reply)).lower())
-    return _named(alone[0].upper() if alone else "", options)
+    if match := re.fullmatch(r"([a-e])\.\s*.+", reply, re.IGNORECASE):
+        return _find_letter(match[1].upper(), options)
+    alone = re.search(r"\b[a-e]\b", _strip_punctuation(re.sub(r"[\n\t]", " ", reply)).lower())
+    return _find_letter(alone[0].upper() if alone else "", options)
 
 
-def _unpunctuated(text: str) -> str:
+def _strip_punctuation(text: str) -> str:
     """Remove punctuation marks; one that touches no space anywhere is replaced with a space.
 
     A number such as 1,000 takes all marks away without a space.
     """
     thousands = re.search(r"\d,\d", text)
-    cleaned = text
+    result = text
     for mark in _MARKS:
         beside_space = f"{mark} " in text or f" {mark}" in text
-        cleaned = cleaned.replace(mark, "" if beside_space or thousands else " ")
-    return re.sub(r"\.(?!\d)", "", cleaned, count=32)  # the code passes a flag, of value 32, for the count
+        result = result.replace(mark, "" if beside_space or thousands else " ")
+    return re.sub(r"\.(?!\d)", "", result, count=32)  # the code passes a flag, of value 32, for the count
 
 
 def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
@@ -176,11 +176,11 @@ def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
 
     Without one, and from six words on, an option's text with its letter, in any case; else drawn: "B) a dog" is.
     """
-    text = _padded(reply, ",.!?;:'")
-    names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in letters(len(options))]
+    text = _pad_marks(reply, ",.!?;:'")
+    names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in list_letters(len(options))]
     if places := _last_places(text, names):
         place, _ = min(places)
-        return _named_at(text, place + (text[place] == "("), options)
+        return _find_letter_at(text, place + (text[place] == "("), options)
     if len(text.split()) > 5:
         places = _last_places(text.lower(), [[option.lower()] for option in _with_letters(options)])
     return Parsed(min(places)[1]) if places else _DRAWN
@@ -209,29 +209,29 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def _named(letter: str, options: Sequence[str]) -> Parsed:
+def _find_letter(letter: str, options: Sequence[str]) -> Parsed:
     """Return the option of this letter, or none where the question has no such option."""
-    known = letters(len(options))
-    return Parsed(known.index(letter) if letter in known else None)
+    letters = list_letters(len(options))
+    return Parsed(letters.index(letter) if letter in letters else None)
 
 
 # Letters of Latin scripts and digits. Chinese has no spaces: the letter of "选B" is not inside a word.
 _WORD = re.compile(r"[0-9A-Za-z\u00c0-\u024f]")
 
 
-def _named_at(text: str, place: int, options: Sequence[str]) -> Parsed:
+def _find_letter_at(text: str, place: int, options: Sequence[str]) -> Parsed:
     """Return the option whose letter stands at a place of the text (-1: nowhere), and whether a word goes on there."""
-    named = _named(text[place : place + 1], options)
+    parsed = _find_letter(text[place : place + 1], options)
     beside = text[max(place - 1, 0) : max(place, 0)] + text[place + 1 : place + 2]
-    return replace(named, in_word=named.choice is not None and _WORD.search(beside) is not None)
+    return replace(parsed, in_word=parsed.choice is not None and _WORD.search(beside) is not None)
 
 
-def _first(text: str, known: str) -> int:
-    """Return the place of the first character of ``text`` that is in ``known``, or -1."""
-    return next((place for place, character in enumerate(text) if character in known), -1)
+def _find_first(text: str, letters: str) -> int:
+    """Return the place of the first character of ``text`` that is in ``letters``, or -1."""
+    return next((place for place, character in enumerate(text) if character in letters), -1)
 
 
-def _padded(text: str, marks: str) -> str:
+def _pad_marks(text: str, marks: str) -> str:
     """Remove each mark from the ends in turn, and add a space on both sides: "'B.'" loses its quotes, not the stop."""
     for mark in marks:
         text = text.strip(mark)
@@ -240,18 +240,20 @@ def _padded(text: str, marks: str) -> str:
 
 def _with_letters(options: Sequence[str]) -> list[str]:
     """Return the options with "A. " and so on before them, unless they have that already."""
-    stripped = [option.strip() for option in options]
-    if _have_letters(stripped):
-        return stripped
-    return [f"{letter}. {option}" for letter, option in zip(letters(len(stripped)), stripped, strict=True)]
+    texts = [option.strip() for option in options]
+    if _have_letters(texts):
+        return texts
+    return [f"{letter}. {option}" for letter, option in zip(list_letters(len(texts)), texts, strict=True)]
 
 
 def _without_letters(options: Sequence[str]) -> list[str]:
     """Return the options without the letters before them."""
-    stripped = [option.strip() for option in options]
-    return [option[2:].strip() for option in stripped] if _have_letters(stripped) else stripped
+    texts = [option.strip() for option in options]
+    return [option[2:].strip() for option in texts] if _have_letters(texts) else texts
 
 
 def _have_letters(options: Sequence[str]) -> bool:
-    """Return whether all options begin with their letter and a dot."""
-    return all(option.startswith(f"{letter}.") for option, letter in zip(options, letters(len(options)), strict=True))
+    """Return True if all options begin with their letter and a dot."""
+    return all(
+        option.startswith(f"{letter}.") for option, letter in zip(options, list_letters(len(options)), strict=True)
+    )

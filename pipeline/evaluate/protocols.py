@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.generate.questions import INSTRUCTION, letters
+from pipeline.generate.questions import INSTRUCTION, list_letters
 from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class PromptTemplate:
         """Fill the template; braces in a question or an option stay as they are."""
         if not options:
             return self.free.format(question=question)
-        named = zip(letters(len(options)), options, strict=True)
-        lines = "\n".join(self.option.format(letter=letter, text=text) for letter, text in named)
+        pairs = zip(list_letters(len(options)), options, strict=True)
+        lines = "\n".join(self.option.format(letter=letter, text=text) for letter, text in pairs)
         return self.template.format(question=question, options=lines)
 
 
@@ -103,12 +103,12 @@ class ModelRules:
 
 # lmms-eval's own bounds come to the processor and to qwen-vl-utils, which lets no frame have more than 768 tokens.
 _MIN = 256 * 28 * 28
-_ROUNDED = FrameRule(32, "round", even=True)
-_QWEN2_5_VL = ModelRules(None, _ROUNDED, PixelLimits(_MIN, 768 * 28 * 28))
+_ROUNDED_FRAMES = FrameRule(32, "round", even=True)
+_QWEN2_5_VL = ModelRules(None, _ROUNDED_FRAMES, PixelLimits(_MIN, 768 * 28 * 28))
 # Our bounds of Qwen3-VL are those of all frames together, lmms-eval's those of a frame.
-_QWEN3_PIXELS = PixelLimits(_ROUNDED.num_frames * _MIN, _ROUNDED.num_frames * 768 * 32 * 32)
-_QWEN3_0_7 = ModelRules(_HELPFUL, _ROUNDED, _QWEN3_PIXELS, "stock")
-_QWEN3_0_5 = ModelRules(None, _ROUNDED, _QWEN3_PIXELS, "stock")
+_QWEN3_PIXELS = PixelLimits(_ROUNDED_FRAMES.num_frames * _MIN, _ROUNDED_FRAMES.num_frames * 768 * 32 * 32)
+_QWEN3_0_7 = ModelRules(_HELPFUL, _ROUNDED_FRAMES, _QWEN3_PIXELS, "stock")
+_QWEN3_0_5 = ModelRules(None, _ROUNDED_FRAMES, _QWEN3_PIXELS, "stock")
 
 #: lmms-eval 0.7.3, the classes that ``--model llava_onevision``, ``qwen2_5_vl`` and ``qwen3_vl`` run (chat before
 #: simple; the last runs the mixtures of experts, too). Of Qwen2.5-VL's template the system text is the same one. A

@@ -22,7 +22,14 @@ from gstep.methods import METHODS
 from gstep.pruners import find_method
 from pipeline.cache.changed_code import REDO
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.header import HEADER, CacheIdentity, differences, header_bytes, read_header, read_header_file
+from pipeline.cache.header import (
+    HEADER,
+    CacheIdentity,
+    list_differences,
+    read_header,
+    read_header_file,
+    serialise_header,
+)
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import digest
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError, store_usage_errors, usage_errors
@@ -32,7 +39,7 @@ from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, Protocol
 from pipeline.evaluate.scores import question_table
-from pipeline.generate.answer_setup import without_evidence
+from pipeline.generate.answer_setup import drop_evidence
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import (
     PRUNINGS,
@@ -47,7 +54,7 @@ from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_wh
 from pipeline.generate.model import check_model, choose_model
 from pipeline.options import EngineOptions
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.recipe import needed_by, resolve, sampling_of, sampling_settings
+from pipeline.prune.recipe import list_needed_evidence, make_sampling, resolve, sampling_settings
 from pipeline.rows import Json, JsonObject
 from pipeline.runner.run_record import check_out
 from pipeline.storage.s3 import Objects
@@ -56,7 +63,7 @@ from pipeline.video.sampling import ROUND_EVEN, TRUNCATE
 
 #: The prunings under which every question is asked, by label; None is full retention.
 Grid = Mapping[str, PruningSpec | None]
-#: The least room for a reply of a model whose chat template opens a thought.
+#: Minimum tokens for a reply of a model whose chat template opens a thought.
 MIN_THOUGHT_TOKENS = 2048
 _RESULTS_VERSION = 1
 RESULTS_HEADER = "evaluation.json"
@@ -95,14 +102,14 @@ class EvaluateRequest:
         """The settings that all results in one folder share, JSON-able."""
         frames = frame_options(self.config, self.protocol, self.source)
         by_time: JsonObject = {"frames": frames, "pixels": None} if "fps" in frames else {}
-        closed: JsonObject = {"thought": self.thought} if self.thought == "closed" else {}
+        thought_entry: JsonObject = {"thought": self.thought} if self.thought == "closed" else {}
         return {
             "benchmark": self.benchmark.name,
             "model": {"type": self.source.model_type, "weights": self.source.identity},
             "num_frames": frames.get("num_frames"),
             **self.protocol.describe(self.source.model_type),
             **by_time,
-            **closed,
+            **thought_entry,
         }
 
     @property
@@ -116,15 +123,17 @@ class EvaluateRequest:
     @property
     def names(self) -> dict[str, str]:
         """The own names of methods from elsewhere by import path, where no other method has the same."""
-        kinds = {one.method: find_method(one.method) for one in self.grid.values() if one and one.method not in METHODS}
+        kinds = {
+            spec.method: find_method(spec.method) for spec in self.grid.values() if spec and spec.method not in METHODS
+        }
         names = Counter([*METHODS, *(kind.name for kind in kinds.values())])
         return {path: kind.name for path, kind in kinds.items() if names[kind.name] == 1}
 
     @property
     def about(self) -> JsonObject:
         """The facts that results may differ in: names, a hash of the questions, the bytes of a cached token."""
-        asked = [[item.question_id, item.question, item.options, item.expected] for item in self.loaded.items]
-        annotations = digest(json.dumps(sorted(asked, key=str)).encode())
+        questions = [[item.question_id, item.question, item.options, item.expected] for item in self.loaded.items]
+        annotations = digest(json.dumps(sorted(questions, key=str)).encode())
         names: JsonObject = {"names": self.names} if self.names else {}
         return {"model": self.source.name, "annotations": annotations, "token_bytes": self.token_bytes, **names}
 
@@ -134,16 +143,16 @@ class EvaluateRequest:
         return f"{self.benchmark.title}, {self.source.name}"
 
 
-def _held(cached: Store, *, named: bool) -> CacheIdentity | None:
+def _read_cache_identity(cache_store: Store, *, is_named: bool) -> CacheIdentity | None:
     """Return the identity of the cache, or None where there is none yet.
 
     Raises NotACache if the place holds something else.
     """
     with store_usage_errors():
-        held = read_header(cached)["identity"] if cached.exists(HEADER) else None
-        if held is None and named and cached.taken():
-            raise NotACache(f"--cache {cached} exists and is no cache (it has no {HEADER}): name an empty place")
-    return held
+        identity = read_header(cache_store)["identity"] if cache_store.exists(HEADER) else None
+        if identity is None and is_named and cache_store.has_other_files():
+            raise NotACache(f"--cache {cache_store} exists and is no cache (it has no {HEADER}): name an empty place")
+    return identity
 
 
 def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
@@ -156,36 +165,36 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     protocol = benchmark.protocol(config.protocol)
     if config.max_new_tokens is not None:
         protocol = replace(protocol, max_new_tokens=config.max_new_tokens)
-    loaded = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
-    cached = store_at(cache, objects)
-    held = _held(cached, named=config.cache is not None)
-    source = _model(config, held)
-    if held is not None:
-        check_model(cached, held["model"], source)
-    if config.data is None and held is not None:
-        _check_cached(loaded, cached, console)
+    questions = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
+    cache_store = store_at(cache, objects)
+    cache_identity = _read_cache_identity(cache_store, is_named=config.cache is not None)
+    source = _model(config, cache_identity)
+    if cache_identity is not None:
+        check_model(cache_store, cache_identity["model"], source)
+    if config.data is None and cache_identity is not None:
+        _check_all_cached(questions, cache_store, console)
     with usage_errors():
         builder = prompt_builder(source, thought="closed" if config.close_thought else "open")
-    _check_thought(protocol, loaded, source, builder)
+    _check_thought(protocol, questions, source, builder)
     grid = _arms(config, source, builder, store_at(config.in_out(ANSWERS_FOLDER), objects))
-    videos = videos_of(config, grid, protocol, source, cache, held)
-    if held is not None and videos is None:
-        check_frames(config, protocol, source, cache, held)
+    videos = videos_of(config, grid, protocol, source, cache, cache_identity)
+    if cache_identity is not None and videos is None:
+        check_frames(config, protocol, source, cache, cache_identity)
     with usage_errors():
-        made = held if videos is None else identity_of(videos, cached, objects, console)
-        described = _check_methods(grid, made, source, builder, cache, config)
-    assert made is not None  # or it was refused
+        made_identity = cache_identity if videos is None else identity_of(videos, cache_store, objects, console)
+        methods = _check_methods(grid, made_identity, source, builder, cache, config)
+    assert made_identity is not None  # or it was refused
     with store_usage_errors():
-        answers = _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), made, described, config)
+        answers = _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), made_identity, methods, config)
     request = EvaluateRequest(
         config=config,
         benchmark=benchmark,
         protocol=protocol,
-        loaded=loaded,
+        loaded=questions,
         source=source,
         grid=grid,
         thought=builder.policy.thought,
-        questions=question_table(loaded.items, protocol, source.model_type),
+        questions=question_table(questions.items, protocol, source.model_type),
         store=store,
         cache=cache,
         videos=videos,
@@ -197,15 +206,15 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     return request
 
 
-def _check_cached(loaded: LoadedQuestions, place: Store, console: Console) -> None:
-    """Say before a model is loaded how many questions are about videos that the cache does not have."""
+def _check_all_cached(questions: LoadedQuestions, place: Store, console: Console) -> None:
+    """Print a note on the questions about videos that the cache does not have, before a model is loaded."""
     with store_usage_errors():
         cache = TokenCache(str(place), store=place)
-    absent = [(item, name) for item in loaded.items for name in item.video_ids if name not in cache]
+    absent = [(item, name) for item in questions.items for name in item.video_ids if name not in cache]
     if absent:
-        questions = len({item.question_id for item, _ in absent})
+        n_questions = len({item.question_id for item, _ in absent})
         console.print(
-            f"note: {questions} of {len(loaded.items)} questions are about videos that {place} does not have, e.g. "
+            f"note: {n_questions} of {len(questions.items)} questions are about videos that {place} lacks, e.g. "
             f"{absent[0][1]!r} of {absent[0][0].question_id}: they will fail, and count as wrong",
             highlight=False,
             markup=False,
@@ -216,12 +225,12 @@ def _check_cached(loaded: LoadedQuestions, place: Store, console: Console) -> No
 def match_results(store: Store, identity: JsonObject) -> None:
     """Raise UsageError if the place holds results of another identity, or something else."""
     if not store.exists(RESULTS_HEADER):
-        if store.taken():
+        if store.has_other_files():
             raise NotResults(f"{store} exists and holds no results (it has no {RESULTS_HEADER}): name an empty place")
         return
-    held = read_results_header(store)
-    wanted = json.loads(json.dumps(identity))
-    if wrong := differences(cast(JsonObject, held["identity"]), wanted, has="the results have"):
+    header = read_results_header(store)
+    requested = json.loads(json.dumps(identity))
+    if wrong := list_differences(cast(JsonObject, header["identity"]), requested, old_subject="the results have"):
         raise IdentityMismatch(
             f"{store} holds results of other settings, and one place holds one kind:\n  "
             + "\n  ".join(wrong)
@@ -243,27 +252,27 @@ def write_results_header(store: Store, identity: JsonObject, about: JsonObject |
         "identity": identity,
         **({"about": about} if about else {}),
     }
-    store.put(RESULTS_HEADER, header_bytes(header))
+    store.put(RESULTS_HEADER, serialise_header(header))
 
 
-def _check_thought(protocol: Protocol, loaded: LoadedQuestions, source: ModelSource, builder: PromptBuilder) -> None:
+def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: ModelSource, builder: PromptBuilder) -> None:
     """Raise UsageError where the model would be cut, or scored, inside a thought that its chat template opens."""
     tag = builder.open_tag
     if not tag or builder.policy.thought == "closed":
         return
-    if protocol.choices != "generate" and any(item.options for item in loaded.items):
-        why, room = "scores the options there, as if they began the reasoning", ""
+    if protocol.choices != "generate" and any(item.options for item in questions.items):
+        why, remedy = "scores the options there, as if they began the reasoning", ""
     elif protocol.max_new_tokens < MIN_THOUGHT_TOKENS:
         why = (
             f"gives a reply {protocol.max_new_tokens} tokens, and what is cut inside the reasoning would be read as an "
             "option"
         )
-        room = f"give it --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
+        remedy = f"give it --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
     else:
         return
     raise UsageError(
         f"the chat template of {source.name} ends with {tag}: the model reasons first. The protocol {protocol.name} "
-        f"{why}: {room}put {tag.replace('<', '</')} behind it with --close-thought"
+        f"{why}: {remedy}put {tag.replace('<', '</')} behind it with --close-thought"
     )
 
 
@@ -274,42 +283,42 @@ def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, a
     model, which sees all tokens.
     """
     with store_usage_errors():
-        held = read_answers_header(answers)["identity"].get(PRUNINGS, {}) if answers.exists(ANSWERS_HEADER) else {}
+        prunings = read_answers_header(answers)["identity"].get(PRUNINGS, {}) if answers.exists(ANSWERS_HEADER) else {}
     with usage_errors():
         usual, variant = builder.policy.positions, family_of(source).variant
         arms: dict[str, PruningSpec | None] = {}
-        for label, one in config.grid().items():
-            if one is None:
+        for label, requested in config.grid().items():
+            if requested is None:
                 arms[label] = None
                 continue
-            spec, pruner = one.read(variant)
+            spec, pruner = requested.read(variant)
             usual_here = pruner.layer is not None or spec.positions == usual
-            spec = replace(spec, positions=None) if usual_here else spec
-            arms[_answers_label(spec, held)] = spec
+            arm = replace(spec, positions=None) if usual_here else spec
+            arms[_answers_label(arm, prunings)] = arm
     return arms
 
 
-def _answers_label(spec: PruningSpec, held: Mapping[str, LateIdentity | None]) -> str:
+def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None]) -> str:
     """Return the label of an arm's answers; answers of a seed were once labelled without the seed."""
     plain = replace(spec, seed=0).label
-    if (old := held.get(plain)) is None:
+    if (old := prunings.get(plain)) is None:
         return spec.label
     if old.get("seed", 0) == spec.seed:
         return plain
     return replace(spec, params={**spec.params, "seed": str(spec.seed)}, seed=0).label
 
 
-def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:
+def _model(config: EvaluateConfig, cache_identity: CacheIdentity | None) -> ModelSource:
     """Return the model: the one asked for, which must fit the cache, else the cache's own, else tiny."""
     with usage_errors():
-        if held is None:
+        if cache_identity is None:
             return ModelSource.resolve(config.model or "tiny", config.revision)
-        return ModelSource.resolve(*choose_model(config.model, config.revision, held["model"]["weights"]))
+        return ModelSource.resolve(*choose_model(config.model, config.revision, cache_identity["model"]["weights"]))
 
 
 def _check_methods(
     grid: Grid,
-    held: CacheIdentity | None,
+    cache_identity: CacheIdentity | None,
     source: ModelSource,
     builder: PromptBuilder,
     cache: str,
@@ -319,34 +328,40 @@ def _check_methods(
 
     Returns each arm's description by label.
     """
-    if held is None:
+    if cache_identity is None:
         raise UsageError(
             f"{cache} is no cache, and there is nothing to make one of: name the videos with --data, or with --cache "
             "one that python -m jobs.prune --pruner none made"
         )
-    if not is_whole(held):
+    if not is_whole(cache_identity):
         raise UsageError(
-            f"{cache} holds what {held['pruner']['method']} kept at {held['retention_ratio']:g}, and methods are "
-            "compared with full retention: make one with python -m jobs.prune --pruner none"
+            f"{cache} has only the tokens of {cache_identity['pruner']['method']} at "
+            f"{cache_identity['retention_ratio']:g}, but methods are compared with full retention: make a cache with "
+            "python -m jobs.prune --pruner none"
         )
     prunings = {
-        label: None if spec is None else resolve_pruning(spec, held, source, builder) for label, spec in grid.items()
+        label: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
+        for label, spec in grid.items()
     }
     ENGINES[options.engine].check(options, source, builder, prunings)
-    return describe_prunings(prunings, held)
+    return describe_prunings(prunings, cache_identity)
 
 
 def _match_answers(
-    answers: Store, made: CacheIdentity, described: Mapping[str, LateIdentity | None], options: EngineOptions
+    answers: Store, cache_identity: CacheIdentity, methods: Mapping[str, LateIdentity | None], options: EngineOptions
 ) -> MatchedIdentity:
     """Return the settings of the answers under the whole grid.
 
     Raises UsageError if the answers know a method by the same label with another seed, other weights or other code.
     Answers of another engine are refused, too: nothing may be left to ask that would tell.
     """
-    prunings = json.loads(json.dumps(described))
-    wanted: AnswersIdentity = {"cache": without_evidence(made), PRUNINGS: prunings, **describe_engine(options)}
-    return match_answers(answers, wanted, redo=options.on_changed == REDO, compared=(PRUNINGS, "engine"))
+    prunings = json.loads(json.dumps(methods))
+    requested: AnswersIdentity = {
+        "cache": drop_evidence(cache_identity),
+        PRUNINGS: prunings,
+        **describe_engine(options),
+    }
+    return match_answers(answers, requested, redo=options.on_changed == REDO, compared_keys=(PRUNINGS, "engine"))
 
 
 def data_folder(request: EvaluateRequest) -> Path:
@@ -367,18 +382,18 @@ def videos_of(
     protocol: Protocol,
     source: ModelSource,
     cache: str,
-    held: CacheIdentity | None,
+    cache_identity: CacheIdentity | None,
 ) -> PruneConfig | None:
     """Return the options of the jobs.prune run that adds the missing videos to the cache of all tokens.
 
     It samples frames by the protocol and stores the evidence that the methods need. None where no videos are to be
     added to a cache that is there.
     """
-    evidence = _evidence(grid, source, cache, held)
+    evidence = _evidence(grid, source, cache, cache_identity)
     heads = HEAD_SOURCES & {where for _, where in evidence}
     if config.siglip is not None and not heads:
         raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
-    if config.data is None or (held is not None and heads and config.siglip is None):
+    if config.data is None or (cache_identity is not None and heads and config.siglip is None):
         return None
     return PruneConfig(
         out=cache,
@@ -414,42 +429,46 @@ def passed_on(config: EvaluateConfig, *more: str) -> dict[str, Any]:
 
 
 def check_frames(
-    config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, held: CacheIdentity
+    config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, cache_identity: CacheIdentity
 ) -> None:
     """Raise UsageError if an existing cache was made with other frames than the protocol names."""
-    asked = (config.num_frames or config.fps) is not None or source.model_type in protocol.models
-    if not asked or "sampling" not in held:
+    is_requested = (config.num_frames or config.fps) is not None or source.model_type in protocol.models
+    if not is_requested or "sampling" not in cache_identity:
         return
     options, family = PruneConfig(**frame_options(config, protocol, source)), family_of(source)
     with usage_errors():
-        sampling = sampling_of(options, family.default_max_frames, family.min_frames(), family.min_rule)
-    wanted = sampling_settings(sampling)
-    if wanted != held["sampling"]:
+        sampling = make_sampling(options, family.default_max_frames, family.min_frames(), family.min_rule)
+    requested = sampling_settings(sampling)
+    if requested != cache_identity["sampling"]:
         raise IdentityMismatch(
-            f"{cache} has the frames {held['sampling']}, and {protocol.name} asks for {wanted}: name another "
+            f"{cache} has the frames {cache_identity['sampling']}, but {protocol.name} needs {requested}: name another "
             "--cache, or its own frames with --num-frames, or --fps and --max-frames"
         )
 
 
-def _evidence(grid: Grid, source: ModelSource, cache: str, held: CacheIdentity | None) -> frozenset[tuple[str, str]]:
+def _evidence(
+    grid: Grid, source: ModelSource, cache: str, cache_identity: CacheIdentity | None
+) -> frozenset[tuple[str, str]]:
     """Return the evidence that the methods need besides tokens; of an existing cache, the evidence it holds.
 
     Raises UsageError where that is less.
     """
-    needed: dict[tuple[str, str], str] = {}
+    needed_by: dict[tuple[str, str], str] = {}
     with usage_errors():
-        for one in grid.values():
-            if one is not None:
-                needed |= dict.fromkeys(needed_by(one.method, source.model_type, one.params), one.method)
-    if held is None:
-        return frozenset(needed)
-    stored = name_source_pairs(held.get("evidence", {}))
-    if missing := sorted(needed.keys() - stored):
+        for spec in grid.values():
+            if spec is not None:
+                needed_by |= dict.fromkeys(
+                    list_needed_evidence(spec.method, source.model_type, spec.params), spec.method
+                )
+    if cache_identity is None:
+        return frozenset(needed_by)
+    stored_pairs = name_source_pairs(cache_identity.get("evidence", {}))
+    if missing_pairs := sorted(needed_by.keys() - stored_pairs):
         raise UsageError(
-            f"{cache} holds no {' and '.join(name for name, _ in missing)} for {needed[missing[0]]}: name another "
-            "place with --cache, where all tokens are made again with it; the answers that are there stay"
+            f"{cache} has no {' and '.join(name for name, _ in missing_pairs)} for {needed_by[missing_pairs[0]]}: name "
+            "another --cache, and all tokens are made again with it; existing answers stay"
         )
-    return stored
+    return stored_pairs
 
 
 def frame_rule(rule: FrameRule) -> str:
@@ -460,9 +479,9 @@ def frame_rule(rule: FrameRule) -> str:
     return names[rule.rounding, rule.even]
 
 
-def identity_of(videos: PruneConfig, cached: Store, objects: Objects, console: Console) -> CacheIdentity:
+def identity_of(videos: PruneConfig, cache_store: Store, objects: Objects, console: Console) -> CacheIdentity:
     """Return the identity that the cache has or will have. Raise IdentityMismatch if an existing cache differs."""
     recipe = resolve(videos, objects)
     with store_usage_errors():
-        recipe = recipe.matched(cached, console)
+        recipe = recipe.match_cache(cache_store, console)
     return recipe.identity("float32" if recipe.dtype == "auto" else recipe.dtype)

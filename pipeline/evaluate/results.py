@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.cache.header import ModelIdentity, differences
+from pipeline.cache.header import ModelIdentity, list_differences
 from pipeline.cache.schema import write_parquet
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
@@ -35,11 +35,11 @@ from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
 TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT = "tables.md", "tables.tex", "tables.json", "report.html"
-_MOST_PARTS = 30  # parts of a split that a table shows
+_MAX_PARTS = 30  # parts of a split that a table shows
 _SPLIT_IN_PAPER = ("videomme",)  # benchmarks whose first split has columns beside other benchmarks
 #: The fields of the identity that all columns of a table share, besides the model.
 _EQUAL = ("protocol", "num_frames", "system", "frames", "pixels", "frame_times", "temperature", "thought")
-_NEEDED = (
+_NEEDED_COLUMNS = (
     *("question_id", "cluster", "splits", "method", "retention_ratio", "status", "parsed"),
     *("n_options", "score", "n_kept", "n_total"),
 )
@@ -72,47 +72,49 @@ class Presentation:
 
 
 def write_results(
-    store: Store, done: ScoredQuestions, shown: Presentation, identity: JsonObject | None = None
+    store: Store, scored: ScoredQuestions, presentation: Presentation, identity: JsonObject | None = None
 ) -> tuple[ResultsTable, list[str]]:
     """Write scores, tables and page into ``store``; return the main table and the file names. Raises OSError.
 
     ``identity`` becomes the header of a new place. Raises UsageError (nothing was written) for a reference that is no
     row.
     """
-    tables = tables_of(done, shown)
+    tables = make_tables(scored, presentation)
     page = report_page(
         tables,
-        shown.facts,
-        token_bytes=shown.token_bytes,
-        faults=done.loaded.faults,
-        scores=done.scores,
-        described=shown.described,
+        presentation.facts,
+        token_bytes=presentation.token_bytes,
+        faults=scored.loaded.faults,
+        scores=scored.scores,
+        identity=presentation.described,
     )
     if identity is not None:
         write_results_header(store, identity)
-    store.put(SCORES, write_parquet(done.scores))
+    store.put(SCORES, write_parquet(scored.scores))
     return tables[0], [SCORES, *_write_tables(store, tables, page)]
 
 
-def tables_of(done: ScoredQuestions, shown: Presentation) -> list[ResultsTable]:
+def make_tables(answered: ScoredQuestions, presentation: Presentation) -> list[ResultsTable]:
     """Compute the results tables, one for each split of the benchmark."""
-    scored = replace(_scored(shown.benchmark, shown.described, done.scores), names=shown.names)
-    return _split_tables(shown.title, scored, shown.benchmark.splits, **_options(shown))
+    benchmark = replace(
+        _make_scored(presentation.benchmark, presentation.described, answered.scores), names=presentation.names
+    )
+    return _split_tables(presentation.title, benchmark, presentation.benchmark.splits, **_options(presentation))
 
 
-def _options(given: Presentation | EvaluateConfig) -> dict[str, Any]:
+def _options(source: Presentation | EvaluateConfig) -> dict[str, Any]:
     """Return the options of results_table that evaluations have too."""
-    return {name: getattr(given, name) for name in ("reference", "ours", "draws", "seed")}
+    return {name: getattr(source, name) for name in ("reference", "ours", "draws", "seed")}
 
 
 def _split_tables(title: str, scored: ScoredBenchmark, splits: Sequence[Split], **options: Any) -> list[ResultsTable]:
     """Compute a benchmark's tables: one with the parts of its first split and the whole, then its other splits."""
-    tables = [results_table(title, [_in_parts(scored, splits[0]) if splits else scored], **options)]
-    parted = [(split.title, _in_parts(scored, split)) for split in splits[1:]]
-    return [*tables, *(results_table(f"{title}: {name}", [one], **options) for name, one in parted if one.columns)]
+    tables = [results_table(title, [_split_scores(scored, splits[0]) if splits else scored], **options)]
+    by_part = [(split.title, _split_scores(scored, split)) for split in splits[1:]]
+    return [*tables, *(results_table(f"{title}: {name}", [part], **options) for name, part in by_part if part.columns)]
 
 
-def _in_parts(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
+def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
     """Return the benchmark with a column for each part of a split that has questions.
 
     It has none where the parts are too many to show, or one of them is the whole.
@@ -121,7 +123,7 @@ def _in_parts(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
     present = values.unique().drop_null().to_pylist()
     parts = [(part, title) for part, title in split.parts.items() if part in present]
     parts += [(part, part) for part in sorted(present) if part not in split.parts]
-    if len(parts) > _MOST_PARTS or (len(parts) == 1 and not values.null_count):
+    if len(parts) > _MAX_PARTS or (len(parts) == 1 and not values.null_count):
         parts = []
     return replace(scored, columns=[(f"{split.name}={part}", title) for part, title in parts])
 
@@ -139,25 +141,25 @@ def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str) -> li
     return list(texts)
 
 
-def _scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -> ScoredBenchmark:
-    """Return a benchmark's scores for a table without splits, with the settings of ``identity`` that it names."""
-    named = {"Frames": _frames(identity), "Protocol": str(identity.get("protocol", ""))}
+def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -> ScoredBenchmark:
+    """Return a benchmark's scores for a table, with its metric, and notes on its frames, protocol and missing parts."""
+    facts = {"Frames": _frames(identity), "Protocol": str(identity.get("protocol", ""))}
     metric, notes = str(identity.get("metric", QUESTIONS)), list[str]()
-    for one in benchmark.splits:
-        present = pc.map_lookup(scores["splits"], one.name, "first").unique().drop_null().to_pylist()
-        notes.append(one.describe_parts(present, metric))
+    for split in benchmark.splits:
+        present = pc.map_lookup(scores["splits"], split.name, "first").unique().drop_null().to_pylist()
+        notes.append(split.describe_parts(present, metric))
     return ScoredBenchmark(
         title=benchmark.title,
         scores=scores,
         mean_over=None if metric == QUESTIONS else metric,
         n_questions=benchmark.n_questions,
-        made_of={name: text for name, text in named.items() if text},
+        made_of={name: text for name, text in facts.items() if text},
         notes=[f"{note}." for note in notes if note],
     )
 
 
 def _frames(identity: JsonObject) -> str:
-    """Return which frames of a video the results are of, as tables say it; "" where they do not say it."""
+    """Return a text about the frames of a video in the results, for tables; "" if the results lack it."""
     if (frames := cast(JsonObject, identity.get("frames") or {})) and "fps" in frames:
         return f"{frames['fps']:g} a second, at most {frames['max_frames']}"
     return str(identity.get("num_frames", ""))
@@ -205,13 +207,13 @@ class _Results:
 
     def scored(self, ratios: Sequence[float]) -> ScoredBenchmark:
         """Return the scores at these ratios (none: all) and full retention for a table."""
-        kept = {round(ratio, 9) for ratio in (*ratios, 1.0)}
-        rows = [not ratios or round(ratio, 9) in kept for ratio in self.scores["retention_ratio"].to_pylist()]
-        scored = _scored(self.benchmark, self.identity, self.scores.filter(pa.array(rows)))
+        rounded_ratios = {round(ratio, 9) for ratio in (*ratios, 1.0)}
+        rows = [not ratios or round(ratio, 9) in rounded_ratios for ratio in self.scores["retention_ratio"].to_pylist()]
+        benchmark = _make_scored(self.benchmark, self.identity, self.scores.filter(pa.array(rows)))
         annotations = str(self.about.get("annotations", "")).rpartition(":")[2][:8]
         more = {"Annotations": annotations, "Scores": "of its server" if self.benchmark.submission else ""}
-        made_of = {**scored.made_of, **{name: text for name, text in more.items() if text}}
-        return replace(scored, made_of=made_of, names=cast(Mapping[str, str], self.about.get("names", {})))
+        made_of = {**benchmark.made_of, **{name: text for name, text in more.items() if text}}
+        return replace(benchmark, made_of=made_of, names=cast(Mapping[str, str], self.about.get("names", {})))
 
 
 def lay_out(config: EvaluateConfig) -> LaidOut:
@@ -224,79 +226,83 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     """
     objects = Objects.from_environment(config.s3_endpoint)
     store = store_at(config.out, objects)
-    if store.taken() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
+    if store.has_other_files() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
         raise NotResults(f"{store} exists and holds something else than {TABLES_JSON}: name another place with --out")
-    found = [_read(place, objects) for place in config.results]
-    _check_alike(found)
+    results = [_read(place, objects) for place in config.results]
+    _check_alike(results)
     methods = [spec.method_label for spec in parse_pruning_grid(config.method, [1.0])]
-    there = dict.fromkeys(arm for one in found for arm in arms_of(one.scores))
-    ratios = config.retention_ratio or sorted({arm.ratio for arm in there if arm != ORIGINAL}, reverse=True)
-    asked = list[MethodAtRatio]()
+    arms = dict.fromkeys(arm for result in results for arm in arms_of(result.scores))
+    ratios = config.retention_ratio or sorted({arm.ratio for arm in arms if arm != ORIGINAL}, reverse=True)
+    requested = list[MethodAtRatio]()
     for name, ratio in product(methods, ratios):
-        seeds = [arm for arm in there if is_named(name, arm.method) and arm.ratio == ratio]
-        asked += seeds or [MethodAtRatio(name, ratio)]
-    missing = [line for one in found for line in _missing(one, asked or list(there))]
-    scored = [one.scored(config.retention_ratio) for one in found]
-    options = {**_options(config), "methods": methods or None, "notes": missing}
-    if len(found) == 1:
-        tables = _split_tables(found[0].model, scored[0], found[0].benchmark.splits, **options)
+        seeds = [arm for arm in arms if is_named(name, arm.method) and arm.ratio == ratio]
+        requested += seeds or [MethodAtRatio(name, ratio)]
+    missing_lines = [line for result in results for line in _list_missing(result, requested or list(arms))]
+    benchmarks = [result.scored(config.retention_ratio) for result in results]
+    options = {**_options(config), "methods": methods or None, "notes": missing_lines}
+    if len(results) == 1:
+        tables = _split_tables(results[0].model, benchmarks[0], results[0].benchmark.splits, **options)
     else:
-        parted = [
-            _in_parts(one, of.benchmark.splits[0]) if of.benchmark.name in _SPLIT_IN_PAPER else one
-            for one, of in zip(scored, found, strict=True)
+        by_part = [
+            _split_scores(result, of.benchmark.splits[0]) if of.benchmark.name in _SPLIT_IN_PAPER else result
+            for result, of in zip(benchmarks, results, strict=True)
         ]
-        tables = [results_table(found[0].model, parted, **options)]
-    token_bytes = found[0].about.get("token_bytes")
-    page = report_page(tables, _facts(found), token_bytes=token_bytes if isinstance(token_bytes, int) else None)
+        tables = [results_table(results[0].model, by_part, **options)]
+    token_bytes = results[0].about.get("token_bytes")
+    page = report_page(tables, _list_facts(results), token_bytes=token_bytes if isinstance(token_bytes, int) else None)
     store.make()
-    return LaidOut(tables, missing, config.out, _write_tables(store, tables, page))
+    return LaidOut(tables, missing_lines, config.out, _write_tables(store, tables, page))
 
 
-def _check_alike(found: Sequence[_Results]) -> None:
+def _check_alike(results: Sequence[_Results]) -> None:
     """Raise UsageError unless the results are of different benchmarks, and of one model, protocol and frames."""
-    first = found[0]
-    for number, one in enumerate(found):
-        for other in found[:number]:
-            if one.benchmark.name == other.benchmark.name:
-                raise UsageError(f"{other.place} and {one.place} are both of {one.benchmark.title}: name one of them")
-        if wrong := differences(first.model_identity, one.model_identity, has=f"{first.place} has"):
-            raise IdentityMismatch(f"{one.place} is of another model than {first.place}: {'; '.join(wrong)}")
-        held, given = ({name: of.identity.get(name) for name in _EQUAL} for of in (first, one))
-        if wrong := differences(held, given, has=f"{first.benchmark.title} has"):
+    first = results[0]
+    for number, result in enumerate(results):
+        for earlier in results[:number]:
+            if result.benchmark.name == earlier.benchmark.name:
+                raise UsageError(
+                    f"{earlier.place} and {result.place} are both of {result.benchmark.title}: name one of them"
+                )
+        if wrong := list_differences(first.model_identity, result.model_identity, old_subject=f"{first.place} has"):
+            raise IdentityMismatch(f"{result.place} is of another model than {first.place}: {'; '.join(wrong)}")
+        first_values, values = ({name: of.identity.get(name) for name in _EQUAL} for of in (first, result))
+        if wrong := list_differences(first_values, values, old_subject=f"{first.benchmark.title} has"):
             raise IdentityMismatch(
-                f"one table must not mix what differs here: {one.benchmark.title}: {'; '.join(wrong)}\n"
+                f"one table must not mix what differs here: {result.benchmark.title}: {'; '.join(wrong)}\n"
                 "Evaluate both alike, or lay them out apart."
             )
 
 
-def _missing(one: _Results, asked: Sequence[MethodAtRatio]) -> list[str]:
+def _list_missing(result: _Results, requested: Sequence[MethodAtRatio]) -> list[str]:
     """Return lines about the methods at ratios that these results lack, and about its server's scores."""
-    held = set(arms_of(one.scores))
-    lacking = [f"{arm.method}@{arm.ratio:g}" for arm in asked if arm not in held]
+    present = set(arms_of(result.scores))
+    lacking = [f"{arm.method}@{arm.ratio:g}" for arm in requested if arm not in present]
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-    lines = [f"{one.place} ({one.benchmark.title}) has no {', '.join(lacking[:3])}{more}"] if lacking else []
-    if _OPTIONAL - set(one.scores.column_names):
-        lines.append(f"{one.place} does not say which replies were cut or read by chance: run its jobs.evaluate again")
-    return [*lines, *one.notes]
+    lines = [f"{result.place} ({result.benchmark.title}) has no {', '.join(lacking[:3])}{more}"] if lacking else []
+    if _OPTIONAL - set(result.scores.column_names):
+        lines.append(
+            f"{result.place} does not say which replies were cut or read by chance: run its jobs.evaluate again"
+        )
+    return [*lines, *result.notes]
 
 
-def _facts(found: Sequence[_Results]) -> list[tuple[str, str]]:
+def _list_facts(results: Sequence[_Results]) -> list[tuple[str, str]]:
     """Return (name, value) facts about the model and settings behind each benchmark's numbers."""
-    model = found[0].model_identity
-    facts = [("model", f"{found[0].model}, {model['type']}, {model['weights']}")]
-    for one in found:
-        frames, protocol = _frames(one.identity), one.identity["protocol"]
-        asked = pc.count_distinct(one.scores["question_id"]).as_py()
-        whose = ", scores from its server, without intervals" if one.benchmark.submission else ""
-        facts.append((one.benchmark.title, f"{asked:,} questions, {frames} frames, {protocol}{whose}"))
+    model = results[0].model_identity
+    facts = [("model", f"{results[0].model}, {model['type']}, {model['weights']}")]
+    for result in results:
+        frames, protocol = _frames(result.identity), result.identity["protocol"]
+        n_questions = pc.count_distinct(result.scores["question_id"]).as_py()
+        note = ", scores from its server, without intervals" if result.benchmark.submission else ""
+        facts.append((result.benchmark.title, f"{n_questions:,} questions, {frames} frames, {protocol}{note}"))
     return facts
 
 
 def _read(place: str, objects: Objects) -> _Results:
     """Read the results in one place. Raises NotResults."""
     store = store_at(place, objects)
-    held = read_results_header(store)
-    identity, about = cast(JsonObject, held["identity"]), cast(JsonObject, held.get("about", {}))
+    header = read_results_header(store)
+    identity, about = cast(JsonObject, header["identity"]), cast(JsonObject, header.get("about", {}))
     if "benchmark" not in identity:
         raise NotResults(f"{place} holds scored answers, not the results of a benchmark")
     if lacking := {"model", "num_frames", "protocol"} - identity.keys():
@@ -320,22 +326,22 @@ def read_scores(place: str, store: Store, *, published: bool) -> pa.Table:
     Args:
         published: whether the right answers are, so that every answer must have a score.
     """
-    again = "run its python -m jobs.evaluate to the end"
+    remedy = "run its python -m jobs.evaluate to the end"
     try:
         scores = pq.read_table(pa.BufferReader(store.read(SCORES)))
     except FileNotFoundError:
-        raise NotResults(f"{place} has no {SCORES} yet: {again}") from None
+        raise NotResults(f"{place} has no {SCORES} yet: {remedy}") from None
     except (pa.ArrowException, OSError) as error:
-        raise NotResults(f"{place}: {SCORES} is damaged ({error}): {again}") from error
+        raise NotResults(f"{place}: {SCORES} is damaged ({error}): {remedy}") from error
     kinds: Mapping[str, pa.DataType] = {field.name: field.type for field in scores.schema}
-    looked_at = (*_NEEDED, *sorted(_OPTIONAL & kinds.keys()))
+    looked_at = (*_NEEDED_COLUMNS, *sorted(_OPTIONAL & kinds.keys()))
     if wrong := [name for name in looked_at if kinds.get(name) != SCORE_SCHEMA.field(name).type]:
-        raise NotResults(f"{place}: {SCORES} has no {wrong[0]} as it should be: {again}")
+        raise NotResults(f"{place}: {SCORES} has no {wrong[0]} as it should be: {remedy}")
     ok = scores.filter(pc.equal(scores["status"], "ok"))["score"]
     if published and (ok.null_count or not pc.all(pc.and_(pc.greater_equal(ok, 0), pc.less_equal(ok, 1))).as_py()):
-        raise NotResults(f"{place}: {SCORES} has answers without a score from 0 to 1: {again}")
+        raise NotResults(f"{place}: {SCORES} has answers without a score from 0 to 1: {remedy}")
     try:
         score_matrix(scores, arms_of(scores))
     except ValueError as error:
-        raise NotResults(f"{place}: {SCORES}: {error}; {again}") from error
+        raise NotResults(f"{place}: {SCORES}: {error}; {remedy}") from error
     return scores

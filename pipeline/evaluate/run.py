@@ -19,7 +19,7 @@ from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.header import HEADER, SamplingIdentity, codec_of, differences
+from pipeline.cache.header import HEADER, SamplingIdentity, find_codec, list_differences
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import NotAnswers, RunFailed, UsageError
@@ -41,14 +41,14 @@ from pipeline.evaluate.scores import answered_item, mode_of, score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import (
     ANSWER_SCHEMA,
-    COMPARED,
+    COMPARED_COLUMNS,
     AnswersIdentity,
     AnswersTable,
-    answer_rows,
     describe_change,
+    iter_answers,
     read_answers,
     read_answers_header,
-    refuse_changed,
+    refuse_changed_questions,
 )
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.config import GenerateConfig
@@ -71,7 +71,7 @@ _OF_ANSWERING = (
 )
 DROPPING = "dropping"  # file that marks a cache as being deleted
 # The files of a cache as runs name them.
-_OURS = re.compile(
+_OWN_FILES = re.compile(
     r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6,}-[0-9a-f]{32}\.parquet|videos/sorted-[-0-9a-f]+\.parquet"
     r"|runs/[^/]+\.(json|log)"
 )
@@ -99,12 +99,12 @@ class ScoredQuestions:
 def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuestions:
     """Encode missing videos, answer unanswered questions, and score all answers.
 
-    Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
+    Raises UsageError (nothing was started) or RunFailed (committed rows stay; a rerun resumes).
     """
     match_results(request.store, request.identity)
     if not request.store.exists(RESULTS_HEADER):
         write_results_header(request.store, request.identity, request.about)
-    todo = _unanswered(request)
+    todo = _find_unanswered(request)
     if todo and store_at(request.cache, request.objects).exists(DROPPING):
         drop_tokens(request, console)  # finish a deletion that a killed run began
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
@@ -113,8 +113,8 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     if answers is None:
         answers = summarise_answers(live, len(request.questions) * len(request.grid), set(), 0.0)
     arms = {
-        label: ORIGINAL if one is None else MethodAtRatio(one.method_label, one.retention_ratio)
-        for label, one in request.grid.items()
+        label: ORIGINAL if spec is None else MethodAtRatio(spec.method_label, spec.retention_ratio)
+        for label, spec in request.grid.items()
     }
     scores = score_table(request.loaded.items, arms, live, request.protocol)
     write_results_header(request.store, request.identity, request.about)  # until now it is about the scores before
@@ -128,24 +128,26 @@ def _answers_store(request: EvaluateRequest) -> Store:
 
 def _live(request: EvaluateRequest) -> pa.Table:
     """Return the live answers to the questions of a request under its grid."""
-    return AnswersTable(_answers_store(request), request.answers.identity).live_of(request.questions, request.grid)
+    return AnswersTable(_answers_store(request), request.answers.identity).select_live_of(
+        request.questions, request.grid
+    )
 
 
-def _unanswered(request: EvaluateRequest) -> list[Item]:
+def _find_unanswered(request: EvaluateRequest) -> list[Item]:
     """Return the questions with a missing answer in some arm.
 
     With ``--retry-failed`` a failed answer counts as missing.
     """
     if not _answers_store(request).exists(ANSWERS_HEADER):
         return list(request.loaded.items)
-    asked = {row["question_id"]: without_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
-    counts, changed = Counter[str](), list[str]()
-    for row in answer_rows(_live(request).select(["question_id", "status", *COMPARED])):
+    questions = {row["question_id"]: without_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
+    counts, changes = Counter[str](), list[str]()
+    for row in iter_answers(_live(request).select(["question_id", "status", *COMPARED_COLUMNS])):
         good = row["status"] == "ok"
-        if good and (text := describe_change(asked[row["question_id"]], row)):
-            changed.append(text)
+        if good and (text := describe_change(questions[row["question_id"]], row)):
+            changes.append(text)
         counts[row["question_id"]] += good or not request.config.retry_failed
-    refuse_changed(changed, request.store)
+    refuse_changed_questions(changes, request.store)
     return [item for item in request.loaded.items if counts[item.question_id] < len(request.grid)]
 
 
@@ -170,8 +172,8 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
     """Answer every question under the whole grid, in one run."""
     config = answers_config(request)
     evaluation: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
-    n_asked = len(request.questions) * len(request.grid)
-    console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_asked} answers")
+    n_questions = len(request.questions) * len(request.grid)
+    console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_questions} answers")
     return AnswerRun(config, console, request.questions, request.grid, evaluation).run()
 
 
@@ -207,7 +209,9 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     with Claim(cache, new_run_id(), notify):
         cache.put(DROPPING, b"")
         names = [HEADER] if cache.exists(HEADER) else []
-        names += [file.name for folder in folders for file in cache.listed(folder) if _OURS.fullmatch(file.name)]
+        names += [
+            file.name for folder in folders for file in cache.list_files(folder) if _OWN_FILES.fullmatch(file.name)
+        ]
         for name in (*names, DROPPING):
             cache.delete(name)
     if cache.folder is not None:  # an object store has no empty folders
@@ -228,39 +232,39 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     for place in config.score:
         store = store_at(place, objects)
         live, identity = read_answers(place, store=store), read_answers_header(store)["identity"]
-        arm, found = _arm(identity), _answered(live)
+        arm, collector = _arm(identity), _collect_answered(live)
         if arm in arms.values():
             raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} is there twice; name each once")
-        if not found.items:
+        if not collector.items:
             raise UsageError(f"--score {place}: no question has an answer to compare with; give them a column answer")
         if not arms:
-            first, settings = found, _comparable(identity)
-        if wrong := differences(settings, _comparable(identity), has=f"{config.score[0]} has"):
+            first, settings = collector, _comparable(identity)
+        if wrong := list_differences(settings, _comparable(identity), old_subject=f"{config.score[0]} has"):
             lines = "\n  ".join(wrong)
             raise UsageError(f"--score {place} cannot be compared with {config.score[0]}:\n  {lines}")
-        if first.items != found.items:
+        if first.items != collector.items:
             raise UsageError(f"--score {place}: other questions than in {config.score[0]}; score them by themselves")
         arms[place] = arm
         live = live.select(ANSWER_SCHEMA.names)  # the columns that questions carry may differ in type
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
-    loaded = first.loaded(config.score[0], "give the questions a column answer")
-    kept = clusters_of(loaded.items)
-    scores = score_table(kept, arms, pa.concat_tables(tables), LETTER)
-    n_left_out = sum(fault.left_out for fault in loaded.faults)
-    return ScoredQuestions(loaded=replace(loaded, items=tuple(kept)), scores=scores, n_left_out=n_left_out)
+    questions = first.finish(config.score[0], "give the questions a column answer")
+    items = clusters_of(questions.items)
+    scores = score_table(items, arms, pa.concat_tables(tables), LETTER)
+    n_left_out = sum(fault.left_out for fault in questions.faults)
+    return ScoredQuestions(loaded=replace(questions, items=tuple(items)), scores=scores, n_left_out=n_left_out)
 
 
-def _answered(live: pa.Table) -> QuestionCollector:
+def _collect_answered(live: pa.Table) -> QuestionCollector:
     """Collect the questions of the answers, and the faults of those that cannot be scored."""
-    collected = QuestionCollector()
+    collector = QuestionCollector()
     for row in live.to_pylist():
         item = answered_item(without_nulls(row, AnswerRecord))
         where = f"question {row['question_id']}"
         if item is None:
-            collected.leave_out(where, row["question_id"], NotAskable("bad-row", "nobody said what is right"))
+            collector.leave_out(where, row["question_id"], NotAskable("bad-row", "nobody said what is right"))
         else:
-            collected.keep(where, item)
-    return collected
+            collector.keep(where, item)
+    return collector
 
 
 def _comparable(identity: AnswersIdentity) -> JsonObject:
@@ -276,7 +280,7 @@ def _comparable(identity: AnswersIdentity) -> JsonObject:
 
 
 def _sampling(identity: AnswersIdentity) -> SamplingIdentity:
-    """Return how the frames of a cache were sampled; {} where an old header does not say it."""
+    """Return the sampling of a cache's frames; {} if an old header lacks it."""
     return identity["cache"].get("sampling") or {}
 
 
@@ -284,12 +288,12 @@ def _arm(identity: AnswersIdentity) -> MethodAtRatio:
     """Return the method and ratio by which the tokens of these answers were pruned, and the codec that stored them."""
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
-    described = identity.get("pruner") or identity["cache"]["pruner"]
+    method = identity.get("pruner") or identity["cache"]["pruner"]
     snap = _sampling(identity).get(_SNAP)
-    label = _label(described["method"], described["params"])
-    label += f",seed={seed}" if (seed := described.get("seed", 0)) else ""
+    label = _label(method["method"], method["params"])
+    label += f",seed={seed}" if (seed := method.get("seed", 0)) else ""
     label += "" if snap is None else f",{_SNAP}={snap:g}"
-    codec = codec_of(identity["cache"])
+    codec = find_codec(identity["cache"])
     return MethodAtRatio(
         label if codec is BFLOAT16 else f"{label},token_codec={codec.name}", float(identity["retention_ratio"])
     )
@@ -298,11 +302,13 @@ def _arm(identity: AnswersIdentity) -> MethodAtRatio:
 def _label(method: str, params: JsonObject) -> str:
     """Name a method with the parameters that differ from its defaults.
 
-    Of a method from elsewhere, whose code is nothing that answers may load, all of them are named.
+    All parameters of a user's own method are named: its code must not be loaded for answers.
     """
     usual: JsonObject = {}
     if method in PRUNERS:
         rules = PRUNERS[method].family_parameter
         usual = make_pruner(method, **{name: params[name] for name in params if name == rules}).params()
-    told = [f"{name}={value}" for name, value in sorted(params.items()) if name not in usual or usual[name] != value]
-    return ",".join([method, *told])
+    settings = [
+        f"{name}={value}" for name, value in sorted(params.items()) if name not in usual or usual[name] != value
+    ]
+    return ",".join([method, *settings])

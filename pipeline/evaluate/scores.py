@@ -61,7 +61,7 @@ SCORE_SCHEMA = pa.schema(
 
 # Columns of an answer that its score has too.
 _SAME = ("finish", "choice_scores", "n_kept", "n_total", "kept_per_frame", "decode_warnings")
-_NEEDED = ["question_id", "status", "error_class", "answer", "choice", *_SAME]
+_NEEDED_COLUMNS = ["question_id", "status", "error_class", "answer", "choice", *_SAME]
 
 
 class Reply(NamedTuple):
@@ -88,10 +88,10 @@ def score_table(
     """
     tables = [SCORE_SCHEMA.empty_table()]
     for label, arm in arms.items():
-        mine = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED)
-        rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in mine.to_pylist()}
-        scored = [_row(item, arm, rows.get(item.question_id), protocol) for item in items]
-        tables.append(pa.Table.from_pylist(scored, schema=SCORE_SCHEMA))
+        own_answers = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED_COLUMNS)
+        rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in own_answers.to_pylist()}
+        score_rows = [_row(item, arm, rows.get(item.question_id), protocol) for item in items]
+        tables.append(pa.Table.from_pylist(score_rows, schema=SCORE_SCHEMA))
     return pa.concat_tables(tables)
 
 
@@ -101,12 +101,12 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
     if not item.options:
         right = same_text(reply, item.expected or "")
         return Reply(None, right, float(right))
-    parsed = Parsed(row["choice"]) if "choice_scores" in row else parse(protocol.parser, reply, item.options)
-    weak = DRAWN if parsed.drawn else IN_WORD if parsed.in_word else None
+    result = Parsed(row["choice"]) if "choice_scores" in row else parse(protocol.parser, reply, item.options)
+    weak = DRAWN if result.drawn else IN_WORD if result.in_word else None
     if item.expected is None:
-        return Reply(parsed.choice, None, None, weak)
-    score = parsed.score(item.answer, len(item.options))
-    return Reply(parsed.choice, not parsed.drawn and score == 1.0, score, weak)
+        return Reply(result.choice, None, None, weak)
+    score = result.score(item.answer, len(item.options))
+    return Reply(result.choice, not result.drawn and score == 1.0, score, weak)
 
 
 def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
@@ -139,7 +139,7 @@ def mode_of(protocol: Protocol, model_type: str) -> AnswerMode:
 def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
     """Return the items as a table of QUESTION_SCHEMA, a row a question.
 
-    Where a reply is generated the prompt is the protocol's whole text, which goes through untouched.
+    If a reply is generated the prompt is the protocol's whole text, which goes through untouched.
     """
     mode = mode_of(protocol, model_type)
     rows = [_question(item, protocol, model_type, mode) for item in items]
@@ -148,14 +148,14 @@ def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -
 
 def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode) -> QuestionRecord:
     """Return an item as a row of QUESTION_SCHEMA."""
-    scored = bool(item.options) and protocol.choices != "generate"
+    is_scored = bool(item.options) and protocol.choices != "generate"
     question: QuestionRecord = {
         "question_id": item.question_id,
         "video_ids": list(item.video_ids),
-        "prompt": item.question if scored else protocol.text(item, model_type),
-        "decoding": (mode if scored else replace(mode, method="generate")).describe(),
+        "prompt": item.question if is_scored else protocol.text(item, model_type),
+        "decoding": (mode if is_scored else replace(mode, method="generate")).describe(),
     }
-    if scored:
+    if is_scored:
         question["choices"] = list(item.options)
     if item.expected is not None:
         question["target"] = item.expected

@@ -47,9 +47,9 @@ def split_seed(label: str) -> tuple[str, int | None]:
 
 
 def is_named(name: str, label: str) -> bool:
-    """Return whether a user's ``name`` of a method means this label; a name without a seed means every seed."""
-    (method, seed), (other, own) = split_seed(name), split_seed(label)
-    return method == other and seed in (None, own or 0)
+    """Return True if a user's ``name`` of a method means this label; a name without a seed means every seed."""
+    (method, seed), (name_method, label_seed) = split_seed(name), split_seed(label)
+    return method == name_method and seed in (None, label_seed or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,8 @@ class AnswerCounts:
 
     def __add__(self, other: AnswerCounts) -> AnswerCounts:
         pairs = {name: (value, vars(other)[name]) for name, value in vars(self).items()}
-        added: dict[str, Any] = {name: None if None in pair else sum(pair) for name, pair in pairs.items()}
-        return AnswerCounts(**added)
+        sums: dict[str, Any] = {name: None if None in pair else sum(pair) for name, pair in pairs.items()}
+        return AnswerCounts(**sums)
 
     @property
     def tokens(self) -> float | None:
@@ -131,9 +131,9 @@ class ScoreMatrix:
 
         Raises ValueError where a question has no such split.
         """
-        if missing := sum(name not in splits for splits in self.splits):
+        if n_missing := sum(name not in splits for splits in self.splits):
             raise ValueError(
-                f"{missing} questions have no {name!r}, over which this benchmark averages: score them anew"
+                f"{n_missing} questions have no {name!r}, over which this benchmark averages: score them again"
             )
         part: Ints = np.unique([splits[name] for splits in self.splits], return_inverse=True)[1]
         return part
@@ -168,8 +168,8 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
     wrong_AQ = (count_AQ != 1) & (count_AQ.sum(1) > 0)[:, None]
     if wrong_AQ.any():
         a, q = np.argwhere(wrong_AQ)[0]
-        what = "no score" if count_AQ[a, q] == 0 else f"{count_AQ[a, q]} scores"
-        where = f"{arms[a].method} at ratio {arms[a].ratio:g} has {what} of question {questions[q]!s}"
+        problem = "no score" if count_AQ[a, q] == 0 else f"{count_AQ[a, q]} scores"
+        where = f"{arms[a].method} at ratio {arms[a].ratio:g} has {problem} of question {questions[q]!s}"
         raise ValueError(f"{where}: every method is to be scored on the same questions, once each")
     failed_N = scores["status"].to_numpy() != "ok"
     scores_AQ = np.full(count_AQ.shape, np.nan)
@@ -190,14 +190,14 @@ def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms:
     kept_N = scores["n_kept"].to_numpy().astype(float)
     share_N = kept_N / scores["n_total"].to_numpy().astype(float)
     known_N = np.isfinite(share_N)
-    marked = {"n_failed": failed_N, "n_unparsed": unparsed_N, "n_kept_known": known_N}
+    counts = {"n_failed": failed_N, "n_unparsed": unparsed_N, "n_kept_known": known_N}
     if {"finish", "weak"} <= set(scores.column_names):  # older scores have neither
-        marked |= {"n_cut": scores["finish"].to_numpy() == "length", "n_weak": scores["weak"].is_valid().to_numpy()}
+        counts |= {"n_cut": scores["finish"].to_numpy() == "length", "n_weak": scores["weak"].is_valid().to_numpy()}
     columns = {
         "n_cut": [None] * n_arms,
         "n_weak": [None] * n_arms,
         "n_answers": np.bincount(arm_N, minlength=n_arms).tolist(),
-        **{name: np.bincount(arm_N[rows_N], minlength=n_arms).tolist() for name, rows_N in marked.items()},
+        **{name: np.bincount(arm_N[rows_N], minlength=n_arms).tolist() for name, rows_N in counts.items()},
         "kept_tokens": np.bincount(arm_N[known_N], kept_N[known_N], n_arms).tolist(),
         "kept_shares": np.bincount(arm_N[known_N], share_N[known_N], n_arms).tolist(),
     }
@@ -299,6 +299,8 @@ def relative(overall: Sequence[Estimate], full: int) -> Estimate:
     Each benchmark has draws of its own. Undefined (nan) where a benchmark's ``full`` is 0.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        values = [one.value / (one.value[full] or math.nan) for one in overall]
-        drawn = [one.drawn / np.where(one.drawn[:, [full]] == 0, math.nan, one.drawn[:, [full]]) for one in overall]
-    return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(one.n_videos for one in overall))
+        values = [tally.value / (tally.value[full] or math.nan) for tally in overall]
+        drawn = [
+            tally.drawn / np.where(tally.drawn[:, [full]] == 0, math.nan, tally.drawn[:, [full]]) for tally in overall
+        ]
+    return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(tally.n_videos for tally in overall))

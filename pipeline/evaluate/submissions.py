@@ -38,35 +38,35 @@ class Submission(NamedTuple):
 def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, Submission]:
     """Return the submission of every method and ratio.
 
-    Where a reply names no option, one is drawn as lmms-eval does, by the question's id: it is the same for all methods
+    If a reply names no option, one is drawn as lmms-eval does, by the question's id: it is the same for all methods
     and in every run.
     """
-    known = {item.question_id: item for item in items}
-    made = {arm: Submission({}, 0) for arm in arms_of(scores)}
+    items_by_id = {item.question_id: item for item in items}
+    submission_of = {arm: Submission({}, 0) for arm in arms_of(scores)}
     rows = scores.select(["question_id", "status", "parsed"]).to_pylist()
     for arm, row in zip(arm_by_row(scores), rows, strict=True):
         if row["status"] == "ok":
-            item = known[row["question_id"]]
+            item = items_by_id[row["question_id"]]
             drawn = row["parsed"] is None
-            made[arm].choices[item.question_id] = _draw(item) if drawn else row["parsed"]
-            made[arm] = made[arm]._replace(n_drawn=made[arm].n_drawn + drawn)
-    return made
+            submission_of[arm].choices[item.question_id] = _draw(item) if drawn else row["parsed"]
+            submission_of[arm] = submission_of[arm]._replace(n_drawn=submission_of[arm].n_drawn + drawn)
+    return submission_of
 
 
-def write_submissions(store: Store, done: ScoredQuestions, console: Console) -> list[str]:
+def write_submissions(store: Store, scored: ScoredQuestions, console: Console) -> list[str]:
     """Write the scores without a score, a file for each method and ratio, and the form for what the server returns.
 
     Numbers that were typed into the form stay. Returns the names of the files. Raises OSError; UsageError where
     somebody made the form unreadable.
     """
-    store.put(SCORES, write_parquet(done.scores))
+    store.put(SCORES, write_parquet(scored.scores))
     names = [SCORES]
-    for arm, submission in submissions(done.loaded.items, done.scores).items():
+    for arm, submission in submissions(scored.loaded.items, scored.scores).items():
         names.append(f"{FOLDER}/{submission_name(arm)}.json")
         store.put(names[-1], json.dumps(submission.choices, indent=1).encode())
-        for line in _said(submission, len(done.loaded.items)):
+        for line in _said(submission, len(scored.loaded.items)):
             console.print(f"note: {names[-1]}: {line}", highlight=False, markup=False, soft_wrap=True)
-    form = {**dict.fromkeys(map(submission_name, arms_of(done.scores))), **server_scores(store)}
+    form = {**dict.fromkeys(map(submission_name, arms_of(scored.scores))), **server_scores(store)}
     store.put(FORM, json.dumps(form, indent=1).encode())
     return [*names, FORM]
 
@@ -97,8 +97,8 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
 
 def unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:
     """Return the names with a score in the form for which these results have no submission."""
-    known = set(map(submission_name, arms))
-    return [name for name, value in server_scores(store).items() if value is not None and name not in known]
+    known_names = set(map(submission_name, arms))
+    return [name for name, value in server_scores(store).items() if value is not None and name not in known_names]
 
 
 def server_scores(store: Store) -> dict[str, float | None]:

@@ -47,7 +47,7 @@ class Column:
 
     @property
     def few(self) -> bool:
-        """Whether its videos are too few for an interval."""
+        """True if its videos are too few for an interval."""
         return self.n_videos < FEWEST_VIDEOS
 
     @property
@@ -149,12 +149,12 @@ class ResultsTable:
     @property
     def blocks(self) -> list[tuple[str, list[Row]]]:
         """The other rows with a heading each: by falling ratio, then by positions."""
-        found = groupby(self.rows[FULL_ROW + 1 :], key=lambda row: (row.ratio, row.positions))
-        return [(_heading(ratio, positions), list(rows)) for (ratio, positions), rows in found]
+        groups = groupby(self.rows[FULL_ROW + 1 :], key=lambda row: (row.ratio, row.positions))
+        return [(_heading(ratio, positions), list(rows)) for (ratio, positions), rows in groups]
 
     @property
     def several(self) -> bool:
-        """Whether the table is about several benchmarks, and has a column of means."""
+        """True if the table is about several benchmarks, and has a column of means."""
         return len({column.benchmark for column in self.columns}) > 1
 
     def numbers(self, row: Row) -> list[Cell | None]:
@@ -164,13 +164,18 @@ class ResultsTable:
     @property
     def titles(self) -> list[str]:
         """The titles of all numbers of a row; FEW marks the columns that have too few videos for an interval."""
-        titles = [f"{one.text if self.several else one.title}{FEW if one.few else ''}" for one in self.columns]
+        titles = [
+            f"{column.text if self.several else column.title}{FEW if column.few else ''}" for column in self.columns
+        ]
         return [*titles, *(["Avg."] if self.several else []), "Rel."]
 
     @property
     def made_of(self) -> list[tuple[str, list[str]]]:
         """What each column's numbers were made of: (name, a text a column); questions as n of N."""
-        rows = {"Questions": list(map(_asked, self.columns)), "Videos": [f"{one.n_videos:,}" for one in self.columns]}
+        rows = {
+            "Questions": list(map(_asked, self.columns)),
+            "Videos": [f"{column.n_videos:,}" for column in self.columns],
+        }
         for name in dict.fromkeys(name for column in self.columns for name in column.made_of):
             rows[name] = [column.made_of.get(name, "") for column in self.columns]
         return list(rows.items())
@@ -252,7 +257,7 @@ def _heading(ratio: float, positions: str) -> str:
 
 
 def _asked(column: Column) -> str:
-    """Return how many questions a column is about, "n of N" where the benchmark has more."""
+    """Return the number of a column's questions, "n of N" if the benchmark has more."""
     partly = column.n_whole is not None and column.n_whole != column.n_questions
     return f"{column.n_questions:,}" + (f" of {column.n_whole:,}" if partly else "")
 

@@ -153,7 +153,7 @@ def results_table(
     of_overall = [[row[c] for c in last] for row in by_row]
     rels = _spread(groups, [rel_of(row, of_overall[FULL_ROW]) for row in of_overall], relative(seeds, FULL_ROW).value)
     rel = _compared(against, relative(overall, FULL_ROW), _marked(groups, rels))
-    means = _spread(groups, [_mean_of(row) for row in of_overall], np.mean([one.value for one in seeds], axis=0))
+    means = _spread(groups, [_mean_of(row) for row in of_overall], np.mean([row.value for row in seeds], axis=0))
     mean = _marked(groups, means)
     names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
     rows = [
@@ -198,7 +198,7 @@ def rel_of(scores: Sequence[Cell | None], originals: Sequence[Cell | None]) -> C
 
 def marks(shown: Sequence[Cell | None]) -> list[Mark]:
     """Mark the best printed value of a column in a block, and the next distinct one."""
-    value = [float(one.printed.rstrip("%")) if one else None for one in shown]
+    value = [float(cell.printed.rstrip("%")) if cell else None for cell in shown]
     ranked = sorted({number for number in value if number is not None}, reverse=True)
     mark: dict[float | None, Mark] = dict(zip(ranked, ("best", "second"), strict=False))
     return [mark.get(number, "") for number in value]
@@ -251,7 +251,7 @@ def _row_against(groups: Sequence[_Group], row: int, reference: str) -> int | No
     """
     if reference == ORIGINAL.method or row == FULL_ROW:
         return None if row == FULL_ROW else FULL_ROW
-    same = [i for i, one in enumerate(groups) if one.method == reference and one.ratio == groups[row].ratio]
+    same = [i for i, group in enumerate(groups) if group.method == reference and group.ratio == groups[row].ratio]
     if row in same:
         return None
     exact = [i for i in same if groups[i].positions == groups[row].positions]
@@ -297,7 +297,7 @@ def _spread(groups: Sequence[_Group], shown: Sequence[Cell | None], value_A: Flo
 
 def _mean_of(cells: Sequence[Cell | None]) -> Cell | None:
     """Return the plain mean of printed numbers, as the paper's Table 4 has it; None where one is missing."""
-    values = [float(one.printed) for one in cells if one is not None]
+    values = [float(cell.printed) for cell in cells if cell is not None]
     if len(values) < len(cells):
         return None
     mean = math.fsum(values) / len(values)
@@ -307,8 +307,8 @@ def _mean_of(cells: Sequence[Cell | None]) -> Cell | None:
 def _marked(groups: Sequence[_Group], shown: Sequence[Cell | None]) -> list[Cell | None]:
     """Return a column's cells with their marks in each block, rows of the same ratio and positions."""
     cells = list(shown)
-    others = range(FULL_ROW + 1, len(groups))
-    for _, block in groupby(others, key=lambda i: (groups[i].ratio, groups[i].positions)):
+    other_rows = range(FULL_ROW + 1, len(groups))
+    for _, block in groupby(other_rows, key=lambda i: (groups[i].ratio, groups[i].positions)):
         rows = list(block)
         for i, mark in zip(rows, marks([shown[i] for i in rows]), strict=True):
             cells[i] = (cell := cells[i]) and replace(cell, mark=mark)
@@ -318,8 +318,8 @@ def _marked(groups: Sequence[_Group], shown: Sequence[Cell | None]) -> list[Cell
 def _compared(against: Sequence[int | None], numbers: Estimate, shown: Sequence[Cell | None]) -> list[Cell | None]:
     """Return a column's cells with the difference of each row to the row that it is compared with."""
     cells = list(shown)
-    for i, (cell, other) in enumerate(zip(shown, against, strict=True)):
-        if cell is None or other is None or math.isnan((by := numbers.difference(i, other)).value):
+    for i, (cell, reference) in enumerate(zip(shown, against, strict=True)):
+        if cell is None or reference is None or math.isnan((by := numbers.difference(i, reference)).value):
             continue
         ends: dict[str, Any] = {}
         if not math.isnan(by.low):

@@ -1,7 +1,7 @@
 """Train on a cache without a video: a linear probe that tells from a token how far into its video it is.
 
 Run it by ``python pipeline/examples/train.py CACHE CHECKPOINT``; a real probe would predict your labels. The same
-command goes on behind the batch that it saved last. Two worker processes read, so their positions come from torchdata's
+command resumes behind the last saved batch. Two worker processes read, so their positions come from torchdata's
 StatefulDataLoader (``pip install -e '.[train]'``).
 
 Under Accelerate give the dataset ``rank=accelerator.process_index`` and ``world_size=accelerator.num_processes``, and

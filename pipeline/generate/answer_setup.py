@@ -1,7 +1,7 @@
-"""What answers are computed from: cache, model, prunings and options, checked against each other. Nothing starts.
+"""The setup of answers: cache, model, prunings and options, checked against each other. Nothing starts.
 
-``AnswerSetup`` travels to every worker. ``PromptForecast`` stays with the driver: it knows from the videos' rows which
-questions need no model, and how many visual tokens the prompts of the others have.
+``AnswerSetup`` travels to every worker. ``PromptForecast`` stays with the driver. It finds the questions that need no
+model from the videos' rows, and counts the visual tokens of prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource
 from gstep.language import PromptBuilder, PromptPolicy
-from pipeline.cache.header import CacheIdentity, declared_method
+from pipeline.cache.header import CacheIdentity, read_declared_method
 from pipeline.cache.live import INDEX_COLUMNS
 from pipeline.cache.reader import TokenOrder, count_tokens
 from pipeline.errors import QuestionFault, UsageError, usage_errors
@@ -28,7 +28,7 @@ from pipeline.generate.questions import AnswerMode, describe_decoding
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
 from pipeline.storage.stores import Store
 
-# Columns that are read of the cache's index, beside those that TokenCache needs.
+# Columns that are read from the videos table, with the columns that TokenCache needs.
 LIVE_COLUMNS = (
     *INDEX_COLUMNS,
     *("error_message", "n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
@@ -41,12 +41,11 @@ class AnswerSetup:
     """Everything that a worker needs to answer questions. Pickles.
 
     Attributes:
-        live: live rows of the videos that are asked about (LIVE_COLUMNS), so that no worker reads the whole index.
-        prunings: by the names that questions use (their ``pruning``), what prunes the tokens before they go into a
-            prompt; None leaves them as they are stored. Every question is asked under each. Where there is but one
-            pruning, its name is "".
-        order: in which stored tokens are read, as TokenCache.get takes it.
-        largest_video: the most visual tokens that a video has in a prompt.
+        live: live rows of the questions' videos (LIVE_COLUMNS), so that no worker reads the whole table.
+        prunings: name (the ``pruning`` of questions) -> pruning of the cached tokens; None for the stored tokens. Every
+            question is asked under each pruning. A single pruning has the name "".
+        order: the order in which stored tokens are read, as in TokenCache.get.
+        largest_video: the maximum number of visual tokens of a video in a prompt.
         device, dtype: of the model, as the driver chooses them before workers start.
     """
 
@@ -62,29 +61,29 @@ class AnswerSetup:
 
     @property
     def batch_size(self) -> int:
-        """The number of questions that the model is given at once."""
+        """The number of questions in a batch of the model."""
         return choose_batch_size(self.config)
 
     @property
     def own_order(self) -> bool:
-        """Whether the order in a prompt that a method has of its own is kept."""
+        """True if prompts keep a method's own order of tokens."""
         return self.config.order != "index"
 
     @property
     def read_ratio(self) -> float | None:
-        """The share of a video's tokens that is read from the cache; None reads all that are stored."""
+        """The share of a video's tokens to read from the cache; None reads all stored tokens."""
         return self.config.retention_ratio if self.prunings.get("", ...) is None else None
 
 
 class PromptForecast:
-    """What the videos' rows tell about questions before any token is read.
+    """A forecast about questions from the videos' rows, before any token is read.
 
     Attributes:
-        videos: the live rows of the videos that are asked about, by id.
+        videos: the live rows of the questions' videos, by id.
     """
 
     def __init__(self, setup: AnswerSetup, builder: PromptBuilder, near: Mapping[str, str] | None = None) -> None:
-        """Read the rows. ``near`` has, of some ids without a row, the words that name likely ids."""
+        """Read the rows. ``near``: id without a row -> a suggestion of similar ids, for messages."""
         self._setup = setup
         self._builder = builder
         self._near = near or {}
@@ -96,26 +95,30 @@ class PromptForecast:
         return {video_id: row for video_id, row in self.videos.items() if row["status"] == "ok"}
 
     def n_visual(self, videos: Sequence[VideoRecord], pruning: str = "") -> int:
-        """Return the most visual tokens that these videos' rows put into a prompt under a pruning."""
+        """Return the maximum number of visual tokens of these videos in a prompt under a pruning."""
         late, builder = self._setup.prunings[pruning], self._builder
         if late is not None:
-            kept = sum(late.at_most(row["n_frames"], row["tokens_per_frame"], builder.hidden_size) for row in videos)
+            n_kept = sum(
+                late.max_tokens(row["n_frames"], row["tokens_per_frame"], builder.hidden_size) for row in videos
+            )
         else:
-            kept = sum(count_tokens(row, self._setup.read_ratio) for row in videos)
-        return kept + (len(videos) if builder.needs_newline else 0)
+            n_kept = sum(count_tokens(row, self._setup.read_ratio) for row in videos)
+        return n_kept + (len(videos) if builder.needs_newline else 0)
 
     def largest_video(self) -> int:
-        """Return the most visual tokens that a video has in a prompt, under any pruning."""
+        """Return the maximum number of visual tokens of a video in a prompt, under any pruning."""
         sizes = (self.n_visual([row], name) for row in self.cached.values() for name in self._setup.prunings)
         return max(sizes, default=0)
 
-    def check_ratio(self, stored: float) -> None:
-        """Raise UsageError if the cache cannot serve the ratio; less than ``stored`` needs a nested method."""
+    def check_ratio(self, stored_ratio: float) -> None:
+        """Raise UsageError if the cache cannot serve the ratio; less than ``stored_ratio`` needs a nested method."""
         ratio = self._setup.read_ratio
         if ratio is None:
             return
-        if ratio > stored + 1e-9:
-            raise UsageError(f"--retention-ratio {ratio}: the cache stores {stored}; prune into another --out for more")
+        if ratio > stored_ratio + 1e-9:
+            raise UsageError(
+                f"--retention-ratio {ratio}: the cache stores {stored_ratio}; prune into another --out for more"
+            )
         with usage_errors():
             for row in self.cached.values():
                 count_tokens(row, ratio)
@@ -141,16 +144,16 @@ class PromptForecast:
         console.print(f"note: {text}: they become rows of class prompt-too-long", highlight=False, markup=False)
 
     def split(self, questions: Sequence[QuestionRecord]) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
-        """Split questions into those for the model, and the error rows of those that the cache alone decides."""
+        """Split questions into (questions for the model, error rows that follow from the cache alone)."""
         for_model: list[QuestionRecord] = []
-        failed: list[AnswerRecord] = []
+        failed_rows: list[AnswerRecord] = []
         for question in questions:
             row = self._failure(question)
             if row is None:
                 for_model.append(question)
             else:
-                failed.append(row)
-        return for_model, failed
+                failed_rows.append(row)
+        return for_model, failed_rows
 
     def _failure(self, question: QuestionRecord) -> AnswerRecord | None:
         """Return the error row of a question whose videos are missing, removed, failed or too long; else None."""
@@ -174,21 +177,25 @@ class PromptForecast:
         n_visual, context = self.n_visual(rows, question.get("pruning", "")), self._builder.context_length
         if n_visual <= context:
             return None
-        counted: AnswerRecord = {**cast(AnswerRecord, question), "n_visual_tokens": n_visual}
-        return failed_answer(counted, too_long(n_visual, context))
+        row_with_count: AnswerRecord = {**cast(AnswerRecord, question), "n_visual_tokens": n_visual}
+        return failed_answer(row_with_count, make_length_fault(n_visual, context))
 
 
-def too_long(n_tokens: int, room: int, known: int | None = None) -> QuestionFault:
+def make_length_fault(n_tokens: int, max_tokens: int, context_length: int | None = None) -> QuestionFault:
     """Return the fault of a prompt that does not fit the context, with the remedy.
 
     Args:
-        room: tokens that the engine has memory for.
-        known: tokens of the model's own context, where that may be another number.
+        max_tokens: tokens that fit the engine's memory.
+        context_length: tokens of the model's own context, if different.
     """
-    whose = f"the model's {room}" if known is None or room == known else f"the {room} that the engine has memory for"
+    limit = (
+        f"the model's {max_tokens}"
+        if context_length is None or max_tokens == context_length
+        else f"the {max_tokens} that the engine has memory for"
+    )
     return QuestionFault(
         "prompt-too-long",
-        f"a prompt of {n_tokens} tokens and its answer do not fit {whose}: lower --retention-ratio or "
+        f"a prompt of {n_tokens} tokens and its answer do not fit {limit}: lower --retention-ratio or "
         "--max-new-tokens, or ask about fewer videos",
     )
 
@@ -225,15 +232,15 @@ def choose_token_order(
     config: GenerateConfig, cache_identity: CacheIdentity, prunings: Mapping[str, LatePruning | None]
 ) -> TokenOrder:
     """Return the order of stored tokens in prompts. Raise UsageError for ``--order own`` of a method without one."""
-    declared = declared_method(cache_identity)
-    own = declared is not None and declared.reorders
+    method = read_declared_method(cache_identity)
+    has_own_order = method is not None and method.reorders
     late = any(late is not None and late.pruner.reorders for late in prunings.values())
-    if config.order == "own" and not (own or late):
+    if config.order == "own" and not (has_own_order or late):
         raise UsageError(
             f"--order own: {config.pruner or cache_identity['pruner']['method']}, which prunes the tokens, has no "
             "order of its own in a prompt"
         )
-    return "selection" if own and config.order != "index" else "index"
+    return "selection" if has_own_order and config.order != "index" else "index"
 
 
 def identify_answers(
@@ -251,11 +258,11 @@ def identify_answers(
         order = "own" if setup.own_order else "index"
     else:
         order = "selection" if late is not None and late.pruner.reorders and setup.own_order else setup.order
-    stored = cache_identity["retention_ratio"]
+    stored_ratio = cache_identity["retention_ratio"]
     identity: AnswersIdentity = {
-        "cache": without_evidence(cache_identity) if several else cache_identity,
+        "cache": drop_evidence(cache_identity) if several else cache_identity,
         "model": {"type": setup.source.model_type, "weights": setup.source.identity},
-        "retention_ratio": stored if config.retention_ratio is None else config.retention_ratio,
+        "retention_ratio": stored_ratio if config.retention_ratio is None else config.retention_ratio,
         "prompt": {**policy.describe(), "order": order},
         "decoding": {"choices": mode.method, "system": mode.system, **describe_decoding(mode.decoding)},
         **describe_engine(config),
@@ -268,10 +275,10 @@ def identify_answers(
     return identity
 
 
-def without_evidence(cache_identity: CacheIdentity) -> CacheIdentity:
+def drop_evidence(cache_identity: CacheIdentity) -> CacheIdentity:
     """Return a cache's identity without its evidence, which does not decide its tokens."""
-    rest, model = cache_identity.copy(), cache_identity["model"].copy()
-    rest.pop("evidence", None)
+    identity, model = cache_identity.copy(), cache_identity["model"].copy()
+    identity.pop("evidence", None)
     model.pop("pooling_head", None)
     dtype = {name: value for name, value in cache_identity["dtype"].items() if name != "evidence"}
-    return {**rest, "model": model, "dtype": dtype}
+    return {**identity, "model": model, "dtype": dtype}

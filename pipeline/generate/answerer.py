@@ -20,21 +20,21 @@ import torch
 from gstep.backbones import choose_runtime
 from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
-from pipeline.generate.engines import Engine, EngineDied, load_engine
-from pipeline.generate.prompts import PreparedQuestion, PromptMaker, heartbeat_name, unforeseen_fault
+from pipeline.generate.engines import Engine, EngineCrashed, load_engine
+from pipeline.generate.prompts import PreparedQuestion, PromptMaker, convert_error, make_heartbeat_name
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, parse_letter
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
 from pipeline.runner.heartbeat import Heartbeat, give_up_process
 
 STAGE = "answer"
 GROW_AFTER = 16  # batches after a failure before a larger one is tried
-_OF_A_RUN = (pa.field("pruning", pa.string()), pa.field("method_code", pa.string()), pa.field("attempts", pa.int32()))
-REMAINING_SCHEMA = pa.schema([*QUESTION_SCHEMA, *_OF_A_RUN])
+_RUN_FIELDS = (pa.field("pruning", pa.string()), pa.field("method_code", pa.string()), pa.field("attempts", pa.int32()))
+REMAINING_SCHEMA = pa.schema([*QUESTION_SCHEMA, *_RUN_FIELDS])
 _BLOCK_SCHEMA = pa.schema([pa.field("questions", pa.list_(pa.struct(list(REMAINING_SCHEMA))))])
 # ``runtime``: JSON of what computed an answer.
-ANSWERED = pa.schema([*(field.with_nullable(True) for field in ANSWER_SCHEMA), pa.field("runtime", pa.string())])
-# The answers that the actor hands over at a time are one row, too.
-_PART_SCHEMA = pa.schema([pa.field("answers", pa.list_(pa.struct(list(ANSWERED))))])
+ANSWERED_SCHEMA = pa.schema([*(field.with_nullable(True) for field in ANSWER_SCHEMA), pa.field("runtime", pa.string())])
+# The answers of a part are one row, too.
+_PART_SCHEMA = pa.schema([pa.field("answers", pa.list_(pa.struct(list(ANSWERED_SCHEMA))))])
 
 
 def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list[QuestionRecord]]:
@@ -43,9 +43,9 @@ def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list
     Questions on the same videos are ordered by pruning: under one pruning they share the beginning of their prompts.
     """
     places = {name: place for place, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
-    ordered = sorted(questions, key=lambda row: (row["video_ids"], places[row.get("pruning", "")]))
+    sorted_questions = sorted(questions, key=lambda row: (row["video_ids"], places[row.get("pruning", "")]))
     blocks: list[list[QuestionRecord]] = []
-    for _, same_videos in groupby(ordered, key=itemgetter("video_ids")):
+    for _, same_videos in groupby(sorted_questions, key=itemgetter("video_ids")):
         group = list(same_videos)
         for start in range(0, len(group), size):
             part = group[start : start + size]
@@ -62,7 +62,7 @@ def pack_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
 
 def unpack_answers(parts: pa.Table) -> pa.Table:
     """Unpack the answers that the actor handed over, as ANSWERED."""
-    return pa.Table.from_struct_array(parts["answers"].combine_chunks().flatten()).cast(ANSWERED)
+    return pa.Table.from_struct_array(parts["answers"].combine_chunks().flatten()).cast(ANSWERED_SCHEMA)
 
 
 class Answerer:
@@ -87,18 +87,18 @@ class Answerer:
             yield pa.Table.from_pylist([{"answers": part}], schema=_PART_SCHEMA)
 
     def _answer_in_parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
-        """Yield the answers as soon as they are known, in the order of the questions and in parts of a fixed size.
+        """Yield the answers as soon as they are computed, in the order of the questions and in parts of a fixed size.
 
         Ray counts the parts of a call that it tries again, and takes parts of the same number for the same answers. So
         parts may not depend on the batches that were made.
         """
-        known: dict[tuple[str, str | None], AnswerRecord] = {}
+        answers_by_key: dict[tuple[str, str | None], AnswerRecord] = {}
         keys, size = [answer_key(question) for question in questions], self._part_size
         parts = deque(keys[start : start + size] for start in range(0, len(keys), size))
         for answer in self.answer(questions):
-            known[answer_key(answer)] = answer
-            while parts and all(key in known for key in parts[0]):
-                yield [known.pop(key) for key in parts.popleft()]
+            answers_by_key[answer_key(answer)] = answer
+            while parts and all(key in answers_by_key for key in parts[0]):
+                yield [answers_by_key.pop(key) for key in parts.popleft()]
 
     def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
         """Yield a row for each question, answered or failed.
@@ -109,17 +109,18 @@ class Answerer:
         kinds: dict[Any, list[tuple[QuestionRecord, AnswerMode]]] = {}
         for question in questions:
             mode = AnswerMode.parse(question["decoding"])
-            kinds.setdefault((mode.scored, self._prompts.inside(question)), []).append((question, mode))
+            kinds.setdefault((mode.scores_choices, self._prompts.inside(question)), []).append((question, mode))
         for kind in sorted(kinds, key=itemgetter(0)):
             waiting: list[PreparedQuestion] = []
             for question, mode in kinds[kind]:
-                prepared = self._prompts.make(question, mode)
-                if not isinstance(prepared, PreparedQuestion):
-                    yield prepared
+                question_or_row = self._prompts.make(question, mode)
+                if not isinstance(question_or_row, PreparedQuestion):
+                    yield question_or_row
                     continue
-                waiting.append(prepared)
+                waiting.append(question_or_row)
                 if len(waiting) >= self._size.now:
-                    # A batch that has room for more waits for it: a long question must not make other batches small.
+                    # A batch that is not full waits for more questions: a long question must not make other batches
+                    # small.
                     *full, waiting = self._batches(waiting)
                     if len(waiting) >= self._size.now:
                         full, waiting = [*full, waiting], []
@@ -129,13 +130,13 @@ class Answerer:
                 yield from self._answer_together(batch)
 
     def _batches(self, questions: list[PreparedQuestion]) -> list[list[PreparedQuestion]]:
-        """Return batches that the engine can afford; the last batch may have room for more questions.
+        """Return batches that the engine can afford; the last batch may not be full.
 
-        A question that was in hand when a process died goes alone, to know which question it was.
+        A question that was in hand at a crash goes alone, to identify the question that crashes.
         """
         alone, calm = list[list[PreparedQuestion]](), list[PreparedQuestion]()
         for question in questions:
-            if self._heartbeat.deaths(heartbeat_name(question.row)):
+            if self._heartbeat.deaths(make_heartbeat_name(question.row)):
                 alone.append([question])
             else:
                 calm.append(question)
@@ -145,24 +146,24 @@ class Answerer:
 
     def _answer_together(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Answer one batch, reported to the heartbeat, and adjust the batch size."""
-        with self._heartbeat.holding(*(heartbeat_name(question.row) for question in batch)) as reported:
-            self._short, self._fitted = False, 0
+        with self._heartbeat.holding(*(make_heartbeat_name(question.row) for question in batch)) as items:
+            self._short, self._n_fitted = False, 0
             rows = self._answer_batch(batch)
-            self._size.adjust(self._fitted, self._short)
-            reported.done(n=len(batch))
+            self._size.adjust(self._n_fitted, self._short)
+            items.release(n=len(batch))
             return rows
 
     def _answer_batch(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Answer a batch; if it fails, answer its parts, down to the one question that gets the error row."""
         try:
-            rows = self._score(batch) if batch[0].mode.scored else self._generate(batch)
-            self._fitted = max(self._fitted, len(batch))
+            rows = self._score(batch) if batch[0].mode.scores_choices else self._generate(batch)
+            self._n_fitted = max(self._n_fitted, len(batch))
             return [{**row, "status": "ok", "batch_size": len(batch)} for row in rows]
-        except EngineDied as error:
+        except EngineCrashed as error:
             give_up_process(batch[0].row["question_id"], error)
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
             inside = batch[0].inside
-            fault = unforeseen_fault(batch[0].row["question_id"], error, None if inside is None else inside[0])
+            fault = convert_error(batch[0].row["question_id"], error, None if inside is None else inside[0])
         # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
         out_of_memory = fault.fault_class == "out-of-memory"
         self._short |= out_of_memory
@@ -195,10 +196,10 @@ class Answerer:
 
     def _score(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Score the choices of each question, and return the rows; the likeliest choice is the answer."""
-        started = time.perf_counter()
+        start = time.perf_counter()
         texts = [question.continuations() for question in batch]
         all_scores = self._engine.score([question.prompt for question in batch], texts, inside=batch[0].inside)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
         rows = []
         for question, names, scores in zip(batch, texts, all_scores, strict=True):
             sums = [score.logprob for score in scores]
@@ -230,10 +231,10 @@ class BatchSize:
         self._calm = 0
         self.now = largest
 
-    def adjust(self, fitted: int, short: bool) -> None:
-        """Adjust the batch size: down to the ``fitted`` questions that ran if memory was ``short``, up again later."""
-        if short:
-            self.now, self._calm = max(1, fitted), 0
+    def adjust(self, n_fitted: int, is_short: bool) -> None:
+        """Lower the batch size to the ``n_fitted`` questions that ran if memory ``is_short``; raise it again later."""
+        if is_short:
+            self.now, self._calm = max(1, n_fitted), 0
             return
         self._calm += 1
         if self._calm >= GROW_AFTER:

@@ -1,8 +1,8 @@
-"""Answers on disk: the columns, the settings that all rows share, the rows that count, and the questions left to ask.
+"""Answers on disk: the columns, the settings that all rows share, the live rows, and the questions still to ask.
 
 ``answers.json`` holds the settings, ``answers/<shard>.parquet`` or ``.jsonl`` a row a question (failed questions too),
-``runs/<run_id>.json`` the provenance. A question's live row is chosen as a video's is (``pipeline.cache.live``);
-where questions are asked under several prunings, a question has a live row under each.
+``runs/<run_id>.json`` the provenance. A question's live row follows the rule for videos
+(``pipeline.cache.live``). A question under several prunings has a live row for each pruning.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.cache.changed_code import match_identity, refuse_changed_code, without_unknown_code
+from pipeline.cache.changed_code import drop_unknown_code, match_identity, refuse_changed_code
 from pipeline.cache.header import (
     CacheIdentity,
     ModelIdentity,
     PrunerIdentity,
-    header_bytes,
     read_header_file,
+    serialise_header,
 )
-from pipeline.cache.live import best_first, states_of
+from pipeline.cache.live import read_states, sort_by_rule
 from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
-from pipeline.cache.table import check_content, small_name
+from pipeline.cache.table import check_content, make_small_name
 from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged
-from pipeline.generate.carried import add_carried, carried_columns, concat_answers
+from pipeline.generate.carried import add_carried, concat_answers, make_carried_columns
 from pipeline.generate.config import GenerateConfig
 from pipeline.inputs.tables import carried_json
 from pipeline.rows import AnswerRecord, Json, JsonObject, QuestionRecord, without_nulls
@@ -40,17 +40,24 @@ from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
 KEYS = ("question_id", "pruning")
-_LIVE_KEYS = (*KEYS, "method_code")  # rows that other code made of one question are beside each other
-_MERGED = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
+_LIVE_KEYS = (*KEYS, "method_code")  # rows of one question by different code are separate
+_MERGED_KEY = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
-QUESTION_EXTRA = "question_extra"  # of older answers: JSON of the columns that are beside the answers now
+QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
 PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
-COMPARED = ("video_ids", "prompt", "choices", "decoding")  # columns of a question that its answer depends on
-_DECIDING = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")  # whether it is asked again
+COMPARED_COLUMNS = ("video_ids", "prompt", "choices", "decoding")  # columns of a question that its answer depends on
+_DECIDING_COLUMNS = (
+    "question_id",
+    "pruning",
+    "status",
+    "attempts",
+    "error_class",
+    "video_ids",
+)  # columns that decide whether a question is asked again
 _MAX_ROWS_AS_OBJECTS = 4096
-_NUMBERED = re.compile(r"([^0-9]*)([0-9]{0,18})")
+_NUMBER_PATTERN = re.compile(r"([^0-9]*)([0-9]{0,18})")
 
 ANSWER_SCHEMA = pa.schema(
     [
@@ -101,7 +108,7 @@ ANSWER_SCHEMA = pa.schema(
 
 
 class LateIdentity(PrunerIdentity):
-    """The identity of a pruning after the cache: where its evidence is from, and the positions of what it keeps."""
+    """The identity of a pruning after the cache: the source of its evidence, and the positions of its tokens."""
 
     text_tower: NotRequired[str]
     positions: NotRequired[str]
@@ -113,11 +120,11 @@ class AnswersIdentity(TypedDict, total=False):
 
     Attributes:
         prompt: the positions of tokens and their order (``gstep.language.PromptPolicy``).
-        decoding: the run's default way of answering.
-        pruner: of answers under one pruning after the cache; ``prunings`` of those under several, by label, None where
-            the tokens stay as they are stored. They may grow.
+        decoding: the run's default mode of answering.
+        pruner: the single pruning after the cache. ``prunings``: several, by label, None for the stored tokens; more
+            may be added.
         engine: its name and arguments; absent for the transformers engine.
-        benchmark, protocol: what asked, and the identity of its results; absent from answers of jobs.generate.
+        benchmark, protocol: the evaluation and the identity of its results; absent from answers of jobs.generate.
     """
 
     cache: CacheIdentity
@@ -140,31 +147,31 @@ class AnswersHeader(TypedDict):
 
 
 def answer_key(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
-    """Return the key of a row within a run: its question id, and the pruning it is asked under."""
+    """Return the key of a row within a run: (question id, pruning)."""
     return row["question_id"], row.get("pruning")
 
 
 def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
-    """Return the live row of every question, by question_id as people sort: 1, 2, 10.
+    """Return the live row of every question, in natural order of question_id: 1, 2, 10.
 
-    The table has ANSWER_SCHEMA, and behind it the columns of the questions' file that are carried along.
+    The table has ANSWER_SCHEMA, then the carried columns of the questions' file.
 
-    ``path`` is a folder or ``s3://bucket/prefix``. Raises NotAnswers, CorruptShard where a shard was damaged, OSError.
+    ``path`` is a folder or ``s3://bucket/prefix``. Raises NotAnswers, CorruptShard for a damaged shard, OSError.
     """
     store = store or store_at(path)
     identity = read_answers_header(store)["identity"]
-    return in_natural_order(AnswersTable(store, identity).live())
+    return sort_naturally(AnswersTable(store, identity).live())
 
 
-def in_natural_order(rows: pa.Table) -> pa.Table:
-    """Return rows that are in the order of question_id with the numbers in it compared as numbers: 1, 2, 10."""
+def sort_naturally(rows: pa.Table) -> pa.Table:
+    """Sort rows by question_id, with the numbers in it compared as numbers: 1, 2, 10."""
     ids = rows["question_id"].to_pylist()
     return rows.take(pa.array(sorted(range(len(ids)), key=lambda place: _natural_key(ids[place])), pa.int64()))
 
 
 def _natural_key(text: str) -> list[tuple[str, int]]:
-    """Return a key by which texts are sorted, with runs of digits as numbers."""
-    return [(words, int(digits or -1)) for words, digits in _NUMBERED.findall(text)]
+    """Return a sort key of a text, with runs of digits as numbers."""
+    return [(words, int(digits or -1)) for words, digits in _NUMBER_PATTERN.findall(text)]
 
 
 def read_answers_header(store: Store) -> AnswersHeader:
@@ -175,23 +182,23 @@ def read_answers_header(store: Store) -> AnswersHeader:
 
 
 def write_answers_header(store: Store, identity: AnswersIdentity) -> None:
-    """Write the identity of a table of answers, which makes the place a folder of answers."""
+    """Write answers.json, which makes the store a folder of answers."""
     store.make()
-    store.put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": cast(JsonObject, identity)}))
+    store.put(HEADER, serialise_header({"schema_version": ANSWERS_VERSION, "identity": cast(JsonObject, identity)}))
 
 
 def check_place(store: Store) -> None:
-    """Raise NotAnswers if the place for answers holds something else."""
-    if not store.exists(HEADER) and store.taken():
+    """Raise NotAnswers if the output has other files but no answers."""
+    if not store.exists(HEADER) and store.has_other_files():
         raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
 
 
 class MatchedIdentity(NamedTuple):
-    """The settings of the answers that a run makes.
+    """The settings of a run's answers.
 
     Attributes:
-        identity: without the code of a method where the answers that are there do not say theirs.
-        changed: whether other code made answers that are there; these do not count with this identity.
+        identity: without the code of a method if the stored answers do not have it.
+        changed: whether other code made stored answers; these are not live under this identity.
     """
 
     identity: AnswersIdentity
@@ -199,55 +206,65 @@ class MatchedIdentity(NamedTuple):
 
 
 def match_answers(
-    store: Store, wanted: AnswersIdentity, *, redo: bool = False, compared: Collection[str] | None = None
+    store: Store, requested: AnswersIdentity, *, redo: bool = False, compared_keys: Collection[str] | None = None
 ) -> MatchedIdentity:
-    """Match the ``wanted`` settings with those of the answers in a place; a place without an answer is free.
+    """Match the ``requested`` settings with the settings of the stored answers; a store without answers takes any.
 
-    Every difference in the keys ``compared`` (None: in all) counts, except prunings that only one of the two has, and
-    code of which no question has its answer. With ``redo`` no code counts.
-
-    Raises IdentityMismatch where they differ.
+    Compares the keys ``compared_keys`` (None: all), except prunings that only one side has, and code without answers.
+    With ``redo`` code is not compared. Raises IdentityMismatch if they differ.
     """
     if not store.exists(HEADER) or not AnswersTable(store).names():
-        return MatchedIdentity(wanted, changed=False)
-    held = read_answers_header(store)["identity"]
+        return MatchedIdentity(requested, changed=False)
+    stored_identity = read_answers_header(store)["identity"]
     if not redo:
-        wanted = cast(AnswersIdentity, without_unknown_code(held, wanted))
-    stored, asked = (_common(one, held, wanted, compared) for one in (held, wanted))
-    refusal = f"{store} holds answers made with other settings, and one place holds one kind"
-    changed = match_identity(stored, asked, refusal, has="the answers have", redo=redo)
-    if changed and not redo:
+        requested = cast(AnswersIdentity, drop_unknown_code(stored_identity, requested))
+    old, new = (
+        _select_compared(identity, stored_identity, requested, compared_keys)
+        for identity in (stored_identity, requested)
+    )
+    refusal = f"{store} has answers made with other settings; name another --out"
+    changed_methods = match_identity(old, new, refusal, has="the answers have", redo=redo)
+    if changed_methods and not redo:
         live = AnswersTable(store).live()
-        answered = pc.unique(live.filter(pc.equal(live["status"], "ok"))["pruning"]).to_pylist()
-        prunings = wanted.get(PRUNINGS)
-        if any(code_of(held, name) != code_of(wanted, name) for name in answered if not prunings or name in prunings):
-            refuse_changed_code(store, changed, "answers")
-    return MatchedIdentity(wanted, changed=bool(changed))
+        answered_prunings = pc.unique(live.filter(pc.equal(live["status"], "ok"))["pruning"]).to_pylist()
+        prunings = requested.get(PRUNINGS)
+        if any(
+            find_code(stored_identity, name) != find_code(requested, name)
+            for name in answered_prunings
+            if not prunings or name in prunings
+        ):
+            refuse_changed_code(store, changed_methods, "answers")
+    return MatchedIdentity(requested, changed=bool(changed_methods))
 
 
-def _common(
-    one: AnswersIdentity, held: AnswersIdentity, wanted: AnswersIdentity, compared: Collection[str] | None
+def _select_compared(
+    identity: AnswersIdentity,
+    stored_identity: AnswersIdentity,
+    requested: AnswersIdentity,
+    compared_keys: Collection[str] | None,
 ) -> JsonObject:
-    """Return what is compared of ``one`` of two settings."""
-    kept: dict[str, Json] = {key: value for key, value in one.items() if compared is None or key in compared}  # type: ignore[misc]
-    if compared is not None or (PRUNINGS in held and PRUNINGS in wanted):
-        both = held.get(PRUNINGS, {}).keys() & wanted.get(PRUNINGS, {}).keys()
-        kept[PRUNINGS] = {name: cast(Json, one[PRUNINGS][name]) for name in both}
-    return kept
+    """Return the part of ``identity`` that is compared between two settings."""
+    selection: dict[str, Json] = {
+        key: cast(Json, value) for key, value in identity.items() if compared_keys is None or key in compared_keys
+    }
+    if compared_keys is not None or (PRUNINGS in stored_identity and PRUNINGS in requested):
+        shared_names = stored_identity.get(PRUNINGS, {}).keys() & requested.get(PRUNINGS, {}).keys()
+        selection[PRUNINGS] = {name: cast(Json, identity[PRUNINGS][name]) for name in shared_names}
+    return selection
 
 
-def code_of(identity: AnswersIdentity, pruning: str | None) -> str | None:
-    """Return the hashes of the users' own code that answers under a pruning depend on, None where there is none."""
+def find_code(identity: AnswersIdentity, pruning: str | None) -> str | None:
+    """Return the hashes of the users' own code for answers under a pruning; None without own code."""
     late = identity[PRUNINGS].get(pruning or "") if PRUNINGS in identity else identity.get("pruner")
-    cached = identity["cache"].get("pruner") if "cache" in identity else None
-    codes = [pruner.get("code") for pruner in (cached, late) if pruner is not None]
+    cached_method = identity["cache"].get("pruner") if "cache" in identity else None
+    codes = [pruner.get("code") for pruner in (cached_method, late) if pruner is not None]
     return " ".join(code for code in codes if code) or None
 
 
 class AnswersTable:
-    """The committed rows of a table of answers, kept in memory; shards never change, so each is read once.
+    """The committed rows of a table of answers, in memory; shards never change, so each is read once.
 
-    Rows that other code made than ``identity`` names are not live; None is the identity that the header has.
+    Rows by other code than in ``identity`` are not live; None takes the identity of the header.
     """
 
     def __init__(self, store: Store, identity: AnswersIdentity | None = None) -> None:
@@ -279,16 +296,16 @@ class AnswersTable:
         rows, identity = select_live(self.rows()), self._identity
         if identity is None:
             identity = read_answers_header(self._store)["identity"] if self._store.exists(HEADER) else {}
-        codes = {name: code_of(identity, name) for name in pc.unique(rows["pruning"]).to_pylist()}
-        wanted = pa.array([codes[name] for name in rows["pruning"].to_pylist()], pa.string())
-        return rows.filter(pc.equal(pc.fill_null(rows["method_code"], ""), pc.fill_null(wanted, "")))
+        codes = {name: find_code(identity, name) for name in pc.unique(rows["pruning"]).to_pylist()}
+        current_codes = pa.array([codes[name] for name in rows["pruning"].to_pylist()], pa.string())
+        return rows.filter(pc.equal(pc.fill_null(rows["method_code"], ""), pc.fill_null(current_codes, "")))
 
-    def live_of(self, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
+    def select_live_of(self, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
         """Return the live rows of these questions under these prunings; the name "" is no pruning."""
         live = self.live()
-        known = pc.is_in(live["question_id"], value_set=questions["question_id"].combine_chunks())
+        is_question = pc.is_in(live["question_id"], value_set=questions["question_id"].combine_chunks())
         under = pa.array([name or None for name in prunings], pa.string())
-        return live.filter(pc.and_(known, pc.is_in(live["pruning"], value_set=under)))
+        return live.filter(pc.and_(is_question, pc.is_in(live["pruning"], value_set=under)))
 
 
 def select_live(rows: pa.Table) -> pa.Table:
@@ -298,8 +315,8 @@ def select_live(rows: pa.Table) -> pa.Table:
     """
     if len(rows) == 0:
         return rows
-    *ids, run, answer = (_ranks(rows[name]) for name in (*_LIVE_KEYS, "run_id", "answer"))
-    order = best_first(ids, states_of(rows["status"]), rows["attempts"].to_numpy(), [run, answer])
+    *ids, run, answer = (_rank_texts(rows[name]) for name in (*_LIVE_KEYS, "run_id", "answer"))
+    order = sort_by_rule(ids, read_states(rows["status"]), rows["attempts"].to_numpy(), [run, answer])
     changes = [column[order][1:] != column[order][:-1] for column in ids]
     return rows.take(pa.array(order[np.append(True, np.logical_or.reduce(changes))]))
 
@@ -311,30 +328,30 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     """
     names = store.names(ANSWERS, SUFFIXES["parquet"])
     tables = {name: _parse(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
-    covered: set[str] = set()
+    merged_names: set[str] = set()
     for name, table in tables.items():
-        merged = tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED, b"[]")))
-        covered |= merged
-        if merged and store.age(name) >= keep:
-            for old in sorted(merged):
+        sources = tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED_KEY, b"[]")))
+        merged_names |= sources
+        if sources and store.age(name) >= keep:
+            for old in sorted(sources):
                 store.delete(old)
-    waiting = [name for name in names if name not in covered]
+    waiting = [name for name in names if name not in merged_names]
     if len(waiting) > at_least:
         live = select_live(concat_answers([tables[name] for name in waiting]))
-        data = write_parquet(live.replace_schema_metadata({_MERGED: json.dumps(waiting)}))
-        store.put(small_name(ANSWERS, "merged", 0, data), data)
+        data = write_parquet(live.replace_schema_metadata({_MERGED_KEY: json.dumps(waiting)}))
+        store.put(make_small_name(ANSWERS, "merged", 0, data), data)
 
 
 def try_merge_answers(store: Store, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge as ``merge_answers``; a failure costs no row and is only told to the user by ``say``."""
+    """Merge as ``merge_answers``; an error loses no row: ``say`` gets a warning."""
     try:
         merge_answers(store, at_least)
     except (CorruptShard, OSError) as error:
         say(f"warning: the files of answers were not merged: {error}")
 
 
-def _ranks(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return each text's place [n] among the sorted distinct texts."""
+def _rank_texts(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return each text's rank [n] among the sorted distinct texts."""
     return np.asarray(pc.rank(column, tiebreaker="dense").to_numpy(), np.int64)
 
 
@@ -346,18 +363,18 @@ def commit_answers(
     form: str = "parquet",
     questions: pa.Table | None = None,
 ) -> None:
-    """Write rows as one file, put whole, which makes them visible. Raises OSError.
+    """Write rows as one file, which makes them visible. Raises OSError.
 
-    The rows get the columns that ``questions`` carry along, by question_id.
+    The rows get the carried columns of ``questions``, by question_id.
     """
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     if questions is not None:
         table = add_carried(table, questions, ANSWER_SCHEMA.names)
-    data = write_parquet(table) if form == "parquet" else _json_lines(table)
-    store.put(small_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
+    data = write_parquet(table) if form == "parquet" else _to_json_lines(table)
+    store.put(make_small_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
 
 
-def _json_lines(table: pa.Table) -> bytes:
+def _to_json_lines(table: pa.Table) -> bytes:
     """Return rows as lines of strict JSON: a log-probability of minus infinity becomes null."""
     return "".join(carried_json(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode()
 
@@ -368,75 +385,77 @@ def _parse(store: Store, name: str, data: bytes) -> pa.Table:
     metadata: dict[bytes, bytes] = {}
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
         shard = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        metadata = {key: text for key, text in (shard.schema.metadata or {}).items() if key == _MERGED}
+        metadata = {key: text for key, text in (shard.schema.metadata or {}).items() if key == _MERGED_KEY}
         if "method_code" not in shard.column_names:  # made before there was the column
             shard = shard.append_column("method_code", pa.nulls(len(shard), pa.string()))
         table = shard.select(ANSWER_SCHEMA.names).cast(ANSWER_SCHEMA)
-        others = shard.drop_columns([name for name in ANSWER_SCHEMA.names if name in shard.column_names])
-        carried = dict(zip(others.column_names, others.columns, strict=True))
-        extra = carried.pop(QUESTION_EXTRA, None)
+        carried_table = shard.drop_columns([name for name in ANSWER_SCHEMA.names if name in shard.column_names])
+        carried_columns = dict(zip(carried_table.column_names, carried_table.columns, strict=True))
+        extra = carried_columns.pop(QUESTION_EXTRA, None)
         extras = [] if extra is None else extra.to_pylist()
     else:
         lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
         rows = [json.loads(line) for line in lines if line]
         table = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
         extras = [row.pop(QUESTION_EXTRA, None) for row in rows]
-        own = frozenset(ANSWER_SCHEMA.names)
-        carried = carried_columns([{key: row[key] for key in row if key not in own} for row in rows], own, {})
+        own_names = frozenset(ANSWER_SCHEMA.names)
+        carried_columns = make_carried_columns(
+            [{key: row[key] for key in row if key not in own_names} for row in rows], own_names, {}
+        )
     if any(extras):
-        carried |= carried_columns([json.loads(text or "{}") for text in extras], ANSWER_SCHEMA.names, {})
-    for key, values in carried.items():
+        carried_columns |= make_carried_columns([json.loads(text or "{}") for text in extras], ANSWER_SCHEMA.names, {})
+    for key, values in carried_columns.items():
         table = table.append_column(key, values)
     return table.replace_schema_metadata(metadata)
 
 
-def answer_rows(table: pa.Table) -> Iterator[AnswerRecord]:
+def iter_answers(table: pa.Table) -> Iterator[AnswerRecord]:
     """Yield the rows of answers; only a few at a time are in memory as Python objects."""
     for batch in table.to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):
         for row in batch.to_pylist():
             yield without_nulls(row, AnswerRecord)
 
 
-def remaining_questions(
+def select_remaining_questions(
     store: Store,
     live: pa.Table,
     questions: pa.Table,
     codes: Mapping[str, str | None],
     config: GenerateConfig,
-    cached: Collection[str],
+    cached_ids: Collection[str],
 ) -> list[QuestionRecord]:
     """Return the questions that a run must ask, under each pruning, with the number of the attempt.
 
-    A failed row counts as an answer unless ``--retry-failed``. Then the question is asked again if it is another one
-    now, has attempts left, or failed for want of videos that are cached by now.
+    A failed row counts as an answer unless ``--retry-failed``. Then the question is asked again if it has changed, has
+    attempts left, or failed for lack of videos that are cached now.
 
     Args:
-        live: of the answers in ``store``, the live rows of these questions under these prunings.
-        codes: the prunings, and the code that each depends on (``code_of``).
-        cached: ids of videos with tokens.
+        live: the live rows of these questions under these prunings.
+        codes: pruning -> its code (``find_code``).
+        cached_ids: ids of videos with tokens.
 
-    Raises QuestionsChanged where a question that has an answer is another one now.
+    Raises QuestionsChanged if a question with an answer has changed.
     """
     by_id = {row["question_id"]: without_nulls(row, QuestionRecord) for row in questions.to_pylist()}
-    done: dict[tuple[str, str | None], tuple[AnswerRecord, str | None]] = {}
-    for row in answer_rows(live.select(list(dict.fromkeys([*_DECIDING, *COMPARED])))):
-        # No more than what decides is kept of an answer: there may be a hundred for each question.
-        kept = cast(AnswerRecord, {name: value for name, value in row.items() if name in _DECIDING})
-        done[answer_key(row)] = kept, describe_change(by_id[row["question_id"]], row)
+    answers_by_key: dict[tuple[str, str | None], tuple[AnswerRecord, str | None]] = {}
+    for row in iter_answers(live.select(list(dict.fromkeys([*_DECIDING_COLUMNS, *COMPARED_COLUMNS])))):
+        # Only the deciding columns stay in memory: there may be a hundred answers for each question.
+        decision = cast(AnswerRecord, {name: value for name, value in row.items() if name in _DECIDING_COLUMNS})
+        answers_by_key[answer_key(row)] = decision, describe_change(by_id[row["question_id"]], row)
     remaining: list[QuestionRecord] = []
-    changed: list[str] = []
+    changes: list[str] = []
     for question in _pair_with_prunings(by_id.values(), codes):
-        answer, change = done.get(answer_key(question), (None, None))
+        answer, change = answers_by_key.get(answer_key(question), (None, None))
         if answer is None:
             remaining.append({**question, "attempts": 1})
         elif answer["status"] == "ok":
-            changed += [change] if change else []
+            changes += [change] if change else []
         elif config.retry_failed:
             lacked_videos = answer["error_class"] in {"unknown-video", "failed-video"}
-            videos_came = lacked_videos and all(video_id in cached for video_id in answer["video_ids"])
+            videos_came = lacked_videos and all(video_id in cached_ids for video_id in answer["video_ids"])
             if change or answer["attempts"] < config.max_attempts or videos_came:
                 remaining.append({**question, "attempts": answer["attempts"] + 1})
-    refuse_changed(changed, store)
+    refuse_changed_questions(changes, store)
     return remaining
 
 
@@ -446,13 +465,13 @@ def _pair_with_prunings(
     """Yield every question under every pruning; the prunings of one question follow each other."""
     for question in questions:
         for pruning, code in codes.items():
-            named: QuestionRecord = {**question, "pruning": pruning} if pruning else question
-            yield named if code is None else {**named, "method_code": code}
+            row: QuestionRecord = {**question, "pruning": pruning} if pruning else question
+            yield row if code is None else {**row, "method_code": code}
 
 
 def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
-    """Describe how a question differs from the one that was answered; None where it does not."""
-    for name in COMPARED:
+    """Describe the difference between a question and its answered version; None if they are equal."""
+    for name in COMPARED_COLUMNS:
         before, now = answer.get(name), question.get(name)
         if before != now:
             return f"{question['question_id']}: {name} was {_shorten(before)}, is {_shorten(now)}"
@@ -465,34 +484,34 @@ def _shorten(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def refuse_changed(changed: Sequence[str], store: Store) -> None:
-    """Raise QuestionsChanged if any question was ``changed``; each entry describes one."""
-    if changed:
+def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
+    """Raise QuestionsChanged if there are ``changes``; each entry describes a changed question."""
+    if changes:
         raise QuestionsChanged(
-            f"{len(changed)} questions with an answer in {store} are others now:\n  "
-            + "\n  ".join(changed[:5])
+            f"{len(changes)} questions with an answer in {store} have changed:\n  "
+            + "\n  ".join(changes[:5])
             + "\nGive new questions new ids, or name another --out."
         )
 
 
-def describe_answered(
+def format_answered(
     live: pa.Table, n_questions: int, remaining: Sequence[QuestionRecord], config: GenerateConfig
 ) -> list[str]:
     """Return lines for the user about the questions that are not asked because they have ``live`` rows.
 
     Args:
-        n_questions: that the run is about, each as often as there are prunings.
+        n_questions: questions times prunings.
     """
-    n_answered = n_questions - len(remaining)
-    if not n_answered:
+    n_with_answers = n_questions - len(remaining)
+    if not n_with_answers:
         return []
-    failed = live.filter(pc.not_equal(live["status"], "ok"))
-    keys = set(zip(*(failed[name].to_pylist() for name in KEYS), strict=True))
+    failed_rows = live.filter(pc.not_equal(live["status"], "ok"))
+    keys = set(zip(*(failed_rows[name].to_pylist() for name in KEYS), strict=True))
     n_failed = len(keys - {answer_key(question) for question in remaining})
-    text = f"{n_answered} of {n_questions} questions have their answers already"
+    text = f"{n_with_answers} of {n_questions} questions have their answers already"
     if not n_failed:
         return [text]
     if not config.retry_failed:
         return [f"{text}, {n_failed} of them as errors (--retry-failed asks them again)"]
-    attempts = f"note: they have had their {config.max_attempts} attempts; raise --max-attempts for more"
+    attempts = f"note: the failed questions have used their {config.max_attempts} attempts; --max-attempts allows more"
     return [f"{text}, {n_failed} of them as errors", attempts]

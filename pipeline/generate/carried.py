@@ -1,4 +1,4 @@
-"""The columns of a user's questions that nothing here reads: answers keep them beside their own columns."""
+"""The carried columns of a user's questions: nothing here reads them, and answers keep them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipeline.inputs.tables import UserRow, UserValue, is_text, shown_as
 _PREFIX = "question_"  # of a carried column whose name the answers need for a column of their own
 
 
-def carried_columns(
-    rows: Sequence[UserRow], own: Collection[str], types: Mapping[str, pa.DataType]
+def make_carried_columns(
+    rows: Sequence[UserRow], own_names: Collection[str], types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.Array]:
     """Return the columns of user's rows that are carried along, by the names that they have in the answers.
 
@@ -26,17 +26,17 @@ def carried_columns(
 
     Args:
         rows: of each question the columns that nothing here reads.
-        own: names that the answers have for columns of their own.
+        own_names: names that the answers have for columns of their own.
         types: of the carried columns, where their file or table says them.
 
     Raises QuestionsError where two columns would get one name, or where a name is no text.
     """
     names = list(dict.fromkeys([*types, *(name for row in rows for name in row)]))
-    new_names = {name: f"{_PREFIX}{name}" if name in own else str(name) for name in names}
+    new_names = {name: f"{_PREFIX}{name}" if name in own_names else str(name) for name in names}
     for name, new_name in new_names.items():
         if not is_text(new_name):
             raise QuestionsError(f"the column {name!r} has a name that is not valid text: rename it")
-        if new_name in own or list(new_names.values()).count(new_name) > 1:
+        if new_name in own_names or list(new_names.values()).count(new_name) > 1:
             raise QuestionsError(
                 f"the column {name!r} would be {new_name!r} in the answers, which is the name of another column: "
                 "rename it"
@@ -44,11 +44,11 @@ def carried_columns(
     return {new: _as_column([row.get(name) for row in rows], types.get(name)) for name, new in new_names.items()}
 
 
-def _as_column(values: Sequence[UserValue], declared: pa.DataType | None) -> pa.Array:
-    """Return values as a column of the ``declared`` type, else of the type that all of them have, else as text."""
-    if declared is not None and pa.types.is_dictionary(declared):
-        declared = declared.value_type
-    for kind in () if declared is None else (declared,), ():
+def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -> pa.Array:
+    """Return values as a column of the ``declared_type`` type, else of the type that all of them have, else as text."""
+    if declared_type is not None and pa.types.is_dictionary(declared_type):
+        declared_type = declared_type.value_type
+    for kind in () if declared_type is None else (declared_type,), ():
         try:
             array = pa.array(values, *kind)
             pq.write_table(pa.table({"": array.slice(0, 0)}), io.BytesIO())
@@ -65,9 +65,9 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) and is_text(value) else json.dumps(value, default=shown_as)
 
 
-def add_carried(answers: pa.Table, questions: pa.Table, own: Collection[str]) -> pa.Table:
-    """Return answers with the columns that their questions carry, which are those besides ``own``."""
-    names = [name for name in questions.column_names if name not in own]
+def add_carried(answers: pa.Table, questions: pa.Table, own_names: Collection[str]) -> pa.Table:
+    """Return answers with the columns that their questions carry, which are those besides ``own_names``."""
+    names = [name for name in questions.column_names if name not in own_names]
     if not names:
         return answers
     places = pc.index_in(answers["question_id"], value_set=questions["question_id"].combine_chunks())

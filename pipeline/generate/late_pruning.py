@@ -1,4 +1,4 @@
-"""Pruning what a cache holds whole, when it is asked about: for one request any method at any share of the tokens.
+"""Pruning of a cache of all tokens, when a question is asked: for one request any method at any share of the tokens.
 
 What there is to do for a method follows from what it declares (:class:`gstep.pruners.base.Pruner`): a ``layer`` has it
 prune inside the language model, everything else it does before; of what it ``needs``, the text embedding is the
@@ -23,7 +23,7 @@ from gstep.language.types import POSITIONS
 from gstep.pruners import find_method, method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.changed_code import check_code
-from pipeline.cache.header import CacheIdentity, declared_method, describe_method
+from pipeline.cache.header import CacheIdentity, describe_method, read_declared_method
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.answers import LateIdentity
 from pipeline.options import named_values
@@ -58,9 +58,12 @@ class PruningSpec:
     @property
     def method_label(self) -> str:
         """The method's name with the given parameters, sorted by name, and seed and positions if it has its own."""
-        own = {"seed": self.seed or None, "positions": self.positions}
-        named = [*sorted(self.params.items()), *((name, value) for name, value in own.items() if value is not None)]
-        return ",".join([self.method, *(f"{name}={value}" for name, value in named)])
+        own_settings = {"seed": self.seed or None, "positions": self.positions}
+        settings = [
+            *sorted(self.params.items()),
+            *((name, value) for name, value in own_settings.items() if value is not None),
+        ]
+        return ",".join([self.method, *(f"{name}={value}" for name, value in settings)])
 
     def read(self, family: str) -> tuple[PruningSpec, Pruner]:
         """Return this pruning with its seed out of the parameters, 0 where nothing is drawn; and its method.
@@ -86,8 +89,8 @@ def parse_pruning_grid(
     specs = []
     largest_first = sorted(set(ratios), reverse=True)
     for text in methods:
-        method, *given = (part.strip() for part in text.split(","))
-        params = named_values(given, f"--method {text}: a parameter")
+        method, *settings = (part.strip() for part in text.split(","))
+        params = named_values(settings, f"--method {text}: a parameter")
         positions = params.pop("positions", None)
         if positions not in (None, *POSITIONS):
             raise UsageError(f"--method {text}: positions must be {' or '.join(POSITIONS)}")
@@ -97,7 +100,7 @@ def parse_pruning_grid(
         if not several:
             raise UsageError(f"--method {text}: the first seed is larger than the last")
         specs += [
-            PruningSpec(method, ratio, one, siglip, seed, positions) for one in several for ratio in largest_first
+            PruningSpec(method, ratio, values, siglip, seed, positions) for values in several for ratio in largest_first
         ]
     return specs
 
@@ -130,8 +133,8 @@ class LatePruning:
     def __reduce__(self) -> tuple[object, ...]:
         """Serialise by the method's name, not its class: a worker that cannot import the method then says so."""
         method, params = method_name(type(self.pruner)), self.pruner.params()
-        rest = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions, self.code)
-        return _unpickle, (method, params, *rest)
+        settings = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions, self.code)
+        return _unpickle, (method, params, *settings)
 
     @property
     def inside(self) -> tuple[Pruner, float] | None:
@@ -140,25 +143,25 @@ class LatePruning:
 
     def describe(self) -> LateIdentity:
         """Return the method's part of the answers' identity, JSON-able."""
-        described = cast(LateIdentity, describe_method(self.pruner))
+        identity = cast(LateIdentity, describe_method(self.pruner))
         if self.code is not None:
-            described["code"] = self.code
+            identity["code"] = self.code
         if self.pruner.seeded:
-            described["seed"] = self.seed
+            identity["seed"] = self.seed
         if self.text_tower is not None:
-            described["text_tower"] = self.text_tower.identity
+            identity["text_tower"] = self.text_tower.identity
         if self.positions is not None:
-            described["positions"] = self.positions
-        return described
+            identity["positions"] = self.positions
+        return identity
 
-    def at_most(self, n_frames: int, per_frame: int, hidden: int) -> int:
-        """Return the most tokens of a video [T,N,D] that go into a prompt: all of them if the model itself prunes."""
+    def max_tokens(self, n_frames: int, per_frame: int, hidden: int) -> int:
+        """Return the maximum number of tokens of a video [T,N,D] in a prompt: all tokens if the model itself prunes."""
         if self.pruner.layer is not None:
             return n_frames * per_frame
         return self.pruner.at_most(n_frames, per_frame, hidden, self.retention_ratio)
 
     def n_kept_inside(self, n_total: int) -> int:
-        """Return the number of a prompt's ``n_total`` visual tokens that stay where the model prunes."""
+        """Return the number of a prompt's ``n_total`` visual tokens that a model keeps that prunes inside itself."""
         return self.pruner.at_most(1, n_total, n_total, self.retention_ratio)
 
     def select(self, visual: Visual, device: str, text_embedding: Tensor | None = None) -> PrunedTokens:
@@ -189,18 +192,18 @@ class LatePruning:
         Args:
             own_order: whether the order in a prompt that a method has of its own is kept; else tokens go by position.
         """
-        own = own_order and self.pruner.reorders
-        index = (pruned.index[pruned.selection_order()] if own else pruned.index).cpu()
+        uses_own_order = own_order and self.pruner.reorders
+        index = (pruned.index[pruned.selection_order()] if uses_own_order else pruned.index).cpu()
         tokens = visual.tokens[index]
         if self.pruner.merges:
-            tokens = (pruned.tokens[pruned.selection_order()] if own else pruned.tokens).to(tokens)
+            tokens = (pruned.tokens[pruned.selection_order()] if uses_own_order else pruned.tokens).to(tokens)
         levels = tuple(level[index] for level in visual.deepstack)
         return replace(visual, tokens=tokens, index=visual.index[index], deepstack=levels, evidence={})
 
 
-def _unpickle(method: str, params: JsonObject, *rest: Any) -> LatePruning:
+def _unpickle(method: str, params: JsonObject, *settings: Any) -> LatePruning:
     """Make a LatePruning from its method's name and parameters, as ``__reduce__`` describes it. Raises UsageError."""
-    late = LatePruning(make_pruner(method, **params), *rest)
+    late = LatePruning(make_pruner(method, **params), *settings)
     check_code(type(late.pruner), late.code)
     return late
 
@@ -226,8 +229,8 @@ def resolve_pruning(
             "-m jobs.prune --pruner none"
         )
     check_inside(pruner, builder)
-    evidence = () if pruner.layer is not None else evidence_columns(method, pruner, cache_identity)
-    tower = _text_tower(method, pruner, evidence, spec.siglip, cache_identity, source)
+    evidence = () if pruner.layer is not None else find_evidence_columns(method, pruner, cache_identity)
+    tower = _find_text_tower(method, pruner, evidence, spec.siglip, cache_identity, source)
     ratio = pruner.nominal_ratio(spec.retention_ratio)
     return LatePruning(pruner, ratio, tower, evidence, spec.seed, spec.positions, code)
 
@@ -236,15 +239,15 @@ def describe_prunings(
     prunings: Mapping[str, LatePruning | None], cache_identity: CacheIdentity
 ) -> dict[str, LateIdentity | None]:
     """Describe each pruning of a cache, JSON-able, by label; with the pooling head's weights where a method uses it."""
-    described: dict[str, LateIdentity | None] = {}
+    identities: dict[str, LateIdentity | None] = {}
     for label, late in prunings.items():
         identity = None
         if late is not None:
             identity = late.describe()
             if HEAD_SOURCES & {late.pruner.sources[name] for name, _ in late.evidence}:
                 identity["pooling_head"] = cache_identity["model"].get("pooling_head")
-        described[label] = identity
-    return described
+        identities[label] = identity
+    return identities
 
 
 def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
@@ -253,22 +256,22 @@ def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
         check_layer(pruner, builder.config)
 
 
-def evidence_columns(method: str, pruner: Pruner, cache_identity: CacheIdentity) -> tuple[tuple[str, str], ...]:
+def find_evidence_columns(method: str, pruner: Pruner, cache_identity: CacheIdentity) -> tuple[tuple[str, str], ...]:
     """Return the evidence that the method takes from a cache of this identity: pairs of a name and the cache's column.
 
-    Where a family has no embedding of patches that a text's can be compared with, the tokens themselves stand for it.
+    If a family has no embedding of patches that a text's can be compared with, the tokens themselves stand for it.
     """
     family = BACKBONES[cache_identity["model"]["type"]]
     gives = family.gives
-    needed = pruner.needs - {"text_embedding"}
+    needed_names = pruner.needs - {"text_embedding"}
     if "text_embedding" in pruner.needs and ("image_embedding", pruner.sources.get("image_embedding")) not in gives:
-        needed -= {"image_embedding"}
-    if unknown := sorted(needed - pruner.sources.keys()):
+        needed_names -= {"image_embedding"}
+    if unknown := sorted(needed_names - pruner.sources.keys()):
         raise UsageError(
             f"--pruner {method} needs {' and '.join(unknown)} besides the tokens, and does not say where in an encoder "
             "to get it (Pruner.sources)"
         )
-    sources = {name: pruner.sources[name] for name in sorted(needed)}
+    sources = {name: pruner.sources[name] for name in sorted(needed_names)}
     if lacking := [f"{name} ({where})" for name, where in sources.items() if (name, where) not in gives]:
         raise UsageError(f"--pruner {method} needs {' and '.join(lacking)}: {family.model_type} does not give it")
     columns = {(name_of(column, where), where): column for column, where in cache_identity.get("evidence", {}).items()}
@@ -281,7 +284,7 @@ def evidence_columns(method: str, pruner: Pruner, cache_identity: CacheIdentity)
     return tuple((name, columns[name, where]) for name, where in sources.items())
 
 
-def _text_tower(
+def _find_text_tower(
     method: str,
     pruner: Pruner,
     evidence: tuple[tuple[str, str], ...],
@@ -311,10 +314,10 @@ def _text_tower(
 
 
 def is_whole(cache_identity: CacheIdentity) -> bool:
-    """Return whether a cache of this identity holds every token unchanged.
+    """Return True if a cache of this identity has every token unchanged.
 
     Some methods drop or merge tokens at a ratio of 1 too.
     """
-    declared = declared_method(cache_identity)
-    keeps_all = declared is not None and declared.exact and not declared.merges
+    method = read_declared_method(cache_identity)
+    keeps_all = method is not None and method.exact and not method.merges
     return keeps_all and cache_identity["retention_ratio"] >= 1.0

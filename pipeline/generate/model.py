@@ -1,4 +1,4 @@
-"""Which model goes with a cache: the one that its tokens were made for."""
+"""The model of a cache: the model that its tokens were made for."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def choose_model(model: str | None, revision: str | None, weights: str) -> tuple
 
     Raises UsageError where neither names a model.
     """
-    kind, _, rest = weights.partition(":")
-    hub_id, _, sha = rest.rpartition("@") if kind == "hub" else ("", "", "")
+    kind, _, checkpoint = weights.partition(":")
+    hub_id, _, sha = checkpoint.rpartition("@") if kind == "hub" else ("", "", "")
     if model is not None:
         # The weights that the cache was made with, wherever the branch is now.
         return model, revision or (sha if model == hub_id else None)
@@ -98,7 +98,7 @@ def check_model(
     )
 
 
-def stored_tower(cache: Store, header: CacheHeader) -> str | None:
+def read_tower_hash(cache: Store, header: CacheHeader) -> str | None:
     """Return the hash of the vision encoder that a cache was made with, from its rows; None where none says it.
 
     All rows of a cache are of the same weights. Raises CorruptShard and OSError.
@@ -109,13 +109,13 @@ def stored_tower(cache: Store, header: CacheHeader) -> str | None:
 
 def check_tokens(cache: Store, header: CacheHeader, widths: Collection[int], builder: PromptBuilder) -> None:
     """Raise UsageError if the cached tokens, of these ``widths``, do not have the model's width and levels."""
-    again = "prune into another --out with the same model"
+    remedy = "prune into another --out with the same model"
     levels = deepstack_levels(header)
     if levels != builder.deepstack_levels:
         raise UsageError(
-            f"{cache}: it holds {levels} deepstack levels, the model takes {builder.deepstack_levels}: {again}"
+            f"{cache}: it holds {levels} deepstack levels, the model takes {builder.deepstack_levels}: {remedy}"
         )
     if builder.needs_newline and header.get("newline") is None:
-        raise UsageError(f"{cache}: it has no newline row, which this model puts after a video: {again}")
+        raise UsageError(f"{cache}: it has no newline row, which this model puts after a video: {remedy}")
     if wrong := [width for width in widths if width != builder.hidden_size]:
-        raise UsageError(f"{cache}: its tokens have {wrong[0]} values, the model takes {builder.hidden_size}: {again}")
+        raise UsageError(f"{cache}: its tokens have {wrong[0]} values, the model takes {builder.hidden_size}: {remedy}")

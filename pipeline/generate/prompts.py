@@ -1,6 +1,6 @@
-"""From a question to its prompt: its videos from the cache, kept in memory between questions, pruned for the question.
+"""Prompts of questions: videos are read from the cache, kept in memory between questions, and pruned for a question.
 
-A question that no prompt can be made of becomes its error row.
+A question without a possible prompt becomes its error row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gstep.language import Prompt, Visual
 from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, MethodFails, OwnCodeError, QuestionFault, UnknownVideo
-from pipeline.generate.answer_setup import AnswerSetup, too_long
+from pipeline.generate.answer_setup import AnswerSetup, make_length_fault
 from pipeline.generate.engines import Engine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.model import make_prompt_builder
-from pipeline.generate.questions import AnswerMode, add_choices, letters
+from pipeline.generate.questions import AnswerMode, add_choices, list_letters
 from pipeline.own_code import locate_own_error
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
 from pipeline.runner.heartbeat import POISON, Heartbeat, exit_after_gpu_fault
@@ -64,7 +64,7 @@ class LruCache(Generic[K, V]):
         return value
 
 
-def n_bytes(visual: Visual) -> int:
+def count_bytes(visual: Visual) -> int:
     """Return the bytes of a video's tensors."""
     tensors = (visual.tokens, visual.index, *visual.deepstack, *visual.evidence.values())
     return sum(tensor.nbytes for tensor in tensors)
@@ -80,10 +80,10 @@ class PromptVideo(NamedTuple):
 
 
 class VideoMemory:
-    """Cached videos as prompts take them. The videos read last stay in memory, with what prunings selected of them.
+    """Cached videos in the form for prompts. Recent videos stay in memory, with the selections of prunings.
 
-    All questions on a video share one Visual. A method that looks at the video alone selects once for each video. A
-    nested method selects at its largest ratio: the selections of smaller ratios are the beginning of that selection.
+    All questions on a video share one Visual. A method that ignores the question selects once for each video. A nested
+    method selects at its largest ratio: the selections of smaller ratios are a prefix of it.
     """
 
     def __init__(
@@ -116,29 +116,29 @@ class VideoMemory:
         self._own_order = own_order
         self._device = device
         self._heartbeat = heartbeat or Heartbeat("answer")
-        self._videos: LruCache[str, PromptVideo] = LruCache(max_bytes, lambda video: n_bytes(video.visual))
+        self._videos: LruCache[str, PromptVideo] = LruCache(max_bytes, lambda video: count_bytes(video.visual))
         self._selections: LruCache[Hashable, PrunedTokens] = LruCache(
             _MAX_SELECTED_BYTES, lambda pruned: int(pruned.tokens.nbytes)
         )
-        self._visuals: LruCache[Hashable, Visual] = LruCache(_MAX_SELECTED_BYTES, n_bytes)
+        self._visuals: LruCache[Hashable, Visual] = LruCache(_MAX_SELECTED_BYTES, count_bytes)
 
     def read(self, video_id: str) -> PromptVideo:
-        """Return a video as the cache holds it, from memory or from the cache. Raises as TokenCache.get."""
-        if (known := self._videos.get(video_id)) is not None:
-            return known._replace(seconds=0.0)
-        started = time.perf_counter()
+        """Return a video with its stored tokens, from memory or from the cache. Raises as TokenCache.get."""
+        if (cached_video := self._videos.get(video_id)) is not None:
+            return cached_video._replace(seconds=0.0)
+        start = time.perf_counter()
         with self._heartbeat.busy(f"the tokens of {video_id}, being read"):
             video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
         row = video.metadata
         ratio = self._ratio if self._ratio is not None else float(row["retention_ratio"])
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
         return self._videos.put(video_id, PromptVideo(video.visual, ratio, seconds, row["decode_warnings"] or 0))
 
     def get(self, video_id: str, late: LatePruning | None = None, words: Tensor | None = None) -> PromptVideo:
-        """Return a video pruned by ``late``, or as the cache holds it if that is None or prunes inside the model.
+        """Return a video pruned by ``late``; with its stored tokens if ``late`` is None or prunes inside the model.
 
-        ``words`` is the question's embedding, for a method that takes one. Raises as TokenCache.get, and ValueError
-        where a method cannot prune the tokens.
+        ``words`` is the question's embedding, for a method that needs it. Raises as TokenCache.get, and ValueError if a
+        method cannot prune the tokens.
         """
         video = self.read(video_id)
         if late is None or late.inside is not None:
@@ -146,8 +146,8 @@ class VideoMemory:
         if not late.pruner.cacheable:
             pruned = late.select(video.visual, self._device, words)
             visual = late.reduce(video.visual, pruned, own_order=self._own_order)
-        elif (known := self._visuals.get((video_id, late))) is not None:
-            visual = known
+        elif (cached_visual := self._visuals.get((video_id, late))) is not None:
+            visual = cached_visual
         else:
             pruned = self._select(video_id, video.visual, late)
             visual = late.reduce(video.visual, pruned, own_order=self._own_order)
@@ -165,7 +165,7 @@ class VideoMemory:
 
 
 def _selection_key(late: LatePruning) -> tuple[Pruner, int, float | None]:
-    """Return the key that prunings share if one selection of a video serves them all."""
+    """Return a key that is equal for prunings that can share one selection of a video."""
     return late.pruner, late.seed, None if late.pruner.nested else late.retention_ratio
 
 
@@ -211,20 +211,19 @@ class PreparedQuestion:
     def continuations(self) -> list[str]:
         """Return the texts whose log-probabilities are compared: letters, or the choices themselves."""
         choices = self.row["choices"]
-        return letters(len(choices)) if self.mode.method == "letter" else choices
+        return list_letters(len(choices)) if self.mode.method == "letter" else choices
 
 
-def heartbeat_name(row: QuestionRecord | AnswerRecord) -> str:
+def make_heartbeat_name(row: QuestionRecord | AnswerRecord) -> str:
     """Return the name under which heartbeats know a question and its pruning, unique in a run."""
     pruning = row.get("pruning")
     return f"{row['question_id']} under {pruning}" if pruning else row["question_id"]
 
 
-def unforeseen_fault(question_id: str, error: Exception, pruner: Pruner | None = None) -> QuestionFault:
-    """Return the fault of a question for an unforeseen error; end this process where the error broke the GPU.
+def convert_error(question_id: str, error: Exception, pruner: Pruner | None = None) -> QuestionFault:
+    """Convert an unforeseen error to the fault of a question. End this process if the error broke the GPU.
 
-    A method that looks at the question runs on the GPU, as the language model does; ``pruner`` prunes inside that one.
-    Raises MethodFails.
+    ``pruner``: the method that prunes inside the language model, if any. Raises MethodFails.
     """
     if isinstance(error, MethodFails):  # as all other questions would
         raise error
@@ -244,7 +243,7 @@ class PromptMaker:
     def __init__(self, setup: AnswerSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         self._prunings = setup.prunings
-        self._room = engine.context_length
+        self._max_tokens = engine.context_length
         lates = [late for late in setup.prunings.values() if late is not None]
         self._builders = {
             positions: make_prompt_builder(setup.source, setup.config, positions)
@@ -267,8 +266,11 @@ class PromptMaker:
         return None if late is None else late.inside
 
     def make(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
-        """Return the question with its prompt, or its error row if the prompt cannot be made. Raises MethodFails."""
-        name = heartbeat_name(question)
+        """Return the question with its prompt; its error row if that fails, or if it crashed POISON processes.
+
+        Reported to the heartbeat. Raises MethodFails.
+        """
+        name = make_heartbeat_name(question)
         try:
             with self._heartbeat.busy(name):
                 if len(hosts := self._heartbeat.deaths(name)) >= POISON:
@@ -286,8 +288,8 @@ class PromptMaker:
             fault = QuestionFault("io", f"{error.filename or ''} {error.strerror or error}")
         except ValueError as error:  # a prompt builder does not take a text or a video's tokens
             fault = QuestionFault("bad-prompt", str(error))
-        except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
-            fault = unforeseen_fault(question["question_id"], error)
+        except Exception as error:  # noqa: BLE001 - an error of one question must not fail its neighbours
+            fault = convert_error(question["question_id"], error)
         return failed_answer(question, fault)
 
     def _build(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
@@ -312,18 +314,20 @@ class PromptMaker:
         if late is None or late.inside is None:
             row["n_kept"] = sum(len(visual.index) for visual in visuals)
             row["kept_per_frame"] = [count for visual in visuals for count in _kept_per_frame(visual)]
-        else:  # the model chooses among the tokens of all videos
+        else:  # the model selects among the tokens of all videos
             row["n_kept"] = late.n_kept_inside(row["n_total"])
-        fault = self._size_fault(prompt, 1 if mode.scored else mode.decoding.max_new_tokens, builder.context_length)
+        fault = self._size_fault(
+            prompt, 1 if mode.scores_choices else mode.decoding.max_new_tokens, builder.context_length
+        )
         if fault is not None:
             return failed_answer(row, fault)
         return PreparedQuestion(row, prompt, mode, self.inside(question))
 
     def _size_fault(self, prompt: Prompt, n_answer: int, context_length: int) -> QuestionFault | None:
         """Return the fault of a prompt that does not fit with ``n_answer`` tokens of its answer, or None."""
-        room = min(context_length, self._room)
-        if len(prompt) + n_answer > room:
-            return too_long(len(prompt), room, context_length)
+        max_tokens = min(context_length, self._max_tokens)
+        if len(prompt) + n_answer > max_tokens:
+            return make_length_fault(len(prompt), max_tokens, context_length)
         if prompt.extent + n_answer > context_length:  # the tokens fit, but not their positions before pruning
             return QuestionFault(
                 "prompt-too-long",
@@ -334,9 +338,11 @@ class PromptMaker:
 
 
 def _crash_fault(hosts: Sequence[str]) -> QuestionFault:
-    """Return the fault of a question that was in hand whenever the model's process died."""
+    """Return the fault of a question that was in hand at every crash of the model's process."""
     where = ", ".join(dict.fromkeys(hosts))
-    message = f"the model's process died {len(hosts)} times with this question in hand, on {where}; Ray's logs say how"
+    message = (
+        f"the model's process crashed {len(hosts)} times with this question in hand, on {where}; Ray's logs say how"
+    )
     return QuestionFault("crash", message)
 
 

@@ -1,6 +1,6 @@
-"""What to ask: a file of questions becomes one Arrow table, a row a question, every row checked.
+"""Questions: a file becomes one Arrow table, a row a question, every row checked.
 
-At the end: questions with choices, how they are put to the model, and which choice an answer means.
+At the end: the prompts of questions with choices, and the choice that an answer names.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from gstep.language import Decoding
 from gstep.lazy import did_you_mean
 from pipeline.errors import QuestionsError, near_file, printable, usage_errors
 from pipeline.generate.answers import ANSWER_SCHEMA, QUESTION_EXTRA
-from pipeline.generate.carried import carried_columns
+from pipeline.generate.carried import make_carried_columns
 from pipeline.generate.config import GenerateConfig
-from pipeline.inputs.listings import suffix_of
+from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import (
     TABLE_SUFFIXES,
     UNREADABLE,
@@ -40,14 +40,14 @@ from pipeline.inputs.tables import (
 )
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
-# ``decoding`` is ``AnswerMode.describe()``, as JSON: everything that decides how this question is answered.
+# ``decoding`` is ``AnswerMode.describe()``, as JSON: all settings for the answer to this question.
 QUESTION_SCHEMA = pa.schema(
     [
         pa.field("question_id", pa.string(), nullable=False),
         pa.field("video_ids", pa.list_(pa.string()), nullable=False),
         pa.field("prompt", pa.string(), nullable=False),
         pa.field("choices", pa.list_(pa.string())),
-        pa.field("target", pa.string()),  # the right answer as the file says it; nobody shows it to the model
+        pa.field("target", pa.string()),  # the right answer in the file; the model never gets it
         pa.field("decoding", pa.string(), nullable=False),
     ]
 )
@@ -59,7 +59,7 @@ _DECODING_OPTIONS: Mapping[str, type] = {
     "seed": int,
 }
 _KNOWN_COLUMNS = {"question_id", "video_id", "prompt", "choices", "answer", "system", *_DECODING_OPTIONS}
-_NEEDED = "question_id, video_id and prompt"
+_NEEDED_TEXT = "question_id, video_id and prompt"
 _NEEDED_COLUMNS = ("question_id", "video_id", "prompt")
 _MAX_NAMES_BYTES = 200  # of the names of a row's columns in a message
 _ANSWER_COLUMNS = frozenset((*ANSWER_SCHEMA.names, QUESTION_EXTRA))
@@ -73,12 +73,12 @@ _ENGLISH = frozenset("AI")  # letters that are words too
 
 @dataclass(frozen=True)
 class AnswerMode:
-    """The mode in which a question is answered: that of a run, or a question's own.
+    """The mode in which a question is answered: a run's, or a question's own.
 
     Attributes:
         decoding: options of generating.
-        method: "letter" and "loglikelihood" score the choices, "generate" generates an answer. That of a run is for
-            questions with choices; others are generated.
+        method: "letter" and "loglikelihood" score the choices, "generate" generates an answer. A run's method is for
+            questions with choices; questions without choices are generated.
         system: the system message; None is the chat template's.
     """
 
@@ -101,15 +101,15 @@ class AnswerMode:
         return cls(decoding, options["method"], options["system"])
 
     @property
-    def scored(self) -> bool:
-        """Whether choices are scored, rather than an answer generated."""
+    def scores_choices(self) -> bool:
+        """True if choices are scored, rather than an answer generated."""
         return self.method != "generate"
 
     def describe(self) -> str:
         """Return the mode as JSON; options without effect are left out, so they make no difference."""
-        options = {} if self.scored else describe_decoding(self.decoding)
-        described = {"method": self.method, "system": self.system, **options}
-        return json.dumps(described, sort_keys=True, ensure_ascii=False)
+        options = {} if self.scores_choices else describe_decoding(self.decoding)
+        fields = {"method": self.method, "system": self.system, **options}
+        return json.dumps(fields, sort_keys=True, ensure_ascii=False)
 
 
 def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
@@ -133,57 +133,57 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
     with _open_file(place, objects) as file:
         try:
             types = parquet_types(place, file)
-            return _check_rows(read_rows(place, file, _NEEDED, "question_id"), types, place, mode, limit)
+            return _check_rows(read_rows(place, file, _NEEDED_TEXT, "question_id"), types, place, mode, limit)
         except UNREADABLE as error:
             raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
 
 
-def read_given_questions(given: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
+def read_given_questions(source: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
     """Read questions from dicts, or a table that Arrow takes, as ``read_questions`` does. Raises QuestionsError."""
     types: dict[str, pa.DataType] = {}
-    if hasattr(given, "__arrow_c_stream__"):
-        given = table = _given_table(given)
+    if hasattr(source, "__arrow_c_stream__"):
+        source = table = _convert_table(source)
         types = dict(zip(table.schema.names, table.schema.types, strict=True))
-    return _check_rows(given_rows("questions", given, _NEEDED), types, "questions", mode, limit)
+    return _check_rows(given_rows("questions", source, _NEEDED_TEXT), types, "questions", mode, limit)
 
 
-def _given_table(given: object) -> pa.Table:
-    """Convert a table that a caller has at hand to one of Arrow's. Raises QuestionsError."""
+def _convert_table(source: object) -> pa.Table:
+    """Convert a caller's table (pandas, Polars) to Arrow. Raises QuestionsError."""
     try:
-        return given_table("questions", given, _NEEDED)
+        return given_table("questions", source, _NEEDED_TEXT)
     except BadRow as error:
         raise QuestionsError(str(error)) from error
 
 
 def _check_rows(
-    numbered: Iterator[tuple[str, UserRow]],
+    numbered_rows: Iterator[tuple[str, UserRow]],
     types: Mapping[str, pa.DataType],
     place: str,
     mode: AnswerMode,
     limit: int | None,
 ) -> pa.Table:
-    """Check rows of questions and return them as QUESTION_SCHEMA and the columns that are carried along.
+    """Check rows of questions; return a table of QUESTION_SCHEMA and the carried columns.
 
-    ``types`` are those of the file's columns, where it says them. Raises QuestionsError.
+    ``types``: the types of the file's columns, if the file has types. Raises QuestionsError.
     """
     rows: list[dict[str, str | list[str] | None]] = []
-    carried: list[UserRow] = []
+    carried_rows: list[UserRow] = []
     try:
-        for where, row in islice(numbered, limit):
+        for where, row in islice(numbered_rows, limit):
             rows.append(_parse_question(row, f"{place}, {where}", mode))
-            carried.append({name: value for name, value in row.items() if name not in _KNOWN_COLUMNS})
+            carried_rows.append({name: value for name, value in row.items() if name not in _KNOWN_COLUMNS})
     except BadRow as error:
         raise QuestionsError(str(error)) from error
     if not rows:
         raise QuestionsError(f"{place}: there is no question in it")
     counts = Counter(row["question_id"] for row in rows)
-    if repeated := [name for name, count in counts.items() if count > 1]:
-        shown = ", ".join(map(repr, repeated[:3]))
-        raise QuestionsError(f"{place}: {len(repeated)} question_ids repeat, e.g. {shown}; ids must be unique")
+    if repeated_ids := [name for name, count in counts.items() if count > 1]:
+        examples = ", ".join(map(repr, repeated_ids[:3]))
+        raise QuestionsError(f"{place}: {len(repeated_ids)} question_ids repeat, e.g. {examples}; ids must be unique")
     table = pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
     try:
         types = {name: kind for name, kind in types.items() if name not in _KNOWN_COLUMNS}
-        columns = carried_columns(carried, _ANSWER_COLUMNS, types)
+        columns = make_carried_columns(carried_rows, _ANSWER_COLUMNS, types)
     except QuestionsError as error:
         raise QuestionsError(f"{place}: {error}") from error
     for name, column in columns.items():
@@ -205,13 +205,13 @@ def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: Answe
 
 
 def _short_hash(text: str) -> str:
-    """Return eight characters that tell a text from others."""
+    """Return a hash of a text in eight characters."""
     return blake2b(text.encode(errors="replace"), digest_size=4).hexdigest()
 
 
 def _open_file(place: str, objects: Objects | None) -> BinaryIO:
     """Open a local or s3:// file of questions for reading. Raises QuestionsError."""
-    if suffix_of(place) not in TABLE_SUFFIXES:
+    if find_suffix(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
     try:
         if is_object(place):
@@ -231,7 +231,7 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
         raise QuestionsError(f"{where}: question_id must be text or a whole number, got {question_id!r}")
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDED}")
+        raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDED_TEXT}")
     choices, video_ids = _parse_choices(row, where, mode), _parse_video_ids(row, where)
     question = {
         "question_id": str(question_id),
@@ -249,13 +249,13 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
 
 
 def _check_columns(row: UserRow, where: str) -> None:
-    """Raise QuestionsError that names a row's columns, and likely ones, where it lacks a column that it needs."""
-    others = [str(name) for name in row if name not in _KNOWN_COLUMNS]
-    missing = [f"{name}{did_you_mean(name, others)}" for name in _NEEDED_COLUMNS if name not in row]
-    if missing:
+    """Raise QuestionsError if a row lacks a needed column; the error suggests similar columns of the row."""
+    other_names = [str(name) for name in row if name not in _KNOWN_COLUMNS]
+    missing_names = [f"{name}{did_you_mean(name, other_names)}" for name in _NEEDED_COLUMNS if name not in row]
+    if missing_names:
         names = printable(", ".join(map(str, row)), _MAX_NAMES_BYTES) or "none"
         raise QuestionsError(
-            f"{where}: every row needs {_NEEDED}; {', '.join(missing)} is missing; the row has: {names}"
+            f"{where}: every row needs {_NEEDED_TEXT}; {', '.join(missing_names)} is missing; the row has: {names}"
         )
 
 
@@ -263,8 +263,8 @@ def _parse_video_ids(row: UserRow, where: str) -> list[str]:
     """Return the ids of the videos that a row asks about, one or several. Raises QuestionsError."""
     value = row["video_id"]
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
-        listed = _parse_json_list(value)
-        value = listed if listed and all(isinstance(name, str) for name in listed) else value
+        ids_in_text = _parse_json_list(value)
+        value = ids_in_text if ids_in_text and all(isinstance(name, str) for name in ids_in_text) else value
     ids: list[Any] = value if isinstance(value, list) else [value]
     if not ids or not all(isinstance(name, str) and name.strip() for name in ids):
         raise QuestionsError(f"{where}: video_id must be a video's id or a list of them, got {value!r}")
@@ -289,7 +289,7 @@ def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | No
 
 
 def _parse_target(row: UserRow, where: str) -> str | None:
-    """Return the right answer (the column ``answer``) as text; None where there is none.
+    """Return the right answer (the column ``answer``) as text; None without one.
 
     A whole number comes without a point, which pandas adds to a column with gaps. Raises QuestionsError.
     """
@@ -304,7 +304,7 @@ def _parse_target(row: UserRow, where: str) -> str | None:
 
 
 def _parse_json_list(text: str) -> list[Any] | None:
-    """Parse a .csv cell as a JSON list; return None where it is not one."""
+    """Parse a .csv cell as a JSON list; return None for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # as of a row of .jsonl
@@ -314,15 +314,15 @@ def _parse_json_list(text: str) -> list[Any] | None:
 
 def _parse_mode(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
     """Return the mode in which a row's question is answered: the row's own settings, else the run's."""
-    own = {
+    own_options = {
         name: _parse_number(row[name], kind, name, where)
         for name, kind in _DECODING_OPTIONS.items()
         if row.get(name) is not None
     }
     # One seed for all would draw the same numbers for every question.
-    own.setdefault("seed", seed_for(mode.decoding.seed, str(row["question_id"])))
+    own_options.setdefault("seed", derive_seed(mode.decoding.seed, str(row["question_id"])))
     try:
-        decoding = Decoding(**{**asdict(mode.decoding), **own})
+        decoding = Decoding(**{**asdict(mode.decoding), **own_options})
     except ValueError as error:
         raise QuestionsError(f"{where}: {error}") from error
     system = mode.system if row.get("system") is None else row["system"]
@@ -340,8 +340,8 @@ def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
             number = kind(value)
     if isinstance(number, float) and kind is int and number.is_integer():
         number = int(number)
-    accepted = (int,) if kind is int else (int, float)
-    if isinstance(number, bool) or not isinstance(number, accepted):
+    number_types = (int,) if kind is int else (int, float)
+    if isinstance(number, bool) or not isinstance(number, number_types):
         raise QuestionsError(f"{where}: {name} must be a {'whole ' if kind is int else ''}number, got {value!r}")
     try:
         return kind(number)
@@ -349,7 +349,7 @@ def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
         raise QuestionsError(f"{where}: {name} must be a number, got one of {len(str(number))} digits") from error
 
 
-def seed_for(seed: int, question_id: str) -> int:
+def derive_seed(seed: int, question_id: str) -> int:
     """Return a question's own seed, made of the run's seed and the question's id alone."""
     return int.from_bytes(blake2b(f"{seed}\0{question_id}".encode(errors="replace"), digest_size=8).digest()) >> 1
 
@@ -360,20 +360,19 @@ def add_choices(prompt: str, choices: Sequence[str]) -> str:
     return f"{prompt}\n{options}{INSTRUCTION}"
 
 
-def letters(count: int) -> list[str]:
+def list_letters(count: int) -> list[str]:
     """Return the first ``count`` capital letters, which name choices."""
     return list(ascii_uppercase[:count])
 
 
 def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
-    """Return the index of the choice that a generated answer names; None where it names none, or several.
+    """Return the index of the choice that a generated answer names; None if it names no choice, or several.
 
-    In this order: a letter that the answer begins with ("B", "(B)", "B. a dog"), one that it calls the answer ("the
-    answer is B"), the text of a choice, a letter that stands alone anywhere ("A" and "I" are words too and do not
-    count there).
+    In this order: a letter at the beginning ("B", "(B)", "B. a dog"), a letter called the answer ("the answer is B"),
+    the text of a choice, a single letter anywhere (not "A" and "I", which are words).
     """
     text = answer.strip().strip("*").strip()
-    names = letters(len(choices))
+    names = list_letters(len(choices))
     first = re.match(r"\(?([A-Z])(?:\)|[.:,]|\*|\s*$|\n)", text)
     if first and first[1] in names:
         return names.index(first[1])

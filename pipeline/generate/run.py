@@ -22,8 +22,8 @@ from rich.console import Console
 
 from pipeline.cache.changed_code import REDO
 from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import LiveVideos, ok_rows, widths_of
-from pipeline.cache.merging import WAITING, WAITING_AT_END
+from pipeline.cache.live import LiveVideos, find_widths, select_ok
+from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES
 from pipeline.cache.reader import MAX_HINTS, TokenCache
 from pipeline.errors import RunFailed, UsageError, store_usage_errors, usage_errors
 from pipeline.generate.answer_setup import (
@@ -42,19 +42,19 @@ from pipeline.generate.answers import (
     AnswersTable,
     answer_key,
     check_place,
-    code_of,
     commit_answers,
-    describe_answered,
+    find_code,
+    format_answered,
     match_answers,
     read_answers_header,
-    remaining_questions,
+    select_remaining_questions,
     try_merge_answers,
     write_answers_header,
 )
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, VLLM, choose_batch_size
 from pipeline.generate.late_pruning import PruningSpec
-from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, stored_tower
+from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, read_tower_hash
 from pipeline.generate.questions import (
     QUESTION_SCHEMA,
     AnswerMode,
@@ -63,11 +63,11 @@ from pipeline.generate.questions import (
     read_questions,
 )
 from pipeline.generate.summary import AnswerSummary, summarise_answers
-from pipeline.options import config_of
+from pipeline.options import make_config
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
-from pipeline.runner.cluster import at_most, choose_device, node_selector, provenance, resources_without
+from pipeline.runner.cluster import cap_gpus, choose_device, node_selector, provenance, sum_resources
 from pipeline.runner.driver import Driver
-from pipeline.runner.library import ProgressOption, checked_outcome, console_for, run_here
+from pipeline.runner.library import ProgressOption, check_outcome, make_console, run_here
 from pipeline.runner.run_record import RunFile, check_out, new_run_id
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage
@@ -126,9 +126,9 @@ def build_graph(
     *,
     without: Collection[str] = (),
 ) -> RunGraph:
-    """Build the Ray Data graph that answers the questions; nothing runs until its output is asked for.
+    """Build the Ray Data graph that answers the questions; it runs once its batches are read.
 
-    ``without`` holds the ids of nodes on which no worker may run.
+    ``without``: the ids of nodes on which no worker may run.
     """
     blocks = pack_blocks(group_by_videos(questions, plan.questions_per_block))
     answers = add_stage(
@@ -142,11 +142,11 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
     Attributes:
         questions: QUESTION_SCHEMA and carried columns; ``prepare`` sets it and the next three.
-        setup: what the workers need.
-        identity: the settings that all answers in the place share.
+        setup: the settings of the workers.
+        identity: the settings that all answers in the output share.
         forecast: the questions that need no model, and the sizes of prompts.
         device, dtype: of the language models, once a question needs a model.
-        answered: keys of the committed answers.
+        answered_keys: keys of the committed answers.
         n_failed: questions of this run that failed.
     """
 
@@ -173,19 +173,22 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             evaluation: what an evaluation adds to the identity of the answers.
         """
         super().__init__(config, console)
-        self._given = questions
+        self._given_questions = questions
         self._specs = {"": make_spec(config)} if specs is None else specs
         self._evaluation = evaluation
-        self.answered: set[tuple[str, str | None]] = set()
+        self.answered_keys: set[tuple[str, str | None]] = set()
         self.n_failed = 0
         self._runtimes: list[str] = []
 
     def prepare(self) -> None:
-        """Check the options against questions, cache, model and answers. Raises UsageError, or CorruptShard."""
+        """Check the options against questions, cache, model and answers; set the attributes.
+
+        Raises UsageError, CorruptShard.
+        """
         config = self.options
         objects = Objects.from_environment(config.s3_endpoint)
-        if self._given is not None:
-            self.questions = self._given
+        if self._given_questions is not None:
+            self.questions = self._given_questions
         elif config.questions is not None:
             with store_usage_errors():
                 self.questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
@@ -200,17 +203,17 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
                 self.questions = self.questions.slice(0, config.limit)
             video_ids = pc.unique(pc.list_flatten(self.questions["video_ids"])).to_pylist()
             live = videos.rows_of(video_ids, LIVE_COLUMNS)
-            known = set(live["video_id"].to_pylist())
-            unknown = (video_id for video_id in video_ids if video_id not in known)
+            known_ids = set(live["video_id"].to_pylist())
+            unknown = (video_id for video_id in video_ids if video_id not in known_ids)
             near = {video_id: videos.near(video_id) for video_id in islice(unknown, MAX_HINTS)}
             check_place(self.store)
         cache_identity = header["identity"]
         # vLLM takes other weights too, if they come with the vision encoder that made the cache.
-        tower = partial(stored_tower, cache, header) if config.engine == VLLM else None
+        tower = partial(read_tower_hash, cache, header) if config.engine == VLLM else None
         with usage_errors(), store_usage_errors():
             source = find_model(cache, cache_identity["model"], config.model, config.revision, tower)
             builder = make_prompt_builder(source, config)
-        check_tokens(cache, header, widths_of(live), builder)
+        check_tokens(cache, header, find_widths(live), builder)
         if builder.open_tag and builder.policy.thought == "open" and self._evaluation is None:
             self.say(
                 f"note: the chat template of {source.name} ends with {builder.open_tag}, so the model reasons first. "
@@ -227,61 +230,61 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         if config.engine == VLLM:
             with usage_errors():
                 ENGINES[VLLM].check_room(config, source, self.setup.largest_video)
-        self._wanted = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
+        self._requested_identity = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
         with store_usage_errors():
             self.match()
 
     def _videos_with_tokens(self, videos: LiveVideos) -> list[str]:
-        """List the ids of the videos that ``--ask`` asks about. Raises UsageError where there is none."""
-        ids: list[str] = ok_rows(videos.live(("video_id", "status")))["video_id"].to_pylist()
+        """List the ids of the videos that ``--ask`` asks about. Raises UsageError if there are none."""
+        ids: list[str] = select_ok(videos.live(("video_id", "status")))["video_id"].to_pylist()
         if not ids:
             raise UsageError(f"--ask: no video in {self.options.cache} has tokens; python -m jobs.prune makes some")
         return ids
 
     def match(self) -> None:
-        matched = match_answers(self.store, self._wanted, redo=self.options.on_changed == REDO)
-        self.identity, self._changed = matched
+        match_cache = match_answers(self.store, self._requested_identity, redo=self.options.on_changed == REDO)
+        self.identity, self._changed = match_cache
 
-    def remaining(self) -> list[QuestionRecord]:
+    def list_remaining(self) -> list[QuestionRecord]:
         self.table = AnswersTable(self.store, self.identity)
-        if self._changed:  # from here on the rows that other code made do not count for anybody
-            self.say(f"note: a method has other code now: what it answered in {self.store} is asked again")
-            write_answers_header(self.store, self._identity_with_earlier())
-        prunings, cached = self.setup.prunings, self.forecast.cached
-        codes = {name: code_of(self.identity, name) for name in prunings}
-        live = self.table.live_of(self.questions, prunings)
+        if self._changed:  # from now on rows by other code are not live
+            self.say(f"note: a method has other code now: its questions in {self.store} are asked again")
+            write_answers_header(self.store, self._merge_identity())
+        prunings, cached_videos = self.setup.prunings, self.forecast.cached
+        codes = {name: find_code(self.identity, name) for name in prunings}
+        live = self.table.select_live_of(self.questions, prunings)
         to_ask = self.questions.select(QUESTION_SCHEMA.names)
-        questions = remaining_questions(self.store, live, to_ask, codes, self.options, cached)
-        for line in describe_answered(live, self.n_questions, questions, self.options):
+        questions = select_remaining_questions(self.store, live, to_ask, codes, self.options, cached_videos)
+        for line in format_answered(live, self.n_questions, questions, self.options):
             self.say(line)
         return questions
 
     @property
     def n_questions(self) -> int:
-        """The number of questions that the run is about, each as often as there are prunings."""
+        """The number of questions times prunings."""
         return len(self.questions) * len(self.setup.prunings)
 
     def process(self, todo: list[QuestionRecord]) -> None:
-        """Commit the error rows that the cache alone decides, then answer the rest; Ray starts only if any are left."""
+        """Commit the error rows that follow from the cache alone, then answer the other questions on Ray, if any."""
         config = self.options
-        for_model, failed = self.forecast.split(todo)
-        if for_model:  # before any row is written: the cluster may not be able to do what the flags ask
+        for_model, failed_rows = self.forecast.split(todo)
+        if for_model:  # before any row is written: the cluster may lack the resources of the flags
             self.device, self.dtype = self.choose_device()
-        write_answers_header(self.store, self._identity_with_earlier())
+        write_answers_header(self.store, self._merge_identity())
         about: JsonObject = {"config": config.as_record(), "questions": len(todo)}
         self.run_file = RunFile(self.store, {**provenance(self.run_id, _RECORDED_VERSIONS), **about})
         with self.run_file:
-            for start in range(0, len(failed), config.questions_per_shard):
-                part = failed[start : start + config.questions_per_shard]
+            for start in range(0, len(failed_rows), config.questions_per_shard):
+                part = failed_rows[start : start + config.questions_per_shard]
                 commit_answers(self.store, self.run_id, self.n_shards, part, config.format, self.questions)
                 self.n_shards += 1
-            self.n_failed += len(failed)
+            self.n_failed += len(failed_rows)
             if for_model:
                 self.run_file.save(device=self.device, dtype=self.dtype)
                 self.answer(for_model)
 
     def choose_device(self) -> tuple[str, str]:
-        """Join or start the cluster, and choose (device, dtype). Raise UsageError where the flags cannot be met."""
+        """Join or start the cluster, and choose (device, dtype). Raise UsageError if it lacks the resources."""
         device, dtype = choose_device(self.options, self.options.dtype, self.say)
         n_gpus = self.options.tensor_parallel
         if device == "cuda" and self.available_resources()["GPU"] < n_gpus:
@@ -293,7 +296,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         self.monitor.start()
         self.stream(questions)
 
-    def _identity_with_earlier(self) -> AnswersIdentity:
+    def _merge_identity(self) -> AnswersIdentity:
         """Return the answers' identity; prunings of earlier runs stay in it while they have answers."""
         if PRUNINGS not in self.identity or not self.table.names():
             return self.identity
@@ -303,26 +306,26 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
     def plan(self, items: list[QuestionRecord]) -> AnswerPlan:
         cluster, config = self.available_resources(), self.options
         if not self.can_run_on(cluster):
-            raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
-        plan = self.plan_again(len(items))
+            raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
+        plan = self.replan(len(items))
         if config.workers is not None and plan.answer.workers < min(config.workers, len(items)):
-            self.say(f"note: the cluster has room for {plan.answer.workers} of --workers {config.workers}")
+            self.say(f"note: the cluster fits only {plan.answer.workers} of --workers {config.workers}")
         self.run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
         return plan
 
-    def plan_again(self, n_items: int) -> AnswerPlan:
+    def replan(self, n_items: int) -> AnswerPlan:
         cluster = self.available_resources()
         return plan_answers(cluster["CPU"], cluster["GPU"] if self.device == "cuda" else 0.0, n_items, self.options)
 
     def available_resources(self) -> dict[str, float]:
-        """Return the nodes' resources, counting only GPUs of nodes that have enough for a whole model."""
-        cluster, per_model = resources_without(self.without), self.options.tensor_parallel
+        """Return the nodes' resources, with only the GPUs of nodes that have enough for a whole model."""
+        cluster, per_model = sum_resources(self.excluded_nodes), self.options.tensor_parallel
         gpus = cluster.get("GPU", 0.0)
         if per_model > 1:
-            nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self.without]
+            nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self.excluded_nodes]
             of_nodes = (node["Resources"].get("GPU", 0.0) for node in nodes)
             gpus = sum(per_model * (n_gpus // per_model) for n_gpus in of_nodes)
-        return at_most({**cluster, "GPU": gpus}, self.options.max_gpus)
+        return cap_gpus({**cluster, "GPU": gpus}, self.options.max_gpus)
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
         n_gpus = self.options.tensor_parallel if self.device == "cuda" else 0
@@ -330,36 +333,36 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
     def build(self, items: list[QuestionRecord], plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         assert isinstance(plan, AnswerPlan)
-        return build_graph(items, self.worker_setup(), plan, heartbeats, without=self.without)
+        return build_graph(items, self.worker_setup(), plan, heartbeats, without=self.excluded_nodes)
 
     def worker_setup(self) -> AnswerSetup:
         """Return the settings of the workers, on the chosen device and dtype."""
         return replace(self.setup, device=self.device, dtype=self.dtype)
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit ``rows`` (ANSWERED), and record what computed them, as the nodes themselves say."""
+        """Commit ``rows`` (ANSWERED_SCHEMA), and add new runtimes of workers to the run's record."""
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)
             self.run_file.save(runtimes=[json.loads(text) for text in self._runtimes])
         answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
         commit_answers(self.store, self.run_id, number, answers, self.options.format, self.questions)
-        self.answered.update(map(answer_key, answers))
+        self.answered_keys.update(map(answer_key, answers))
         n_failed = sum(answer["status"] != "ok" for answer in answers)
         self.n_failed += n_failed
-        self.monitor.committed("question", len(answers) - n_failed, n_failed)
-        if (number + 1) % WAITING == 0:
-            try_merge_answers(self.store, WAITING, self.say)
+        self.monitor.count_rows("question", len(answers) - n_failed, n_failed)
+        if (number + 1) % MAX_WAITING_FILES == 0:
+            try_merge_answers(self.store, MAX_WAITING_FILES, self.say)
 
-    def unfinished(self, items: list[QuestionRecord]) -> list[QuestionRecord]:
-        return [question for question in items if answer_key(question) not in self.answered]
+    def select_unfinished(self, items: list[QuestionRecord]) -> list[QuestionRecord]:
+        return [question for question in items if answer_key(question) not in self.answered_keys]
 
     def summarise(self, todo: list[QuestionRecord], wall_s: float) -> AnswerSummary:
-        live = self.table.live_of(self.questions, self.setup.prunings)
+        live = self.table.select_live_of(self.questions, self.setup.prunings)
         new = {answer_key(question) for question in todo}
         return replace(summarise_answers(live, self.n_questions, new, wall_s), out=str(self.store))
 
     def tidy(self) -> None:
-        try_merge_answers(self.store, WAITING_AT_END, self.say)
+        try_merge_answers(self.store, MAX_WAITING_AT_END, self.say)
 
 
 def answer_questions(
@@ -376,29 +379,31 @@ def answer_questions(
     >>> summary = pipeline.answer_questions("my-cache", asked, out="answers", retention_ratio=0.10)
     >>> pipeline.read_answers(summary.out).select(["question_id", "answer"]).to_pylist()
 
-    The same call again asks what has no answer yet. Ray, loggers and settings are left as they were, as
-    :func:`pipeline.prune_videos` says.
+    The call is resumable: call it again to ask the questions without an answer. Ray, loggers and settings are left as
+    they were, as in :func:`pipeline.prune_videos`.
 
     Args:
-        cache: a path, or a TokenCache, which is read anew.
+        cache: a path, or a TokenCache, which is opened again.
         questions: a file as for ``python -m jobs.generate --questions``; or rows with question_id, video_id, prompt and
             optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas or Polars. None
             with ``ask=["What happens here?"]``, which asks every video of the cache.
         out: the answers to create or to continue.
         progress: as of ``prune_videos``.
-        options: those of ``python -m jobs.generate --help-all`` by their names, ``--max-new-tokens 8`` as
+        options: the options of ``python -m jobs.generate --help-all`` by name, ``--max-new-tokens 8`` as
             ``max_new_tokens=8``.
 
-    Returns what ``out`` holds of these questions; ``failed`` has question_id -> class of the error.
+    Returns the counts of these questions in ``out``; ``failed`` has question_id -> class of the error.
 
     Raises UsageError, RunFailed and TooManyFailed as ``prune_videos``, and CorruptShard for a damaged cache.
     """
     place = str(cache.store) if isinstance(cache, TokenCache) else cache
     is_file = questions is None or isinstance(questions, str | os.PathLike)
-    named = questions if is_file else "questions from Python"
-    config = config_of(GenerateConfig, "answer_questions", {"cache": place, "questions": named, "out": out, **options})
-    console = console_for(progress)
+    source = questions if is_file else "questions from Python"
+    config = make_config(
+        GenerateConfig, "answer_questions", {"cache": place, "questions": source, "out": out, **options}
+    )
+    console = make_console(progress)
     with run_here():
         table = None if is_file else read_given_questions(questions, AnswerMode.of(config), config.limit)
         summary = AnswerRun(config, console, table).run()
-    return checked_outcome(summary, config, summary.n_questions)
+    return check_outcome(summary, config, summary.n_questions)

@@ -1,4 +1,4 @@
-"""What the answers hold for a file of questions: counted from their rows, never from what a run believes it did."""
+"""The counts over a file's questions, made from the rows of answers and never from a run's own counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from pipeline.errors import QUESTION_FAULTS, name_first
 from pipeline.runner.run_record import Outcome, as_text, count_failures
 
-_SHOWN = 3  # videos that a summary names
+_MAX_EXAMPLES = 3  # videos that a summary names
 _COLUMNS = (
     *("question_id", "video_ids", "pruning", "status", "error_class", "error_message"),
     *("decode_warnings", "finish"),
@@ -27,7 +27,7 @@ class AnswerSummary(Outcome):
     """The counts over the questions of a file, with mean tokens and seconds.
 
     Attributes:
-        n_questions: the questions of the file, each as often as there are prunings.
+        n_questions: questions of the file times prunings.
         visual_tokens: in a prompt that was answered, on average.
         prompt_tokens: text and visual tokens in such a prompt, on average.
         new_tokens: generated tokens, in all.
@@ -67,7 +67,7 @@ def summarise_answers(
     bad = [row for row in rows if row["status"] != "ok"]
     failures, examples = count_failures(bad, "question_id")
     with_warnings = [row for row in good if (row["decode_warnings"] or 0) > 0]
-    warned = list(dict.fromkeys(" + ".join(row["video_ids"]) for row in with_warnings))
+    warned_videos = list(dict.fromkeys(" + ".join(row["video_ids"]) for row in with_warnings))
     new_good = [row for row in good if (row["question_id"], row["pruning"]) in new]
     return AnswerSummary(
         n_questions=n_questions,
@@ -83,8 +83,8 @@ def summarise_answers(
         prompt_tokens=_mean(good, "n_prompt_tokens"),
         n_cut=sum(row["finish"] == "length" for row in good),
         n_warned=len(with_warnings),
-        n_warned_videos=len(warned),
-        warned=warned[:_SHOWN],
+        n_warned_videos=len(warned_videos),
+        warned=warned_videos[:_MAX_EXAMPLES],
         new_tokens=sum(row["n_new_tokens"] or 0 for row in good),
         seconds={
             "load": sum(row["load_s"] for row in new_good),
@@ -103,7 +103,7 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
     table.add_row("answers", f"{summary.new_tokens:,} tokens generated{cut}")
     table.add_row("seconds", ", ".join(f"{name} {value:.2f}" for name, value in summary.seconds.items()))
     if summary.n_warned:
-        table.add_row("warnings", Text(warned_answers(summary)))
+        table.add_row("warnings", Text(format_warned(summary)))
     table.add_row("this run", summary.pace("question"))
     failures: list[RenderableType] = (
         ["", summary.failures_table("question", QUESTION_FAULTS)] if summary.failures else []
@@ -111,11 +111,11 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
     return Group(table, *failures)
 
 
-def warned_answers(summary: AnswerSummary) -> str:
-    """Say how many answers are about videos whose frames may be damaged, and which the first videos are."""
-    named = name_first(summary.warned, summary.n_warned_videos)
+def format_warned(summary: AnswerSummary) -> str:
+    """Format the number of answers on videos whose frames may be damaged, with the first videos."""
+    names = name_first(summary.warned, summary.n_warned_videos)
     return (
-        f"{summary.n_warned} answers are about videos that were decoded with warnings ({named}): their frames may be "
+        f"{summary.n_warned} answers are about videos that were decoded with warnings ({names}): their frames may be "
         "damaged"
     )
 

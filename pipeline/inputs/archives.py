@@ -1,4 +1,4 @@
-"""Tars and zips as containers of videos.
+"""Tars and zips as archives of videos.
 
 Each video of a tar is a member; .json, .txt and .cls members of its name are carried along, wherever in the tar they
 lie (``_Sidecars``). The index of a tar is made from headers alone. A member's data is a stretch of the tar; a worker
@@ -18,23 +18,23 @@ from typing import Final, NamedTuple
 
 from pipeline.errors import VideoFault
 from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault
-from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER, LeftOut, is_apple_double
-from pipeline.inputs.listings import VIDEO_SUFFIXES, is_taken, suffix_of
+from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
+from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix, is_taken
 from pipeline.inputs.tables import UserValue, carried_json
 from pipeline.keys import sample_key, sample_spans
 
 _BLOCK: Final = tarfile.BLOCKSIZE
-_MOST_HEADER = 2**20  # bytes of an extended header; a real one has some hundred
-_MOST_CARRIED = 2**16  # bytes of a carried member
-_RESYNC = 2**28  # bytes in which the next header is looked for behind a broken one
-_PIECE = 2**20  # bytes of a video that are read at once
-_STATED = 2**33  # bytes from which on a size stands in an extended header
+_MAX_HEADER_BYTES = 2**20  # bytes of an extended header; a real one has some hundred
+_MAX_CARRIED_BYTES = 2**16  # bytes of a carried member
+_MAX_RESYNC_BYTES = 2**28  # bytes in which the next header is looked for behind a broken one
+_PIECE_BYTES = 2**20  # bytes of a video that are read at once
+_MIN_PAX_SIZE = 2**33  # bytes from which on a size stands in an extended header
 _LONG_NAME, _PAX = b"L", (b"x", b"X")
 _EXTENDED = (_LONG_NAME, b"K", *_PAX, b"g")  # kinds of headers that say more of the next member
 _UNKNOWN = b"?"  # of what is no member
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
-_CARRIED = (".json", ".txt", ".cls")  # suffixes of members that are carried along
+_CARRIED_SUFFIXES = (".json", ".txt", ".cls")  # suffixes of members that are carried along
 _INFO = ".info"  # stands before .json in the names that yt-dlp gives
 
 
@@ -49,50 +49,50 @@ class _MemberEntry(NamedTuple):
 
 
 class Tar(Container):
-    """A tar that is open."""
+    """An open tar."""
 
     def __init__(self, file: RandomFile) -> None:
         self._file, self._left_out, self._sidecars = file, LeftOut(), _Sidecars()
 
-    def members(self, asked: ContainerOptions) -> Iterator[Member]:
-        """Yield the videos in their order; ``paired`` adds what is carried with each."""
+    def members(self, options: ContainerOptions) -> Iterator[Member]:
+        """Yield the videos in their order; ``pair_sidecars`` adds what is carried with each."""
         self._left_out, self._sidecars = LeftOut(), _Sidecars()
         for entry in self._entries():
             name = entry.name.removeprefix("./")
             if is_apple_double(name):
                 self._left_out.add(APPLE_DOUBLE, name)
-            elif suffix_of(name) in VIDEO_SUFFIXES or entry.kind == _UNKNOWN:
+            elif find_suffix(name) in VIDEO_SUFFIXES or entry.kind == _UNKNOWN:
                 yield _video(entry, name)
             elif entry.kind not in _FILES:
                 continue
-            elif (suffix := suffix_of(name)) in _CARRIED:
-                if entry.size > _MOST_CARRIED:
-                    self._left_out.add(f"{suffix[1:]} of more than {_MOST_CARRIED >> 10} KiB", name)
-                self._sidecars.add(name, None if entry.wrong else self._carried(entry, suffix))
+            elif (suffix := find_suffix(name)) in _CARRIED_SUFFIXES:
+                if entry.size > _MAX_CARRIED_BYTES:
+                    self._left_out.add(f"{suffix[1:]} of more than {_MAX_CARRIED_BYTES >> 10} KiB", name)
+                self._sidecars.add(name, None if entry.wrong else self._read_carried(entry, suffix))
             else:
-                self._left_out.add(OTHER, name)
+                self._left_out.add(OTHER_FILES, name)
 
-    def paired(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
-        carried = self._sidecars.pair([video.name for video in videos])
+    def pair_sidecars(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
+        sidecars = self._sidecars.pair([video.name for video in videos])
         left_out = LeftOut(self._left_out.as_record())
-        for name in self._sidecars.unpaired():
-            left_out.add(f"{suffix_of(name)[1:]} without a video", name)
-        return [video._replace(carried=text) for video, text in zip(videos, carried, strict=True)], left_out
+        for name in self._sidecars.iter_unpaired():
+            left_out.add(f"{find_suffix(name)[1:]} without a video", name)
+        return [video._replace(carried=text) for video, text in zip(videos, sidecars, strict=True)], left_out
 
     def span(self, member: Member) -> tuple[int, int]:
         return member.offset - _BLOCK, member.offset + (member.size or 0)
 
     def read(self, member: Member) -> Iterator[bytes]:
-        """Yield a member's bytes. Raises VideoFault("io") where the tar is another one now."""
+        """Yield a member's bytes. Raises VideoFault("io") if the tar has changed."""
         place, end = self.span(member)
-        header = _parsed(self._file.read(place, place + _BLOCK))
-        huge = (member.size or 0) >= _STATED  # a header has no room for such a size
+        header = _parse_header(self._file.read(place, place + _BLOCK))
+        huge = (member.size or 0) >= _MIN_PAX_SIZE  # a header has no field for such a size
         if header is None or (header.size != member.size and not huge) or end > self._file.size:
-            raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; run the same command again")
-        for start in range(member.offset, end, _PIECE):
-            piece = self._file.read(start, min(start + _PIECE, end))
+            raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
+        for start in range(member.offset, end, _PIECE_BYTES):
+            piece = self._file.read(start, min(start + _PIECE_BYTES, end))
             if not piece:
-                raise VideoFault("io", f"{self._file.uri} ends before the member does; run the same command again")
+                raise VideoFault("io", f"{self._file.uri} ends before the member does; rerun the command")
             yield piece
 
     def sample(self, member: Member) -> int:
@@ -100,9 +100,9 @@ class Tar(Container):
         spans = [(member.offset + start, member.offset + end) for start, end in sample_spans(size)]
         return sample_key(size, [self._file.read(*span) for span in spans])
 
-    def _carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
-        """Return what a .json, .txt or .cls member holds; None of one that is too large to be carried."""
-        if entry.size > _MOST_CARRIED:
+    def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
+        """Return the content of a .json, .txt or .cls member; None if it is too large to be carried."""
+        if entry.size > _MAX_CARRIED_BYTES:
             return None
         text = self._file.read(entry.offset, entry.offset + entry.size).decode("utf-8", "backslashreplace")
         if suffix == ".txt":
@@ -114,79 +114,82 @@ class Tar(Container):
             return text.strip()
 
     def _entries(self) -> Iterator[_MemberEntry]:
-        """Yield the members by their headers. What cannot be understood is an entry named by its place, "@512"."""
+        """Yield the members by their headers.
+
+        A part without a valid header becomes an entry named by its offset, "@512".
+        """
         place, size, cut = 0, self._file.size, False
-        extended = _Extended()
+        extended_header = _Extended()
         while place < size:
             block = self._file.read(place, place + _BLOCK)
             if len(block) == _BLOCK and not any(block):
                 return  # the mark of the end
-            header = _parsed(block)
+            header = _parse_header(block)
             if header is None:
-                what = "the tar is cut off in a header" if len(block) < _BLOCK else "no header where one belongs"
-                yield _MemberEntry(f"@{place}", place, 0, _UNKNOWN, fault("corrupt", what))
-                place, extended, cut = self._next_header(place + _BLOCK), _Extended(), True
+                problem = "the tar is cut off in a header" if len(block) < _BLOCK else "no header where one belongs"
+                yield _MemberEntry(f"@{place}", place, 0, _UNKNOWN, fault("corrupt", problem))
+                place, extended_header, cut = self._next_header(place + _BLOCK), _Extended(), True
             elif header.type in _EXTENDED:
-                extended.take(header, self._file, place + _BLOCK)
-                place += _BLOCK + _padded(header.size)
+                extended_header.take(header, self._file, place + _BLOCK)
+                place += _BLOCK + _pad_size(header.size)
             else:
-                entry = self._entry(block, header, place + _BLOCK, extended)
+                entry = self._entry(block, header, place + _BLOCK, extended_header)
                 yield entry
-                place, extended = entry.offset + _padded(entry.size), _Extended()
+                place, extended_header = entry.offset + _pad_size(entry.size), _Extended()
                 cut = entry.offset + entry.size > size
         if not cut:
             yield _MemberEntry(
                 f"@{size}", size, 0, _UNKNOWN, fault("corrupt", "the tar has no end: members may be missing")
             )
 
-    def _entry(self, block: bytes, header: tarfile.TarInfo, data: int, extended: _Extended) -> _MemberEntry:
+    def _entry(self, block: bytes, header: tarfile.TarInfo, data: int, extended_header: _Extended) -> _MemberEntry:
         """Return the member of a header ``block`` whose data begins at ``data``, or behind more headers."""
-        wrong, told = extended.wrong, extended.told
-        if header.type == tarfile.GNUTYPE_SPARSE or any(word.startswith("GNU.sparse.") for word in told):
+        wrong, records = extended_header.wrong, extended_header.records
+        if header.type == tarfile.GNUTYPE_SPARSE or any(word.startswith("GNU.sparse.") for word in records):
             wrong = wrong or fault("unsupported", "a sparse member is not read; pack the tar without --sparse")
             more = block[482:483] if header.type == tarfile.GNUTYPE_SPARSE else b""
             while more.strip(b"\0"):
                 more = self._file.read(data, data + _BLOCK)[504:505]
                 data += _BLOCK
-        stated = told.get("size", "")
-        size = int(stated) if stated.isdecimal() and len(stated) < 20 else header.size
+        size_text = records.get("size", "")
+        size = int(size_text) if size_text.isdecimal() and len(size_text) < 20 else header.size
         size = 0 if header.type in _WITHOUT_DATA else size
-        if size != header.size and header.type in _FILES and size < _STATED:
+        if size != header.size and header.type in _FILES and size < _MIN_PAX_SIZE:
             wrong = wrong or fault("corrupt", "its two headers state different sizes")
-        if (missing := data + size - self._file.size) > 0:
-            wrong = fault("corrupt", f"the tar is cut off: {missing:,} bytes of this member are missing")
-        return _MemberEntry(told.get("path") or extended.name or header.name, data, size, header.type, wrong)
+        if (n_missing := data + size - self._file.size) > 0:
+            wrong = fault("corrupt", f"the tar is cut off: {n_missing:,} bytes of this member are missing")
+        return _MemberEntry(records.get("path") or extended_header.name or header.name, data, size, header.type, wrong)
 
     def _next_header(self, place: int) -> int:
-        """Return the place of the next header behind a broken one, or the end of the file."""
+        """Return the offset of the next header behind a broken header, or the end of the file."""
         end = self._file.size
-        for start in range(place, min(place + _RESYNC, end), _BLOCK):
+        for start in range(place, min(place + _MAX_RESYNC_BYTES, end), _BLOCK):
             block = self._file.read(start, start + _BLOCK)
-            if block[257:262] == b"ustar" and _parsed(block) is not None:
+            if block[257:262] == b"ustar" and _parse_header(block) is not None:
                 return start
         return end
 
 
 class _Extended:
-    """The facts about a member that the headers in front of its own give."""
+    """The facts about a member in the extended headers before its own header."""
 
     def __init__(self) -> None:
-        self.name, self.told = "", dict[str, str]()
+        self.name, self.records = "", dict[str, str]()
         self.wrong: str | None = None
 
     def take(self, header: tarfile.TarInfo, file: RandomFile, data: int) -> None:
-        """Take in a header whose data begins at ``data``; one that is absurdly long is left unread."""
-        if header.size > _MOST_HEADER:
-            self.wrong = fault("unsupported", f"its extended header has {header.size:,} bytes; pack the tar anew")
+        """Read a header whose data begins at ``data``; an absurdly long header is left unread."""
+        if header.size > _MAX_HEADER_BYTES:
+            self.wrong = fault("unsupported", f"its extended header has {header.size:,} bytes; pack the tar again")
         elif header.type == _LONG_NAME:
             name = file.read(data, data + header.size).partition(b"\0")[0]
             self.name = name.decode("utf-8", "surrogateescape")
         elif header.type in _PAX:
-            self.told = _pax(file.read(data, data + header.size))
+            self.records = _parse_pax(file.read(data, data + header.size))
 
 
-def _parsed(block: bytes) -> tarfile.TarInfo | None:
-    """Parse a header; None where it is none."""
+def _parse_header(block: bytes) -> tarfile.TarInfo | None:
+    """Parse a header; None if it is not valid."""
     try:
         header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError):
@@ -194,26 +197,26 @@ def _parsed(block: bytes) -> tarfile.TarInfo | None:
     return header if header.size >= 0 else None
 
 
-def _padded(size: int) -> int:
+def _pad_size(size: int) -> int:
     """Return the bytes that ``size`` bytes take in a tar, whose blocks are filled up."""
     return -(-size // _BLOCK) * _BLOCK
 
 
-def _pax(data: bytes) -> dict[str, str]:
+def _parse_pax(data: bytes) -> dict[str, str]:
     """Return the records "LENGTH KEY=VALUE" of an extended header, as far as they are well formed."""
-    found, place = dict[str, str](), 0
+    records, place = dict[str, str](), 0
     while space := data.find(b" ", place, place + 20) + 1:
         length = data[place : space - 1]
         if not length.isdigit() or int(length) < 5:
             break
         word, _, value = data[space : place + int(length) - 1].partition(b"=")
-        found[word.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        records[word.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         place += int(length)
-    return found
+    return records
 
 
 def _key(name: str) -> str:
-    """Return what WebDataset takes for the key of a sample: the name up to the first dot behind its folder."""
+    """Return WebDataset's key of a sample: the name up to the first dot behind its folder."""
     folder, slash, base = name.rpartition("/")
     return f"{folder}{slash}{base.partition('.')[0]}"
 
@@ -236,24 +239,24 @@ class _Sidecars:
 
     def __init__(self) -> None:
         self._values = dict[tuple[str, str], tuple[str, UserValue]]()  # (stem, suffix) -> name and value
-        self._paired = set[str]()  # names
+        self._paired_names = set[str]()  # names
 
     def add(self, name: str, value: UserValue) -> None:
-        """Add a member; of several with one name the last counts."""
-        self._values[_stem(name), suffix_of(name)] = name, value
+        """Add a member; the last member with a name counts."""
+        self._values[_stem(name), find_suffix(name)] = name, value
 
     def pair(self, videos: Sequence[str]) -> list[str | None]:
-        """Return what is carried with each of the ``videos`` as JSON: suffix -> value; None for nothing."""
-        stems, self._paired = {_stem(name) for name in videos}, set()
+        """Return the carried members of each of the ``videos`` as JSON: suffix -> value; None without any."""
+        stems, self._paired_names = {_stem(name) for name in videos}, set()
         return [self._pair(name, stems) for name in videos]
 
-    def unpaired(self) -> Iterator[str]:
-        """Yield the names of the members that no video of the last ``pair`` has got."""
-        return (name for name, _ in self._values.values() if name not in self._paired)
+    def iter_unpaired(self) -> Iterator[str]:
+        """Yield the names of the members that went to no video of the last ``pair``."""
+        return (name for name, _ in self._values.values() if name not in self._paired_names)
 
     def _pair(self, video: str, stems: set[str]) -> str | None:
-        stem, key, carried = _stem(video), _key(video), dict[str, UserValue]()
-        for suffix in _CARRIED:
+        stem, key, values = _stem(video), _key(video), dict[str, UserValue]()
+        for suffix in _CARRIED_SUFFIXES:
             places = [(stem, suffix)]
             if suffix == ".json":
                 places.append((f"{stem}{_INFO}", suffix))
@@ -261,20 +264,20 @@ class _Sidecars:
                 places.append((key, suffix))
             for place in places:
                 if place in self._values:
-                    name, carried[suffix[1:]] = self._values[place]
-                    self._paired.add(name)
+                    name, values[suffix[1:]] = self._values[place]
+                    self._paired_names.add(name)
                     break
-        return carried_json(carried) if carried else None
+        return carried_json(values) if values else None
 
 
 def _stem(name: str) -> str:
     """Return a name without its suffix."""
-    return name[: -len(suffix)] if (suffix := suffix_of(name)) else name
+    return name[: -len(suffix)] if (suffix := find_suffix(name)) else name
 
 
 _HEADER: Final = struct.Struct("<4s5H3L2H")  # of a member: signature, version, flags, method, ..., two lengths
 _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
-_LEAST = 2**12  # bytes that are read at once behind the expected end of a member
+_MIN_READ_BYTES = 2**12  # bytes that are read at once behind the expected end of a member
 _FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length
 _UTF8_FLAG, _UNICODE_PATH = 0x800, 0x7075
 _ENCODING = "name their encoding, e.g. --zip-encoding gbk"
@@ -282,21 +285,21 @@ _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is und
 
 
 class Zip(Container):
-    """A zip that is open. The offset of a member is that of its header."""
+    """An open zip. The offset of a member is the offset of its header."""
 
     def __init__(self, file: RandomFile) -> None:
         self._file, self._left_out = file, LeftOut()
 
-    def members(self, asked: ContainerOptions) -> Iterator[Member]:
-        """Yield the videos that the directory at the end lists. Raises OSError where there is none."""
+    def members(self, options: ContainerOptions) -> Iterator[Member]:
+        """Yield the videos that the directory at the end lists. Raises OSError without a directory."""
         self._left_out = LeftOut()
         try:
-            listed = zipfile.ZipFile(SeekableFile(self._file)).infolist()
+            entries = zipfile.ZipFile(SeekableFile(self._file)).infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
             yield Member("@0", 0, fault=fault("corrupt", f"the directory of the zip cannot be read: {error}"))
             return
-        for info in listed:
-            name, exact, wrong = _decode_name(info, asked.zip_encoding)
+        for info in entries:
+            name, exact, wrong = _decode_name(info, options.zip_encoding)
             if name.endswith("/"):
                 continue
             if not is_taken(name, VIDEO_SUFFIXES, self._left_out):
@@ -307,33 +310,37 @@ class Zip(Container):
                 self.note = f"names that are not UTF-8 are read as cp437, e.g. {name}; if that is garbled, {_ENCODING}"
             yield Member(name, info.header_offset, info.file_size, fault=wrong, mark=f"crc-{info.CRC:08x}")
 
-    def paired(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
+    def pair_sidecars(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
         return [*videos], self._left_out
 
     def span(self, member: Member) -> tuple[int, int]:
         # The name and extra fields before the data are of any length; a deflated member has fewer bytes than this.
-        return member.offset, member.offset + (member.size or 0) + _LEAST
+        return member.offset, member.offset + (member.size or 0) + _MIN_READ_BYTES
 
     def read(self, member: Member) -> Iterator[bytes]:
-        """Yield a member's bytes. Raises VideoFault where the zip is another one now, or the data is damaged."""
+        """Yield a member's bytes. Raises VideoFault if the zip has changed, or the data is damaged."""
         header = self._file.read(member.offset, member.offset + _HEADER.size)
         if len(header) < _HEADER.size or header[:4] != _SIGNATURE:
-            raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; run the same command again")
+            raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
         _, _, _, method, *_, name_length, extra_length = _HEADER.unpack(header)
         place = member.offset + _HEADER.size + name_length + extra_length
         size = member.size or 0
-        left = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
-        expected = self.span(member)[1]
+        inflater = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
+        expected_end = self.span(member)[1]
         while size > 0:
             # A deflated member tells its end itself, seldom behind the one that is expected.
-            most = max(expected - place, _LEAST) if left else size
-            raw = b"" if left and left.unconsumed_tail else self._file.read(place, place + min(_PIECE, most))
+            most = max(expected_end - place, _MIN_READ_BYTES) if inflater else size
+            raw = (
+                b""
+                if inflater and inflater.unconsumed_tail
+                else self._file.read(place, place + min(_PIECE_BYTES, most))
+            )
             place += len(raw)
             try:
-                piece = left.decompress(left.unconsumed_tail + raw, _PIECE) if left else raw
+                piece = inflater.decompress(inflater.unconsumed_tail + raw, _PIECE_BYTES) if inflater else raw
             except zlib.error as error:
                 raise VideoFault("corrupt", f"the zip's member is damaged: {error}") from error
-            if not piece and (not raw or (left and left.eof)):
+            if not piece and (not raw or (inflater and inflater.eof)):
                 raise VideoFault("corrupt", f"the zip's member ends {size:,} bytes too early")
             size -= len(piece)
             if size < 0:
@@ -351,8 +358,8 @@ def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool
     if info.flag_bits & _UTF8_FLAG or name.isascii():
         return name, True, None
     raw = name.encode("cp437")  # as zipfile has decoded it
-    if (stated := _unicode_name(info.extra, raw)) is not None:
-        return stated, True, None
+    if (unicode_name := _unicode_name(info.extra, raw)) is not None:
+        return unicode_name, True, None
     try:
         return raw.decode(), True, None
     except UnicodeDecodeError:

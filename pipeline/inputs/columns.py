@@ -1,7 +1,7 @@
 """Tables with videos in a column of bytes: Parquet by row group, Arrow by record batch.
 
-Rows stay in order. The index reads the small columns alone; the videos' bytes are read by the worker that decodes them,
-a row group at a time. A name carries a hash of the table's footer, so that a table that was changed has other uris.
+Rows stay in order. The index reads the small columns alone; the worker that decodes the videos reads their bytes, a row
+group at a time. A video's uri has a hash of the table's footer, so a changed table has other uris.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import ManifestError, VideoFault
-from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault, merged
-from pipeline.inputs.listings import suffix_of
+from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault, merge_spans
+from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import UserRow, UserValue, carried_json, shown_as
 
 _ROWS = 2**12  # rows of the small columns that are read at once
-_HELD = 2**26  # bytes of a row group that memory holds
+_MAX_GROUP_BYTES = 2**26  # bytes of a row group that memory holds
 _TAIL = 2**16  # bytes at the end that are hashed: a footer, or most of it
 _KEY = "video_id"  # the column that names a row's video, if there is one
 _BYTES = "bytes"  # the field of datasets' own columns of videos, {bytes, path}
 
 
 class Table(Container):
-    """A table that is open. The offset of a video is its row."""
+    """An open table. The offset of a video is its row."""
 
     def __init__(self, file: RandomFile) -> None:
         self._file, self.unit = file, 1
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
-        self._held: _RowGroups | _RecordBatches | None = None
+        self._pieces: _RowGroups | _RecordBatches | None = None
         self._place: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
         self._rows: Iterator[pa.Scalar] = iter(())
 
-    def members(self, asked: ContainerOptions) -> Iterator[Member]:
-        """Yield each row that holds a video, in order. Raises ManifestError where there is no such column of bytes."""
+    def members(self, options: ContainerOptions) -> Iterator[Member]:
+        """Yield each row that holds a video, in order. Raises ManifestError without such a column of bytes."""
         number = 0
         try:
-            batches = self._opened()
-            names = self._names(batches.schema, asked)
+            batches = self._open_pieces()
+            names = self._names(batches.schema, options)
             self.unit = max([1, *batches.lengths])
             for piece in range(len(batches.lengths)):
                 for batch in batches.read(piece, names, _ROWS):
                     for row in _rows(batch):
-                        yield _member(f"{self._hash}/{asked.column}/{number}", number, row)
+                        yield _member(f"{self._hash}/{options.column}/{number}", number, row)
                         number += 1
         except (pa.ArrowException, UnicodeDecodeError) as error:
             yield Member("@0", number, fault=fault("corrupt", f"the table cannot be read: {error}"))
@@ -58,11 +58,11 @@ class Table(Container):
 
     def read(self, member: Member) -> Iterator[bytes]:
         """Yield the bytes of a row. Rows of a piece that are asked for in order are read once."""
-        stamp, _, rest = member.name.partition("/")
+        stamp, _, column = member.name.partition("/")
         if stamp != self._hash:
-            raise VideoFault("io", f"{self._file.uri} has changed since it was listed; run the same command again")
+            raise VideoFault("io", f"{self._file.uri} has changed since it was listed; rerun the command")
         try:
-            value = self._value(rest.rpartition("/")[0], member.offset)
+            value = self._value(column.rpartition("/")[0], member.offset)
         except (pa.ArrowException, StopIteration, LookupError) as error:
             raise VideoFault("corrupt", f"row {member.offset} of the table cannot be read: {error}") from error
         if isinstance(value, pa.StructScalar) and value.is_valid:
@@ -72,8 +72,8 @@ class Table(Container):
         yield value.as_buffer().to_pybytes()
 
     def _value(self, column: str, row: int) -> pa.Scalar:
-        """Return a cell, reading on where the last one was before it in the same piece."""
-        batches = self._opened()
+        """Return a cell; continue reading the current piece if the last cell was before it."""
+        batches = self._open_pieces()
         starts = [*accumulate(batches.lengths, initial=0)]
         piece = bisect_right(starts, row) - 1
         if self._place[:2] != (column, piece) or row < self._place[2]:
@@ -84,28 +84,29 @@ class Table(Container):
         self._place = column, piece, row + 1
         return next(self._rows)
 
-    def _opened(self) -> _RowGroups | _RecordBatches:
+    def _open_pieces(self) -> _RowGroups | _RecordBatches:
         """Return the pieces of the table. Raises ArrowException."""
-        if self._held is None:
-            self._held = (_RowGroups if suffix_of(self._file.uri) == ".parquet" else _RecordBatches)(self._file)
-        return self._held
+        if self._pieces is None:
+            self._pieces = (_RowGroups if find_suffix(self._file.uri) == ".parquet" else _RecordBatches)(self._file)
+        return self._pieces
 
-    def _names(self, schema: pa.Schema, asked: ContainerOptions) -> list[str]:
+    def _names(self, schema: pa.Schema, options: ContainerOptions) -> list[str]:
         """Return the columns that the index needs. Raises ManifestError."""
-        if asked.column is None or asked.column not in schema.names:
+        if options.column is None or options.column not in schema.names:
             able = [field.name for field in schema if _holds_bytes(field.type)]
             raise ManifestError(
-                f"{self._file.uri}: no column {asked.column}; of bytes are {', '.join(able) or 'none'} (--column NAME)"
+                f"{self._file.uri}: no column {options.column}; columns of bytes: {', '.join(able) or 'none'} "
+                "(--column NAME)"
             )
-        if not _holds_bytes(kind := schema.field(asked.column).type):
+        if not _holds_bytes(kind := schema.field(options.column).type):
             raise ManifestError(
-                f"{self._file.uri}: the column {asked.column} holds {kind}, not bytes; paths are read where the first "
+                f"{self._file.uri}: the column {options.column} has {kind}, not bytes; paths are read if the first "
                 ".parquet has them"
             )
         return [
             field.name
             for field in schema
-            if _is_small(field.type) or (field.name == _KEY != asked.column and not pa.types.is_nested(field.type))
+            if _is_small(field.type) or (field.name == _KEY != options.column and not pa.types.is_nested(field.type))
         ]
 
 
@@ -122,8 +123,10 @@ class _RowGroups:
         """Yield the named columns of row group ``piece``, ``at_once`` rows a batch."""
         group = self._table.metadata.row_group(piece)
         spans = sorted(_chunks(group, columns))
-        small = sum(end - start for start, end in spans) <= _HELD  # columns are read in turns, and each in its order
-        self._file.plan(merged(spans) if small else spans, keep=small)
+        small = (
+            sum(end - start for start, end in spans) <= _MAX_GROUP_BYTES
+        )  # columns are read in turns, and each in its order
+        self._file.plan(merge_spans(spans) if small else spans, keep=small)
         if columns:
             yield from self._table.iter_batches(at_once, row_groups=[piece], columns=columns, use_threads=False)
         else:
@@ -174,8 +177,8 @@ def _rows(batch: pa.RecordBatch) -> list[UserRow]:
 def _member(name: str, number: int, row: UserRow) -> Member:
     """Return the member of a row, with its other columns carried."""
     video_id = row.get(_KEY)
-    carried = {key: _number(value) for key, value in row.items() if key != _KEY and value is not None}
-    text = carried_json(carried) if carried else None
+    values = {key: _number(value) for key, value in row.items() if key != _KEY and value is not None}
+    text = carried_json(values) if values else None
     return Member(name, number, carried=text, video_id=None if video_id is None else shown_as(video_id))
 
 
@@ -185,14 +188,14 @@ def _number(value: UserValue) -> UserValue:
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:
-    """Return whether a column's values are bytes, or the datasets library's structs with a field ``bytes``."""
+    """Return True if a column's values are bytes, or the datasets library's structs with a field ``bytes``."""
     if pa.types.is_struct(kind) and kind.get_field_index(_BYTES) >= 0:
         kind = kind.field(_BYTES).type
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def holds_paths(file: RandomFile, column: str) -> bool:
-    """Return whether a Parquet file has a column of text, as paths are. Raises OSError or ArrowException."""
+    """Return True if a Parquet file has a column of text, as paths are. Raises OSError or ArrowException."""
     schema = pq.read_schema(SeekableFile(file))
     if column not in schema.names:
         return False
@@ -201,16 +204,16 @@ def holds_paths(file: RandomFile, column: str) -> bool:
 
 
 def _is_small(kind: pa.DataType) -> bool:
-    """Return whether a column is carried: text, numbers, booleans and times, also those of a dictionary."""
+    """Return True if a column is carried: text, numbers, booleans and times, also those of a dictionary."""
     kind = kind.value_type if _is_dictionary(kind) else kind
     return bool(pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or _is_text(kind))
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    """Return whether a column's values are text."""
+    """Return True if a column's values are text."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _is_dictionary(kind: pa.DataType) -> bool:
-    """Return whether a column's values stand in a dictionary, as those of pandas' categories do."""
+    """Return True if a column's values stand in a dictionary, as those of pandas' categories do."""
     return bool(pa.types.is_dictionary(kind))

@@ -1,4 +1,4 @@
-"""Videos that are found while others are processed: a thread indexes containers, one after the other in their order."""
+"""Videos that are found during a run: a thread indexes archives, one after the other in their order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pipeline.inputs.indexes import Indexing, NamedContainer
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.storage.s3 import Objects
 
-_LEAVE_S = 5.0  # how long a run that ends waits for what is being read
+_LEAVE_S = 5.0  # seconds that a run waits at its end for the current archive
 
 
 class Part(NamedTuple):
-    """The videos of a container.
+    """The videos of an archive.
 
     Attributes:
-        videos: all of them, MANIFEST_SCHEMA.
-        todo: those to process, TODO_SCHEMA.
-        later_bytes: bytes of the containers behind it.
+        videos: all videos, MANIFEST_SCHEMA.
+        todo: the videos to process, TODO_SCHEMA.
+        later_bytes: bytes of the archives behind it.
     """
 
     videos: pa.Table
@@ -35,13 +35,13 @@ class Part(NamedTuple):
 
 
 class Discovery(AbstractContextManager["Discovery"]):
-    """The containers of a run that were never indexed, and their videos, as far as they are found.
+    """The archives of a run without an index, and their videos found so far.
 
-    Use it in a ``with`` block, which starts the thread and ends it. Its length is the number of videos to process that
-    are known, but at least one before the end.
+    The ``with`` block starts and ends the thread. Its length is the number of videos to process so far, but at least
+    one before the end.
 
     Args:
-        indexing: makes the indexes; its ``left`` are the containers.
+        indexing: makes the indexes; its ``unindexed`` are the containers.
         select: returns the videos of this run (MANIFEST_SCHEMA) among those of a container, and the rows of those to
             process (TODO_SCHEMA).
         known: the videos to process that were known before.
@@ -49,7 +49,7 @@ class Discovery(AbstractContextManager["Discovery"]):
             more read than is needed.
 
     Attributes:
-        beyond: the rows of the last container opened that the limit leaves for another run.
+        beyond: the rows of the last opened archive that the limit leaves for another run.
     """
 
     def __init__(
@@ -57,26 +57,26 @@ class Discovery(AbstractContextManager["Discovery"]):
         indexing: Indexing,
         objects: Objects,
         select: Callable[[pa.Table], tuple[pa.Table, pa.Table]],
-        known: pa.Table,
+        known_todo: pa.Table,
         limit: int | None = None,
     ) -> None:
-        self._places, self._indexing, self._objects, self._select = [*indexing.left], indexing, objects, select
+        self._places, self._indexing, self._objects, self._select = [*indexing.unindexed], indexing, objects, select
         indexing.later = False
         if limit is not None:
             indexing.at_once, indexing.enough = 1, self._enough
         self._sizes = [_size(place) for place in self._places]
-        self._room = math.inf if limit is None else limit - len(known)
-        self.beyond = known.slice(len(known))
-        self._none = Part(MANIFEST_SCHEMA.empty_table(), self.beyond, 0)  # of a container that is not opened
-        self._parts = [Part(MANIFEST_SCHEMA.empty_table(), known, sum(self._sizes) if self._room > 0 else 0)]
-        self._changed = threading.Condition()
+        self._n_allowed = math.inf if limit is None else limit - len(known_todo)
+        self.beyond = known_todo.slice(len(known_todo))
+        self._none = Part(MANIFEST_SCHEMA.empty_table(), self.beyond, 0)  # of an archive that is not opened
+        self._parts = [Part(MANIFEST_SCHEMA.empty_table(), known_todo, sum(self._sizes) if self._n_allowed > 0 else 0)]
+        self._new_part = threading.Condition()
         self._error: Exception | None = None
-        self._closing, self._ended = False, not self._places
+        self._closing, self._has_ended = False, not self._places
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
 
     @classmethod
     def of(cls, todo: pa.Table) -> Discovery:
-        """Return videos to process (TODO_SCHEMA) that are all known: nothing is left to be found."""
+        """Return a complete discovery of these videos to process (TODO_SCHEMA)."""
         return cls(Indexing(), Objects(), lambda videos: (videos, todo.slice(len(todo))), todo)
 
     def __enter__(self) -> Discovery:
@@ -90,22 +90,22 @@ class Discovery(AbstractContextManager["Discovery"]):
         self._end()
 
     def __len__(self) -> int:
-        found = sum(len(part.todo) for part in self._parts)
-        return found if self._ended or not self.n_left else max(1, found)
+        n_todo = sum(len(part.todo) for part in self._parts)
+        return n_todo if self._has_ended or not self.n_left else max(1, n_todo)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all videos of this run are known."""
-        return not self.n_left or (self._ended and not self._closing and self._error is None)
+        """True if all videos of this run are known."""
+        return not self.n_left or (self._has_ended and not self._closing and self._error is None)
 
     @property
     def n_parts(self) -> int:
-        """The number of parts that there will be: what was known before, and each container."""
+        """The final number of parts: the videos known before, and each archive."""
         return 1 + len(self._places)
 
     @property
     def n_left(self) -> int:
-        """The number of containers of which videos are not known."""
+        """The number of archives whose videos are not known yet."""
         return self.n_parts - len(self._parts) + self._indexing.n_cut
 
     def fail(self, error: Exception) -> None:
@@ -113,94 +113,94 @@ class Discovery(AbstractContextManager["Discovery"]):
         self._error = error
 
     def check(self) -> None:
-        """Raise RunFailed where a container cannot be indexed, or its videos have changed, which ends the run."""
+        """Raise RunFailed if an archive cannot be indexed, or its videos have changed."""
         if self._error is not None:
             raise RunFailed(str(self._error)) from self._error
 
     def parts(self) -> Iterator[Part]:
-        """Yield each part once it is found; waits for it. It ends early if the discovery was stopped or failed.
+        """Yield each part once it is found; blocks until then. Ends early if the discovery was stopped or failed.
 
-        Of a container that the limit leaves closed the part is empty.
+        The part of an archive that the limit leaves closed is empty.
         """
         for number in range(self.n_parts):
-            with self._changed:
-                self._changed.wait_for(lambda: len(self._parts) > number or self._ended)  # noqa: B023 - called here
-                if len(self._parts) <= number and self._room > 0:
+            with self._new_part:
+                self._new_part.wait_for(lambda: len(self._parts) > number or self._has_ended)  # noqa: B023 - called here
+                if len(self._parts) <= number and self._n_allowed > 0:
                     return
                 part = self._parts[number] if number < len(self._parts) else self._none
             yield part
 
-    def expected(self) -> int:
-        """Estimate how many videos there are to process, from the bytes of all containers and of the first with any.
+    def estimate_count(self) -> int:
+        """Estimate the number of videos to process, from the bytes of all archives and of the first with videos.
 
         Raises RunFailed.
         """
-        known, seen, n_bytes = len(self._parts[0].todo), 0, 0
+        n_known, n_indexed, n_bytes = len(self._parts[0].todo), 0, 0
         for part, size in zip(islice(self.parts(), 1, None), self._sizes, strict=False):
-            seen, n_bytes = seen + len(part.todo), n_bytes + size
-            if seen:
+            n_indexed, n_bytes = n_indexed + len(part.todo), n_bytes + size
+            if n_indexed:
                 break
         self.check()
         if self.is_complete:
             return max(1, len(self))
         scale = sum(self._sizes) / n_bytes if n_bytes else len(self._places)
-        return max(1, round(min(known + seen * scale, len(self) + self._room)))
+        return max(1, round(min(n_known + n_indexed * scale, len(self) + self._n_allowed)))
 
     def all(self) -> Part:
-        """Wait for the end, and return all videos of the containers, and all to process. Raises RunFailed."""
+        """Wait for the end; return all videos of the archives, and all videos to process. Raises RunFailed."""
         for _ in self.parts():
             pass
         self.check()
-        return self.found()
+        return self.list_found()
 
-    def found(self) -> Part:
-        """Return the videos of the containers that are indexed, and all to process that are known."""
+    def list_found(self) -> Part:
+        """Return the videos of the archives indexed so far, and all known videos to process."""
         parts = [*self._parts]
         return Part(pa.concat_tables(part.videos for part in parts), pa.concat_tables(part.todo for part in parts), 0)
 
     def _run(self) -> None:
-        """Index the containers; runs in the thread."""
+        """Index the archives; runs in the thread."""
         try:
-            places = self._places if self._room > 0 else []
+            places = self._places if self._n_allowed > 0 else []
             with closing(self._indexing.rows(places, self._objects)) as tables:
-                left = sum(self._sizes)
+                unindexed = sum(self._sizes)
                 for size, table in zip(self._sizes, tables, strict=False):
                     if self._closing:
                         break
-                    left -= size
-                    found = self._told_apart(table)
+                    unindexed -= size
+                    videos_found = self._separate_ids(table)
                     if self._indexing.ids is not None:
-                        self._indexing.ids.add(found)
-                    videos, todo = self._select(found)
-                    taken = int(min(self._room, len(todo)))
-                    room = self._room - taken
-                    with self._changed:
-                        self._parts.append(Part(videos, todo.slice(0, taken), left if room > 0 else 0))
-                        self._room, self.beyond = room, todo.slice(taken)
-                        self._changed.notify_all()
-                    if room <= 0:
+                        self._indexing.ids.add(videos_found)
+                    videos, todo = self._select(videos_found)
+                    n_taken = int(min(self._n_allowed, len(todo)))
+                    n_allowed = self._n_allowed - n_taken
+                    with self._new_part:
+                        self._parts.append(Part(videos, todo.slice(0, n_taken), unindexed if n_allowed > 0 else 0))
+                        self._n_allowed, self.beyond = n_allowed, todo.slice(n_taken)
+                        self._new_part.notify_all()
+                    if n_allowed <= 0:
                         break
         except Exception as error:  # noqa: BLE001 - it is the main thread's
             self.fail(error)
         self._end()
 
     def _enough(self, videos: pa.Table) -> bool:
-        """Return whether the first videos of a container are as many as the limit has room for."""
-        return len(self._select(self._told_apart(videos))[1]) >= self._room
+        """Return True if the first videos of an archive reach the limit."""
+        return len(self._select(self._separate_ids(videos))[1]) >= self._n_allowed
 
-    def _told_apart(self, videos: pa.Table) -> pa.Table:
-        """Return the videos of a container, with errors for those whose id an earlier one has."""
-        return videos if self._indexing.ids is None else self._indexing.ids.told_apart(videos)
+    def _separate_ids(self, videos: pa.Table) -> pa.Table:
+        """Return the videos of an archive, with errors for repeated ids."""
+        return videos if self._indexing.ids is None else self._indexing.ids.separate_ids(videos)
 
     def _end(self) -> None:
-        """Let nobody wait for more parts."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+        """Wake all threads that wait for parts."""
+        with self._new_part:
+            self._has_ended = True
+            self._new_part.notify_all()
 
 
 def _size(place: NamedContainer) -> int:
-    """Return the bytes of a container, 0 where they are not known."""
+    """Return the bytes of an archive, 0 if unknown."""
     if place.info is not None:
         return place.info.size
     try:

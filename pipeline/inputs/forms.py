@@ -1,4 +1,4 @@
-"""The forms of containers by the ends of their names, and the bytes of the videos in them."""
+"""The forms of archives and tables by the suffixes of their names, and the bytes of their videos."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import NamedTuple
 from pipeline.errors import VideoFault
 from pipeline.inputs.archives import Tar, Zip
 from pipeline.inputs.columns import Table
-from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, merged, open_container
-from pipeline.inputs.listings import suffix_of
+from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, merge_spans, open_container
+from pipeline.inputs.listings import find_suffix
 from pipeline.keys import mark_key
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 
 #: To add a form, write a subclass of Container as those in ``archives`` and add a line here.
 FORMS: dict[str, Callable[[RandomFile], Container]] = {".tar": Tar, ".zip": Zip, ".parquet": Table, ".arrow": Table}
-#: Those that hold videos only where --column says in which column.
+#: The forms that need --column to name the column of videos.
 OF_COLUMNS = frozenset({".parquet", ".arrow"})
 
 
-class Spot(NamedTuple):
-    """Where a video lies: its container, and what that one's form knows it by."""
+class ArchiveMember(NamedTuple):
+    """A video in an archive or table: the file, and the member in it."""
 
     shard: str
     member: Member
 
 
-def spot_of(uri: str, offset: int | None, size: int | None) -> Spot | None:
-    """Return where a video lies in a container, or None where it is a file of its own, which has no offset."""
+def find_member(uri: str, offset: int | None, size: int | None) -> ArchiveMember | None:
+    """Return the archive and member of a video; None for a file of its own, which has no offset."""
     shard, _, name = uri.partition("#")
-    return None if offset is None else Spot(shard, Member(name, offset, size))
+    return None if offset is None else ArchiveMember(shard, Member(name, offset, size))
 
 
-def fetch_of(
-    spot: Spot | None, objects: Objects, mark: int | None = None
+def make_fetch(
+    spot: ArchiveMember | None, objects: Objects, mark: int | None = None
 ) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return a function that hands the bytes of a single video to a writer (``Containers.fetch``); None for no spot.
+    """Return a function that passes the bytes of a video to a writer (``Containers.fetch``); None without a member.
 
     ``mark`` is as ``Containers.find_again`` takes it.
     """
@@ -53,19 +53,19 @@ def fetch_of(
 
 
 def fetch_again(row: VideoRow, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return ``fetch_of`` the video that a row of the videos table is of, wherever in its container it lies now."""
-    spot = spot_of(row["uri"], row["source_offset"], row["source_size"])
-    return fetch_of(spot, objects, row.get("source_mark"))
+    """Return ``make_fetch`` for the video of a row of the videos table, at its current position in the archive."""
+    spot = find_member(row["uri"], row["source_offset"], row["source_size"])
+    return make_fetch(spot, objects, row.get("source_mark"))
 
 
 class Containers(AbstractContextManager["Containers"]):
-    """The containers that some videos lie in, of which one is open at a time; for one thread. Close it after use.
+    """The archives of some videos; one archive is open at a time. For one thread. Close it after use.
 
     Args:
-        spots: the videos that will be asked for, in this order: neighbours share a request.
+        spots: the videos that will be fetched, in this order: neighbours share a request.
     """
 
-    def __init__(self, objects: Objects, spots: Iterable[Spot | None] = ()) -> None:
+    def __init__(self, objects: Objects, spots: Iterable[ArchiveMember | None] = ()) -> None:
         self._objects = objects
         self._spots = [spot for spot in spots if spot is not None]
         self._open: tuple[str, RandomFile, Container] | None = None
@@ -79,49 +79,51 @@ class Containers(AbstractContextManager["Containers"]):
             self._open[1].close()
             self._open = None
 
-    def fetch(self, spot: Spot, write: Callable[[bytes], object], limit: int) -> int:
-        """Hand the bytes of a video to ``write``; returns their number.
+    def fetch(self, spot: ArchiveMember, write: Callable[[bytes], object], limit: int) -> int:
+        """Pass the bytes of a video to ``write``; return their number.
 
         Raises VideoFault, or OSError, with EFBIG for more than ``limit`` bytes.
         """
-        done = 0
+        n_done = 0
         if (size := spot.member.size or 0) > limit:
             raise OSError(errno.EFBIG, f"the member has {size} bytes, more than the {limit} that are allowed")
         for piece in self._open_container(spot.shard).read(spot.member):
-            done += len(piece)
-            if done > limit:
+            n_done += len(piece)
+            if n_done > limit:
                 raise OSError(errno.EFBIG, f"the member has more than the {limit} bytes that are allowed")
             write(piece)
-        return done
+        return n_done
 
-    def find_again(self, spot: Spot, mark: int) -> Spot:
-        """Return where the video of a spot lies now: the spot itself where its container still has this ``mark_key``.
+    def find_again(self, spot: ArchiveMember, mark: int) -> ArchiveMember:
+        """Return the current member of a video: the same if its archive still has this ``mark_key``.
 
-        A container that was packed anew holds it elsewhere, by its name. Raises as ``fetch``.
+        In a repacked archive it is found by its name. Raises as ``fetch``.
         """
         container = self._open_container(spot.shard)
         assert self._open is not None
         if mark_key(self._open[1].mark) == mark:
             return spot
         members = container.members(ContainerOptions())
-        return Spot(spot.shard, next((one for one in members if one.name == spot.member.name), spot.member))
+        return ArchiveMember(
+            spot.shard, next((candidate for candidate in members if candidate.name == spot.member.name), spot.member)
+        )
 
-    def sample(self, spot: Spot) -> int | None:
+    def sample(self, spot: ArchiveMember) -> int | None:
         """Return ``Container.sample`` of a video. Raises OSError."""
         return self._open_container(spot.shard).sample(spot.member)
 
     def _open_container(self, shard: str) -> Container:
-        """Open a container in place of the one in hand, with requests planned for its spots, unless it is that one.
+        """Open an archive in place of the open archive, and plan requests for its members.
 
-        Raises VideoFault where its name ends like no form, or OSError.
+        Raises VideoFault for an unknown suffix, or OSError.
         """
         if self._open is None or self._open[0] != shard:
             self.close()
-            form = FORMS.get(suffix_of(shard))
+            form = FORMS.get(find_suffix(shard))
             if form is None:
-                raise VideoFault("unsupported", f"{shard}: its name ends like no container ({' '.join(FORMS)})")
+                raise VideoFault("unsupported", f"{shard}: its name ends like no archive or table ({' '.join(FORMS)})")
             file = open_container(shard, self._objects)
             container = form(file)
-            file.plan(merged(container.span(spot.member) for spot in self._spots if spot.shard == shard))
+            file.plan(merge_spans(container.span(spot.member) for spot in self._spots if spot.shard == shard))
             self._open = shard, file, container
         return self._open[2]

@@ -9,22 +9,22 @@ from typing import TypedDict
 
 APPLE_DOUBLE = "AppleDouble files"
 ARCHIVES = "archives beside videos"
-OTHER = "other files"
+OTHER_FILES = "other files"
 MAX_NAMES = 1000  # of a kind
 
 
 class LeftOutKind(TypedDict):
-    """The files of a kind: how many, and the names of the first of them."""
+    """The files of a kind: their number, and the first names."""
 
     count: int
     names: list[str]
 
 
 class LeftOut:
-    """What was left out, by kind, in the order in which the kinds were met. Several threads may add.
+    """The left-out files by kind, in the order in which the kinds were found. Several threads may add.
 
     Attributes:
-        remedies: kind -> why its files are left out, and what the user can do to have them taken.
+        remedies: kind -> the reason why its files are left out, and a way to have them read.
     """
 
     def __init__(self, kinds: Mapping[str, LeftOutKind] | None = None) -> None:
@@ -39,48 +39,48 @@ class LeftOut:
 
     def add_all(self, kinds: Mapping[str, LeftOutKind], inside: str = "") -> None:
         """Count the files of a record (``as_record``), whose names lie ``inside`` an archive."""
-        for kind, found in kinds.items():
-            self._add(kind, found["count"], [f"{inside}{name}" for name in found["names"]])
+        for kind, record in kinds.items():
+            self._add(kind, record["count"], [f"{inside}{name}" for name in record["names"]])
 
     def _add(self, kind: str, count: int, names: Iterable[str]) -> None:
         with self._adding:
-            found = self._kinds.setdefault(kind, {"count": 0, "names": []})
-            found["count"] += count
-            if len(found["names"]) < MAX_NAMES:
-                found["names"] += [*names][: MAX_NAMES - len(found["names"])]
+            record = self._kinds.setdefault(kind, {"count": 0, "names": []})
+            record["count"] += count
+            if len(record["names"]) < MAX_NAMES:
+                record["names"] += [*names][: MAX_NAMES - len(record["names"])]
 
     def forget(self, videos: Iterable[str]) -> None:
         """Drop the names of files beside these videos, which have their names up to the suffix; they stay counted."""
         stems = [f"/{PurePosixPath(video).with_suffix('')}." for video in videos]
         with self._adding:
-            for found in self._kinds.values():
-                found["names"] = [name for name in found["names"] if not any(stem in f"/{name}" for stem in stems)]
+            for record in self._kinds.values():
+                record["names"] = [name for name in record["names"] if not any(stem in f"/{name}" for stem in stems)]
 
     def as_record(self, max_names: int = MAX_NAMES) -> dict[str, LeftOutKind]:
         """Return the counts JSON-able, with at most ``max_names`` names of a kind."""
         with self._adding:
             return {
-                kind: {"count": found["count"], "names": found["names"][:max_names]}
-                for kind, found in self._kinds.items()
+                kind: {"count": record["count"], "names": record["names"][:max_names]}
+                for kind, record in self._kinds.items()
             }
 
     def counts(self) -> dict[str, int]:
         """Return the number of files of each kind."""
-        return {kind: found["count"] for kind, found in self.as_record(0).items()}
+        return {kind: record["count"] for kind, record in self.as_record(0).items()}
 
 
-def say_counts(counts: Mapping[str, int]) -> str:
-    """Say the counts by kind in a line for the user: "3 json without a video, 8 other files"."""
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Format the counts by kind in a line for the user: "3 json without a video, 8 other files"."""
     return ", ".join(f"{count:,} {_singular(kind) if count == 1 else kind}" for kind, count in counts.items())
 
 
 def _singular(kind: str) -> str:
     """Return the name of a kind for one file: "archive beside videos"."""
-    first, space, rest = kind.partition(" ")
-    return f"{first.removesuffix('s')}{space}{rest.removesuffix('files')}{'file' if rest.endswith('files') else ''}"
+    first, space, words = kind.partition(" ")
+    return f"{first.removesuffix('s')}{space}{words.removesuffix('files')}{'file' if words.endswith('files') else ''}"
 
 
 def is_apple_double(name: str) -> bool:
-    """Return whether a file is what macOS packs beside another one: its resource fork and attributes."""
+    """Return True for a file with the resource fork and attributes of another file, which macOS packs."""
     path = PurePosixPath(name)
     return path.name.startswith("._") or "__MACOSX" in path.parts

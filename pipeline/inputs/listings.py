@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER, LeftOut, is_apple_double
+from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
 from pipeline.storage.hub import Files
 from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri
 
@@ -27,7 +27,7 @@ VIDEO_SUFFIXES = frozenset(
 )
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-MISSHAPED = "an object is s3://BUCKET/KEY: no user, host or query, no empty, . or .. segment, no control character"
+BAD_ADDRESS = "an object is s3://BUCKET/KEY: no user, host or query, no empty, . or .. segment, no control character"
 OUTSIDE = "the object lies outside the folder that was named (add --video-root for a prefix that may be read)"
 _DOTS = "a key with . or .. segments or control characters is not read; rename the object"
 
@@ -66,13 +66,13 @@ def _list(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftO
     """List the objects of ``list_videos``, which checks and reports what is found. Raises OSError."""
 
     def below(prefix: str, glob: Sequence[str] | None = None) -> list[ObjectInfo]:
-        taken = []
+        objects_below = []
         for info in objects.list(prefix, deep=True):
             if not (glob is None or info.uri == videos or _segments_match(info.uri.split("/"), glob)):
                 continue
             if is_taken(info.uri.removeprefix(SCHEME), suffixes, left_out):
-                taken.append(info)
-        return taken
+                objects_below.append(info)
+        return objects_below
 
     _, slash, key = videos.removeprefix(SCHEME).partition("/")
     if not key or key.endswith("/"):
@@ -80,15 +80,17 @@ def _list(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftO
         return Listing(folder, below(folder))
     if globbing.has_magic(key):
         literal = re.split(r"[*\[]", videos, maxsplit=1)[0]
-        listed = below(literal, videos.split("/"))
-        return Listing(_parent(literal), [info for info in listed if info.uri == videos] or listed)
-    if suffix_of(videos) in suffixes:
-        return _one(videos, objects) or Listing(f"{videos}/", below(f"{videos}/"))
-    found = below(f"{videos}/")
-    return Listing(f"{videos}/", found) if found else _one(videos, objects) or Listing(videos, [])
+        listing = below(literal, videos.split("/"))
+        return Listing(_parent(literal), [info for info in listing if info.uri == videos] or listing)
+    if find_suffix(videos) in suffixes:
+        return _find_object(videos, objects) or Listing(f"{videos}/", below(f"{videos}/"))
+    objects_found = below(f"{videos}/")
+    return (
+        Listing(f"{videos}/", objects_found) if objects_found else _find_object(videos, objects) or Listing(videos, [])
+    )
 
 
-def _one(uri: str, objects: Files) -> Listing | None:
+def _find_object(uri: str, objects: Files) -> Listing | None:
     """Return the Listing of a single object, or None where there is no such object."""
     try:
         return Listing(_parent(uri), [objects.info(uri)])
@@ -97,7 +99,7 @@ def _one(uri: str, objects: Files) -> Listing | None:
 
 
 def _segments_match(parts: Sequence[str], glob: Sequence[str]) -> bool:
-    """Return whether a path's segments match those of a glob, in which ``**`` stands for any number of segments."""
+    """Return True if a path's segments match those of a glob, in which ``**`` stands for any number of segments."""
     if not glob:
         return not parts
     if glob[0] == "**":
@@ -110,32 +112,32 @@ def _parent(uri: str) -> str:
     return uri[: uri.rindex("/") + 1]
 
 
-def suffix_of(uri: str) -> str:
+def find_suffix(uri: str) -> str:
     """Return the end of a name that says what a file is, in lower case: ".mp4"."""
     return PurePosixPath(uri).suffix.lower()
 
 
-def is_taken(name: str, suffixes: Collection[str], left_out: LeftOut, shown: str = "") -> bool:
-    """Return whether a file is taken by its name; count it as ``shown`` (by default its name) where it is not."""
+def is_taken(name: str, suffixes: Collection[str], left_out: LeftOut, shown_name: str = "") -> bool:
+    """Return True if a file is taken by its name; count it as ``shown_name`` (by default its name) where it is not."""
     if is_apple_double(name):
-        left_out.add(APPLE_DOUBLE, shown or name)
-    elif suffix_of(name) in suffixes:
+        left_out.add(APPLE_DOUBLE, shown_name or name)
+    elif find_suffix(name) in suffixes:
         return True
     else:
-        left_out.add(OTHER, shown or name)
+        left_out.add(OTHER_FILES, shown_name or name)
     return False
 
 
-def listed_policy(uri: str) -> str | None:
-    """Say why a listed object must not be read, or None. Clients and servers resolve dots, each in its way."""
+def check_listed(uri: str) -> str | None:
+    """Return the reason why a listed object must not be read, or None. Clients and servers resolve dots differently."""
     return _DOTS if CONTROL.search(uri) or {".", ".."} & set(uri.split("/")) else None
 
 
-def named_policy(uri: str, prefixes: Iterable[str]) -> str | None:
-    """Say why an object that a manifest names must not be read; None where it lies below one of ``prefixes``."""
+def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
+    """Return the reason why an object in a manifest must not be read; None if it lies below one of ``prefixes``."""
     bucket, _, key = uri.removeprefix(SCHEME).partition("/")
-    if "?" in uri or "" in key.split("/") or listed_policy(uri) or not _BUCKET.fullmatch(bucket):
-        return MISSHAPED
+    if "?" in uri or "" in key.split("/") or check_listed(uri) or not _BUCKET.fullmatch(bucket):
+        return BAD_ADDRESS
     return None if any(uri.startswith(prefix) for prefix in prefixes) else OUTSIDE
 
 
@@ -143,30 +145,32 @@ def root_prefix(root: str) -> str:
     """Return a ``--video-root`` on S3 as the prefix of all below it; no request. Raises ManifestError."""
     check_uri(root)
     prefix = f"{root.rstrip('/')}/"
-    if named_policy(f"{prefix}x", [prefix]):
+    if check_named(f"{prefix}x", [prefix]):
         raise ManifestError(f"--video-root {root}: expected s3://BUCKET or s3://BUCKET/PREFIX")
     return prefix
 
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
-_MOST = 1_000_000  # names from one pattern
+_MAX_NAMES = 1_000_000  # names from one pattern
 
 
-def expanded(names: Sequence[str]) -> list[str]:
+def expand_braces(names: Sequence[str]) -> list[str]:
     """Return the names with their brace patterns expanded, in the order in which a shell would give them.
 
     A name that a local file or folder has stays as it is. Raises ManifestError where a pattern stands for a million
     names or more.
     """
-    found: list[str] = []
+    names_out: list[str] = []
     for name in names:
         if "{" not in name or ("://" not in name and Path(name).exists()):
-            found.append(name)
+            names_out.append(name)
             continue
-        found += islice(_names(name), _MOST)
-        if len(found) >= _MOST:
-            raise ManifestError(f"{name}: this pattern stands for too many names ({_MOST:,}); name a folder or a glob")
-    return found
+        names_out += islice(_names(name), _MAX_NAMES)
+        if len(names_out) >= _MAX_NAMES:
+            raise ManifestError(
+                f"{name}: this pattern stands for too many names ({_MAX_NAMES:,}); name a folder or a glob"
+            )
+    return names_out
 
 
 def _names(text: str) -> Iterator[str]:
@@ -174,9 +178,9 @@ def _names(text: str) -> Iterator[str]:
     start = text.find("{")
     while start >= 0:
         parts, end = _split(text, start)
-        if end is not None and (found := _alternatives(parts)) is not None:
-            for middle in found:
-                yield from (f"{text[:start]}{middle}{rest}" for rest in _names(text[end + 1 :]))
+        if end is not None and (alternatives := _alternatives(parts)) is not None:
+            for middle in alternatives:
+                yield from (f"{text[:start]}{middle}{ending}" for ending in _names(text[end + 1 :]))
             return
         start = text.find("{", start + 1)
     yield text
@@ -198,11 +202,11 @@ def _split(text: str, start: int) -> tuple[list[str], int | None]:
 
 def _alternatives(parts: list[str]) -> Iterator[str] | None:
     """Yield what the parts between a pair of braces stand for; None where that is no pattern."""
-    found = _RANGE.fullmatch(parts[0])
-    if len(parts) > 1 or found is None:
+    match = _RANGE.fullmatch(parts[0])
+    if len(parts) > 1 or match is None:
         return None if len(parts) == 1 else (name for part in parts for name in _names(part))
-    first, last, step = found[1], found[2], abs(int(found[3] or 1)) or 1
-    padded = any(re.match(r"-?0\d", end) for end in (first, last))
-    width = max(len(first), len(last)) if padded else 0
+    first, last, step = match[1], match[2], abs(int(match[3] or 1)) or 1
+    is_padded = any(re.match(r"-?0\d", end) for end in (first, last))
+    width = max(len(first), len(last)) if is_padded else 0
     way = -1 if int(last) < int(first) else 1
     return (f"{number:0{width}}" for number in range(int(first), int(last) + way, way * step))

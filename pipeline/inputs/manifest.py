@@ -1,4 +1,4 @@
-"""What to process: a folder, glob, file or manifest becomes one Arrow table, a row a video.
+"""The videos to process: a folder, glob, file or manifest becomes one Arrow table, a row a video.
 
 Nothing is opened here but the manifest itself: a video that is missing or broken becomes an error row later.
 """
@@ -24,15 +24,15 @@ from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, NamedContainer
-from pipeline.inputs.left_out import ARCHIVES, LeftOut, say_counts
+from pipeline.inputs.left_out import ARCHIVES, LeftOut, format_counts
 from pipeline.inputs.listings import (
     VIDEO_SUFFIXES,
-    expanded,
+    check_listed,
+    expand_braces,
+    find_suffix,
     is_taken,
     list_videos,
-    listed_policy,
     root_prefix,
-    suffix_of,
 )
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
@@ -63,71 +63,73 @@ def read_manifest(
     """
     roots, indexing = _roots(video_roots), indexing or Indexing()
     objects = objects or Objects.from_environment()
-    column = indexing.asked.column
-    names = expanded([videos] if isinstance(videos, str) else videos)
-    listed = [part for name in names for part in _parts(_read(name, roots, objects, indexing), column, roots, objects)]
-    if indexing.asked.clips_from is not None and any(one.videos is not None for one in listed):
+    column = indexing.options.column
+    names = expand_braces([videos] if isinstance(videos, str) else videos)
+    listings = [
+        part for name in names for part in _parts(_read(name, roots, objects, indexing), column, roots, objects)
+    ]
+    if indexing.options.clips_from is not None and any(listing.videos is not None for listing in listings):
         raise ManifestError(f"{videos}: {_NO_CLIPS}")
-    if len(listed) == 1 and listed[0].videos is not None:
-        return listed[0].videos
-    places = [place for one in listed for place in one.containers]
+    if len(listings) == 1 and listings[0].videos is not None:
+        return listings[0].videos
+    places = [place for listing in listings for place in listing.containers]
     (place, count), *_ = Counter(place[:2] for place in places).most_common(1) or [(("", ""), 0)]
     if count > 1:
         raise ManifestError(f"{place[0]}: it is named {count} times; name it once")
-    indexing.ids = None if _ids_apart(listed, places) else Ids()
-    indexing.later = indexing.later and (indexing.limited or indexing.ids is None)
-    indexed = indexing.rows(places, objects)
+    indexing.ids = None if _are_ids_apart(listings, places) else Ids()
+    indexing.later = indexing.later and (indexing.has_limit or indexing.ids is None)
+    tables = indexing.rows(places, objects)
     parts = [
         part
-        for one in listed
-        for part in (islice(indexed, len(one.containers)) if one.videos is None else [one.videos])
+        for listing in listings
+        for part in (islice(tables, len(listing.containers)) if listing.videos is None else [listing.videos])
     ]
     table = pa.concat_tables(parts)
-    if not len(table) and not indexing.left:
-        raise ManifestError(f"{videos}: none of the {len(parts)} containers holds a video")
+    if not len(table) and not indexing.unindexed:
+        raise ManifestError(f"{videos}: none of the {len(parts)} archives holds a video")
     if len(table) == len(parts) == 1 and (wrong := table["fault"][0].as_py()) is not None:
         raise ManifestError(f"{table['uri'][0]}: {wrong}")
-    if files := [one.videos for one in listed if one.videos is not None]:
+    if files := [listing.videos for listing in listings if listing.videos is not None]:
         unique(pa.concat_tables(files), _ONE_BY_ONE if column is None else _TABLES)
-    return table if indexing.ids is None else _told_apart(table, parts, indexing.ids, indexing)
+    return table if indexing.ids is None else _separate_ids(table, parts, indexing.ids, indexing)
 
 
-def _told_apart(table: pa.Table, parts: Sequence[pa.Table], ids: Ids, indexing: Indexing) -> pa.Table:
-    """Return the videos of files and containers, with errors for members whose id an earlier one has.
+def _separate_ids(table: pa.Table, parts: Sequence[pa.Table], ids: Ids, indexing: Indexing) -> pa.Table:
+    """Return the videos of files and archives, with errors for members that repeat an earlier id.
 
-    Raises ManifestError where a container gives nothing else, which no limit's end hides.
+    Raises ManifestError if all videos of an archive repeat earlier ids, unless a limit may hide that.
     """
-    again = ids.repeated(table)
+    is_repeated = ids.find_repeated(table)
     for part, end in zip(parts, accumulate(map(len, parts)), strict=True):
-        if not indexing.limited and part["fault"].null_count and again[end - len(part) : end].all():
+        if not indexing.has_limit and part["fault"].null_count and is_repeated[end - len(part) : end].all():
             raise ManifestError(
                 f"{part['uri'][0].as_py().partition('#')[0]}: all of its {len(part)} videos have ids of earlier ones, "
                 f"e.g. {part['video_id'][0]}; {OWN_IDS}"
             )
-    table = ids.told_apart(table, again)
-    if indexing.left:
+    table = ids.separate_ids(table, is_repeated)
+    if indexing.unindexed:
         ids.add(table)
     return table
 
 
-def _ids_apart(listed: Sequence[Listed], places: Sequence[NamedContainer]) -> bool:
-    """Return whether videos are named in several tars and zips alone, of which no two can have an id in common.
+def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedContainer]) -> bool:
+    """Return True if videos are named only in several tars and zips, and no two of these can share an id.
 
-    An id begins with its container's name. One container is indexed before its first video anyway.
+    An id begins with its archive's name. A single archive is indexed before its first video anyway.
     """
     names = sorted(f"{place.name}/" for place in places)
-    alone = all(one.videos is None for one in listed) and len(places) > 1
-    alone = alone and not any(suffix_of(place.uri) in OF_COLUMNS for place in places)  # whose rows may name any id
-    return alone and not any(after.startswith(name) for name, after in pairwise(names))
+    apart = all(listing.videos is None for listing in listings) and len(places) > 1
+    apart = apart and not any(find_suffix(place.uri) in OF_COLUMNS for place in places)  # rows may name any id
+    return apart and not any(after.startswith(name) for name, after in pairwise(names))
 
 
 def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Listed:
-    """List the videos, or else the containers, of one name; a table is a container if a column is asked for.
+    """List the videos, or else the archives, of one name; a table counts as an archive if ``column`` is set.
 
     ``indexing.left_out`` counts the other files. Raises ManifestError.
     """
-    _refuse_packed(videos)
-    forms = frozenset(FORMS) - (OF_COLUMNS if indexing.asked.column is None else frozenset())
+    _refuse_compressed(videos)
+    forms = frozenset(FORMS) - (OF_COLUMNS if indexing.options.column is None else frozenset())
     left_out = indexing.left_out
     if videos == "sample":
         return _from_files(_sample_folder(), videos, roots.folders, forms, LeftOut())
@@ -136,34 +138,36 @@ def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Li
             check_uri(videos)
         return _from_store(videos, roots, objects, forms, left_out)
     if "://" in videos and not videos.startswith("file://"):
-        shown = without_secrets(videos)
-        raise ManifestError(f"{shown}: only local paths and s3:// are read, not {shown.split('://', maxsplit=1)[0]}://")
+        shown_name = without_secrets(videos)
+        raise ManifestError(
+            f"{shown_name}: only local paths and s3:// are read, not {shown_name.split('://', maxsplit=1)[0]}://"
+        )
     path = Path(videos.removeprefix("file://"))
     if path.is_dir():
         return _from_files(path, videos, roots.folders, forms, left_out)
     if path.is_file():
-        if (suffix := suffix_of(path.name)) in TABLE_SUFFIXES - forms:
+        if (suffix := find_suffix(path.name)) in TABLE_SUFFIXES - forms:
             return Listed(_manifest_at(str(path), roots, objects))
         place = _place(path, path.parent, Judge([path.parent, *roots.folders]))
-        return _listed([place], videos=suffix not in forms)
+        return _make_listed([place], videos=suffix not in forms)
     if globbing.has_magic(str(path)):
         return _from_glob(str(path), roots.folders, forms, left_out)
     raise ManifestError(f"{videos}: no such folder, file or manifest{near_file(path)}")
 
 
-def _parts(found: Listed, column: str | None, roots: Roots, objects: Objects) -> list[Listed]:
-    """Return what was found, in its order, with tables as manifests if the ``column`` of the first is of paths.
+def _parts(listing: Listed, column: str | None, roots: Roots, objects: Objects) -> list[Listed]:
+    """Return the listing in its order, with tables as manifests if the ``column`` of the first table is of paths.
 
     A table that cannot be read stays a container, whose index says what is wrong with it. Raises ManifestError.
     """
-    tables = [one for one in found.containers if suffix_of(one.uri) == ".parquet" and one.policy is None]
+    tables = [place for place in listing.containers if find_suffix(place.uri) == ".parquet" and place.policy is None]
     if column is None or not tables:
-        return [found]
+        return [listing]
     kinds = ((table, _names_paths(table, column, objects)) for table in tables)
     readable = ((table, of_paths) for table, of_paths in kinds if of_paths is not None)
     first, of_paths = next(readable, (tables[0], False))
     if not of_paths:
-        return [found]
+        return [listing]
     manifests = {first.uri: Listed(_manifest_at(first.uri, roots, objects, column))}
     for table, of_paths in readable:
         if not of_paths:
@@ -171,11 +175,11 @@ def _parts(found: Listed, column: str | None, roots: Roots, objects: Objects) ->
                 f"{table.uri}: no column {column} of paths, which {first.uri} has; name such tables alone"
             )
         manifests[table.uri] = Listed(_manifest_at(table.uri, roots, objects, column))
-    return [manifests.get(one.uri, Listed(None, [one])) for one in found.containers]
+    return [manifests.get(place.uri, Listed(None, [place])) for place in listing.containers]
 
 
 def _names_paths(table: NamedContainer, column: str, objects: Objects) -> bool | None:
-    """Return whether the ``column`` of a .parquet holds paths; None where the table cannot be read."""
+    """Return True if the ``column`` of a .parquet holds paths; None where the table cannot be read."""
     try:
         with closing(open_container(table.uri, objects, table.info)) as file:
             return holds_paths(file, column)
@@ -193,19 +197,19 @@ def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = N
         file: BinaryIO = io.BytesIO(reach(uri, objects).read(uri)) if remote else Path(uri).open("rb")  # noqa: SIM115
     except OSError as error:
         raise ManifestError(f"{uri}: cannot be read: {error.strerror}") from error
-    named = NamedVideos(uri, uri[: uri.rindex("/") + 1] if remote else Path(uri).parent, roots)
+    named_videos = NamedVideos(uri, uri[: uri.rindex("/") + 1] if remote else Path(uri).parent, roots)
     with file:
         try:
             parts = read_parts(uri, file, "video_id and uri", "video_id", paths)
-            return _unique_videos(uri, named, parts, "the manifest has no rows")
+            return _unique_videos(uri, named_videos, parts, "the manifest has no rows")
         except UNREADABLE as error:
             raise ManifestError(f"{uri}: cannot be read as a manifest: {error}") from error
 
 
-def _unique_videos(name: str, named: NamedVideos, parts: Iterable[TableRows], none: str) -> pa.Table:
+def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRows], none: str) -> pa.Table:
     """Return the videos of the ``parts`` of a manifest. Raises ManifestError, which says ``none`` where it has none."""
     try:
-        tables = [named.table(rows) for rows in parts]
+        tables = [named_videos.table(rows) for rows in parts]
     except BadRow as error:
         raise ManifestError(str(error)) from error
     if not tables:
@@ -213,11 +217,11 @@ def _unique_videos(name: str, named: NamedVideos, parts: Iterable[TableRows], no
     return unique(pa.Table.from_batches(tables, MANIFEST_SCHEMA), name)
 
 
-def _refuse_packed(videos: str) -> None:
+def _refuse_compressed(videos: str) -> None:
     """Raise ManifestError for forms that WebDataset and others read and this package does not, with the remedy."""
     if videos.startswith("pipe:"):
         raise ManifestError(f"{videos}: no command is run; name the tars themselves, as paths, s3:// or hf://")
-    if _PACKED.search(videos):
+    if _COMPRESSED_SUFFIX.search(videos):
         raise ManifestError(
             f"{videos}: a compressed tar can only be read from its beginning, and videos do not shrink; make it plain: "
             "gunzip a.tar.gz (zstd -d, xz -d, bunzip2 likewise)"
@@ -226,7 +230,7 @@ def _refuse_packed(videos: str) -> None:
         raise ManifestError(f"{videos}: Lance is not read here; write the table as Parquet, and name its --column")
 
 
-_PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|Z)|tgz|tbz2?|txz|tzst)$")
+_COMPRESSED_SUFFIX = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|Z)|tgz|tbz2?|txz|tzst)$")
 _TABLES = "several VIDEOS (a row's id is its column video_id; without one, its path or its table and number: add one)"
 _NO_CLIPS = (
     "--clips-from is for tars and tables with a column of bytes; the clips of files stand in a manifest (or table of "
@@ -259,35 +263,35 @@ def _sample_folder() -> Path:
     return folder
 
 
-def _from_files(folder: Path, named: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
+def _from_files(folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
     """List the videos of a folder, or else its containers. Raises ManifestError where it has neither."""
     judge = Judge([folder, *roots])
-    if (found := _videos_or_containers(_walk(folder), folder, judge, forms, left_out)) is not None:
-        return found
-    looked = " ".join(sorted(VIDEO_SUFFIXES | forms))
-    raise ManifestError(f"{named}: no video in this folder (looked for {looked}){_and_left(left_out)}")
+    if (listing := _videos_or_containers(_walk(folder), folder, judge, forms, left_out)) is not None:
+        return listing
+    suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
+    raise ManifestError(f"{name}: no video in this folder (looked for {suffixes}){_and_left(left_out)}")
 
 
 def _videos_or_containers(
     paths: Iterable[Path], root: Path, judge: Judge, forms: frozenset[str], left_out: LeftOut
 ) -> Listed | None:
-    """List the videos among some files, or else the containers; None where there are neither."""
-    videos, containers, known = list[Path](), list[Path](), VIDEO_SUFFIXES | forms
+    """List the videos among some files, or else the archives; None without either."""
+    videos, containers, suffixes = list[Path](), list[Path](), VIDEO_SUFFIXES | forms
     for path in paths:
         suffix = path.suffix.lower()
-        if suffix not in known and path.is_dir():
+        if suffix not in suffixes and path.is_dir():
             continue  # which a glob matches too
-        if is_taken(str(path.relative_to(root)), known, left_out, str(path)):
+        if is_taken(str(path.relative_to(root)), suffixes, left_out, str(path)):
             (videos if suffix in VIDEO_SUFFIXES else containers).append(path)
     if videos:
         _leave_archives([str(path) for path in containers], str(root), left_out)
     places = (_place(path, root, judge) for path in sorted(videos or containers))
-    return _listed(places, videos=bool(videos)) if videos or containers else None
+    return _make_listed(places, videos=bool(videos)) if videos or containers else None
 
 
 def _and_left(left_out: LeftOut) -> str:
     """Say in an error what was found instead of videos."""
-    return f"; left out: {say_counts(counts)}" if (counts := left_out.counts()) else ""
+    return f"; left out: {format_counts(counts)}" if (counts := left_out.counts()) else ""
 
 
 def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
@@ -295,17 +299,17 @@ def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
     for uri in uris:
         left_out.add(ARCHIVES, uri)
     if uris:
-        patterns = sorted({f"{root.rstrip('/')}/**/*{suffix_of(uri)}" for uri in uris})
-        named = " and ".join(map(repr, patterns))
-        left_out.remedies[ARCHIVES] = f"The same videos may lie in both. To take them too, name {named} as well"
+        patterns = sorted({f"{root.rstrip('/')}/**/*{find_suffix(uri)}" for uri in uris})
+        names = " and ".join(map(repr, patterns))
+        left_out.remedies[ARCHIVES] = f"The same videos may lie in both. To take them too, name {names} as well"
 
 
-def _listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
+def _make_listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
     """Return files as videos, a part at a time, or as containers. Raises ManifestError for a repeated ``video_id``."""
     if not videos:
         return Listed(None, [*places])
-    left, parts = iter(places), []
-    while part := list(islice(left, ROWS_AT_ONCE)):
+    unindexed, parts = iter(places), []
+    while part := list(islice(unindexed, ROWS_AT_ONCE)):
         rows = [
             {"video_id": place.name, "uri": place.uri, "policy": place.policy, "size": size, "mark": mark_key(mark)}
             for place in part
@@ -317,10 +321,10 @@ def _listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
 
 def _walk(folder: Path) -> Iterator[Path]:
     """Yield every file below a folder. Linked folders are entered once each; each file's target is judged later."""
-    seen: set[str] = set()
+    seen_folders: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
-        seen.add(os.path.realpath(parent))
-        folders[:] = [name for name in folders if os.path.realpath(Path(parent, name)) not in seen]
+        seen_folders.add(os.path.realpath(parent))
+        folders[:] = [name for name in folders if os.path.realpath(Path(parent, name)) not in seen_folders]
         yield from (Path(parent, name) for name in names)
 
 
@@ -330,10 +334,10 @@ def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
     matches = map(Path, globbing.glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob refuses absolute patterns
-    found = _videos_or_containers(matches, root, Judge([root, *roots]), forms, left_out)
-    if found is None:
+    listing = _videos_or_containers(matches, root, Judge([root, *roots]), forms, left_out)
+    if listing is None:
         raise ManifestError(f"{pattern}: no video matches this glob{_and_left(left_out)}")
-    return found
+    return listing
 
 
 def _place(path: Path, root: Path, judge: Judge) -> NamedContainer:
@@ -353,34 +357,35 @@ def _as_text(name: str) -> str:
 
 
 def _from_store(videos: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> Listed:
-    """List the videos, or else the containers, that an address in a store names. Raises ManifestError."""
-    if suffix_of(videos) in TABLE_SUFFIXES - forms and not videos.endswith("/") and not globbing.has_magic(videos):
+    """List the videos, or else the archives, that an address in a store names. Raises ManifestError."""
+    if find_suffix(videos) in TABLE_SUFFIXES - forms and not videos.endswith("/") and not globbing.has_magic(videos):
         return Listed(_manifest_at(videos, roots, objects))
-    folder, found = list_videos(videos, VIDEO_SUFFIXES | forms, reach(videos, objects), left_out)
-    own = [info for info in found if suffix_of(info.uri) not in forms]
-    if own:
-        _leave_archives([info.uri for info in found if suffix_of(info.uri) in forms], folder, left_out)
+    folder, objects_found = list_videos(videos, VIDEO_SUFFIXES | forms, reach(videos, objects), left_out)
+    videos_found = [info for info in objects_found if find_suffix(info.uri) not in forms]
+    if videos_found:
+        _leave_archives([info.uri for info in objects_found if find_suffix(info.uri) in forms], folder, left_out)
     places = (
-        NamedContainer(one.uri, one.uri.removeprefix(folder), listed_policy(one.uri), one) for one in own or found
+        NamedContainer(info.uri, info.uri.removeprefix(folder), check_listed(info.uri), info)
+        for info in videos_found or objects_found
     )
-    return _listed(places, videos=bool(own))
+    return _make_listed(places, videos=bool(videos_found))
 
 
-def given_manifest(given: object, video_roots: Sequence[str] = ()) -> pa.Table:
+def given_manifest(rows: object, video_roots: Sequence[str] = ()) -> pa.Table:
     """List the videos that a caller has at hand, as ``read_manifest`` does those of a file.
 
     Args:
-        given: paths or s3:// objects, each of which may be read and is called by its name; or rows (dicts, or a table
+        rows: paths or s3:// objects, each of which may be read and is called by its name; or rows (dicts, or a table
             that Arrow takes) with video_id and uri, as of a manifest that lies in the current folder.
 
     Raises ManifestError as ``read_manifest`` does.
     """
     roots = _roots(video_roots)
-    if isinstance(given, Iterator):
-        given = list(given)
-    if isinstance(given, list | tuple) and given and all(isinstance(path, str | os.PathLike) for path in given):
-        given, roots = _called_by_name([os.fspath(path) for path in given], roots)
-    parts = given_parts("videos", given, "video_id and uri")
+    if isinstance(rows, Iterator):
+        rows = list(rows)
+    if isinstance(rows, list | tuple) and rows and all(isinstance(path, str | os.PathLike) for path in rows):
+        rows, roots = _called_by_name([os.fspath(path) for path in rows], roots)
+    parts = given_parts("videos", rows, "video_id and uri")
     return _unique_videos("videos", NamedVideos("videos", Path.cwd(), roots), parts, "there is none in it")
 
 

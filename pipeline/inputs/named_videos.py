@@ -17,15 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, printable
-from pipeline.inputs.listings import CONTROL, MISSHAPED, OUTSIDE, named_policy
+from pipeline.inputs.listings import BAD_ADDRESS, CONTROL, OUTSIDE, check_named
 from pipeline.inputs.tables import TableRows, UserRow, carried_json, number_of, text_in
-from pipeline.keys import column_keys, repeated
+from pipeline.keys import column_keys, find_repeated
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import is_object
 
 # ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
 # listing on S3 said, or the manifest's size_bytes; null elsewhere, where it costs a request or a look at the file.
-# ``source_offset`` is set in containers alone; ``fault`` ("class: message") is what is known to be wrong with a video.
+# ``source_offset`` is set only in archives and tables; ``fault`` is "class: message" for a video known to be broken.
 # ``mark`` is the ``mark_key`` of what a listing or an index says of the content.
 MANIFEST_SCHEMA = pa.schema(
     [
@@ -45,8 +45,8 @@ MANIFEST_SCHEMA = pa.schema(
 TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=False))
 #: Why a file must not be read that lies elsewhere; ``listings.OUTSIDE`` of an object.
 OUTSIDE_FOLDERS = "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
-_OWN = ("video_id", "uri", "start_s", "end_s", "size_bytes")
-_MOST_BYTES = 2**53  # whole numbers of float64
+_OWN_COLUMNS = ("video_id", "uri", "start_s", "end_s", "size_bytes")
+_MAX_SIZE_BYTES = 2**53  # whole numbers of float64
 _DOTS = r"//|(^|/)\.\.?(/|$)|/$"  # segments that abspath would change
 _KEY = r"^s3://[A-Za-z0-9][A-Za-z0-9._-]*(/[^/?]+)+$"
 _SEGMENT_DOTS = r"/\.\.?(/|$)"
@@ -67,7 +67,7 @@ class Judge:
         self._inside: dict[str, bool] = {}  # folder -> whether it is below a root; of a million files few differ
 
     def __call__(self, path: str) -> str | None:
-        """Return why the absolute ``path`` must not be read, since it lies outside; None where it lies inside."""
+        """Return the reason why the absolute ``path`` must not be read: it lies outside; None if it lies inside."""
         folder = path.rpartition("/")[0] or "/"
         inside = self._inside.get(folder)
         if inside is None:
@@ -79,7 +79,7 @@ class Judge:
         return OUTSIDE_FOLDERS
 
     def _below(self, real: str) -> bool:
-        """Return whether a path without links lies below one of the folders."""
+        """Return True if a path without links lies below one of the folders."""
         return any(Path(real).is_relative_to(root) for root in self._roots)
 
 
@@ -122,23 +122,25 @@ class NamedVideos:
         located = self._all_objects(uris) or self._all_files(uris)
         if located is None:
             return None
-        columns = [ids, located.uris, *times, rows.carried(_OWN), located.policy, sizes]
+        columns = [ids, located.uris, *times, rows.carried(_OWN_COLUMNS), located.policy, sizes]
         columns += [pa.nulls(len(ids), kind) for kind in (pa.int64(), pa.string(), pa.uint64())]
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
     def _all_objects(self, uris: pa.Array) -> Located | None:
         """Locate all uris as objects on S3 at once, or return None where one of them needs a closer look."""
         relative = pc.invert(pc.or_(pc.match_substring(uris, "://"), pc.starts_with(uris, "/")))
-        named = uris
+        uri_column = uris
         if isinstance(self._base, str):
-            named = pc.if_else(relative, pc.binary_join_element_wise(self._base, uris, ""), uris)
-        shaped = pc.and_not(pc.match_substring_regex(named, _KEY), pc.match_substring_regex(named, _SEGMENT_DOTS))
-        if not pc.all(shaped).as_py():
+            uri_column = pc.if_else(relative, pc.binary_join_element_wise(self._base, uris, ""), uris)
+        is_well_formed = pc.and_not(
+            pc.match_substring_regex(uri_column, _KEY), pc.match_substring_regex(uri_column, _SEGMENT_DOTS)
+        )
+        if not pc.all(is_well_formed).as_py():
             return None
-        inside = pa.repeat(False, len(named))
+        inside = pa.repeat(False, len(uri_column))
         for prefix in self._prefixes:
-            inside = pc.or_(inside, pc.starts_with(named, prefix))
-        return Located(named, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE))
+            inside = pc.or_(inside, pc.starts_with(uri_column, prefix))
+        return Located(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE))
 
     def _all_files(self, uris: pa.Array) -> Located | None:
         """Locate all uris as local files at once, or return None where one of them needs a closer look."""
@@ -153,8 +155,8 @@ class NamedVideos:
 
     def _one_by_one(self, rows: TableRows) -> pa.RecordBatch:
         """Convert rows one by one, so that an error names its row. Raises ManifestError."""
-        checked = [self._check_row(row, f"{self._name}, {where}") for where, row in rows]
-        return pa.RecordBatch.from_pylist(checked, schema=MANIFEST_SCHEMA)
+        checked_rows = [self._check_row(row, f"{self._name}, {where}") for where, row in rows]
+        return pa.RecordBatch.from_pylist(checked_rows, schema=MANIFEST_SCHEMA)
 
     def _check_row(self, row: UserRow, where: str) -> ManifestRow:
         """Check one row and resolve its uri; no video is looked for. ``where`` names the row in a ManifestError.
@@ -165,7 +167,7 @@ class NamedVideos:
             if row.get(name) is None or not text_in(row, name, where).strip():
                 raise ManifestError(f"{where}: no {name}; every row needs a video_id and a uri")
         location, policy = self._locate(text_in(row, "uri", where))
-        carried = {k: v for k, v in row.items() if k not in _OWN and v is not None}
+        carried = {k: v for k, v in row.items() if k not in _OWN_COLUMNS and v is not None}
         return {
             "video_id": text_in(row, "video_id", where),
             "uri": location,
@@ -180,9 +182,9 @@ class NamedVideos:
         """Resolve a uri: (absolute path or the uri without its secrets, why it must not be read or None)."""
         base = self._base
         if is_object(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
-            named = uri if is_object(uri) else f"{base}{uri}"
-            policy = named_policy(named, self._prefixes)
-            return (printable(without_secrets(named)) if policy == MISSHAPED else named), policy
+            full_uri = uri if is_object(uri) else f"{base}{uri}"
+            policy = check_named(full_uri, self._prefixes)
+            return (printable(without_secrets(full_uri)) if policy == BAD_ADDRESS else full_uri), policy
         if "://" in uri and not uri.startswith("file://"):
             shown = without_secrets(uri)
             return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files and s3:// objects are"
@@ -198,25 +200,25 @@ class NamedVideos:
 
 def without_secrets(uri: str) -> str:
     """Remove user info, query and fragment from a URI, any of which may carry a credential."""
-    scheme, _, rest = uri.partition("://")
-    rest = rest.split("?")[0].split("#")[0]
-    host, slash, tail = rest.partition("/")
+    scheme, _, address = uri.partition("://")
+    address = address.split("?")[0].split("#")[0]
+    host, slash, tail = address.partition("/")
     if ":" in host and "@" in tail:  # KEY:SECRET@host, where the secret holds a slash
         host, slash, tail = tail.rpartition("@")[2].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{tail}"
 
 
-def unique(table: pa.Table, named: str = "") -> pa.Table:
-    """Return the table as it is. Raises ManifestError, about the manifest ``named``, if a ``video_id`` repeats."""
-    again = repeated(column_keys(table["video_id"]))
+def unique(table: pa.Table, list_name: str = "") -> pa.Table:
+    """Return the table as it is. Raises ManifestError, about the manifest ``list_name``, if a ``video_id`` repeats."""
+    again = find_repeated(column_keys(table["video_id"]))
     if again.any():
         shown = ", ".join(map(repr, table["video_id"].filter(pa.array(again)).slice(0, 3).to_pylist()))
-        raise ManifestError(f"{named}: {again.sum()} rows repeat a video_id, e.g. {shown}; ids must be unique")
+        raise ManifestError(f"{list_name}: {again.sum()} rows repeat a video_id, e.g. {shown}; ids must be unique")
     return table
 
 
 def _needs_closer_look(texts: pa.Array) -> bool:
-    """Return whether some texts are blank or hold control characters, which need a closer look."""
+    """Return True if some texts are blank or hold control characters, which need a closer look."""
     blank = pc.equal(pc.utf8_trim_whitespace(texts), "")
     return bool(pc.any(pc.or_(pc.match_substring_regex(texts, CONTROL.pattern), blank)).as_py())
 
@@ -237,7 +239,7 @@ def _all_sizes(values: pa.Array | None) -> pa.Array | None:
     if values is None:
         return None
     whole = pc.and_(
-        pc.equal(pc.floor(values), values), pc.and_(pc.greater_equal(values, 0), pc.less(values, _MOST_BYTES))
+        pc.equal(pc.floor(values), values), pc.and_(pc.greater_equal(values, 0), pc.less(values, _MAX_SIZE_BYTES))
     )
     return values.cast(pa.int64()) if pc.all(whole).as_py() in (True, None) else None
 
@@ -248,6 +250,6 @@ def _size(row: UserRow, where: str) -> int | None:
     if value is None:
         return None
     size = number_of(value)
-    if not (0 <= size < _MOST_BYTES and size == math.floor(size)):
+    if not (0 <= size < _MAX_SIZE_BYTES and size == math.floor(size)):
         raise ManifestError(f"{where}: size_bytes is {value!r}, not a whole number of bytes")
     return int(size)

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import printable
-from pipeline.inputs.listings import suffix_of
+from pipeline.inputs.listings import find_suffix
 
 _Scalar = str | int | float | bool | bytes | date | time | timedelta | Decimal | os.PathLike[str] | None
 #: A value in a row that a user wrote: of JSON, or of the types that Parquet and tables in memory have beside them.
@@ -45,7 +45,7 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
     ``needs`` says in an error what a row should have been; ``key`` is a column without which the first line of a .csv
     is no header. Raises BadRow, and what UNREADABLE lists.
     """
-    suffix = suffix_of(name)
+    suffix = find_suffix(name)
     if suffix == ".parquet":
         with pq.ParquetFile(file) as shard:
             batches = (batch.to_pylist() for batch in shard.iter_batches(use_threads=False))
@@ -60,7 +60,7 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
 
 def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
     """Return the types of the columns of a .parquet; other files say none. Raises what UNREADABLE lists."""
-    if suffix_of(name) != ".parquet":
+    if find_suffix(name) != ".parquet":
         return {}
     schema = pq.read_schema(file)
     file.seek(0)
@@ -81,19 +81,19 @@ class TableRows(Protocol):
     def numbers(self, name: str) -> pa.Array | None:
         """Return a column as float64, null where a row has none; None where a value is no finite number."""
 
-    def carried(self, own: Collection[str]) -> pa.Array:
-        """Return the columns besides ``own`` of each row as JSON; null where there are none."""
+    def carried(self, own_columns: Collection[str]) -> pa.Array:
+        """Return the columns besides ``own_columns`` of each row as JSON; null where there are none."""
 
 
 def read_parts(
     name: str, file: BinaryIO, needs: str, key: str | None = None, paths: str | None = None
 ) -> Iterator[TableRows]:
-    """Yield the rows of ``read_rows`` in parts that memory holds easily.
+    """Yield the rows of ``read_rows`` in parts that fit memory.
 
-    The column ``paths`` of a .parquet is taken for ``uri``, and for ``video_id`` where there is none.
-    Those of a .parquet never become Python objects unless they are asked for one by one.
+    The rows of a .parquet stay in Arrow. Its column ``paths``, if given, serves as ``uri``, and as ``video_id`` if it
+    has no such column.
     """
-    if suffix_of(name) == ".parquet":
+    if find_suffix(name) == ".parquet":
         with pq.ParquetFile(file) as shard:
             batches = shard.iter_batches(batch_size=_PART_ROWS, use_threads=False)
             yield from _arrow_parts(batches if paths is None else (_with_paths(batch, paths) for batch in batches))
@@ -123,40 +123,40 @@ def _with_paths(batch: pa.RecordBatch, paths: str) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict({"video_id": columns["uri"], **columns})
 
 
-def given_parts(name: str, given: object, needs: str) -> Iterator[TableRows]:
+def given_parts(name: str, source: object, needs: str) -> Iterator[TableRows]:
     """Yield the rows that a caller has at hand: dicts, or a table that Arrow takes (its own, pandas', Polars').
 
     Raises BadRow.
     """
-    if hasattr(given, "__arrow_c_stream__"):
-        yield from _arrow_parts(given_table(name, given, needs).to_batches(max_chunksize=_PART_ROWS))
+    if hasattr(source, "__arrow_c_stream__"):
+        yield from _arrow_parts(given_table(name, source, needs).to_batches(max_chunksize=_PART_ROWS))
     else:
-        yield from _dict_parts(given_rows(name, given, needs))
+        yield from _dict_parts(given_rows(name, source, needs))
 
 
-def given_rows(name: str, given: object, needs: str) -> Iterator[tuple[str, UserRow]]:
+def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, UserRow]]:
     """Yield the rows of ``given_parts`` one by one, as ``read_rows`` does. Raises BadRow."""
-    if hasattr(given, "__arrow_c_stream__"):
-        given = given_table(name, given, needs).to_pylist()
-    if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        raise _no_rows(name, given, needs)
-    for number, row in enumerate(given):
+    if hasattr(source, "__arrow_c_stream__"):
+        source = given_table(name, source, needs).to_pylist()
+    if isinstance(source, Mapping) or not isinstance(source, Iterable):
+        raise _no_rows(name, source, needs)
+    for number, row in enumerate(source):
         if not isinstance(row, Mapping):
             raise BadRow(f"{name}, row {number}: expected a dict with {needs}, got {type(row).__name__}")
         yield f"row {number}", {key: value for key, value in row.items() if value is not None}
 
 
-def given_table(name: str, given: object, needs: str) -> pa.Table:
+def given_table(name: str, source: object, needs: str) -> pa.Table:
     """Convert what a caller has at hand to an Arrow table. Raises BadRow where Arrow takes no table of it."""
     try:
-        return pa.table(given)
+        return pa.table(source)
     except (TypeError, pa.ArrowException) as error:  # pa.table refuses a single column, for example
-        raise _no_rows(name, given, needs) from error
+        raise _no_rows(name, source, needs) from error
 
 
-def _no_rows(name: str, given: object, needs: str) -> BadRow:
+def _no_rows(name: str, source: object, needs: str) -> BadRow:
     """Return the error about an argument that is neither a list of dicts nor a table."""
-    return BadRow(f"{name}: expected a list of dicts or a table with {needs}, got {type(given).__name__}")
+    return BadRow(f"{name}: expected a list of dicts or a table with {needs}, got {type(source).__name__}")
 
 
 class _ArrowRows:
@@ -193,11 +193,11 @@ class _ArrowRows:
         column = column.cast(pa.float64(), safe=False)
         return column if pc.all(pc.is_finite(column)).as_py() else None
 
-    def carried(self, own: Collection[str]) -> pa.Array:
-        others = [i for i, name in enumerate(self._batch.schema.names) if name not in own]
-        if not others:
+    def carried(self, own_columns: Collection[str]) -> pa.Array:
+        carried_places = [i for i, name in enumerate(self._batch.schema.names) if name not in own_columns]
+        if not carried_places:
             return pa.nulls(len(self._batch), pa.string())
-        return _as_json(self._batch.select(others).to_pylist())
+        return _as_json(self._batch.select(carried_places).to_pylist())
 
 
 class _DictRows:
@@ -223,14 +223,14 @@ class _DictRows:
         finite = all(value is None or math.isfinite(value) for value in values)
         return pa.array(values, pa.float64()) if finite else None
 
-    def carried(self, own: Collection[str]) -> pa.Array:
-        return _as_json([{name: row[name] for name in row if name not in own} for _, row in self._rows])
+    def carried(self, own_columns: Collection[str]) -> pa.Array:
+        return _as_json([{name: row[name] for name in row if name not in own_columns} for _, row in self._rows])
 
 
 def _as_json(rows: list[UserRow]) -> pa.Array:
     """Return each row as JSON without its empty cells, null for a row without others."""
-    given = ({name: value for name, value in row.items() if value is not None} for row in rows)
-    return pa.array([carried_json(row) if row else None for row in given], pa.string())
+    values = ({name: value for name, value in row.items() if value is not None} for row in rows)
+    return pa.array([carried_json(row) if row else None for row in values], pa.string())
 
 
 def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
@@ -241,9 +241,9 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
         if key is not None and reader.fieldnames and key not in reader.fieldnames:
-            found = printable(", ".join(reader.fieldnames), _SHOWN)
+            column_names = printable(", ".join(reader.fieldnames), _SHOWN)
             raise BadRow(
-                f"{name}, line 1: a .csv begins with the names of its columns, {needs} among them, not {found}"
+                f"{name}, line 1: a .csv begins with the names of its columns, {needs} among them, not {column_names}"
             )
         for row in reader:
             where = f"line {reader.line_num}"
@@ -299,7 +299,7 @@ def number_of(value: UserValue) -> float:
 
 
 def is_text(name: str) -> bool:
-    """Return whether a text is valid Unicode: bytes of a file's name that are not UTF-8 come as lone surrogates."""
+    """Return True if a text is valid Unicode: bytes of a file's name that are not UTF-8 come as lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 

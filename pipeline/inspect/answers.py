@@ -19,17 +19,17 @@ from pipeline.generate.answers import (
     ANSWER_SCHEMA,
     AnswersIdentity,
     AnswersTable,
-    in_natural_order,
     read_answers_header,
+    sort_naturally,
 )
-from pipeline.generate.summary import AnswerSummary, summarise_answers, warned_answers
+from pipeline.generate.summary import AnswerSummary, format_warned, summarise_answers
 from pipeline.inspect.report import Failures, facts_table, failed_records, flat
 from pipeline.rows import AnswerRecord, JsonObject
 from pipeline.storage.stores import Store
 
-SHOWN = 20  # questions in the terminal
+MAX_SHOWN = 20  # questions in the terminal
 _TEXT = 72  # characters of a prompt or an answer in a table
-_OWN = frozenset(ANSWER_SCHEMA.names)
+_OWN_COLUMNS = frozenset(ANSWER_SCHEMA.names)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Answers:
             if not len(rows):
                 near = did_you_mean_id(question_id, ids)
                 raise UsageError(f"{question_id!r} is not among the {len(ids)} answers in {store}{near}")
-        return cls(str(store), identity, in_natural_order(rows))
+        return cls(str(store), identity, sort_naturally(rows))
 
     @cached_property
     def summary(self) -> AnswerSummary:
@@ -91,13 +91,13 @@ def answers_report(answers: Answers) -> RenderableType:
     table = Table(show_edge=False)
     for name in ("question", "video", *(["pruning"] if answers.prunings else []), "prompt", "answer", "target"):
         table.add_column(name, overflow="fold")
-    for row in answers.rows.slice(0, SHOWN).to_pylist():
+    for row in answers.rows.slice(0, MAX_SHOWN).to_pylist():
         answer = row["answer"] if row["status"] == "ok" else f"failed: {row['error_class']}"
         pruning = [row["pruning"] or ""] if answers.prunings else []
         videos = ", ".join(row["video_ids"])
         cells = [row["question_id"], videos, *pruning, *map(_shorten, (row["prompt"], answer, row["target"]))]
         table.add_row(*map(Text, cells))  # texts come from files: never markup
-    more = len(answers.rows) - SHOWN
+    more = len(answers.rows) - MAX_SHOWN
     return Group(*parts, table, *([f"... and {more} more"] if more > 0 else []))
 
 
@@ -128,7 +128,7 @@ def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
         if name in identity:
             yield name, flat(identity[name])
     if counts.n_warned:
-        yield "warnings", warned_answers(counts)
+        yield "warnings", format_warned(counts)
     yield "questions", f"{counts.n_ok} answered, {counts.n_failed} failed"
     tokens = f"{counts.visual_tokens:.0f} visual of {counts.prompt_tokens:.0f} in a prompt on average"
     yield "tokens", f"{tokens}, {counts.new_tokens:,} generated"
@@ -156,7 +156,7 @@ def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
     if row["n_kept"] is not None:
         yield "tokens", f"{row['n_kept']} of {row['n_total']} visual ones, {row['n_prompt_tokens']} in the prompt"
     for name, value in row.items():
-        if name not in _OWN and value is not None:
+        if name not in _OWN_COLUMNS and value is not None:
             yield name, str(value)
     yield "run", f"{row['run_id']}, attempt {row['attempts']}"
 

@@ -96,7 +96,7 @@ def draw_page(
     ``identity`` is that of its cache.
     """
     row = video.metadata
-    tiers = [Tier(ratio, f"{100 * ratio:g} %", kept) for ratio, kept in tiers_of(row, retention_ratio)]
+    tiers = [Tier(ratio, f"{100 * ratio:g} %", n_kept) for ratio, n_kept in list_tiers(row, retention_ratio)]
     first = tiers[-1].ratio if retention_ratio is None else retention_ratio
     grid = grid_of(row)
     rows, columns = grid or (1, 1)
@@ -145,12 +145,12 @@ def grid_of(row: VideoRow) -> tuple[int, int] | None:
     return (rows, columns) if rows * columns == row["tokens_per_frame"] else None
 
 
-def tiers_of(row: VideoRow, more: float | None = None) -> list[tuple[float, int]]:
+def list_tiers(row: VideoRow, more: float | None = None) -> list[tuple[float, int]]:
     """Return the slider's steps, (retention ratio, tokens kept), ascending; just one for a method without an order."""
-    stored = row["retention_ratio"]
-    smaller = {ratio for ratio in (*TIERS, more) if ratio is not None and row["nested"] and ratio < stored - 1e-9}
-    kept = [(ratio, min(budget_for(ratio, row["n_total"]), row["n_tokens"])) for ratio in sorted(smaller)]
-    return [*kept, (stored, row["n_tokens"])]
+    stored_ratio = row["retention_ratio"]
+    smaller = {ratio for ratio in (*TIERS, more) if ratio is not None and row["nested"] and ratio < stored_ratio - 1e-9}
+    tiers = [(ratio, min(budget_for(ratio, row["n_total"]), row["n_tokens"])) for ratio in sorted(smaller)]
+    return [*tiers, (stored_ratio, row["n_tokens"])]
 
 
 def _frame(row: VideoRow, t: int, members: list[int], pictures: Pictures) -> Frame:
@@ -161,9 +161,9 @@ def _frame(row: VideoRow, t: int, members: list[int], pictures: Pictures) -> Fra
 
 def _summary(row: VideoRow) -> str:
     """Return the line about a video's tokens, source and length."""
-    unit = "pair" if _frames_are_paired(row) else "frame"
+    unit = "pair" if _has_paired_frames(row) else "frame"
     parts = [f"{row['tokens_per_frame']} tokens × {row['n_frames']} {unit}{'s' if row['n_frames'] > 1 else ''}"]
-    if _frames_are_paired(row):
+    if _has_paired_frames(row):
         parts[0] += " of frames"
     if row["source_width"]:
         parts.insert(0, f"{row['source_width']}×{row['source_height']} {row['codec']}")
@@ -177,7 +177,7 @@ def _explanation(row: VideoRow) -> str:
     if grid is None:
         return f"{row['tokens_per_frame']} tokens a frame are no square grid, so only their number is shown."
     words = "Bright: the tokens that were kept. Dimmed: those that were pruned."
-    if _frames_are_paired(row):
+    if _has_paired_frames(row):
         words += " A token spans two frames, of which the first is shown."
     sizes = [row[name] for name in ("source_width", "source_height", "width", "height")]
     if None in sizes or sizes[0] * sizes[3] == sizes[1] * sizes[2]:  # the encoder saw the frames in their own shape
@@ -188,6 +188,6 @@ def _explanation(row: VideoRow) -> str:
     )
 
 
-def _frames_are_paired(row: VideoRow) -> bool:
-    """Return whether a token spans two frames, as on Qwen."""
+def _has_paired_frames(row: VideoRow) -> bool:
+    """Return True if a token spans two frames, as on Qwen."""
     return len(row["frame_indices"]) > int(row["n_frames"])

@@ -19,37 +19,37 @@ from gstep.evidence import describe_evidence
 from pipeline.cache.header import CacheIdentity, fingerprint
 from pipeline.cache.live import Ledger, LiveVideos
 from pipeline.cache.reader import TokenCache
-from pipeline.cache.table import file_named
+from pipeline.cache.table import parse_file_name
 from pipeline.inspect.watch import latest_run
 from pipeline.prune.summary import Summary, render, summarise
 from pipeline.rows import Json, JsonObject, VideoRow
-from pipeline.runner.run_record import committed_shards
+from pipeline.runner.run_record import list_committed_shards
 
 BAR = 24  # characters of a full bar
-_FAILED = ("video_id", "uri", "error_stage", "error_class", "error_message", "attempts", "status")
+_FAILURE_COLUMNS = ("video_id", "uri", "error_stage", "error_class", "error_message", "attempts", "status")
 _SHORT_NAMES = {"error_class": "class", "error_message": "message", "error_stage": "stage"}
 Failures = list[dict[str, str | int | None]]
 
 
-class Counted(NamedTuple):
+class CacheCounts(NamedTuple):
     """The rows of a cache's table, and the counts over all its videos."""
 
     ledger: Ledger
     summary: Summary
 
 
-def count(cache: TokenCache) -> Counted:
+def count(cache: TokenCache) -> CacheCounts:
     """Read the whole table of a cache and count its videos, those included whose rows are lost. Raises OSError."""
-    committed = committed_shards(cache.store)
+    committed_names = list_committed_shards(cache.store)
     ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
-    return Counted(
-        ledger, summarise(ledger, deepstack_levels=cache.deepstack_levels, codec=cache.codec, committed=committed)
+    return CacheCounts(
+        ledger, summarise(ledger, deepstack_levels=cache.deepstack_levels, codec=cache.codec, committed=committed_names)
     )
 
 
-def cache_report(cache: TokenCache, counted: Counted) -> RenderableType:
+def cache_report(cache: TokenCache, counts: CacheCounts) -> RenderableType:
     """Render identity and counts of a cache, then a line for each of its first videos."""
-    ledger = counted.ledger
+    ledger = counts.ledger
     facts = [("cache", str(cache.store)), *identity_facts(cache.identity)]
     if cache.evidence:
         facts.append(("evidence", describe_evidence(cache.evidence)))
@@ -61,25 +61,25 @@ def cache_report(cache: TokenCache, counted: Counted) -> RenderableType:
     run = latest_run(cache.store, ledger)
     if run is not None:
         facts.append(("last run", run.describe()))
-    return Group(facts_table(facts), "", render(counted.summary), "", _videos(cache))
+    return Group(facts_table(facts), "", render(counts.summary), "", _videos(cache))
 
 
 def _files_of(ledger: Ledger) -> dict[str, int]:
     """Count the sorted files of the videos table, and the small ones that wait to be merged."""
-    n_sorted = sum(file_named(name).level > 0 for name in ledger.names)
+    n_sorted = sum(parse_file_name(name).level > 0 for name in ledger.names)
     return {"small": len(ledger.names) - n_sorted, "sorted": n_sorted}
 
 
-def cache_record(cache: TokenCache, counted: Counted) -> JsonObject:
+def cache_record(cache: TokenCache, counts: CacheCounts) -> JsonObject:
     """Return a cache's summary as a JSON-able dict: cache, identity, table, last_run, and counts."""
-    ledger = counted.ledger
+    ledger = counts.ledger
     run = latest_run(cache.store, ledger)
     return {
         "cache": str(cache.store),
         "identity": cast(JsonObject, cache.identity),
         "table": {**_files_of(ledger), "foreign": list(ledger.foreign)},
         "last_run": None if run is None else asdict(run),
-        **counted.summary.standing(),
+        **counts.summary.standing(),
     }
 
 
@@ -108,9 +108,9 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
     if row["status"] != "ok":
         how = "" if row["status"] == "removed" else f"{row['error_class']} in {row['error_stage']}: "
         return Group(facts_table(source_facts(row)), Text(f"{row['status']}  {how}{row['error_message']}"))
-    kept = _kept_per_frame(cache, row, retention_ratio)
-    title = f"{sum(kept)} of {row['n_total']} tokens kept ({sum(kept) / row['n_total']:.1%})"
-    return Group(facts_table(source_facts(row)), "", _frames(row, kept, title))
+    kept_per_frame = _kept_per_frame(cache, row, retention_ratio)
+    title = f"{sum(kept_per_frame)} of {row['n_total']} tokens kept ({sum(kept_per_frame) / row['n_total']:.1%})"
+    return Group(facts_table(source_facts(row)), "", _frames(row, kept_per_frame, title))
 
 
 def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> JsonObject:
@@ -124,17 +124,17 @@ def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None
     record: dict[str, Json] = {"cache": str(cache.store), "video_id": video_id, "status": row["status"]}
     record |= {"retention_ratio": None, "n_kept": None, "kept_per_frame": None}
     if row["status"] == "ok":
-        kept = _kept_per_frame(cache, row, retention_ratio)
+        kept_per_frame = _kept_per_frame(cache, row, retention_ratio)
         record["retention_ratio"] = row["retention_ratio"] if retention_ratio is None else retention_ratio
-        record |= {"n_kept": sum(kept), "kept_per_frame": kept}
+        record |= {"n_kept": sum(kept_per_frame), "kept_per_frame": kept_per_frame}
     return {**record, "row": cast(JsonObject, row)}
 
 
 def _kept_per_frame(cache: TokenCache, row: VideoRow, retention_ratio: float | None) -> list[int]:
     """Count the tokens of each frame that are kept at a ratio, None for what is stored. Raises RatioNotCached."""
     video = cache.get(row["video_id"], retention_ratio)
-    kept: list[int] = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
-    return kept
+    counts: list[int] = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
+    return counts
 
 
 def source_facts(row: VideoRow) -> list[tuple[str, str]]:
@@ -146,17 +146,17 @@ def source_facts(row: VideoRow) -> list[tuple[str, str]]:
     if row["source_width"]:
         picture = f"{row['source_width']}x{row['source_height']}, {row['codec']}, {row['source_frames']} frames"
         facts.append(("picture", f"{picture}, {row['duration_s']:.2f} s at {row['fps']:.2f} frames/s"))
-        repeated = f", {row['n_repeated']} of them repeated" if row["n_repeated"] else ""
-        sampled = f"{len(row['frame_indices'])} frames{repeated}, resized to {row['width']}x{row['height']}"
-        facts.append(("sampled", sampled))
+        repeats_note = f", {row['n_repeated']} of them repeated" if row["n_repeated"] else ""
+        frames_text = f"{len(row['frame_indices'])} frames{repeats_note}, resized to {row['width']}x{row['height']}"
+        facts.append(("sampled", frames_text))
     if row["backend"]:
         if row["color_transfer"] or row["sample_aspect_ratio"]:
             pixels = f"pixels {row['sample_aspect_ratio']}" if row["sample_aspect_ratio"] else "no shape of pixels"
             facts.append(("states", f"{row['color_transfer'] or 'no transfer function'}, {pixels}"))
-        warned = f", {row['decode_warnings']} warnings" if row["decode_warnings"] else ""
-        facts.append(("decoder", f"{row['backend']} {row['backend_version'] or ''}{warned}"))
-    carried = row["manifest"] or {}
-    facts += [(name, _as_text(value)) for name, value in carried.items() if value is not None]
+        warnings_note = f", {row['decode_warnings']} warnings" if row["decode_warnings"] else ""
+        facts.append(("decoder", f"{row['backend']} {row['backend_version'] or ''}{warnings_note}"))
+    columns = row["manifest"] or {}
+    facts += [(name, _as_text(value)) for name, value in columns.items() if value is not None]
     return [*facts, ("run", f"{row['run_id']}, attempt {row['attempts']}")]
 
 
@@ -165,13 +165,13 @@ def _as_text(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _frames(row: VideoRow, kept: list[int], title: str) -> Table:
+def _frames(row: VideoRow, kept_per_frame: list[int], title: str) -> Table:
     """Render a table of a video's frames with their kept tokens."""
     table = Table(title=title, title_justify="left", show_edge=False)
     for name in ("t", "source frame", "seconds", "temporal density", "kept"):
         table.add_column(name, justify="right")
     table.add_column("of the frame's tokens")
-    for t, (count, frames) in enumerate(zip(kept, frames_of(row), strict=True)):
+    for t, (count, frames) in enumerate(zip(kept_per_frame, frames_of(row), strict=True)):
         density = "" if row["temporal_density"] is None else f"{row['temporal_density'][t]:.3f}"
         bar = "█" * round(BAR * count / row["tokens_per_frame"])
         seconds = f"{row['timestamps'][frames[0]]:.2f}"
@@ -194,14 +194,14 @@ def source_frames(row: VideoRow, frames: Sequence[int]) -> str:
 
 def failed_videos(cache: TokenCache) -> Failures:
     """List the failed videos by id: video_id, uri, stage, class, message, attempts. Raises CorruptShard, OSError."""
-    rows = LiveVideos.open(cache.store, fingerprint(cache.identity)).live(_FAILED)
-    return failed_records(rows, _FAILED[:-1])
+    rows = LiveVideos.open(cache.store, fingerprint(cache.identity)).live(_FAILURE_COLUMNS)
+    return failed_records(rows, _FAILURE_COLUMNS[:-1])
 
 
 def failed_records(rows: pa.Table, columns: Sequence[str]) -> Failures:
     """Convert these columns of the failed rows to records; columns of the error lose their prefix."""
-    failed = rows.filter(pc.equal(rows["status"], "failed")).select(list(columns))
-    return [{_SHORT_NAMES.get(name, name): value for name, value in row.items()} for row in failed.to_pylist()]
+    failed_rows = rows.filter(pc.equal(rows["status"], "failed")).select(list(columns))
+    return [{_SHORT_NAMES.get(name, name): value for name, value in row.items()} for row in failed_rows.to_pylist()]
 
 
 def failed_lines(failures: Failures) -> Iterator[str]:

@@ -23,7 +23,7 @@ from pipeline.video.source import same_source
 _QUANTISER = 5  # JPEG quality, 2 (best) to 31: no artefacts at this size, half the bytes of 2
 # Up to this many frames get this width, so that the pictures of a long video stay a few megabytes.
 _WIDTHS = ((64, 224), (256, 160), (1024, 112))
-_LEAST_WIDTH = 80
+_MIN_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,15 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects) -
 def _sampling(settings: SamplingIdentity) -> Sampling:
     """Return the sampling that the cache's identity describes. Raises VideoFault where it is none."""
     try:
-        known = {name: value for name, value in settings.items() if name != "time_rule"}
-        return Sampling(**{"num_frames": None, **known})  # type: ignore[arg-type]
+        options = {name: value for name, value in settings.items() if name != "time_rule"}
+        return Sampling(**{"num_frames": None, **options})  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise VideoFault("io", f"the cache does not say how frames were sampled: {error}") from error
 
 
 def _width(n_frames: int) -> int:
     """Return the width of pictures for a page with so many frames."""
-    return next((width for limit, width in _WIDTHS if n_frames <= limit), _LEAST_WIDTH)
+    return next((width for limit, width in _WIDTHS if n_frames <= limit), _MIN_WIDTH)
 
 
 def to_jpegs(frames: Frames) -> list[bytes]:

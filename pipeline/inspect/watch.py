@@ -20,7 +20,7 @@ from pipeline.cache.header import HEADER, fingerprint
 from pipeline.cache.live import Ledger
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import CorruptShard, NotACache
-from pipeline.runner.claim import Holder, holder, who
+from pipeline.runner.claim import Holder, describe_holder, find_holder
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
@@ -38,7 +38,7 @@ class RunProgress:
         status: starting, finished, failed, cancelled, running, or "gone": it was running, and is not any more.
         host: where its driver runs or ran.
         pid: of the driver.
-        n_videos: what it set out to do; where this is ``estimated``, containers are not all indexed.
+        n_videos: the videos to do; if ``estimated``, not all archives are indexed yet.
         n_done: videos with a row by it.
         n_failed: those of them that failed.
         seconds: since it started, or what it took.
@@ -61,28 +61,28 @@ class RunProgress:
     def describe(self) -> str:
         """Describe the run's progress in one line."""
         about = "about " if self.estimated else ""
-        done = f"{self.n_done} of {about}{self.n_videos} videos, {self.n_failed} failed"
+        counts = f"{self.n_done} of {about}{self.n_videos} videos, {self.n_failed} failed"
         rate = self.n_done / max(self.seconds, 1.0)
         where = f"{self.run_id} on {self.host} (pid {self.pid})"
         if self.status == "running":
-            left = f"{(self.n_videos - self.n_done) / rate:.0f} s left" if self.n_done else "no estimate yet"
-            return f"{where} running for {self.seconds:.0f} s: {done}, {rate:.2f} videos/s, {left}"
+            time_left = f"{(self.n_videos - self.n_done) / rate:.0f} s left" if self.n_done else "no estimate yet"
+            return f"{where} running for {self.seconds:.0f} s: {counts}, {rate:.2f} videos/s, {time_left}"
         if self.status == "starting":
             return f"{where} is starting"
         if self.status == "gone":
-            return f"{where} ended without a final record: {done}; the same command goes on from there"
+            return f"{where} ended without a final record: {counts}. Rerun its command to resume"
         why = f": {self.error}" if self.error else ""
-        return f"{where} {self.status} after {self.seconds:.0f} s: {done}{why}"
+        return f"{where} {self.status} after {self.seconds:.0f} s: {counts}{why}"
 
 
 def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
     """Find the progress of the run that is writing to the cache, else of the newest; None without any run."""
-    names, note = store.names(RUNS, ".json"), holder(store)
+    names, note = store.names(RUNS, ".json"), find_holder(store)
     if note:
-        own = f"{RUNS}/{note['run_id']}.json"
-        if own not in names:
+        record_name = f"{RUNS}/{note['run_id']}.json"
+        if record_name not in names:
             return RunProgress(note["run_id"], "starting", note["host"], note["pid"])
-        names = [own]
+        names = [record_name]
     for name in reversed(names):  # a run_id begins with its time
         try:
             record = json.loads(store.read(name))
@@ -95,7 +95,7 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
 
 def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProgress:
     """Make the progress of a run from its record, and from the note that it keeps while it writes."""
-    n_done, n_failed = ledger.of_run(record["run_id"])
+    n_done, n_failed = ledger.count_run_rows(record["run_id"])
     status = "gone" if record["status"] == "running" and not note else record["status"]
     until = datetime.fromisoformat(record.get("ended") or now())
     if status == "running" and note and "seconds" in note:  # by the clock of the run, which may not be this machine's
@@ -126,14 +126,16 @@ def wait_for_cache(store: Store, say: Callable[[str], object], every_s: float = 
     Returns at once where there is a cache, or something else. Raises NotACache where the run ends without one, OSError,
     and KeyboardInterrupt at Ctrl-C.
     """
-    noted, waited = None, False
-    while not (store.exists(HEADER) or store.taken()):
-        note = holder(store)
-        if noted is not None and note is None and not store.exists(HEADER):
-            raise NotACache(f"{store}: {who(noted)} ended before it began the cache; its own log says why")
-        if not waited:
+    last_note, is_announced = None, False
+    while not (store.exists(HEADER) or store.has_other_files()):
+        note = find_holder(store)
+        if last_note is not None and note is None and not store.exists(HEADER):
+            raise NotACache(
+                f"{store}: {describe_holder(last_note)} ended before it began the cache; its own log says why"
+            )
+        if not is_announced:
             say(f"no cache at {store} yet. Waiting for a run to begin one; Ctrl-C ends that")
-        noted, waited = note or noted, True
+        last_note, is_announced = note or last_note, True
         time.sleep(every_s)
 
 
@@ -145,9 +147,9 @@ def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> 
 
     Returns None where the cache has no run. Raises OSError, CorruptShard, and KeyboardInterrupt at Ctrl-C.
     """
-    run, shown = None, console.is_terminal
-    every_s = every_s or (_LOCAL_S if shown and cache.store.folder is not None else _STORE_S)
-    with Live(console=console, auto_refresh=False) if shown else nullcontext() as live:
+    run, is_terminal = None, console.is_terminal
+    every_s = every_s or (_LOCAL_S if is_terminal and cache.store.folder is not None else _STORE_S)
+    with Live(console=console, auto_refresh=False) if is_terminal else nullcontext() as live:
         for run, rate in looks(cache.store, fingerprint(cache.identity), every_s):
             if live is None:
                 console.print(_line(run, rate), highlight=False, markup=False, soft_wrap=True)
@@ -183,8 +185,11 @@ def _render(run: RunProgress, rate: float) -> RenderableType:
     """Render the state of a run, with ``rate`` in videos a second, and how busy the workers of each stage are."""
     lines: list[RenderableType] = [Text(run.describe())]
     if run.status == "running":
-        left = f", {(run.n_videos - run.n_done) / rate:.0f} s left" if rate else ""
-        lines += [ProgressBar(max(1, run.n_videos), run.n_done, width=60), Text(f"{rate:.2f} videos/s of late{left}")]
+        time_left = f", {(run.n_videos - run.n_done) / rate:.0f} s left" if rate else ""
+        lines += [
+            ProgressBar(max(1, run.n_videos), run.n_done, width=60),
+            Text(f"{rate:.2f} videos/s of late{time_left}"),
+        ]
     if run.status == "running" and run.now is not None:
         table = Table("stage", "to do", "busy", "", show_edge=False)
         for stage, waiting in run.now.waiting.items():

@@ -118,13 +118,13 @@ UTILISATION: Mapping[str, Interval] = {
 }
 
 
-def named_type(name: str) -> str | None:
+def find_gpu_type(name: str) -> str | None:
     """Find the type in the table that a device names, e.g. "NVIDIA A100-SXM4-80GB"; None if none."""
     words = name.upper().replace("_", "-").replace(" ", "-").split("-")
-    found = [kind for kind in GPU_TYPES if kind.split("-")[0] in words]
-    if "A100" in found and any(word.startswith("40G") for word in words):
+    kinds = [kind for kind in GPU_TYPES if kind.split("-")[0] in words]
+    if "A100" in kinds and any(word.startswith("40G") for word in words):
         return "A100-40GB"
-    return found[0] if found else None
+    return kinds[0] if kinds else None
 
 
 class Cluster(NamedTuple):
@@ -269,14 +269,14 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
 
 
 def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> str:
-    """Say what would remove the bottleneck, and which stage would be the next one."""
+    """Return a remedy for the bottleneck, and the next bottleneck after it."""
     if slowest == "nothing":
         return "nothing is left to do"
     if slowest == "cpus":
         return "more cores, or a GPU"
-    others = {name: part.expected for name, part in stages.items() if name != slowest}
-    next_one = max(others, key=lambda name: others[name])
-    factor, until = stages[slowest].expected / max(others[next_one], 1e-9), f"until {next_one} takes as long"
+    other_stages = {name: part.expected for name, part in stages.items() if name != slowest}
+    next_one = max(other_stages, key=lambda name: other_stages[name])
+    factor, until = stages[slowest].expected / max(other_stages[next_one], 1e-9), f"until {next_one} takes as long"
     if slowest == "decode":
         more = f"{math.ceil(cluster.cores * (factor - 1)):,} more decode cores, {until}"
         return f"{more}; --snap-to-keyframes for long videos; or --decoder nvdec"
@@ -307,7 +307,7 @@ def decode_seconds(seconds: float, width: int, height: int, n_frames: int) -> In
     apart = pictures / n_frames
 
     def decoded(keyframes: float, codec: float) -> float:
-        needed = pictures * (1 - apart / (2 * keyframes)) if apart < keyframes else n_frames * keyframes / 2
-        return codec * width * height * (needed * _DECODE_S_PER_PIXEL + n_frames * _CONVERT_S_PER_PIXEL)
+        n_decoded = pictures * (1 - apart / (2 * keyframes)) if apart < keyframes else n_frames * keyframes / 2
+        return codec * width * height * (n_decoded * _DECODE_S_PER_PIXEL + n_frames * _CONVERT_S_PER_PIXEL)
 
     return spread(decoded, _KEYFRAME_DISTANCE, _CODEC_FACTOR)

@@ -10,7 +10,7 @@ from pipeline.options import RunOptions, check, named_values, option, positive
 from pipeline.plan.estimate import GPU_TYPES, Prices
 
 _FULL_HD = "1920x1080"
-_OF_A_PLAN = (
+_PLAN_FIELDS = (
     *("probe", "gpus", "gpu_type", "decode_cores"),
     *("corpus_videos", "seconds", "size"),
 )
@@ -54,14 +54,14 @@ class PlanOptions(RunOptions):
 
     def pixels(self) -> tuple[int, int]:
         """Return (width, height) of ``--size``. Raises UsageError."""
-        found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.size or _FULL_HD)
-        if found is None:
+        match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.size or _FULL_HD)
+        if match is None:
             raise UsageError(f"--size must be WIDTHxHEIGHT, got {self.size!r}")
-        return int(found[1]), int(found[2])
+        return int(match[1]), int(match[2])
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _OF_A_PLAN:
+        for name in _PLAN_FIELDS:
             if not self.plan and getattr(self, name) is not None:
                 raise UsageError(f"--{name.removeprefix('corpus_').replace('_', '-')} goes with --plan")
         for name in ("decode_cores", "probe", "seconds"):

@@ -38,35 +38,38 @@ def hours(seconds: float) -> str:
     return f"{number(seconds / HOUR)} h" if seconds >= HOUR / 2 else time_text(seconds)
 
 
-def ranged(part: Interval, text: Callable[[float], str]) -> str:
+def format_range(part: Interval, text: Callable[[float], str]) -> str:
     """Format an interval as its expected value and its range, or as one value where all are alike."""
-    low, expected, high = map(text, part)
-    return expected if low == high else f"{expected} ({low} to {high})"
+    low, middle, high = map(text, part)
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def rows_of(plan: RunEstimate) -> Iterator[tuple[str, str]]:
+def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
     """Yield the lines of a plan, (name, value) each."""
-    failed = f", {100 * plan.failed_share:.3g} % of them unreadable" if plan.failed_share else ""
-    yield "videos", f"{plan.videos:,}{failed}" + (f", {ranged(plan.video_s, hours)} of video" if plan.video_s else "")
+    failed_note = f", {100 * plan.failed_share:.3g} % of them unreadable" if plan.failed_share else ""
+    yield (
+        "videos",
+        f"{plan.videos:,}{failed_note}" + (f", {format_range(plan.video_s, hours)} of video" if plan.video_s else ""),
+    )
     gpus, kind, cores = plan.cluster
     yield "cluster", f"{gpus} x {kind}, {cores:g} vCPUs" if gpus else f"{cores:g} vCPUs, no GPU"
-    yield "wall time", ranged(plan.wall_s, time_text)
+    yield "wall time", format_range(plan.wall_s, time_text)
     yield "bottleneck", f"{plan.bottleneck}; what removes it: {plan.remedy}"
     for name, part in plan.stage_s.items():
-        yield f"  {name} alone", ranged(part, time_text)
-    yield "decode", f"{ranged(plan.decode_core_s, hours)} of a core"
+        yield f"  {name} alone", format_range(part, time_text)
+    yield "decode", f"{format_range(plan.decode_core_s, hours)} of a core"
     encode, unit = (plan.gpu_s, "GPU") if gpus else (plan.encode_core_s, "core")
-    yield "encode", f"{ranged(encode, hours)} of a {unit}"
-    yield "output", ranged(plan.output_bytes, bytes_text)
+    yield "encode", f"{format_range(encode, hours)} of a {unit}"
+    yield "output", format_range(plan.output_bytes, bytes_text)
     if plan.input_bytes is not None:
-        yield "input", f"{ranged(plan.input_bytes, bytes_text)} leave where the videos are"
+        yield "input", f"{format_range(plan.input_bytes, bytes_text)} leave where the videos are"
     for name, part in (plan.cost or {}).items():
-        yield f"cost, {name.replace('_', ' ')}", ranged(part, number)
+        yield f"cost, {name.replace('_', ' ')}", format_range(part, number)
 
 
 def render_plan(plan: RunEstimate) -> RenderableType:
     """Render a plan as a table for the terminal, with what it rests on below."""
     table = Table.grid(padding=(0, 2))
-    for name, value in rows_of(plan):
+    for name, value in list_rows(plan):
         table.add_row(name, Text(value))
     return Group("plan: nothing was started or written", table, *(Text(f"- {note}") for note in plan.notes))

@@ -1,9 +1,9 @@
-"""Bundles of videos, in which they travel between the stages of a graph: each is one row of Arrow.
+"""Bundles of videos that travel between the stages of a graph: each bundle is one row of Arrow.
 
 Small videos share a bundle, because Ray Data carries about twenty blocks a second and worker, whatever their size. A
-bundle is one row, because Ray Data cuts blocks between rows, so that what a call yields is exactly one block. The
-records of its videos are one cell of JSON, because a column for each key costs milliseconds a block. Arrays are flat
-bytes, one cell a video, with their shapes in the records; those of a single video are not copied.
+bundle is one row, because Ray Data cuts blocks between rows: so a call yields exactly one block. The records of the
+videos are one cell of JSON, because a column for each key costs milliseconds a block. Arrays are flat bytes, one cell a
+video, with their shapes in the records. The arrays of a single video are not copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.rows import VideoRecord, without_nulls
 
 BYTES = pa.large_binary()
 CELLS = pa.list_(BYTES)
-# Of KeptTokens, one cell a video, null where it has none.
+# The arrays of KeptTokens: one cell a video, null if it has none.
 _ARRAYS: Mapping[str, type[np.generic]] = {
     "tokens": np.int16,
     "index": np.int32,
@@ -35,8 +35,8 @@ _ARRAYS: Mapping[str, type[np.generic]] = {
 
 #: A unit of work: the rows of videos that one call decodes, in one cell.
 UNIT = pa.schema([pa.field("videos", BYTES)])
-#: A bundle of videos between two stages. ``deepstack`` and ``evidence`` hold the arrays of all videos, one after the
-#: other; ``layout`` says which.
+#: A bundle of videos between two stages. ``deepstack`` and ``evidence`` hold the arrays of all videos in a row;
+#: ``layout`` has the number of levels and the names of evidence of each video.
 BUNDLE = pa.schema(
     [
         pa.field("records", BYTES),
@@ -44,62 +44,62 @@ BUNDLE = pa.schema(
         *(pa.field(name, CELLS) for name in ("frames", *_ARRAYS, "deepstack", "evidence")),
     ]
 )
-WRITTEN = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA])
+WRITTEN_SCHEMA = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA])
 
 
-def unit_of(todo: pa.Table) -> pa.Table:
+def pack_unit(todo: pa.Table) -> pa.Table:
     """Pack rows of videos (TODO_SCHEMA) as one row of UNIT, so that Ray Data neither cuts nor joins them."""
     (part,) = todo.combine_chunks().to_batches()
     return pa.table([pa.array([part.serialize().to_pybytes()], BYTES)], schema=UNIT)
 
 
-def unit_videos(unit: pa.Table) -> pa.RecordBatch:
+def unpack_unit(unit: pa.Table) -> pa.RecordBatch:
     """Unpack the rows of videos (TODO_SCHEMA) from a row of UNIT."""
     return pa.ipc.read_record_batch(unit["videos"][0].as_buffer(), TODO_SCHEMA)
 
 
 def pack(videos: Sequence[VideoItem]) -> pa.Table:
     """Pack videos into one row of BUNDLE. Raise KeyError for a record with an unknown key."""
-    kept = [video.kept for video in videos]
-    layout = [(len(one.deepstack), list(one.evidence)) if one else (0, []) for one in kept]
+    kept_tokens = [video.kept for video in videos]
+    layout = [(len(tokens.deepstack), list(tokens.evidence)) if tokens else (0, []) for tokens in kept_tokens]
     columns: list[Iterable[NDArray[Any] | None]] = [
         [video.frames for video in videos],
-        *([getattr(one, name, None) for one in kept] for name in _ARRAYS),
-        [level for one in kept if one for level in one.deepstack],
-        [values for one in kept if one for values in one.evidence.values()],
+        *([getattr(tokens, name, None) for tokens in kept_tokens] for name in _ARRAYS),
+        [level for tokens in kept_tokens if tokens for level in tokens.deepstack],
+        [values for tokens in kept_tokens if tokens for values in tokens.evidence.values()],
     ]
     records = [video.record for video in videos]
     _refuse_unknown(records)
-    return pa.table([_json(records), _json(layout), *map(_cells, columns)], schema=BUNDLE)
+    return pa.table([_pack_json(records), _pack_json(layout), *map(_pack_cells, columns)], schema=BUNDLE)
 
 
 def unpack(bundle: pa.Table) -> list[VideoItem]:
     """Unpack the videos of a row of BUNDLE; their arrays are views into the bundle, frames as one flat array."""
     columns = {name: bundle[name].chunk(0).flatten() for name in BUNDLE.names[2:]}
     levels, labels, videos = 0, 0, []
-    layout = _from_json(bundle["layout"])
-    for place, (record, (n_levels, names)) in enumerate(zip(_from_json(bundle["records"]), layout, strict=True)):
-        arrays = {name: unwrapped(columns[name], place, kind) for name, kind in _ARRAYS.items()}
-        deepstack = [unwrapped(columns["deepstack"], levels + level, np.int16) for level in range(n_levels)]
-        evidence = {name: unwrapped(columns["evidence"], labels + at, np.int16) for at, name in enumerate(names)}
-        kept = _kept(record, arrays, deepstack, evidence)
-        videos.append(VideoItem(record, kept, unwrapped(columns["frames"], place, np.uint8)))
+    layout = _unpack_json(bundle["layout"])
+    for place, (record, (n_levels, names)) in enumerate(zip(_unpack_json(bundle["records"]), layout, strict=True)):
+        arrays = {name: read_cell(columns[name], place, kind) for name, kind in _ARRAYS.items()}
+        deepstack = [read_cell(columns["deepstack"], levels + level, np.int16) for level in range(n_levels)]
+        evidence = {name: read_cell(columns["evidence"], labels + at, np.int16) for at, name in enumerate(names)}
+        kept_tokens = _rebuild_kept(record, arrays, deepstack, evidence)
+        videos.append(VideoItem(record, kept_tokens, read_cell(columns["frames"], place, np.uint8)))
         levels, labels = levels + n_levels, labels + len(names)
     return videos
 
 
-def written_batch(rows: Sequence[VideoRecord]) -> pa.Table:
+def pack_written(rows: Sequence[VideoRecord]) -> pa.Table:
     """Pack the records of written videos as WRITTEN."""
     _refuse_unknown(rows)
-    return pa.Table.from_pylist(list(rows), schema=WRITTEN)
+    return pa.Table.from_pylist(list(rows), schema=WRITTEN_SCHEMA)
 
 
-def written_records(batch: pa.Table) -> list[VideoRecord]:
+def unpack_written(batch: pa.Table) -> list[VideoRecord]:
     """Unpack the records from rows of WRITTEN."""
     return [without_nulls(row, VideoRecord) for row in batch.to_pylist()]
 
 
-def _kept(
+def _rebuild_kept(
     record: VideoRecord, arrays: Mapping[str, Any], deepstack: Sequence[Any], evidence: Mapping[str, Any]
 ) -> KeptTokens | None:
     """Rebuild a video's kept tokens from flat arrays by its record's shapes; None for a failed video."""
@@ -117,41 +117,43 @@ def _kept(
     )
 
 
-def _json(value: object) -> pa.Array:
+def _pack_json(value: object) -> pa.Array:
     """Pack a value as one cell of JSON."""
     return pa.array([json.dumps(value).encode()], BYTES)
 
 
-def _from_json(column: pa.ChunkedArray) -> list[Any]:
+def _unpack_json(column: pa.ChunkedArray) -> list[Any]:
     """Unpack the list in a cell of JSON."""
-    found: list[Any] = json.loads(column[0].as_buffer().to_pybytes())
-    return found
+    values: list[Any] = json.loads(column[0].as_buffer().to_pybytes())
+    return values
 
 
 def _refuse_unknown(rows: Sequence[VideoRecord]) -> None:
-    """Raise KeyError if a record has a key that is no column of the videos table, where it would be lost."""
-    if unknown := {name for row in rows for name in row} - set(WRITTEN.names):
+    """Raise KeyError if a record has a key that is no column of the videos table: its value would be lost."""
+    if unknown := {name for row in rows for name in row} - set(WRITTEN_SCHEMA.names):
         raise KeyError(f"no columns of the videos table: {', '.join(sorted(unknown))}")
 
 
-def _cells(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
+def _pack_cells(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
     """Pack arrays as one row that holds a list of binary cells, null for None."""
-    values = _wrapped(list(arrays))
+    values = _to_cells(list(arrays))
     return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
 
 
-def _wrapped(arrays: Sequence[NDArray[Any] | None]) -> pa.Array:
-    """Convert each array to one cell of bytes, null for None; if only one has bytes, they are not copied."""
-    none = np.empty(0, np.uint8)
-    parts = [none if one is None else np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in arrays]
+def _to_cells(arrays: Sequence[NDArray[Any] | None]) -> pa.Array:
+    """Convert each array to one cell of bytes, null for None. A single array is not copied."""
+    empty = np.empty(0, np.uint8)
+    parts = [empty if array is None else np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-    filled = [part for part in parts if len(part)]
-    data = filled[0] if len(filled) == 1 else np.concatenate([none, *filled])
-    present = pa.array([one is not None for one in arrays], pa.bool_()).buffers()[1]  # packed as Arrow's validity is
+    filled_parts = [part for part in parts if len(part)]
+    data = filled_parts[0] if len(filled_parts) == 1 else np.concatenate([empty, *filled_parts])
+    present = pa.array([array is not None for array in arrays], pa.bool_()).buffers()[
+        1
+    ]  # packed as Arrow's validity is
     return pa.Array.from_buffers(BYTES, len(parts), [present, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
-def unwrapped(cells: pa.Array, place: int, dtype: Any) -> Any:
+def read_cell(cells: pa.Array, place: int, dtype: Any) -> Any:
     """Return a cell's bytes as a flat read-only array without a copy, None for null."""
     if cells.slice(place, 1).null_count:
         return None

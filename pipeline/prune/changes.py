@@ -10,17 +10,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from pipeline.inputs.forms import Containers, spot_of
+from pipeline.inputs.forms import Containers, find_member
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
 from pipeline.video.source import make_no_answer, sample_source
 
-_AT_ONCE = 32  # files and containers that are looked into at a time
+_AT_ONCE = 32  # files and archives that are checked in parallel
 
 
-def are_replaced(rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects) -> list[bool]:
-    """Return whether the file of each row has other bytes than its cached video had; not so where it is gone.
+def find_replaced(rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects) -> list[bool]:
+    """Return True if the file of each row has other bytes than its cached video had; not so where it is gone.
 
     Args:
         rows: with the ``size`` of each file.
@@ -28,16 +28,16 @@ def are_replaced(rows: Sequence[ManifestRow], samples: Sequence[int], objects: O
 
     Raises UsageError where the store does not answer.
     """
-    groups = defaultdict[str, list[int]](list)  # file or container -> its rows
+    groups = defaultdict[str, list[int]](list)  # file or archive -> its rows
     for number, row in enumerate(rows):
         groups[row["uri"] if row["source_offset"] is None else row["uri"].partition("#")[0]].append(number)
-    replaced = [False] * len(rows)
+    is_replaced_by_row = [False] * len(rows)
     with request_threads(min(_AT_ONCE, len(groups) or 1)) as pool:
         look = partial(_look, rows, samples, objects)
-        for numbers, found in zip(groups.values(), pool.map(look, groups.values()), strict=True):
-            for number, is_replaced in zip(numbers, found, strict=True):
-                replaced[number] = is_replaced
-    return replaced
+        for numbers, answers in zip(groups.values(), pool.map(look, groups.values()), strict=True):
+            for number, is_replaced in zip(numbers, answers, strict=True):
+                is_replaced_by_row[number] = is_replaced
+    return is_replaced_by_row
 
 
 def _look(rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects, numbers: Sequence[int]) -> list[bool]:
@@ -47,8 +47,8 @@ def _look(rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects,
 
 
 def _is_replaced(row: ManifestRow, sample: int, objects: Objects, opened: Containers) -> bool:
-    """Return whether a row's file has another sample, or is a member whose mark alone tells its content."""
-    spot = spot_of(row["uri"], row["source_offset"], row["size"])
+    """Return True if a row's file has another sample, or is a member whose mark alone tells its content."""
+    spot = find_member(row["uri"], row["source_offset"], row["size"])
     if spot is None:
         return sample_source(row["uri"], row["size"] or 0, objects) not in (None, sample)
     try:

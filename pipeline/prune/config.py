@@ -1,4 +1,4 @@
-"""The options of a prune run: one dataclass, from which flags, the run's record and the fingerprint are made."""
+"""The options of a prune run: one dataclass, the source of flags, the run's record and the fingerprint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     column: str | None = option(
         None,
-        "VIDEOS are Parquet or Arrow tables, and this column of theirs holds the bytes of videos (or, of a single "
+        "VIDEOS are Parquet or Arrow tables, and this column of theirs has the bytes of videos (or, of a single "
         ".parquet, their paths); their ids are the column video_id, else the file and the row (or the path), and small "
         "columns are carried along",
         metavar="NAME",
@@ -63,7 +63,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
     on_changed: str = option(
         "refuse",
         "what to do with a cached video whose uri, file or clip differs now, or which other code of your own --decoder "
-        "read: refuse to start, keep its tokens, or encode it again; skip and redo go on with the new videos. redo "
+        "read: refuse to start, keep its tokens, or encode it again; skip and redo process the new videos. redo "
         "also encodes a whole cache again whose own --pruner has other code now (skip does not). A file of the same "
         "size with another time, ETag or CRC has changed if bytes at its start, middle or end differ",
         choices=("refuse", "skip", "redo"),
@@ -82,10 +82,12 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     limit: int | None = option(
         None,
-        "prune at most N of the videos that are left to do, in their order; the others are left to another run",
+        "prune at most N of the videos still to do, in their order; another run does the others",
         metavar="N",
     )
-    max_hours: float | None = option(None, "end the run in order after H hours; the same command goes on", metavar="H")
+    max_hours: float | None = option(
+        None, "end the run in order after H hours; rerun the command to continue", metavar="H"
+    )
     dry_run: bool = option(
         False, "check the request and show what a run would do, without starting Ray or writing to the cache"
     )
@@ -176,7 +178,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     fetch_memory: int = option(
         2048,
-        "fetch videos of at most MIB from S3. They are held in memory, never on disk, two for each decode process: the "
+        "fetch videos of at most MIB from S3. They stay in memory, never on disk, two for each decode process: the "
         "next one is fetched while one is decoded",
         metavar="MIB",
     )
@@ -211,7 +213,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
 
     @property
     def named(self) -> str:
-        """The videos as messages name them."""
+        """The videos in messages: the first name and the number of further names."""
         more = f" and {len(self.videos) - 1} more" if len(self.videos) > 1 else ""
         return f"{self.videos[0]}{more}"
 
@@ -227,13 +229,13 @@ class PruneConfig(PlanOptions, PrunerOptions):
         """Return (I, N) of ``--shard``. Raises UsageError."""
         if self.shard is None:
             return None
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)
-        check(found is not None and int(found[1]) < int(found[2]), "shard", "I/N with I from 0 to N-1", self.shard)
-        assert found is not None
-        return int(found[1]), int(found[2])
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)
+        check(match is not None and int(match[1]) < int(match[2]), "shard", "I/N with I from 0 to N-1", self.shard)
+        assert match is not None
+        return int(match[1]), int(match[2])
 
     def _check_plan(self) -> None:
-        """Raise UsageError where options of a plan do not go with the others."""
+        """Raise UsageError if options of a plan contradict other options."""
         if self.plan and self.dry_run:
             raise UsageError("--plan and --dry-run: give one of them")
         if self.corpus_videos is not None and self.videos != ["sample"]:
@@ -250,8 +252,8 @@ class PruneConfig(PlanOptions, PrunerOptions):
             check(_is_encoding(self.zip_encoding), "zip_encoding", "an encoding that Python knows", self.zip_encoding)
         check(not self.index or self.dry_run, "index", "given with --dry-run", self.index)
         # An empty name, as of a shell's variable that is not set, would be the current folder with all below it.
-        given = all(name.strip() for name in self.videos) and len(self.videos) > 0
-        check(given, "videos", "at least one folder, glob, file or manifest", self.videos)
+        has_names = all(name.strip() for name in self.videos) and len(self.videos) > 0
+        check(has_names, "videos", "at least one folder, glob, file or manifest", self.videos)
         check(all(root.strip() for root in self.video_root), "video_root", "a folder or prefix", self.video_root)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
@@ -282,7 +284,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
 
 
 def _is_encoding(name: str) -> bool:
-    """Return whether Python knows a text encoding of this name."""
+    """Return True if Python knows a text encoding of this name."""
     try:
         "".encode(name)
     except LookupError:

@@ -1,4 +1,4 @@
-"""The decode actor: one killable child process, a row in and a row out."""
+"""The decode actor: a row in, a decoded video out; a killable child process decodes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ray.actor import ActorHandle
 
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import FaultClass, UsageError, VideoFault
-from pipeline.inputs.forms import Containers, Spot, fetch_of, spot_of
-from pipeline.prune.batches import pack, unit_videos
+from pipeline.inputs.forms import ArchiveMember, Containers, find_member, make_fetch
+from pipeline.prune.batches import pack, unpack_unit
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
-from pipeline.runner.heartbeat import Heartbeat, HeldItems
+from pipeline.runner.heartbeat import Heartbeat, ItemsInHand
 from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
@@ -35,9 +35,9 @@ from pipeline.video.source import Source, open_source
 if TYPE_CHECKING:
     from gstep.backbones import Preprocessor
 
-# Columns of the videos table that a row to process has under the same names, and those that a decoded video has.
-_OF_ITS_ROW = ("video_id", "uri", "attempts", "start_s", "end_s", "manifest", "source_offset")
-_OF_ITS_VIDEO = (
+# Columns of the videos table that a row to process has under the same names, and columns that a decoded video has.
+_ROW_COLUMNS = ("video_id", "uri", "attempts", "start_s", "end_s", "manifest", "source_offset")
+_DECODED_COLUMNS = (
     *(
         "fps",
         "clip_fps",
@@ -57,7 +57,7 @@ _OF_ITS_VIDEO = (
 
 @dataclass(frozen=True)
 class DecodeSetup:
-    """The settings of a decoder, which travel to every actor."""
+    """The settings of a decoder. They travel to every actor."""
 
     sampling: Sampling
     preprocessor: Preprocessor
@@ -68,13 +68,13 @@ class DecodeSetup:
     fetch_mb: int = 2048
 
     def largest_frames(self) -> tuple[int, int, int]:
-        """Return the (frames, height, width) that a long full HD video gets: the largest that planning must expect."""
+        """Return the (frames, height, width) of a long full HD video: the largest shape to plan for."""
         frames = self.sampling.num_frames or self.sampling.max_frames or 0
         return frames, *self.preprocessor.target_size(frames, 1080, 1920)
 
 
 def check_decoder_device(decoder: str, device: str) -> None:
-    """Raise UsageError where the decoder needs a GPU and the run computes on ``device``, which is none."""
+    """Raise UsageError if the decoder needs a GPU and the run's ``device`` is none."""
     if decoder == "nvdec" and device != "cuda":
         raise UsageError("--decoder nvdec needs a GPU, and this run has none; leave it out, or give the run one")
 
@@ -94,40 +94,42 @@ class VideoDecoder:
         self._sandbox.close()
 
     def open(self, row: TodoRow, containers: Containers | None = None) -> Source:
-        """Open the video of a row. What keeps it from being read is a fault of the source: nothing is raised.
+        """Open the video of a row. An error becomes the ``fault`` of the source: nothing is raised.
 
-        ``containers`` holds open what the rows before this one lay in.
+        ``containers`` caches the open archives of earlier rows.
         """
         if row["policy"]:
             return Source(row["uri"], fault=VideoFault("policy", row["policy"]))
         if row["fault"]:
             fault_class, _, message = row["fault"].partition(": ")
             return Source(row["uri"], fault=VideoFault(cast(FaultClass, fault_class), message))
-        objects, spot = self._setup.objects, _spot(row)
-        fetch = fetch_of(spot, objects) if spot is None or containers is None else partial(containers.fetch, spot)
+        objects, spot = self._setup.objects, _find_spot(row)
+        fetch = make_fetch(spot, objects) if spot is None or containers is None else partial(containers.fetch, spot)
         return open_source(row["uri"], objects, self._setup.fetch_mb * 2**20, fetch)
 
     def containers(self, rows: Iterable[TodoRow]) -> Containers:
-        """Return what reads the containers that these rows lie in."""
-        return Containers(self._setup.objects, [_spot(row) for row in rows if not (row["policy"] or row["fault"])])
+        """Return the reader of the archives that contain these rows' videos."""
+        return Containers(self._setup.objects, [_find_spot(row) for row in rows if not (row["policy"] or row["fault"])])
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
-        """Return the record of a video and its frames [t,h,w,3]; a fault of the video makes an error row and None."""
-        started, setup = time.perf_counter() - self._sandbox.starting_s, self._setup
+        """Decode a video: return its record and frames [t,h,w,3]; a fault makes an error record, and frames None."""
+        start, setup = time.perf_counter() - self._sandbox.starting_s, self._setup
         record, clip = _first_record(row, source), (row["start_s"], row["end_s"])
         kind = setup.sampling, setup.preprocessor
         request = DecodeRequest(row["uri"], *kind, *clip, setup.decoder)
         try:
             video = source.decode(self._sandbox, request)
         except VideoFault as fault:
-            failed = failed_video(record, fault)
+            failed_record = failed_video(record, fault)
             if (version := decoder_version(fault.backend)) is not None:
-                failed["backend_version"] = version
-            if not row["policy"] and (size := _size(row, source)) is not None:
-                failed["source_size"] = size
-            failed["decode_s"] = time.perf_counter() - self._sandbox.starting_s - started  # as of those that are ok
-            return failed, None
-        return {**record, **decoded_columns(video, row["attempts"])}, video.frames
+                failed_record["backend_version"] = version
+            if not row["policy"] and (size := _find_size(row, source)) is not None:
+                failed_record["source_size"] = size
+            failed_record["decode_s"] = (
+                time.perf_counter() - self._sandbox.starting_s - start
+            )  # measured as for ok videos
+            return failed_record, None
+        return {**record, **make_decoding_columns(video, row["attempts"])}, video.frames
 
 
 class Decoder:
@@ -151,7 +153,7 @@ class Decoder:
         self._decoder.close()
 
     def __call__(self, unit: pa.Table) -> Iterator[pa.Table]:
-        return self.decode(unit_videos(unit))
+        return self.decode(unpack_unit(unit))
 
     def decode(self, todo: pa.Table | pa.RecordBatch) -> Iterator[pa.Table]:
         """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for each ``videos_per_bundle`` of them."""
@@ -159,35 +161,35 @@ class Decoder:
         with self._decoder.containers(rows) as containers:
             for start in range(0, len(rows), self._videos_per_bundle):
                 bundle = rows[start : start + self._videos_per_bundle]
-                with self._heartbeat.holding(*(row["video_id"] for row in bundle)) as held:
-                    decoded = pack([self._video(row, held, containers) for row in bundle])
-                yield decoded
+                with self._heartbeat.holding(*(row["video_id"] for row in bundle)) as items:
+                    packed = pack([self._decode_reported(row, items, containers) for row in bundle])
+                yield packed
 
-    def _video(self, row: TodoRow, held: HeldItems, containers: Containers) -> VideoItem:
-        """Decode one video, reported to the heartbeat."""
-        self._heartbeat.rest()
+    def _decode_reported(self, row: TodoRow, items: ItemsInHand, containers: Containers) -> VideoItem:
+        """Decode one video, and report its outcome to the heartbeat. Waits while this worker is excluded."""
+        self._heartbeat.wait_while_excluded()
         with self._decoder.open(row, containers) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
-        held.done(may_succeed_elsewhere(record), made=frames is not None, fault=record.get("error_class"))
+        items.release(may_succeed_elsewhere(record), is_result=frames is not None, fault=record.get("error_class"))
         return VideoItem(record, frames=frames)
 
 
-def _spot(row: TodoRow) -> Spot | None:
-    """Return where the video of a row lies in a container, if it does."""
-    return spot_of(row["uri"], row["source_offset"], row["size"])
+def _find_spot(row: TodoRow) -> ArchiveMember | None:
+    """Return the position of a row's video in an archive; None for a file of its own."""
+    return find_member(row["uri"], row["source_offset"], row["size"])
 
 
 def _first_record(row: TodoRow, source: Source) -> VideoRecord:
-    """Return the record of a video with the columns that its manifest row and its open file decide."""
-    known = {name: value for name, value in row.items() if name in _OF_ITS_ROW}
-    known["source_mark"] = source.mark or row["mark"]  # the open file's may be newer than a listing's
-    if (spot := _spot(row)) is not None:
-        known["source_shard"] = spot.shard
-    return without_nulls({"status": "ok", **known}, VideoRecord)
+    """Return the record of a video before decoding: the columns of its manifest row and its open file."""
+    columns = {name: value for name, value in row.items() if name in _ROW_COLUMNS}
+    columns["source_mark"] = source.mark or row["mark"]  # the open file's may be newer than a listing's
+    if (spot := _find_spot(row)) is not None:
+        columns["source_shard"] = spot.shard
+    return without_nulls({"status": "ok", **columns}, VideoRecord)
 
 
-def _size(row: TodoRow, source: Source) -> int | None:
-    """Return the bytes of a failed video's file: measured, or as listed if it could not be fetched."""
+def _find_size(row: TodoRow, source: Source) -> int | None:
+    """Return the bytes of a failed video's file: measured, or the listed size if it could not be fetched."""
     if is_remote(row["uri"]) or row["source_offset"] is not None:
         return source.size if source.size is not None else row["size"]
     try:
@@ -196,10 +198,10 @@ def _size(row: TodoRow, source: Source) -> int | None:
         return None
 
 
-def decoded_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
-    """Return the columns of the videos table that decoding decides."""
+def make_decoding_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
+    """Return the columns of the videos table about decoding."""
     return {
-        **without_nulls({name: getattr(video, name) for name in _OF_ITS_VIDEO}, VideoRecord),
+        **without_nulls({name: getattr(video, name) for name in _DECODED_COLUMNS}, VideoRecord),
         "attempts": attempts + video.attempts - 1,
         "frame_indices": video.frame_indices.tolist(),
         "timestamps": video.timestamps.tolist(),

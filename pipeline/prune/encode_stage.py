@@ -35,30 +35,30 @@ from pipeline.own_method import prune_tokens
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
-from pipeline.runner.heartbeat import POISON, Heartbeat, HeldItems, exit_after_gpu_fault
+from pipeline.runner.heartbeat import POISON, Heartbeat, ItemsInHand, exit_after_gpu_fault
 
 T = TypeVar("T")
-CAREFUL = 100  # videos taken one by one after a death: more than a process has in hand or on their way
+CAREFUL = 100  # videos encoded one by one after a crash: more than a process has in hand or queued
 
 
 @dataclass(frozen=True)
 class EncodeSetup:
-    """The settings of an encoder, which travel to every actor."""
+    """The settings of an encoder. They travel to every actor."""
 
     source: ModelSource
     pruner: str
     retention_ratio: float
     seed: int = 0
     pruner_params: dict[str, Json] = field(default_factory=dict)  # as the method's class takes them
-    pruner_code: str | None = None  # of a user's own method: the hash that the cache's identity has
-    evidence: dict[str, str] = field(default_factory=dict)  # to be stored, label -> where in the encoder
+    pruner_code: str | None = None  # of a user's own method: the hash in the cache's identity
+    evidence: dict[str, str] = field(default_factory=dict)  # to store: label -> source in the encoder
     device: str = "auto"
     dtype: str = "auto"
     attn: str = "auto"
     codec: str = BFLOAT16.name
-    batch_frames: int | None = None  # in one pass of the tower, of several videos too; None: of one video
-    even: bool = False  # whether frames are taken at even times
-    tower_hash: str | None = None  # of the source (gstep.checkpoints.tensors), which rows say
+    batch_frames: int | None = None  # frames in one pass of the tower, of several videos; None: of one video
+    even: bool = False  # whether frames are sampled at even times
+    tower_hash: str | None = None  # of the source (gstep.checkpoints.tensors), for the rows
     shape: tuple[int, int, int] | None = None  # (frames, height, width) of most videos: a GPU compiles for it ahead
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
@@ -67,18 +67,18 @@ class EncodeSetup:
         return round(self.retention_ratio * whole)
 
     def stored_bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
-        """Estimate the bytes that the cache stores of such a video: evidence is never coded."""
+        """Estimate the bytes of such a video in the cache. The codec applies to tokens, not to evidence."""
         tokens = self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width)
-        saved = tokens * (1 - CODECS[self.codec].share)
-        return round(self.bytes_per_video(n_frames, height, width) - saved)
+        saved_bytes = tokens * (1 - CODECS[self.codec].share)
+        return round(self.bytes_per_video(n_frames, height, width) - saved_bytes)
 
     def encoder(self) -> VideoEncoder:
-        """Load the vision tower and return the encoder. Raises ModelError where it cannot be loaded."""
+        """Load the vision tower and return the encoder. Raises ModelError if it cannot be loaded."""
         return VideoEncoder(self)
 
     def _names(self) -> tuple[str, ...]:
         """Return the names of the stored evidence; a name appears twice if it is stored from two sources."""
-        return tuple(name_of(labelled, source) for labelled, source in self.evidence.items())
+        return tuple(name_of(key, source) for key, source in self.evidence.items())
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Turn:
     """The turn of a video at the device.
 
     Attributes:
-        seconds: that its kernels took, once the turn is over.
+        seconds: the time of its kernels, once the turn is over.
     """
 
     seconds: float = 0.0
@@ -95,13 +95,12 @@ class Turn:
 class VideoEncoder:
     """The encoder and pruner of one video after another, for a run's actors and for ``jobs.verify --live``.
 
-    Several threads may call it: the frames of one video go to a GPU, and the kept tokens of another come back, while a
-    third is encoded and a fourth is pruned on a stream of its own. A GPU encodes one video at a time and prunes one
-    beside it; a CPU, whose cores both would share, does one or the other. It holds one vision tower, ``backbone`` if
-    that is loaded already, and never the LLM. Raises ModelError where the tower cannot be loaded.
+    Several threads may call it: at one moment the frames of one video go to the GPU, a second video is encoded, a third
+    is pruned on a stream of its own, and the tokens of a fourth come back. A CPU encodes or prunes one video at a time.
+    It loads one vision tower, unless ``backbone`` is given, and never the LLM. Raises ModelError if that fails.
     """
 
-    _room = Fraction(1)  # the part of a pass that several videos may fill
+    _max_pass = Fraction(1)  # the part of a pass that several videos may fill
 
     def __init__(self, setup: EncodeSetup, backbone: Backbone | None = None) -> None:
         self._setup = setup
@@ -113,8 +112,8 @@ class VideoEncoder:
             with self._compiling():
                 backbone = family_of(setup.source).load(self._runtime, **frame_batch)
         self.backbone = backbone
-        self._described = self._runtime.describe()
-        self._described["tower_form"] = self.backbone.form
+        self._runtime_record = self._runtime.describe()
+        self._runtime_record["tower_form"] = self.backbone.form
         self._encoding = self._pruning = threading.Lock()
         self._copies = self._prunes = None
         if self._runtime.device.startswith("cuda"):
@@ -122,7 +121,7 @@ class VideoEncoder:
             self._pruning = threading.Lock()
 
     def _compiling(self) -> AbstractContextManager[None]:
-        """Return the context beside which a built-in method compiles its kernels on a GPU."""
+        """Return a context that compiles a built-in method's GPU kernels in parallel with its block."""
         setup = self._setup
         if setup.shape is None or ":" in setup.pruner or not self._runtime.device.startswith("cuda"):
             return nullcontext()
@@ -134,78 +133,80 @@ class VideoEncoder:
         """Encode and prune a decoded video; return its kept tokens and its record.
 
         Args:
-            frames: [t,h,w,3], as the preprocessor resized them.
+            frames: [t,h,w,3], resized by the preprocessor.
 
-        Raises VideoFault, whatever happens, but MethodFails where a user's own method fails for every video.
+        Raises VideoFault for any error, except MethodFails if a user's own method fails for every video.
         """
         video_id = record["video_id"]
-        loaded = _guarded("encode", video_id, lambda: self._loaded(frames))
-        visual, encode_s = _guarded("encode", video_id, lambda: self._encode(loaded))
-        pruned, prune_s = _guarded("prune", video_id, lambda: self._prune(visual))
-        return _guarded("prune", video_id, lambda: self._stored(record, visual, pruned, prune_s, encode_s))
+        frames_on_device = _run_guarded("encode", video_id, lambda: self._load_frames(frames))
+        visual, encode_s = _run_guarded("encode", video_id, lambda: self._encode(frames_on_device))
+        pruned, prune_s = _run_guarded("prune", video_id, lambda: self._prune(visual))
+        return _run_guarded("prune", video_id, lambda: self._make_item(record, visual, pruned, prune_s, encode_s))
 
-    def passes(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
+    def group_by_pass(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
         """Yield the videos of a bundle in order, grouped by the pass of the tower that they share.
 
-        A video that has failed, or that fills a pass, is a group of its own; without ``batch_frames`` every video is.
+        A failed video, or a video that fills a pass, is its own group. Without ``batch_frames`` every video is.
         """
-        together, taken = list[VideoItem](), Fraction(0)
+        group, group_share = list[VideoItem](), Fraction(0)
         for video in videos:
             share, record = Fraction(1), video.record
             if video.frames is not None and self._setup.batch_frames is not None:
                 share = self.backbone.pass_share(len(record["frame_indices"]), record["height"], record["width"])
-            if together and taken + share > self._room:
-                yield together
-                together, taken = [], Fraction(0)
-            together.append(video)
-            taken += share
-        if together:
-            yield together
+            if group and group_share + share > self._max_pass:
+                yield group
+                group, group_share = [], Fraction(0)
+            group.append(video)
+            group_share += share
+        if group:
+            yield group
 
     def encode_together(self, videos: Sequence[VideoItem]) -> list[VideoItem | None]:
-        """Encode decoded videos in one pass of the tower, and prune each; None stands for one that must go alone.
+        """Encode decoded videos in one pass of the tower, and prune each; None stands for a video to encode alone.
 
-        What fails here may be another video's doing, so that ``encode_one`` decides on a video's fault. After a pass
-        that did not fit the GPU's memory the next ones have half the frames.
+        A failure here may be caused by another video, so only ``encode_one`` decides on a video's fault. After a pass
+        that did not fit the GPU's memory the next passes have half the frames.
         """
         names = ", ".join(video.record["video_id"] for video in videos)
         try:
-            return self._together(videos, names)
+            return self._encode_pass(videos, names)
         except Exception as error:  # noqa: BLE001 - as in _guarded
             exit_after_gpu_fault(names, error)
             if is_out_of_memory(error):
-                self._room /= 2
+                self._max_pass /= 2
         torch.cuda.empty_cache()  # not in a handler, where the error still holds the tensors
         return [None] * len(videos)
 
-    def _together(self, videos: Sequence[VideoItem], names: str) -> list[VideoItem | None]:
-        """Encode and prune as ``encode_together``. Raise whatever the pass raises; what pruning raises is None."""
-        loaded = [self._loaded(video.shaped()) for video in videos]
+    def _encode_pass(self, videos: Sequence[VideoItem], names: str) -> list[VideoItem | None]:
+        """Encode and prune as ``encode_together``. Errors of the pass are raised; errors of pruning become None."""
+        frames_on_device = [self._load_frames(video.reshape_frames()) for video in videos]
         with self._turn(self._encoding) as turn:
-            visuals = self.backbone.encode_together(loaded, self._sources)
-            checked = [_attempted(names, partial(self._checked, visual)) for visual in visuals]
+            visuals = self.backbone.encode_together(frames_on_device, self._sources)
+            rounded = [_try_alone(names, partial(self._round_tokens, visual)) for visual in visuals]
         n_tokens = [math.prod(visual.tokens.shape[:2]) for visual in visuals]
         del visuals
-        found: list[VideoItem | None] = []
-        for video, visual, n in zip(videos, checked, n_tokens, strict=True):
-            kept = None if visual is None else _attempted(names, partial(self._prune, visual))
-            if visual is None or kept is None:
-                found.append(None)
+        items: list[VideoItem | None] = []
+        for video, visual, n in zip(videos, rounded, n_tokens, strict=True):
+            pruned = None if visual is None else _try_alone(names, partial(self._prune, visual))
+            if visual is None or pruned is None:
+                items.append(None)
                 continue
-            seconds = (kept[1], turn.seconds * n / sum(n_tokens))
-            found.append(_attempted(names, partial(self._stored, video.record, visual, kept[0], *seconds, len(videos))))
-        return found
+            seconds = (pruned[1], turn.seconds * n / sum(n_tokens))
+            items.append(
+                _try_alone(names, partial(self._make_item, video.record, visual, pruned[0], *seconds, len(videos)))
+            )
+        return items
 
     def _encode(self, frames: Tensor | NDArray[np.uint8]) -> tuple[VisualTokens, float]:
-        """Encode frames as ``encoded``; return the tokens and the seconds."""
+        """Encode frames as ``encode_frames``; return the tokens and the seconds."""
         with self._turn(self._encoding) as turn:
-            visual = self._checked(self.backbone.encode(frames, self._sources))
+            visual = self._round_tokens(self.backbone.encode(frames, self._sources))
         return visual, turn.seconds
 
     def _prune(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
-        """Prune tokens as ``pruned``; return the kept tokens and the seconds.
+        """Prune the tokens; return the kept tokens and the seconds.
 
-        Where a GPU's memory is full, PyTorch gives back the memory that it caches, and the tokens are pruned again.
+        If a GPU's memory is full, PyTorch frees its cached memory, and the tokens are pruned again.
         """
         try:
             return self._prune_once(visual)
@@ -227,17 +228,17 @@ class VideoEncoder:
 
     @contextmanager
     def _turn(self, lock: threading.Lock, stream: torch.cuda.Stream | None = None) -> Iterator[Turn]:
-        """Let a thread launch kernels while it holds ``lock``, on ``stream`` of a GPU; they are complete at the end.
+        """Launch kernels under ``lock`` on a GPU's ``stream`` in this context; wait for them at its end, and time them.
 
-        The next thread launches its own while they run, so that the GPU never waits for a host between two videos. The
-        end waits after an error too: memory that the error frees may belong to another stream at once.
+        The next thread launches its kernels meanwhile, so that the GPU never waits for a host between two videos. The
+        end waits after an error too: memory that the error frees may go to another stream at once.
         """
         turn = Turn()
         if self._copies is None:
             with lock:
-                started = time.perf_counter()
+                start = time.perf_counter()
                 yield turn
-                turn.seconds = time.perf_counter() - started
+                turn.seconds = time.perf_counter() - start
             return
         stream = stream or torch.cuda.current_stream(torch.device(self._runtime.device))
         # A thread that waits for a blocking event leaves its core to the decoders.
@@ -253,18 +254,18 @@ class VideoEncoder:
         last.synchronize()
         turn.seconds = first.elapsed_time(last) / 1e3
 
-    def _loaded(self, frames: NDArray[np.uint8]) -> Tensor:
-        """Return the frames on the device; from pinned memory the copy runs beside the kernels of another video."""
+    def _load_frames(self, frames: NDArray[np.uint8]) -> Tensor:
+        """Copy the frames to the device, from pinned memory in parallel with the kernels of another video."""
         if self._copies is None:
             return as_frames(frames)
-        pinned = torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True)
-        np.copyto(pinned.numpy(), frames)
+        pinned_frames = torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True)
+        np.copyto(pinned_frames.numpy(), frames)
         with torch.cuda.stream(self._copies):
-            loaded = pinned.to(self._runtime.device, non_blocking=True)
+            device_frames = pinned_frames.to(self._runtime.device, non_blocking=True)
         self._copies.synchronize()
-        return loaded
+        return device_frames
 
-    def _stored(
+    def _make_item(
         self,
         record: VideoRecord,
         visual: VisualTokens,
@@ -275,17 +276,17 @@ class VideoEncoder:
     ) -> VideoItem:
         """Return the video's complete record and its kept tokens on the CPU, in the precision of the cache.
 
-        The record says if ``n_videos`` shared a pass whose products may have been rounded by it: not on a CPU.
+        The record notes a pass of ``n_videos`` on a GPU, since batching may change the rounding there.
         """
-        shared = n_videos > 1 and not self.backbone.on_cpu
-        runtime = self._described | ({"shared_pass": f"{n_videos} videos"} if shared else {})
-        # The default stream runs the kernels of the next video by now, and these copies would wait for them.
+        is_shared = n_videos > 1 and not self.backbone.on_cpu
+        runtime = self._runtime_record | ({"shared_pass": f"{n_videos} videos"} if is_shared else {})
+        # The default stream runs the kernels of the next video now, and these copies would wait for them.
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():
-            extra = self.backbone.model_extra(without_pixels(record))
+            extra = self.backbone.model_extra(to_sampled_video(record))
             faults = position_faults(extra, record["timestamps"], even=self._setup.even)
-            done: VideoRecord = {
+            complete: VideoRecord = {
                 **record,
-                **pruned_columns(pruned, visual),
+                **make_pruning_columns(pruned, visual),
                 "uneven_positions": faults.uneven,
                 "shared_positions": faults.shared,
                 "encode_s": encode_s,
@@ -294,21 +295,21 @@ class VideoEncoder:
                 "tower_hash": self._setup.tower_hash,
                 "model_extra": json.dumps(extra),
             }
-            return VideoItem(done, kept_tokens(pruned, visual, self._setup.evidence))
+            return VideoItem(complete, collect_kept_tokens(pruned, visual, self._setup.evidence))
 
-    def encoded(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
+    def encode_frames(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
         """Encode frames to all visual tokens and the needed evidence, in the precision of the cache.
 
-        They are complete on return, for whichever stream reads them.
+        All kernels have finished on return: any stream may read the result.
         """
         return self._encode(frames)[0]
 
     @property
     def _sources(self) -> dict[str, str]:
-        """The evidence that the method or the cache needs, label -> where in the encoder it is from."""
+        """The evidence that the method or the cache needs: label -> source in the encoder."""
         return {**self._pruner.sources, **self._setup.evidence}
 
-    def _checked(self, visual: VisualTokens) -> VisualTokens:
+    def _round_tokens(self, visual: VisualTokens) -> VisualTokens:
         """Round a video's tokens and evidence to the precision of the cache. Raise VideoFault if that is impossible."""
         # Tokens are rounded to storage precision before pruning, so the selection can be derived again from the cache.
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
@@ -320,18 +321,18 @@ class VideoEncoder:
             _check_finite(f"the evidence {name}", evidence[name])
         return VisualTokens(tokens_TND, evidence, tuple(deepstack))
 
-    def pruned(self, visual: VisualTokens) -> PrunedTokens:
-        """Prune the tokens. Raise VideoFault("internal") where the method cannot prune them."""
+    def prune(self, visual: VisualTokens) -> PrunedTokens:
+        """Prune the tokens. Raise VideoFault("internal") if the method cannot prune them."""
         return self._prune(visual)[0]
 
 
-def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
-    """Return ``work()``; convert whatever it raises to a VideoFault of this stage and video, but for MethodFails."""
+def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
+    """Return ``work()``; convert any error but MethodFails to a VideoFault. Ends the process if the GPU is broken."""
     try:
         return work()
     except (VideoFault, MethodFails):
         raise
-    except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
+    except Exception as error:  # noqa: BLE001 - an error of one video must not fail its neighbours
         exit_after_gpu_fault(video_id, error)
         if is_out_of_memory(error):
             fault = VideoFault("out-of-memory", str(error), stage=stage)
@@ -340,10 +341,10 @@ def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
     raise fault  # outside the handlers, or it would keep the error and with it the tensors of the video
 
 
-def _attempted(names: str, work: Callable[[], T]) -> T | None:
-    """Return ``work()``, or None where it raises; the process ends if the error broke the GPU's context."""
+def _try_alone(names: str, work: Callable[[], T]) -> T | None:
+    """Return ``work()``, or None if it raises. Ends the process if the GPU is broken."""
     try:
-        return _guarded("prune", names, work)
+        return _run_guarded("prune", names, work)
     except VideoFault:
         return None
 
@@ -351,16 +352,16 @@ def _attempted(names: str, work: Callable[[], T]) -> T | None:
 class Encoder:
     """The encode actor: a VideoEncoder, error rows and a heartbeat. A call takes one bundle and yields one.
 
-    Two calls may run at a time, of which one computes. If a process dies with videos in hand, by a signal or by an
-    error that breaks the GPU's context, each is tried once more, and gets an error row after that; the run goes on. To
-    find which video it was, a process that follows a dead one takes its first videos one by one.
+    Two calls may run at a time; one of them computes. If a process crashes with videos in hand, by a signal or a broken
+    GPU context, each video is tried once more. A video that crashes a second process gets an error row. To find it, the
+    process after a crash encodes its first videos one by one.
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
         self._alone = threading.Lock()
-        self._careful = CAREFUL if self._heartbeat.one_died else 0  # videos
+        self._careful = CAREFUL if self._heartbeat.has_deaths else 0  # videos
         with self._heartbeat.loading(), pause_garbage_collector():
             self.encoder = setup.encoder()
 
@@ -368,66 +369,69 @@ class Encoder:
         yield pack(self.encode(unpack(batch)))
 
     def encode(self, videos: Sequence[VideoItem]) -> list[VideoItem]:
-        """Encode the videos of a bundle; a fault of one makes its error row."""
+        """Encode the videos of a bundle; a fault of a video becomes its error row."""
         if self._careful > 0:
             with self._alone:
                 self._careful -= len(videos)
-                return [self._suspect(video) for video in videos]
-        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
-            return [done for together in self.encoder.passes(videos) for done in self._pass(together, held)]
+                return [self._encode_suspect(video) for video in videos]
+        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as items:
+            return [item for group in self.encoder.group_by_pass(videos) for item in self._encode_group(group, items)]
 
-    def _pass(self, videos: Sequence[VideoItem], held: HeldItems) -> Iterator[VideoItem]:
-        """Encode the videos that share a pass, and those alone that fail in it; yield them in order."""
-        found: Sequence[VideoItem | None] = [None]
+    def _encode_group(self, videos: Sequence[VideoItem], items: ItemsInHand) -> Iterator[VideoItem]:
+        """Encode a group of videos in one pass, and each failed video again alone; yield them in order."""
+        results: Sequence[VideoItem | None] = [None]
         if len(videos) > 1:
-            self._heartbeat.rest()
-            found = self.encoder.encode_together(videos)
-        for video, pruned in zip(videos, found, strict=True):
-            if pruned is None:
-                yield self._video(video, held)
+            self._heartbeat.wait_while_excluded()
+            results = self.encoder.encode_together(videos)
+        for video, result in zip(videos, results, strict=True):
+            if result is None:
+                yield self._encode_reported(video, items)
             else:
-                held.done(failed=False)
-                yield pruned
+                items.release(is_failure=False)
+                yield result
 
-    def _suspect(self, video: VideoItem) -> VideoItem:
-        """Encode alone a video that may have killed the previous process, so that another death is surely its own."""
-        with self._heartbeat.holding(video.record["video_id"]) as held:
+    def _encode_suspect(self, video: VideoItem) -> VideoItem:
+        """Encode one video while no other is in hand, so that a crash is surely its own.
+
+        Refuse it after POISON crashes.
+        """
+        with self._heartbeat.holding(video.record["video_id"]) as items:
             hosts = self._heartbeat.deaths(video.record["video_id"])
             if len(hosts) < POISON:
-                return self._video(video, held)
-            held.done(made=False, fault="crash")
+                return self._encode_reported(video, items)
+            items.release(is_result=False, fault="crash")
         return VideoItem(failed_video(video.record, _repeated_crash(hosts)))
 
-    def _video(self, video: VideoItem, held: HeldItems) -> VideoItem:
-        """Encode one video of a bundle, reported to the heartbeat."""
-        self._heartbeat.rest()
+    def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
+        """Encode one video, and report its outcome to the heartbeat. Waits while this worker is excluded."""
+        self._heartbeat.wait_while_excluded()
         if video.frames is None:
-            held.done(made=False)
+            items.release(is_result=False)
             return VideoItem(video.record)
-        pruned = self._pruned(video)
-        fault = pruned.record.get("error_class")
-        held.done(may_succeed_elsewhere(pruned.record), made=pruned.kept is not None, fault=fault)
-        return pruned
+        item = self._encode_video(video)
+        fault = item.record.get("error_class")
+        items.release(may_succeed_elsewhere(item.record), is_result=item.kept is not None, fault=fault)
+        return item
 
-    def _pruned(self, video: VideoItem) -> VideoItem:
-        """Encode and prune one video; a fault makes its error row."""
-        record, started = video.record, time.perf_counter()
+    def _encode_video(self, video: VideoItem) -> VideoItem:
+        """Encode and prune one video; a fault becomes its error row."""
+        record, start = video.record, time.perf_counter()
         try:
-            return self.encoder.encode_one(record, _guarded("encode", record["video_id"], video.shaped))
+            return self.encoder.encode_one(record, _run_guarded("encode", record["video_id"], video.reshape_frames))
         except VideoFault as error:
             fault = error.with_traceback(None)  # the traceback would keep the frames of the video
-        return VideoItem({**failed_video(record, fault), "encode_s": time.perf_counter() - started})
+        return VideoItem({**failed_video(record, fault), "encode_s": time.perf_counter() - start})
 
 
 def _repeated_crash(hosts: list[str]) -> VideoFault:
-    """Return the fault of a video with which the encode process died several times."""
+    """Return the fault of a video that crashed the encode process several times."""
     where = ", ".join(dict.fromkeys(hosts))
-    message = f"the encode process died {len(hosts)} times with this video in hand, on {where}; Ray's logs say how"
+    message = f"the encode process crashed {len(hosts)} times with this video in hand, on {where}; Ray's logs say how"
     return VideoFault("crash", message, stage="encode")
 
 
-def pruned_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
-    """Return the columns of the videos table that pruning decides."""
+def make_pruning_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
+    """Return the columns of the videos table about pruning."""
     n_frames, per_frame, hidden_size = visual.tokens.shape
     columns: VideoRecord = {
         "n_frames": n_frames,
@@ -444,32 +448,32 @@ def pruned_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
     return columns
 
 
-def kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: Iterable[str] = ()) -> KeptTokens:
-    """Return the arrays that the cache stores of a video: kept tokens and evidence, in order of selection.
+def collect_kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: Iterable[str] = ()) -> KeptTokens:
+    """Return the arrays of a video for the cache: kept tokens and evidence, in order of selection.
 
-    Each deepstack level [T,N,D] and each evidence [T,N,...] is taken at the same places, and evidence of frames [T,...]
-    as a whole.
+    Deepstack levels [T,N,D] and evidence [T,N,...] are taken at the kept indices; evidence of frames [T,...] as a
+    whole.
     """
     order = pruned.selection_order()
     places = pruned.index[order]
 
-    def ordered(values: Tensor | None, dtype: torch.dtype) -> Any:
+    def take_ordered(values: Tensor | None, dtype: torch.dtype) -> Any:
         return None if values is None else values[order].to(dtype).cpu().numpy()
 
     return KeptTokens(
         tokens=_bits(pruned.tokens[order]),
-        index=ordered(pruned.index, torch.int32),
-        rank=ordered(pruned.rank, torch.int32),
-        merged=ordered(pruned.merged, torch.bool),
-        density=ordered(pruned.density, torch.float32),
+        index=take_ordered(pruned.index, torch.int32),
+        rank=take_ordered(pruned.rank, torch.int32),
+        merged=take_ordered(pruned.merged, torch.bool),
+        density=take_ordered(pruned.density, torch.float32),
         deepstack=[_bits(level.flatten(0, 1)[places]) for level in visual.deepstack],
         evidence={name: _evidence_bits(name, visual.evidence[name], places) for name in evidence},
     )
 
 
-def _evidence_bits(labelled: str, values: Tensor, places: Tensor) -> Bits:
-    """Return the bits of evidence at the kept places; evidence of frames is taken whole."""
-    rows = values if is_per_frame(labelled) else values.flatten(0, 1)[places]
+def _evidence_bits(name: str, values: Tensor, places: Tensor) -> Bits:
+    """Return the bits of evidence at the kept indices; evidence of frames is taken whole."""
+    rows = values if is_per_frame(name) else values.flatten(0, 1)[places]
     return _bits(rows.reshape(len(rows), -1))
 
 
@@ -478,14 +482,14 @@ def _bits(values: Tensor) -> Bits:
     return np.asarray(values.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy())
 
 
-def _check_finite(what: str, values: Tensor) -> None:
+def _check_finite(subject: str, values: Tensor) -> None:
     """Raise VideoFault("internal") if a value is not finite."""
     if not values.isfinite().all():
-        raise VideoFault("internal", f"{what} has values that are not finite", stage="encode")
+        raise VideoFault("internal", f"{subject} has values that are not finite", stage="encode")
 
 
-def without_pixels(record: VideoRecord) -> SampledVideo:
-    """Return the facts about a decoded video's frames that positions depend on, from its record."""
+def to_sampled_video(record: VideoRecord) -> SampledVideo:
+    """Return the facts of a video's record from which positions are computed."""
     return SampledVideo(
         height=record["height"],
         width=record["width"],

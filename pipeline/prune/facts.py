@@ -1,4 +1,4 @@
-"""What a run has taken so far, by the rows that it has committed, and the hours after which it ends."""
+"""The seconds and bytes of a run so far, by its committed rows, and its limit of hours."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from pipeline.errors import LimitReached
 from pipeline.rows import VideoRecord
 
-#: Bytes of a token in its shard beside its vectors: index, rank, frame and density, compressed.
+#: Bytes of a token in its shard without its vectors: index, rank, frame and density, compressed.
 COLUMN_BYTES = 12
 _HOUR = 3600.0
 
 
 @dataclass
 class Facts:
-    """Sums over the rows that a run has committed, and its hours.
+    """Sums over the committed rows of a run, and its limit of hours.
 
     Attributes:
         token_bytes: stored bytes of a token and its columns.
         on_gpus: whether encoders compute on GPUs.
-        max_hours: after how many the run ends; None for no limit.
-        reached: the limit that has ended the run, in words.
+        max_hours: hours after which the run ends; None for no limit.
+        limit_reached: a text about the limit that ended the run; "" before.
     """
 
     token_bytes: float
@@ -33,18 +33,18 @@ class Facts:
     encode_s: float = 0.0
     tokens: int = 0
     video_s: float = 0.0
-    reached: str = ""
+    limit_reached: str = ""
     clock: Callable[[], float] = time.monotonic
-    _started: float = field(init=False)
+    _started_at: float = field(init=False)
     _encoders: int = field(init=False, default=1)  # that compute at once, since _since
     _since: float = field(init=False)
     _encoder_s: float = field(init=False, default=0.0)  # that the encoders had until _since
 
     def __post_init__(self) -> None:
-        self._started = self._since = self.clock()
+        self._started_at = self._since = self.clock()
 
     def set_encoders(self, encoders: int) -> None:
-        """Count with so many encoders from now on; from the start on where nothing is committed yet."""
+        """Set the number of working encoders from now on, or from the start if nothing is committed yet."""
         if self.videos:
             self._encoder_s += (self.clock() - self._since) * self._encoders
             self._since = self.clock()
@@ -60,22 +60,22 @@ class Facts:
                 self.encode_s += record.get("prune_s", 0.0)
             self.tokens += record.get("n_tokens", 0)
             if record["status"] == "ok":
-                self.video_s += video_seconds(record)
+                self.video_s += measure_seconds(record)
 
     def check_limit(self) -> None:
-        """Raise LimitReached where the run has had its hours."""
-        if self.max_hours is not None and self.clock() - self._started >= self.max_hours * _HOUR:
-            self.reached = f"--max-hours {self.max_hours:g} is reached"
-            raise LimitReached(self.reached)
+        """Raise LimitReached after ``max_hours``."""
+        if self.max_hours is not None and self.clock() - self._started_at >= self.max_hours * _HOUR:
+            self.limit_reached = f"--max-hours {self.max_hours:g} is reached"
+            raise LimitReached(self.limit_reached)
 
     def as_record(self, wall_s: float | None = None) -> dict[str, float]:
-        """Return the figures of a run's record: its seconds, those of decoding and encoding, bytes and hours of video.
+        """Return the figures of a run's record: seconds of the run, of decoding and of encoding, bytes, hours of video.
 
-        ``output_bytes`` is an estimate, ``encoder_busy`` the share of their time in which encoders worked. ``wall_s``
-        are the seconds of the run, by default until now.
+        ``output_bytes`` is an estimate; ``encoder_busy`` the share of time in which encoders worked. ``wall_s``: the
+        seconds of the run, by default until now.
         """
-        wall = self.clock() - self._started if wall_s is None else wall_s
-        encoder_s = self._encoder_s + max(0.0, wall - (self._since - self._started)) * self._encoders
+        wall = self.clock() - self._started_at if wall_s is None else wall_s
+        encoder_s = self._encoder_s + max(0.0, wall - (self._since - self._started_at)) * self._encoders
         return {
             "wall_s": wall,
             "decode_core_s": self.decode_core_s,
@@ -86,7 +86,7 @@ class Facts:
         }
 
 
-def video_seconds(record: VideoRecord) -> float:
+def measure_seconds(record: VideoRecord) -> float:
     """Return the seconds of a decoded video, or of its clip."""
     duration, end = record.get("duration_s") or 0.0, record.get("end_s")
     return max(0.0, (duration if end is None else min(end, duration)) - (record.get("start_s") or 0.0))

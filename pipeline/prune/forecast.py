@@ -1,4 +1,4 @@
-"""The dry run and the plan: what a run would do, and what that would take; nothing is started or written."""
+"""The dry run and the plan: the work of a run and its cost. Nothing is started or written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gstep.language import BUILDERS
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.errors import CacheLocked, UsageError, VideoFault, store_usage_errors, usage_errors
-from pipeline.inputs.left_out import say_counts
+from pipeline.inputs.left_out import format_counts
 from pipeline.plan.estimate import (
     ANY_TOWER,
     GPU_TYPES,
@@ -35,26 +35,26 @@ from pipeline.plan.estimate import (
     Workload,
     decode_seconds,
     estimate,
+    find_gpu_type,
     mean_of,
-    named_type,
     total,
 )
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
-from pipeline.prune.facts import COLUMN_BYTES, video_seconds
-from pipeline.prune.manifest_checks import Example, sure_failures
+from pipeline.prune.facts import COLUMN_BYTES, measure_seconds
+from pipeline.prune.manifest_checks import Example, find_sure_failures
 from pipeline.prune.recipe import Recipe, resolve
 from pipeline.prune.resume import ManifestCounts
 from pipeline.prune.run import PruneRun
 from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
-from pipeline.runner.claim import holder, who
+from pipeline.runner.claim import describe_holder, find_holder
 from pipeline.storage.stores import Store
 
 Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
-_SHOWN = 5  # ids that the report lists
-_PROBE = 20  # videos that a plan looks at
-_ENCODE_S = 60.0  # the probed videos are encoded too where that takes no longer by count
+_MAX_EXAMPLES = 5  # ids that the report lists
+_DEFAULT_PROBE = 20  # videos that a plan decodes
+_MAX_ENCODE_S = 60.0  # probed videos are also encoded if the estimate is below this
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class Forecast:
 
     Attributes:
         out: the cache, as named.
-        tally: the manifest's videos by what is to be done with them.
-        n_todo: how many videos the run would process; ``--limit`` leaves the others for another run.
-        doomed: videos of these that are sure to fail, by what is wrong with them.
+        tally: the numbers of new, cached, failed and changed videos in the manifest.
+        n_todo: the videos that the run would process; ``--limit`` leaves the others for another run.
+        doomed: problem -> videos of ``n_todo`` that are sure to fail.
         first_ids: the first ids of the videos to process.
-        identity: what every row of the cache would share; the dtype may be left to the cluster ("auto").
-        grid: (T, N) of a video; if that depends on its shape, of one in full HD with the most frames that are sampled.
-        kept: how many of its tokens are stored; an estimate if the method decides.
-        video_bytes: the bytes of these on disk.
+        identity: the identity of the cache; the dtype may be left to the cluster ("auto").
+        grid: (T, N) of a video; if it depends on the shape, of a full HD video with the maximum number of frames.
+        kept: the stored tokens of this video; an estimate if the method decides.
+        video_bytes: the bytes of these tokens on disk.
         minute: (tokens, kept, bytes on disk) of a video of one minute in full HD.
         one_size: whether every video has this grid.
-        model: what is known of the model: whether its vision part is complete, and what answers from its tokens.
-        stock: how its tokens differ from those of transformers' own processor and model.
-        unlisted: containers whose videos are not known, and not counted.
-        left_out: kind of a file -> files that are no videos, or are not taken, as far as containers are indexed.
+        model: a text on the model: whether its vision part is complete, and which engines answer from its tokens.
+        stock: a text on the difference to the tokens of transformers' own processor and model.
+        unlisted: archives without an index; their videos are not counted.
+        left_out: kind of file -> files that are no videos, or are not read, as far as archives are indexed.
     """
 
     out: str
@@ -101,43 +101,43 @@ class Forecast:
 
 
 def forecast(config: PruneConfig, console: Console) -> Forecast:
-    """Check the request as a run does and look at what is left; starts and writes nothing.
+    """Check the request as a run does, and count its work; starts and writes nothing.
 
     Raises UsageError for whatever a run would refuse.
     """
     run = PruneRun(config, console)
     run.prepare()
     with store_usage_errors():
-        if not config.join and (other := holder(run.store)):
-            raise CacheLocked(f"{run.store}: another run writes here: {who(other)}")
+        if not config.join and (holder := find_holder(run.store)):
+            raise CacheLocked(f"{run.store}: another run writes here: {describe_holder(holder)}")
         _check_writable(run.store)
-        todo = run.remaining().found().todo
+        todo = run.list_remaining().list_found().todo
     recipe = run.recipe
     shape = recipe.decode_setup().largest_frames()
     family = family_of(recipe.source)
     T, N = family.token_counts(*shape)
     with usage_errors():
-        checked = family.check_tensors()
+        tensors_checked = family.check_tensors()
     return Forecast(
         out=str(run.store),
         tally=run.tally,
         n_todo=len(todo),
-        doomed=sure_failures(todo),
-        first_ids=todo["video_id"].slice(0, _SHOWN).to_pylist(),
+        doomed=find_sure_failures(todo),
+        first_ids=todo["video_id"].slice(0, _MAX_EXAMPLES).to_pylist(),
         identity=recipe.identity(recipe.dtype),
         grid=(T, N),
         kept=budget_for(recipe.retention_ratio, T * N),
         video_bytes=recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*shape),
-        minute=_minute(recipe),
+        minute=_measure_minute(recipe),
         one_size=recipe.sampling.fps is None and family.preprocessor().target_size(shape[0], 240, 240) == shape[1:],
-        model=_model_of(recipe, checked),
-        stock=_stock_of(recipe),
-        unlisted=[place.uri for place in run.indexing.left],
+        model=_describe_model(recipe, tensors_checked),
+        stock=_compare_to_stock(recipe),
+        unlisted=[place.uri for place in run.indexing.unindexed],
         left_out=run.indexing.left_out.counts(),
     )
 
 
-def _minute(recipe: Recipe) -> tuple[int, int, int]:
+def _measure_minute(recipe: Recipe) -> tuple[int, int, int]:
     """Compute (tokens, kept tokens, bytes on disk) of a video of one minute in full HD."""
     sampling, family = recipe.sampling, family_of(recipe.source)
     n_frames = sampling.num_frames or 0
@@ -146,22 +146,22 @@ def _minute(recipe: Recipe) -> tuple[int, int, int]:
         n_frames = min(n_frames, sampling.max_frames or n_frames)
     shape = n_frames, *family.preprocessor().target_size(n_frames, 1080, 1920)
     T, N = family.token_counts(*shape)
-    stored = recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*shape)
-    return T * N, budget_for(recipe.retention_ratio, T * N), stored
+    stored_bytes = recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*shape)
+    return T * N, budget_for(recipe.retention_ratio, T * N), stored_bytes
 
 
-def _model_of(recipe: Recipe, checked: bool) -> str:
-    """Say whether the model's vision part is complete, and what answers from its tokens."""
+def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
+    """Describe the model: whether its vision part is complete, and which engines answer from its tokens."""
     kind = recipe.source.model_type
-    tensors = "its vision part is complete" if checked else "its tensors' names are known once it is downloaded"
+    tensors = "its vision part is complete" if tensors_checked else "its tensors' names are known once it is downloaded"
     if kind not in BUILDERS:
         return f"{kind}, {tensors}; questions to it are not implemented"
-    quantized = "vLLM" if recipe.source.config.get("quantization_config") else "transformers and vLLM"
-    return f"{kind}, {tensors}; {quantized} can answer"
+    engines = "vLLM" if recipe.source.config.get("quantization_config") else "transformers and vLLM"
+    return f"{kind}, {tensors}; {engines} can answer"
 
 
-def _stock_of(recipe: Recipe) -> str:
-    """Say how the tokens differ from those of transformers' own processor and model."""
+def _compare_to_stock(recipe: Recipe) -> str:
+    """Describe the difference to the tokens of transformers' own processor and model."""
     family, sampling = family_of(recipe.source), recipe.sampling
     fps = recipe.source.preprocessor.get("fps") or family.stock_fps
     frames = f"{sampling.fps:g} frames a second" if sampling.fps else f"{sampling.num_frames} frames a video"
@@ -173,39 +173,44 @@ def _stock_of(recipe: Recipe) -> str:
 
 
 def _check_writable(store: Store) -> None:
-    """Raise UsageError where a folder cannot be made or written to; an object store tells only once it is."""
+    """Raise UsageError if a folder cannot be made or written to. An object store is not checked."""
     if store.folder is None:
         return
-    there = next(path for path in (store.folder, *store.folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "is not writable" if there.is_dir() else "is no folder"
-        raise UsageError(f"{store}: nothing can be written here: {there} {why}")
+    existing_folder = next(path for path in (store.folder, *store.folder.parents) if path.exists())
+    if not existing_folder.is_dir() or not os.access(existing_folder, os.W_OK | os.X_OK):
+        why = "is not writable" if existing_folder.is_dir() else "is no folder"
+        raise UsageError(f"{store}: nothing can be written here: {existing_folder} {why}")
 
 
 def render_forecast(plan: Forecast) -> RenderableType:
     """Render the forecast as a table for the terminal, with the identity below it."""
     table = Table.grid(padding=(0, 2))
-    for name, value in _lines(plan):
+    for name, value in _list_lines(plan):
         table.add_row(name, Text(value))  # ids and addresses come from files and are no markup
     identity = Table.grid(padding=(0, 2))
-    for name, value in _leaves(plan.identity):
+    for name, value in _list_leaves(plan.identity):
         identity.add_row(f"  {name}", Text(value))
     return Group("dry run: nothing was started or written", table, "identity of every row", identity)
 
 
-def _lines(plan: Forecast) -> list[tuple[str, str]]:
+def _list_lines(plan: Forecast) -> list[tuple[str, str]]:
     counts, (T, N) = plan.tally, plan.grid
     waiting = counts.n_todo - plan.n_todo
-    rest = f", {waiting} more wait (--limit)" if waiting else ""
-    again = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed or named by --redo"
+    waiting_note = f", {waiting} more wait (--limit)" if waiting else ""
+    todo_kinds = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed or named by --redo"
     largest = "" if plan.one_size else ", in full HD and of full length"
-    wrong = [(f"{found.n} of the {plan.n_todo} {what}", found.first) for what, found in plan.doomed.items()]
-    in_all = plan.video_bytes * (plan.n_todo - sum(found.n for found in plan.doomed.values()))
+    failures = [
+        (f"{example.n} of the {plan.n_todo} {problem}", example.first) for problem, example in plan.doomed.items()
+    ]
+    in_all = plan.video_bytes * (plan.n_todo - sum(example.n for example in plan.doomed.values()))
     lines = [
         ("cache", plan.out),
-        ("videos", f"{plan.n_todo} to do{rest}, {counts.done} done, {counts.failed} failed before and left alone"),
-        ("left to do", again),
-        *(("will fail", f"{count}, e.g. {first}") for count, first in wrong),
+        (
+            "videos",
+            f"{plan.n_todo} to do{waiting_note}, {counts.done} done, {counts.failed} failed before and left alone",
+        ),
+        ("left to do", todo_kinds),
+        *(("will fail", f"{count}, e.g. {first}") for count, first in failures),
         ("a video", f"{T} x {N} = {T * N} tokens, about {plan.kept} kept{largest}"),
         ("bytes", f"about {plan.video_bytes:,} a video, {in_all:,} in all{largest}"),
         ("a minute", "{:,} tokens, about {:,} kept in {:,} bytes, in full HD".format(*plan.minute)),
@@ -213,7 +218,7 @@ def _lines(plan: Forecast) -> list[tuple[str, str]]:
         ("to stock", plan.stock),
     ]
     if plan.left_out:
-        lines.append(("left out", say_counts(plan.left_out)))
+        lines.append(("left out", format_counts(plan.left_out)))
     if plan.unlisted:
         lines.append(
             ("not counted", f"the videos of {len(plan.unlisted)} containers, e.g. {plan.unlisted[0]} (--index)")
@@ -222,12 +227,12 @@ def _lines(plan: Forecast) -> list[tuple[str, str]]:
     return [*lines, ("first", ", ".join(plan.first_ids) + more)] if plan.first_ids else lines
 
 
-def _leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[str, str]]:
+def _list_leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[str, str]]:
     """List (dotted name, value) of every leaf of nested mappings."""
     leaves: list[tuple[str, str]] = []
     for name, value in values.items():
         leaves += (
-            _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
+            _list_leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
         )
     return leaves
 
@@ -237,43 +242,43 @@ def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
 
     Raises UsageError for whatever a run would refuse before it starts, and if no probed video can be read.
     """
-    cluster, notes = _planned_cluster(config)
+    cluster, notes = _choose_cluster(config)
     if config.corpus_videos is None or config.seconds is None:
-        work = _probed_work(config, cluster, console)
+        work = _probe_work(config, cluster, console)
     else:
         with TemporaryDirectory() as folder, usage_errors():
             source = ModelSource.random(config.model, Path(folder), config.revision)  # its config is all that counts
             recipe = resolve(config, source=source)
-            work = _described_work(recipe, cluster, int(config.corpus_videos), config.seconds)
+            work = _describe_work(recipe, cluster, int(config.corpus_videos), config.seconds)
     return estimate(work, cluster, config.prices, notes)
 
 
-def _planned_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster of the options, by default this machine, and what is assumed of it."""
-    here = 0 if config.device == "cpu" else torch.cuda.device_count()
-    gpus, cores, notes = here if config.gpus is None else config.gpus, float(os.cpu_count() or 1), []
-    kind = config.gpu_type or (named_type(torch.cuda.get_device_name(0)) if here else None)
+def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster of the options, by default this machine, and notes on the assumptions."""
+    n_local_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    gpus, cores, notes = n_local_gpus if config.gpus is None else config.gpus, float(os.cpu_count() or 1), []
+    kind = config.gpu_type or (find_gpu_type(torch.cuda.get_device_name(0)) if n_local_gpus else None)
     if gpus and kind is None:
         kind = "A100"
         notes.append("the type of the GPUs is not known: A100 is assumed (--gpu-type)")
     if config.gpus and kind:
         cores = float(config.gpus * GPU_TYPES[kind].vcpus)
-    if _is_here(config):
+    if _is_this_machine(config):
         notes.append("the cluster is this machine: --gpus, --gpu-type and --decode-cores plan for another one")
     return Cluster(gpus, kind if gpus else None, float(config.decode_cores or cores)), tuple(notes)
 
 
-def _is_here(config: PruneConfig) -> bool:
-    """Return whether the options plan for this machine."""
+def _is_this_machine(config: PruneConfig) -> bool:
+    """Return True if the options plan for this machine."""
     return config.gpus is None and config.gpu_type is None and config.decode_cores is None
 
 
-def _probed_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
-    """Return the work of the videos that are left to do, by a sample of them. Raise UsageError."""
+def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
+    """Estimate the work of the videos to do by decoding (and encoding) a sample. Raise UsageError."""
     run = PruneRun(config, console)
     run.prepare()
     with store_usage_errors():
-        discovery = run.remaining()
+        discovery = run.list_remaining()
     with discovery:
         todo = discovery.all().todo
     run.refuse_empty(discovery)
@@ -281,49 +286,53 @@ def _probed_work(config: PruneConfig, cluster: Cluster, console: Console) -> Wor
     n_videos = len(todo)
     if not n_videos:
         return Workload(videos=0)
-    places = sorted({int(place) for place in np.linspace(0, n_videos - 1, min(config.probe or _PROBE, n_videos))})
+    places = sorted(
+        {int(place) for place in np.linspace(0, n_videos - 1, min(config.probe or _DEFAULT_PROBE, n_videos))}
+    )
     console.print(f"probing {len(places)} of {n_videos} videos", highlight=False)
-    probed: list[TodoRow] = todo.take(places).to_pylist()
-    seen, encode_s = _probe(recipe, probed, cluster)
-    good = [record for record in seen if record["status"] == "ok"]
+    sample: list[TodoRow] = todo.take(places).to_pylist()
+    records, encode_s = _probe(recipe, sample, cluster)
+    good = [record for record in records if record["status"] == "ok"]
     if not good:
-        first = f"{seen[0]['video_id']}: {seen[0]['error_message']}"
-        raise UsageError(f"none of the {len(seen)} probed videos can be read, e.g. {first}; --probe K looks at more")
-    notes = [f"{len(seen)} of {n_videos} videos were decoded here; another CPU takes other times"]
+        first = f"{records[0]['video_id']}: {records[0]['error_message']}"
+        raise UsageError(f"none of the {len(records)} probed videos can be read, e.g. {first}; --probe K looks at more")
+    notes = [f"{len(records)} of {n_videos} videos were decoded here; times differ on another CPU"]
     if encode_s:
         notes.append(f"{len(encode_s)} of them were encoded here")
     pixels = {(record["source_width"], record["source_height"]) for record in good}
     if len(pixels) == 1 < n_videos:
         ((width, height),) = pixels
-        notes.append(f"all of them are {width} x {height}: nothing is known of other sizes")
+        notes.append(f"all of them are {width} x {height}: other sizes were not measured")
     shapes = [_shape(record) for record in good]
-    unlisted = [record for row, record in zip(probed, seen, strict=True) if row["size"] is None]
-    counted = _counted_work(recipe, cluster, n_videos, shapes)
+    unlisted_records = [record for row, record in zip(sample, records, strict=True) if row["size"] is None]
+    counted_work = _count_work(recipe, cluster, n_videos, shapes)
     return replace(
-        counted,
-        failed=1 - len(good) / len(seen),
-        decode_s=mean_of([record["decode_s"] for record in seen], n_videos, least=0.1),
-        encode_s=mean_of(encode_s, n_videos, least=0.1) if encode_s else counted.encode_s,
-        input_bytes=_input_bytes(todo["size"], unlisted),
-        video_s=mean_of([video_seconds(record) for record in good], n_videos),
-        notes=(*notes, *(() if encode_s else counted.notes)),
+        counted_work,
+        failed=1 - len(good) / len(records),
+        decode_s=mean_of([record["decode_s"] for record in records], n_videos, least=0.1),
+        encode_s=mean_of(encode_s, n_videos, least=0.1) if encode_s else counted_work.encode_s,
+        input_bytes=_input_bytes(todo["size"], unlisted_records),
+        video_s=mean_of([measure_seconds(record) for record in good], n_videos),
+        notes=(*notes, *(() if encode_s else counted_work.notes)),
     )
 
 
-def _input_bytes(listed: pa.ChunkedArray, unlisted: Sequence[VideoRecord]) -> Interval | None:
-    """Return the mean bytes of a file: as a listing or an index has them, and by a sample where it has none.
+def _input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[VideoRecord]) -> Interval | None:
+    """Estimate the mean bytes of a file from listed sizes, and from a sample for files without a listed size.
 
     Args:
-        listed: the size of each video, null where it is not known.
-        unlisted: probed videos without one.
+        listed_sizes: the size of each video, null if unknown.
+        unlisted_records: probed videos without a listed size.
     """
-    known, n_unknown = pc.sum(listed).as_py() or 0, listed.null_count
+    known_bytes, n_unknown = pc.sum(listed_sizes).as_py() or 0, listed_sizes.null_count
     if not n_unknown:
-        return Interval.exactly(known / len(listed))
-    sizes = [float(size) for record in unlisted if (size := record.get("source_size"))]
+        return Interval.exactly(known_bytes / len(listed_sizes))
+    sizes = [float(size) for record in unlisted_records if (size := record.get("source_size"))]
     if not sizes:
         return None
-    return total(Interval.exactly(known), mean_of(sizes, n_unknown).scaled(n_unknown)).scaled(1 / len(listed))
+    return total(Interval.exactly(known_bytes), mean_of(sizes, n_unknown).scaled(n_unknown)).scaled(
+        1 / len(listed_sizes)
+    )
 
 
 def _shape(record: VideoRecord) -> Shape:
@@ -332,9 +341,9 @@ def _shape(record: VideoRecord) -> Shape:
 
 
 def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[list[VideoRecord], list[float]]:
-    """Decode videos in a child process and encode them here; return their records, and the seconds of encoding each.
+    """Decode videos in a child process and encode them here; return their records, and the seconds of each encoding.
 
-    The seconds are those of a GPU, or else of a core. There are none where ``_probe_encoder`` finds none worth it.
+    Seconds are GPU seconds, or core seconds without a GPU. The list is empty if ``_probe_encoder`` returns None.
     """
     records, encode_s = list[VideoRecord](), list[float]()
     encoder, first = None, True
@@ -352,41 +361,45 @@ def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[l
             try:
                 if not encode_s:
                     encoder.encode_one(record, frames)  # the first video pays for buffers and kernels
-                started = process_time()
-                done = encoder.encode_one(record, frames).record
-                encode_s.append(done["encode_s"] + done["prune_s"] if cluster.gpus else process_time() - started)
+                start = process_time()
+                encoded_record = encoder.encode_one(record, frames).record
+                encode_s.append(
+                    encoded_record["encode_s"] + encoded_record["prune_s"] if cluster.gpus else process_time() - start
+                )
             except VideoFault as fault:
                 records[-1] = failed_video(record, fault)
     return records, encode_s
 
 
 def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
-    """Load the encoder of this machine; None where the cluster is elsewhere, or probing would take long by count."""
-    expected_s = _counted_work(recipe, cluster, n_videos, [shape]).encode_s.expected
-    if not _is_here(recipe.config) or n_videos * expected_s > _ENCODE_S * (1 if cluster.gpus else cluster.cores):
+    """Load the encoder on this machine; None if the plan is for another cluster, or encoding would take too long."""
+    expected_s = _count_work(recipe, cluster, n_videos, [shape]).encode_s.expected
+    if not _is_this_machine(recipe.config) or n_videos * expected_s > _MAX_ENCODE_S * (
+        1 if cluster.gpus else cluster.cores
+    ):
         return None
     with usage_errors():
         return recipe.encode_setup("cuda" if cluster.gpus else "cpu", recipe.dtype).encoder()
 
 
-def _described_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
-    """Return the work of a corpus that the options describe."""
+def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
+    """Estimate the work of a corpus that the options describe, without a video."""
     (width, height), sampling = recipe.config.pixels(), recipe.sampling
     by_time = max(sampling.min_frames, int(seconds * (sampling.fps or 1.0)))
     n_frames = sampling.num_frames or min(by_time, sampling.max_frames or 1)
     shape = n_frames, *family_of(recipe.source).preprocessor().target_size(n_frames, height, width)
-    counted = _counted_work(recipe, cluster, n_videos, [shape])
-    assumed = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
+    counted_work = _count_work(recipe, cluster, n_videos, [shape])
+    assumption = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
     return replace(
-        counted,
+        counted_work,
         decode_s=decode_seconds(seconds, width, height, n_frames),
         video_s=Interval.exactly(seconds),
-        notes=(f"no video was looked at: {assumed}, is assumed", *counted.notes),
+        notes=(f"no video was decoded; assumed: {assumption}", *counted_work.notes),
     )
 
 
-def _counted_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
-    """Count from the model's config the work of encoding and storing videos, of which ``shapes`` are a sample."""
+def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
+    """Estimate the work of encoding and storing ``n_videos`` from the model's config; ``shapes`` are a sample."""
     family, encode = family_of(recipe.source), recipe.encode_setup(recipe.config.device, recipe.dtype)
     utilisation = UTILISATION.get(family.model_type, ANY_TOWER)
 
@@ -395,8 +408,8 @@ def _counted_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Seque
         return mean_of(numbers, n_videos) if len({*numbers}) > 1 else Interval.exactly(numbers[0])
 
     def stored_bytes(shape: Shape) -> float:
-        kept = budget_for(recipe.retention_ratio, math.prod(family.token_counts(*shape)))
-        return encode.stored_bytes_per_video(*shape) + COLUMN_BYTES * kept
+        n_kept = budget_for(recipe.retention_ratio, math.prod(family.token_counts(*shape)))
+        return encode.stored_bytes_per_video(*shape) + COLUMN_BYTES * n_kept
 
     low, expected, high = (f"{100 * end:.0f}" for end in utilisation)
     peak = f"{expected} % ({low} to {high} %) of the GPU's peak"
@@ -407,5 +420,5 @@ def _counted_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Seque
         output_bytes=mean(stored_bytes),
         notes=(f"a vision tower is assumed to reach {peak}, as one H200 did with random weights",)
         if cluster.gpus
-        else ("encoding is counted, not measured: a core is assumed to reach 6 to 60 GFLOP/s",),
+        else ("encoding is estimated, not measured: a core is assumed to reach 6 to 60 GFLOP/s",),
     )

@@ -23,7 +23,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.inputs.discovery import Discovery
-from pipeline.prune.batches import unit_of
+from pipeline.prune.batches import pack_unit
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.resources import CALLS, Resources
@@ -33,7 +33,7 @@ from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, Stage, add_stage, start_actors
 from pipeline.storage.stores import Store
 
-FINDING = Stage(0, 0, 1, "hands over what the driver finds", CALLS, 2 * CALLS)
+DISCOVERY_STAGE = Stage(0, 0, 1, "passes on the units that the driver finds", CALLS, 2 * CALLS)
 
 
 def build_graph(
@@ -47,18 +47,18 @@ def build_graph(
     *,
     without: Collection[str] = (),
 ) -> RunGraph:
-    """Build the graph that makes the written records of ``todo``; nothing runs until its parts are asked for.
+    """Build the graph that turns the videos of ``todo`` into written records; it runs once its batches are read.
 
-    ``without`` holds the ids of nodes on which no worker may run.
+    ``without``: the ids of nodes on which no worker may run.
     """
     labels = node_selector(without)
-    # 1. Manifest: blocks small enough to spread. They are cut here and made without a task (from_arrow starts one a
-    # block): tasks of Ray's own ask for a whole CPU, wait for it without end and are tried again without end.
+    # 1. Manifest: blocks small enough to spread. They are cut here without a task (from_arrow starts a task a block):
+    # Ray's own tasks request a whole CPU, wait for it without end and are retried without end.
     bundle = resources.videos_per_bundle
-    if finding := todo.n_left > 0:
-        videos = _found(todo, resources, labels)
+    if is_discovering := todo.n_left > 0:
+        videos = _add_discovery_stage(todo, resources, labels)
     else:
-        videos = ray.data.from_blocks(_units(todo.found().todo, resources))
+        videos = ray.data.from_blocks(_pack_units(todo.list_found().todo, resources))
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
     frames = add_stage(videos, Decoder, resources.decode, (decode, heartbeats, bundle), labels)
     # 3. Encode and prune: frames -> the kept tokens in order of selection. A row is a bundle.
@@ -66,29 +66,31 @@ def build_graph(
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
     shape = decode.largest_frames()
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
-    if finding:
-        limit += limit // 2  # Ray Data divides it among the stages, of which there is one more
+    if is_discovering:
+        limit += limit // 2  # Ray Data divides it among the stages, and there is one stage more
     tokens.context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=limit)
-    # 4. Write: one token shard a call, of what the driver has bundled.
+    # 4. Write: one token shard a call, from blocks that the driver bundles.
     writers = partial(start_actors, Writer, resources.write, (store, run_id, heartbeats, encode.codec), labels)
     return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=bundle)
 
 
-def _units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
+def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
     """Pack the rows of videos (TODO_SCHEMA) as units of work, a row of UNIT each."""
-    return [unit_of(todo.slice(start, end - start)) for start, end in resources.blocks(todo, later_bytes)]
+    return [pack_unit(todo.slice(start, end - start)) for start, end in resources.blocks(todo, later_bytes)]
 
 
-def _found(discovery: Discovery, resources: Resources, labels: Mapping[str, str] | None) -> ray.data.Dataset:
-    """Return the dataset of the units of work of videos that are found while it runs; a thread hands them over."""
-    # Nowhere else: with another node it could be lost, and what it knows with it.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    feed = ray.remote(Feed).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote()
+def _add_discovery_stage(
+    discovery: Discovery, resources: Resources, labels: Mapping[str, str] | None
+) -> ray.data.Dataset:
+    """Start a thread that feeds units of work while archives are indexed; return the dataset of these units."""
+    # On this node only: another node could be lost with the units.
+    strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    feed = ray.remote(Feed).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=strategy).remote()
 
     def hand_over() -> None:
         try:
             for number, part in enumerate(discovery.parts()):
-                feed.put.remote(number, [ray.put(_units(part.todo, resources, part.later_bytes))])
+                feed.put.remote(number, [ray.put(_pack_units(part.todo, resources, part.later_bytes))])
         except Exception as error:  # noqa: BLE001 - it is the main thread's
             discovery.fail(error)
 
@@ -96,35 +98,35 @@ def _found(discovery: Discovery, resources: Resources, labels: Mapping[str, str]
     numbers, at_once = range(discovery.n_parts), math.ceil(discovery.n_parts / MAX_BLOCKS)
     blocks = [numbers[start : start + at_once] for start in numbers[::at_once]]
     parts = ray.data.from_blocks([pa.table({"part": list(block)}) for block in blocks])
-    return add_stage(parts, FoundUnits, FINDING, (feed,), labels)
+    return add_stage(parts, UnitSource, DISCOVERY_STAGE, (feed,), labels)
 
 
 class Feed:
-    """The actor that knows the units of each part from when they are found; a retried call gets the same again."""
+    """The actor that stores the units of each part; a retried call gets the same units again."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[ray.ObjectRef]] = {}
-        self._changed = asyncio.Condition()
+        self._new_part = asyncio.Condition()
 
     async def put(self, number: int, units: list[ray.ObjectRef]) -> None:
-        """Take a reference to the units of a part, in a list, so that Ray does not fetch them."""
-        async with self._changed:
+        """Store a reference to the units of a part, in a list, so that Ray does not fetch them."""
+        async with self._new_part:
             self._parts[number] = units
-            self._changed.notify_all()
+            self._new_part.notify_all()
 
     async def part(self, number: int) -> list[ray.ObjectRef]:
-        """Return the reference to the units of a part, in a list, once they are found."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: number in self._parts)
+        """Wait until the units of a part are known; return a reference to them, in a list."""
+        async with self._new_part:
+            await self._new_part.wait_for(lambda: number in self._parts)
         return self._parts[number]
 
 
-class FoundUnits:
-    """The stage before decoding in a run that finds its videos on the way: the number of a part -> its units."""
+class UnitSource:
+    """The stage before decoding in a run that indexes archives meanwhile: the number of a part -> its units."""
 
     def __init__(self, feed: ActorHandle) -> None:
         self._feed = feed
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        for found in ray.get(ray.get(self._feed.part.remote(batch["part"][0].as_py()))):
-            yield from found
+        for unit in ray.get(ray.get(self._feed.part.remote(batch["part"][0].as_py()))):
+            yield from unit

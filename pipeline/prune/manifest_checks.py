@@ -1,4 +1,4 @@
-"""Checks of videos before anything is started, by the list alone or by a look at each file."""
+"""Checks of videos before anything starts, by the list alone or by the existence of each file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, VideoFault, printable
 from pipeline.inputs.forms import FORMS
-from pipeline.inputs.listings import OUTSIDE, VIDEO_SUFFIXES, suffix_of
+from pipeline.inputs.listings import OUTSIDE, VIDEO_SUFFIXES, find_suffix
 from pipeline.inputs.named_videos import OUTSIDE_FOLDERS
 from pipeline.inputs.tables import TABLE_SUFFIXES
 from pipeline.keys import ROWS_AT_ONCE
@@ -23,36 +23,39 @@ from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import SCHEME, Objects, is_object
 from pipeline.video.containers import HEAD_BYTES, recognise, sniff
 
-_REASONS = 5  # reasons that a refusal lists
-_LOOKED_AT = 1000  # paths from which a root is suggested
-_NAME_ONE = (
+_MAX_REASONS = 5  # reasons that a refusal lists
+_MAX_ROOT_PATHS = 1000  # paths that are compared to suggest a root
+_NAME_REMEDY = (
     "name a video, a folder or glob of videos, a .tar or .zip of them, or a manifest (.jsonl, .csv or .parquet with "
     "video_id and uri), and unpack an archive of another kind first"
 )
 
 
 class Example(NamedTuple):
-    """A kind of problem in a manifest: how many videos have it, and a description of the first."""
+    """A kind of problem in a manifest: the number of its videos, and a description of the first video."""
 
     n: int
     first: str
 
 
-def refuse_forbidden(manifest: pa.Table, named: str) -> None:
-    """Raise ManifestError where a list (MANIFEST_SCHEMA), ``named`` so, has videos that may not be read.
+def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
+    """Raise ManifestError if the list ``list_name`` (MANIFEST_SCHEMA) has videos that may not be read.
 
     The error names the flags that would allow them.
     """
     forbidden = manifest.filter(manifest["policy"].is_valid())
     if not len(forbidden):
         return
-    counts = sorted(forbidden["policy"].value_counts().to_pylist(), key=lambda found: -found["counts"])
-    reasons = [f"{one['counts']}: {one['values']}, {_example(forbidden, one['values'])}" for one in counts[:_REASONS]]
-    more = [f"and {len(counts) - _REASONS} other reasons"] if len(counts) > _REASONS else []
-    roots = [f"--video-root {shlex.quote(root)}" for root in _roots_for(forbidden)]
+    counts = sorted(forbidden["policy"].value_counts().to_pylist(), key=lambda count: -count["counts"])
+    reasons = [
+        f"{count['counts']}: {count['values']}, {_example(forbidden, count['values'])}"
+        for count in counts[:_MAX_REASONS]
+    ]
+    more = [f"and {len(counts) - _MAX_REASONS} other reasons"] if len(counts) > _MAX_REASONS else []
+    roots = [f"--video-root {shlex.quote(root)}" for root in _suggest_roots(forbidden)]
     remedy = f"Allow that with {' '.join(roots)}, or correct" if roots else "Correct"
     raise ManifestError(
-        f"{named}: {len(forbidden)} of {len(manifest)} videos may not be read, so nothing was started:\n  "
+        f"{list_name}: {len(forbidden)} of {len(manifest)} videos may not be read, so nothing was started:\n  "
         + "\n  ".join(reasons + more)
         + f"\n{remedy} the list; or record them as failed and prune the others with --on-forbidden record."
     )
@@ -64,10 +67,10 @@ def _example(forbidden: pa.Table, reason: str) -> str:
     return printable(f"e.g. {row['video_id']}: {row['uri']}")
 
 
-def _roots_for(forbidden: pa.Table) -> Iterator[str]:
-    """Yield the folder or prefix that would allow the forbidden files, unless that would be everything."""
+def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
+    """Yield a folder and a prefix that would allow the forbidden files, unless it is the root of everything."""
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE, OUTSIDE_FOLDERS])))
-    paths: list[str] = outside["uri"].slice(0, _LOOKED_AT).to_pylist()
+    paths: list[str] = outside["uri"].slice(0, _MAX_ROOT_PATHS).to_pylist()
     folders = [os.path.dirname(os.path.realpath(path)) for path in paths if not is_object(path)]  # noqa: PTH120
     if folders and (root := os.path.commonpath(folders)) != "/":
         yield root
@@ -76,66 +79,66 @@ def _roots_for(forbidden: pa.Table) -> Iterator[str]:
         yield f"{SCHEME}{prefix}"
 
 
-def refuse_other_file(named: str) -> None:
-    """Raise ManifestError where the user ``named`` a file of this machine that is neither a video nor a manifest.
+def refuse_other_file(name: str) -> None:
+    """Raise ManifestError if ``name`` is a local file that is neither a video nor a manifest.
 
-    It reads the first bytes of the file and needs neither torch nor Ray, which the command loads later.
+    Reads the first bytes of the file. Needs neither torch nor Ray, which the command loads later.
     """
-    path = Path(named.removeprefix("file://"))
-    if path.is_file() and suffix_of(named) not in TABLE_SUFFIXES | FORMS.keys():
-        with _refusing_faults():
+    path = Path(name.removeprefix("file://"))
+    if path.is_file() and find_suffix(name) not in TABLE_SUFFIXES | FORMS.keys():
+        with _convert_faults():
             sniff(path)
 
 
-def refuse_other_files(manifest: pa.Table, named: str, objects: Objects) -> None:
+def refuse_other_files(manifest: pa.Table, name: str, objects: Objects) -> None:
     """Raise ManifestError if VIDEOS is a file or an object that is neither a video nor a list.
 
-    ``manifest`` is what ``named`` was read as. An object with a video's suffix is not asked for its bytes.
+    ``manifest`` is the result of reading ``name``. The bytes of an object with a video's suffix are not read.
     """
-    path = named if is_remote(named) else os.path.abspath(named.removeprefix("file://"))  # noqa: PTH100 - links stay
+    path = name if is_remote(name) else os.path.abspath(name.removeprefix("file://"))  # noqa: PTH100 - links stay
     row = manifest.slice(0, 1).to_pylist()[0] if len(manifest) else None
     if row is None or row["policy"] is not None or row["uri"] != path:
         return
-    with _refusing_faults():
-        if not is_remote(named):
+    with _convert_faults():
+        if not is_remote(name):
             sniff(path)
-        elif suffix_of(named) not in VIDEO_SUFFIXES:
-            recognise(reach(named, objects).read_slice(named, 0, HEAD_BYTES).data if row["size"] else b"", named)
+        elif find_suffix(name) not in VIDEO_SUFFIXES:
+            recognise(reach(name, objects).read_slice(name, 0, HEAD_BYTES).data if row["size"] else b"", name)
 
 
 @contextmanager
-def _refusing_faults() -> Iterator[None]:
+def _convert_faults() -> Iterator[None]:
     """Convert a VideoFault to a ManifestError."""
     try:
         yield
     except VideoFault as fault:
-        raise ManifestError(f"{fault.message}; {_NAME_ONE}") from fault
+        raise ManifestError(f"{fault.message}; {_NAME_REMEDY}") from fault
 
 
-def sure_failures(todo: pa.Table) -> dict[str, Example]:
+def find_sure_failures(todo: pa.Table) -> dict[str, Example]:
     """Count the rows of TODO_SCHEMA that are sure to fail, by kind of problem, without opening a video.
 
-    It looks at each local file; no request is made for objects on S3.
+    Checks that each local file exists; makes no request for objects on S3.
     """
-    found: dict[str, Example] = {}
+    examples: dict[str, Example] = {}
     for part in todo.to_batches(max_chunksize=ROWS_AT_ONCE):
         for row in part.to_pylist():
-            if (wrong := _sure_failure(row)) is not None:
-                n, first = found.get(wrong[0], (0, f"{row['video_id']}: {wrong[1]}"))
-                found[wrong[0]] = Example(n + 1, first)
-    return found
+            if (problem := _find_sure_failure(row)) is not None:
+                n, first = examples.get(problem[0], (0, f"{row['video_id']}: {problem[1]}"))
+                examples[problem[0]] = Example(n + 1, first)
+    return examples
 
 
-def _sure_failure(row: TodoRow) -> tuple[str, str] | None:
+def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
     """Return (problem and fault class, details) of a video that is sure to fail, or None."""
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]
     if row["fault"] is not None:
-        return "cannot be read from their container", row["fault"]
+        return "cannot be read from their archive", row["fault"]
     start, end = row["start_s"] or 0.0, row["end_s"]
     if start < 0 or (end is not None and end <= start):
         clip = f"from {start:g} s to {'the end' if end is None else f'{end:g} s'}"
         return "have a clip that starts before 0 or ends before it starts (unsupported)", clip
     if not is_remote(row["uri"]) and row["source_offset"] is None and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path each
-        return "are not there, seen from this machine (io)", row["uri"]
+        return "do not exist on this machine (io)", row["uri"]
     return None

@@ -16,8 +16,8 @@ from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import VideoItem
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import given_parts
-from pipeline.options import config_of
-from pipeline.prune.batches import BYTES, unpack, unwrapped
+from pipeline.options import make_config
+from pipeline.prune.batches import BYTES, read_cell, unpack
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder
 from pipeline.prune.encode_stage import Encoder
@@ -25,7 +25,7 @@ from pipeline.prune.one_video import OPTIONS
 from pipeline.prune.recipe import PruneStages, resolve
 from pipeline.rows import VideoRecord, VideoRow, without_nulls
 
-# Columns of every row: those of ``pipeline.ray_dataset``, and status, error_class and error_message.
+# Columns of every row: the columns of ``pipeline.ray_dataset``, status, error_class and error_message.
 _TOKENS = pa.schema(
     [
         *((name, pa.string()) for name in ("video_id", "status", "error_class", "error_message", "metadata")),
@@ -36,8 +36,8 @@ _TOKENS = pa.schema(
     ]
 )
 _RECORD = pa.struct([field.with_nullable(True) for field in VIDEO_SCHEMA])
-_DECODED = pa.schema([("record", _RECORD), ("frames", BYTES)])
-_ANYWHERE = Roots([Path("/")], ["s3://"])  # the caller, who makes the rows, decides what is read
+_DECODED_SCHEMA = pa.schema([("record", _RECORD), ("frames", BYTES)])
+_ANYWHERE = Roots([Path("/")], ["s3://"])  # the caller, who makes the rows, decides which files are read
 
 
 def prune_stages(**options: Any) -> PruneStages:
@@ -49,50 +49,49 @@ def prune_stages(**options: Any) -> PruneStages:
     or hands over one video while it works on another. Nothing is cached or resumed; ``prune_videos`` does that.
 
     Args:
-        options: of ``python -m jobs.prune --help-all`` those that concern one video, and ``decode_timeout``,
+        options: the options of ``python -m jobs.prune --help-all`` that concern one video, ``decode_timeout`` and
             ``decode_memory``.
 
-    Raises UsageError where they make no sense or the model is not there.
+    Raises UsageError if an option makes no sense or the model is missing.
     """
-    config = config_of(PruneConfig, "prune_stages", options, OPTIONS | {"decode_timeout", "decode_memory"})
+    config = make_config(PruneConfig, "prune_stages", options, OPTIONS | {"decode_timeout", "decode_memory"})
     return resolve(config).stages(config.device, config.dtype)
 
 
 class DecodeVideos:
     """A callable for ``map_batches`` that decodes: rows with video_id, uri, start_s and end_s -> frames.
 
-    A batch is a table of Arrow. What comes out is for ``EncodeVideos``: ``record``, the row of the videos table as far
-    as it is known, with other columns of the input as JSON in its ``manifest``; and ``frames``, the bytes of
-    [F,height,width,3] uint8 as the model takes them, null where the record's status is "failed". A child process
-    decodes, which a video may crash.
+    A batch is a table of Arrow. The output is for ``EncodeVideos``: ``record``, the row of the videos table so far,
+    with other columns of the input as JSON in its ``manifest``; and ``frames``, the bytes of [F,height,width,3] uint8
+    for the model, null if the record's status is "failed". A child process decodes, since a video may crash it.
     """
 
     def __init__(self, stages: PruneStages) -> None:
         self._decoder = Decoder(stages.decode)
-        self._named = NamedVideos("videos", Path.cwd(), _ANYWHERE)
+        self._named_videos = NamedVideos("videos", Path.cwd(), _ANYWHERE)
 
     def close(self) -> None:
         """End the child; the workers of Ray Data end with their processes."""
         self._decoder.close()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        rows = [self._named.table(part) for part in given_parts("videos", batch, "video_id and uri")]
+        rows = [self._named_videos.table(part) for part in given_parts("videos", batch, "video_id and uri")]
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
         todo = videos.append_column("attempts", pa.array([1] * len(videos), pa.int32()))
-        return (_decoded(bundle) for bundle in self._decoder.decode(todo))
+        return (_to_rows(bundle) for bundle in self._decoder.decode(todo))
 
 
-def _decoded(bundle: pa.Table) -> pa.Table:
+def _to_rows(bundle: pa.Table) -> pa.Table:
     """Return a bundle's videos as rows with ``record`` and ``frames``."""
     records = [video.record for video in unpack(bundle)]
-    return pa.table([pa.array(records, _RECORD), bundle["frames"].chunk(0).flatten()], schema=_DECODED)
+    return pa.table([pa.array(records, _RECORD), bundle["frames"].chunk(0).flatten()], schema=_DECODED_SCHEMA)
 
 
 class EncodeVideos:
-    """A callable for ``map_batches`` that encodes and prunes what ``DecodeVideos`` returns, a row a video.
+    """A callable for ``map_batches`` that encodes and prunes the output of ``DecodeVideos``, a row a video.
 
-    The columns are those of ``pipeline.ray_dataset``, in ascending position, and ``status``, ``error_class`` and
-    ``error_message``; a video that failed has no tokens. One vision tower a worker, on the GPU that it was given.
+    The columns are the columns of ``pipeline.ray_dataset``, in ascending position, ``status``, ``error_class`` and
+    ``error_message``; a failed video has no tokens. A worker loads one vision tower, on its GPU.
     """
 
     def __init__(self, stages: PruneStages) -> None:
@@ -105,25 +104,30 @@ class EncodeVideos:
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for part in batch.to_batches():
             for place, row in enumerate(part["record"].to_pylist()):
-                frames = unwrapped(part["frames"], place, np.uint8)
+                frames = read_cell(part["frames"], place, np.uint8)
                 item = VideoItem(without_nulls(row, VideoRecord), frames=frames)
                 yield from map(self._row, self._encoder.encode([item]))
 
     def _row(self, video: VideoItem) -> pa.Table:
         """Return a pruned video as one output row, its tokens in ascending position."""
         row = parse_json_columns(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
-        said = {name: row[name] for name in ("video_id", "status", "error_class", "error_message")}
-        said["metadata"] = json.dumps(row)
-        if (kept := video.kept) is None:
-            return pa.Table.from_pylist([said], schema=self._schema)
-        order = np.argsort(kept.index, kind="stable")
-        numbers = {name: getattr(kept, name) for name in ("index", "rank", "merged", "density")}
-        numbers["frame"] = kept.index // row["tokens_per_frame"]
-        vectors = {"tokens": kept.tokens, **{f"deepstack_{n}": level for n, level in enumerate(kept.deepstack)}}
-        columns = {
-            **said,
-            "hidden_size": kept.tokens.shape[1],
+        row_columns: dict[str, Any] = {
+            name: row[name] for name in ("video_id", "status", "error_class", "error_message")
+        }
+        row_columns["metadata"] = json.dumps(row)
+        if (kept_tokens := video.kept) is None:
+            return pa.Table.from_pylist([row_columns], schema=self._schema)
+        order = np.argsort(kept_tokens.index, kind="stable")
+        numbers = {name: getattr(kept_tokens, name) for name in ("index", "rank", "merged", "density")}
+        numbers["frame"] = kept_tokens.index // row["tokens_per_frame"]
+        vectors = {
+            "tokens": kept_tokens.tokens,
+            **{f"deepstack_{n}": level for n, level in enumerate(kept_tokens.deepstack)},
+        }
+        row_columns = {
+            **row_columns,
+            "hidden_size": kept_tokens.tokens.shape[1],
             **{name: None if values is None else values[order] for name, values in numbers.items()},
             **{name: values[order].tobytes() for name, values in vectors.items()},
         }
-        return pa.Table.from_pylist([columns], schema=self._schema)
+        return pa.Table.from_pylist([row_columns], schema=self._schema)

@@ -12,36 +12,36 @@ from numpy.typing import NDArray
 
 from gstep import PrunedTokens, make_pruner
 from pipeline.errors import VideoFault, usage_errors
-from pipeline.options import config_of
+from pipeline.options import make_config
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
-from pipeline.prune.encode_stage import VideoEncoder, pruned_columns, without_pixels
+from pipeline.prune.encode_stage import VideoEncoder, make_pruning_columns, to_sampled_video
 from pipeline.prune.recipe import resolve
 from pipeline.rows import VideoRecord, todo_row
 from pipeline.storage.s3 import is_object
 from pipeline.video.sandbox import InThisProcess
 
-#: Those of ``python -m jobs.prune`` that decide what becomes of one video.
+#: The options of ``python -m jobs.prune`` that concern one video.
 OPTIONS = frozenset(
     {"model", "revision", "siglip", "device", "dtype", "attn", "retention_ratio", "pruner", "pruner_param", "seed"}
     | {"num_frames", "frame_rule", "fps", "max_frames", "snap_to_keyframes", "min_pixels", "max_pixels"}
     | {"max_video_tokens", "decoder", "fetch_memory", "s3_endpoint"}
 )
-_DIMMED = 3  # divides the brightness of pruned tokens in a picture
+_DIM_FACTOR = 3  # divides the brightness of pruned tokens in a picture
 
 
 @dataclass(frozen=True)
 class EncodedVideo:
-    """A video that was encoded and pruned: T frames (on Qwen pairs of frames) of N tokens, B of them kept.
+    """An encoded and pruned video: T frames (on Qwen pairs of frames) of N tokens, B kept tokens.
 
     Attributes:
         pruned: the kept tokens [B,D] bfloat16 with ``index``, ``rank`` and so on; ``pruned.at(0.10)`` is a smaller
             selection.
-        frames: [F,h,w,3] uint8, as the encoder saw them: F = T; on Qwen 2 T, or one less where a pair repeats one.
-        timestamps: [F] seconds, when each is shown.
-        frame_indices: [F] places in the source.
-        grid: (rows, columns) in which the N tokens of a frame lie.
-        record: its row of the videos table, as a cache would hold it.
+        frames: [F,h,w,3] uint8, as the encoder gets them: F = T; on Qwen 2 T, or 2 T - 1 if a pair repeats a frame.
+        timestamps: [F] seconds at which each frame is shown.
+        frame_indices: [F] indices in the source.
+        grid: (rows, columns) of the N tokens of a frame.
+        record: its row of the videos table in a cache.
     """
 
     pruned: PrunedTokens
@@ -54,18 +54,18 @@ class EncodedVideo:
     def kept(self, retention_ratio: float | None = None) -> NDArray[np.bool_]:
         """Return a mask [T,rows,columns] of the kept tokens, or of the smaller selection. Raise as ``pruned.at``."""
         pruned = self.pruned if retention_ratio is None else self.pruned.at(retention_ratio)
-        kept = np.zeros(pruned.n_total, np.bool_)
-        kept[pruned.index.cpu().numpy()] = True
-        return kept.reshape(-1, *self.grid)
+        mask = np.zeros(pruned.n_total, np.bool_)
+        mask[pruned.index.cpu().numpy()] = True
+        return mask.reshape(-1, *self.grid)
 
     def picture(self, retention_ratio: float | None = None, columns: int = 4) -> NDArray[np.uint8]:
         """Draw [H,W,3] uint8: the (first) frame of each t side by side, dark where its tokens were pruned."""
-        kept = self.kept(retention_ratio)
-        frames = self.frames[:: math.ceil(len(self.frames) / len(kept))]
+        mask = self.kept(retention_ratio)
+        frames = self.frames[:: math.ceil(len(self.frames) / len(mask))]
         _, height, width, _ = frames.shape
         rows, lines = (np.arange(n) * of // n for n, of in zip((height, width), self.grid, strict=True))
-        lit = kept[:, rows][:, :, lines, None]
-        tiles = np.where(lit, frames, frames // _DIMMED)
+        lit = mask[:, rows][:, :, lines, None]
+        tiles = np.where(lit, frames, frames // _DIM_FACTOR)
         blank = np.zeros((-len(tiles) % columns, *tiles.shape[1:]), np.uint8)
         mosaic = np.concatenate([tiles, blank]).reshape(-1, columns, height, width, 3)
         return mosaic.swapaxes(1, 2).reshape(-1, columns * width, 3)
@@ -77,13 +77,13 @@ class LocalEncoder:
     >>> encoder = pipeline.LocalEncoder(model="tiny", num_frames=8, retention_ratio=0.25)
     >>> video = encoder("bikes.mp4", end_s=4)
 
-    ``options`` are those of ``python -m jobs.prune`` that concern one video (OPTIONS), with the same defaults.
+    ``options`` are the options of ``python -m jobs.prune`` that concern one video (OPTIONS), with the same defaults.
 
-    Raises UsageError where they make no sense or the model is not there.
+    Raises UsageError if an option makes no sense or the model is missing.
     """
 
     def __init__(self, **options: Any) -> None:
-        config = config_of(PruneConfig, "encode_video", options, OPTIONS)
+        config = make_config(PruneConfig, "encode_video", options, OPTIONS)
         recipe = resolve(config)
         self._setup = recipe.encode_setup(config.device, config.dtype)
         with usage_errors():
@@ -95,10 +95,10 @@ class LocalEncoder:
         self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None
     ) -> EncodedVideo:
         """Encode a video, or the clip of it from ``start_s`` to ``end_s``; see :func:`encode_video`."""
-        record, frames = self._decoded(os.fspath(path), start_s, end_s)
-        visual = self._encoder.encoded(frames)
+        record, frames = self._decode(os.fspath(path), start_s, end_s)
+        visual = self._encoder.encode_frames(frames)
         pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
-        extra = self._encoder.backbone.model_extra(without_pixels(record))
+        extra = self._encoder.backbone.model_extra(to_sampled_video(record))
         rows, columns = extra["grid"]
         return EncodedVideo(
             pruned=pruned,
@@ -106,10 +106,10 @@ class LocalEncoder:
             timestamps=record["timestamps"],
             frame_indices=record["frame_indices"],
             grid=(rows, columns),
-            record={**record, **pruned_columns(pruned, visual)},
+            record={**record, **make_pruning_columns(pruned, visual)},
         )
 
-    def _decoded(self, path: str, start_s: float | None, end_s: float | None) -> tuple[VideoRecord, NDArray[np.uint8]]:
+    def _decode(self, path: str, start_s: float | None, end_s: float | None) -> tuple[VideoRecord, NDArray[np.uint8]]:
         """Decode a video or clip. Raises VideoFault."""
         place = path if is_object(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
         row = todo_row(path, place, start_s, end_s)
@@ -123,22 +123,22 @@ class LocalEncoder:
 def encode_video(
     path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None, **options: Any
 ) -> EncodedVideo:
-    """Decode one video, encode it and prune its tokens, here and now: no Ray, no cache, nothing is written.
+    """Decode one video, encode it and prune its tokens in this process: no Ray, no cache, nothing is written.
 
     >>> video = pipeline.encode_video("bikes.mp4", model="tiny", num_frames=8, retention_ratio=0.25)
     >>> video.pruned.tokens, video.pruned.index, video.timestamps  # [B,D], [B], seconds
-    >>> matplotlib.pyplot.imshow(video.picture())  # what was kept of each frame
+    >>> matplotlib.pyplot.imshow(video.picture())  # pruned areas are dark
 
     The tokens are those that ``prune_videos`` would cache. The model is loaded for this call: for several videos make
-    one :class:`pipeline.LocalEncoder` of the same options. The file is decoded in this process, so one that crashes a
-    decoder takes it along; ``prune_videos`` decodes in processes that may die.
+    a :class:`pipeline.LocalEncoder` with the same options. The file is decoded in this process, so a file that crashes
+    the decoder ends it; ``prune_videos`` decodes in child processes.
 
     Args:
         path: a local file or s3://bucket/key.
         start_s, end_s: the clip, in seconds.
-        options: those of ``python -m jobs.prune --help-all`` that concern one video: ``model``, ``retention_ratio``,
-            ``pruner``, ``num_frames``, ``fps``, ``device`` and so on.
+        options: the options of ``python -m jobs.prune --help-all`` that concern one video: ``model``,
+            ``retention_ratio``, ``pruner``, ``num_frames``, ``fps``, ``device`` and so on.
 
-    Raises UsageError where the options make no sense, VideoFault (with ``fault_class``) where the video cannot be read.
+    Raises UsageError if an option makes no sense, VideoFault (with ``fault_class``) if the video cannot be read.
     """
     return LocalEncoder(**options)(path, start_s=start_s, end_s=end_s)

@@ -1,4 +1,4 @@
-"""The videos that are left to do: the manifest minus the live rows of the cache."""
+"""The videos still to do: the manifest minus the live rows of the cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.cache.live import Ledger
 from pipeline.errors import SourceChanged, UsageError
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
-from pipeline.prune.changes import are_replaced
+from pipeline.prune.changes import find_replaced
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.s3 import Objects
@@ -22,19 +22,19 @@ from pipeline.video.decoders import CODE, decoder_version
 from pipeline.video.source import Sizes
 
 Mask = NDArray[np.bool_]
-_SHOWN = 5  # changed videos that a refusal lists
+_MAX_EXAMPLES = 5  # changed videos that a refusal lists
 
 
 class ManifestCounts(NamedTuple):
     """The number of a manifest's videos for each way they are treated.
 
     Attributes:
-        new: videos without a row, which are done.
-        retried: failed videos, which are done again.
-        redone: changed videos and those of ``--redo``, which are done again.
-        done: cached videos, which are left alone.
-        failed: failed videos, which are left alone.
-        unread: those of them that could not be read (io) and have attempts left.
+        new: videos without a row; the run processes them.
+        retried: failed videos that the run processes again.
+        redone: changed videos and videos of ``--redo`` that the run processes again.
+        done: cached videos that the run skips.
+        failed: failed videos that the run skips.
+        unread: videos among ``failed`` that could not be read (io) and have attempts left.
     """
 
     new: int = 0
@@ -57,35 +57,37 @@ class Remaining(NamedTuple):
     tally: ManifestCounts
 
 
-def of_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
-    """Select the videos of ``--shard I/N``, if that is given, by the hash of their ids."""
+def select_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
+    """Select the videos of ``--shard I/N`` by the hash of their ids; all videos without ``part``."""
     if part is None or not len(manifest):
         return manifest
     return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(part[1]) == part[0]))
 
 
 def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: PruneConfig) -> None:
-    """Raise UsageError where ids of ``--redo`` have no row, were removed, or are not among ``videos`` (None: unknown).
+    """Raise UsageError if ids of ``--redo`` have no row, were removed, or are not among ``videos`` (None: unknown).
 
-    A mistyped id would otherwise be passed over.
+    A mistyped id would otherwise be ignored.
     """
     rows = ledger.find(ids)
-    known = rows >= 0
-    removed = known.copy()
-    removed[known] = ledger.removed(rows[known])
-    absent = np.zeros_like(known) if videos is None else pc.invert(pc.is_in(ids, videos["video_id"])).to_numpy(False)
+    has_row = rows >= 0
+    is_removed = has_row.copy()
+    is_removed[has_row] = ledger.removed(rows[has_row])
+    is_absent = (
+        np.zeros_like(has_row) if videos is None else pc.invert(pc.is_in(ids, videos["video_id"])).to_numpy(False)
+    )
     faults = {
-        f"have no row in {config.out}": ~known,
-        "were removed for good": removed,
-        f"are not among the videos of {config.named}": absent,
+        f"have no row in {config.out}": ~has_row,
+        "were removed for good": is_removed,
+        f"are not among the videos of {config.named}": is_absent,
     }
-    for why, wrong in faults.items():
-        if wrong.any():
-            example = ids[int(np.flatnonzero(wrong)[0])]
-            raise UsageError(f"--redo {config.redo}: {wrong.sum()} of its ids {why}, e.g. {example}")
+    for why, is_wrong in faults.items():
+        if is_wrong.any():
+            example = ids[int(np.flatnonzero(is_wrong)[0])]
+            raise UsageError(f"--redo {config.redo}: {is_wrong.sum()} of its ids {why}, e.g. {example}")
 
 
-def remaining(
+def select_remaining(
     manifest: pa.Table,
     ledger: Ledger,
     config: PruneConfig,
@@ -94,34 +96,36 @@ def remaining(
 ) -> Remaining:
     """Return the videos that this run must process; a failed row counts as done unless ``--retry-failed``.
 
-    Sizes and marks come from a listing on S3, an index or the manifest, else from a look at the file, or one HEAD for
-    each ok row of an object that a manifest names. With ``--retry-failed`` failed rows without attempts left cost a
-    HEAD too, since a mended video gets new attempts. With ``--on-changed skip`` none is needed. Of a file with its old
-    size and another mark a few bytes are read. Videos with an id of ``redo`` are done again whatever their row says.
+    Videos with an id in ``redo`` are processed again whatever their row says. Sizes and marks come from a listing on
+    S3, an index or the manifest, else from the file, or one HEAD for each ok row of an object that a manifest names.
+    With ``--retry-failed`` failed rows without attempts left cost a HEAD too: a repaired video gets new attempts. With
+    ``--on-changed skip`` no HEAD is needed. A file with its old size and another mark is compared by a few bytes.
 
-    Raises SourceChanged where a cached video's uri, size or clip differs, or the code of the user's own decoder that
-    read it, and ``--on-changed`` is ``refuse``, UsageError where the store does not answer.
+    Raises SourceChanged if a cached video's uri, size, clip or own decoder code differs and ``--on-changed`` is
+    ``refuse``; UsageError if the store does not answer.
     """
     sizes, tally, todo = Sizes(objects), np.zeros(len(ManifestCounts._fields), np.int64), []
     n_changed, examples = 0, list[str]()
-    for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # only the rows that are to be done are kept
+    for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # memory: only the rows to process are kept
         state = _compare(part, ledger, config, sizes, redo)
         n_changed += int(state.changed.sum())
-        for place in np.flatnonzero(state.changed)[: _SHOWN - len(examples)].tolist():
+        for place in np.flatnonzero(state.changed)[: _MAX_EXAMPLES - len(examples)].tolist():
             row, old = part.slice(place, 1).to_pylist()[0], ledger.read(int(state.rows[place]))
-            examples.append(_difference(row, old, int(state.sizes[place]), is_replaced=bool(state.replaced[place])))
+            examples.append(
+                _describe_change(row, old, int(state.sizes[place]), is_replaced=bool(state.replaced[place]))
+            )
         redone = state.named | (state.changed & (config.on_changed == "redo"))
         left_alone = state.failed & ~state.retried & ~redone
-        kept = state.known & ~state.failed & ~redone, left_alone, left_alone & state.unread
-        tally += [kind.sum() for kind in (~state.known, state.retried, redone, *kept)]
-        todo.append(_selected(part, state, ~state.known | state.retried | redone))
+        done_kinds = state.known & ~state.failed & ~redone, left_alone, left_alone & state.unread
+        tally += [kind.sum() for kind in (~state.known, state.retried, redone, *done_kinds)]
+        todo.append(_add_attempts(part, state, ~state.known | state.retried | redone))
     sizes.finish()
     if n_changed and config.on_changed == "refuse":
         raise SourceChanged(
             f"{n_changed} videos of the cache {config.out} have changed:\n  "
             + "\n  ".join(examples)
-            + "\nNew videos need not wait: --on-changed skip goes on with them and keeps the cached tokens of these, "
-            "--on-changed redo encodes these again too."
+            + "\n--on-changed skip processes the new videos and keeps the cached tokens of the changed videos; "
+            "--on-changed redo encodes the changed videos again."
         )
     return Remaining(
         pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), ManifestCounts(*tally.tolist())
@@ -129,20 +133,20 @@ def remaining(
 
 
 class _Comparison(NamedTuple):
-    """The comparison of manifest rows with the cache's rows, arrays [n] each.
+    """The comparison of n manifest rows with the cache's rows; each field is an array [n].
 
     Attributes:
         rows: the row in the ledger; -1 if the video has none.
-        known: whether it has one.
-        failed: whether that is an error row.
-        attempts: the attempts that it took.
-        sizes: the bytes of the file now, if they are known and matter; -1 elsewhere.
+        known: whether the video has a row.
+        failed: whether it is an error row.
+        attempts: the attempts of that row.
+        sizes: the current bytes of the file, if known and needed; -1 otherwise.
         changed: whether it is an ok row of another file, size, content or clip, or of other code of a user's own
             decoder.
-        replaced: whether it is one whose file has its old size and other content.
-        retried: whether it is an error row that is to be tried again.
-        named: whether ``--redo`` names it, so that it is neither of both.
-        unread: whether it is an error row of class io, and has attempts left.
+        replaced: whether it is a changed row whose file has its old size and other content.
+        retried: whether it is an error row to retry.
+        named: whether ``--redo`` names the video; then it is neither changed nor retried.
+        unread: whether it is an error row of class io with attempts left.
     """
 
     rows: NDArray[np.int64]
@@ -162,116 +166,135 @@ def _compare(
 ) -> _Comparison:
     """Compare a part of the manifest with the cache's rows."""
     rows = ledger.find(part["video_id"])
-    known = rows >= 0
+    has_row = rows >= 0
 
-    def held(name: str, otherwise: int, kind: type[np.integer[Any]] = np.int64) -> NDArray[Any]:
+    def read_column(name: str, otherwise: int, kind: type[np.integer[Any]] = np.int64) -> NDArray[Any]:
         values = np.full(len(rows), otherwise, kind)
-        values[known] = ledger.columns[name][rows[known]]
+        values[has_row] = ledger.columns[name][rows[has_row]]
         return values
 
-    failed, another, removed = np.zeros_like(known), np.zeros_like(known), np.zeros_like(known)
-    failed[known], removed[known] = ledger.failed(rows[known]), ledger.removed(rows[known])
-    if known.any():
-        another[known] = clip_keys(part.filter(pa.array(known))) != ledger.columns["clip"][rows[known]]
-    attempts, was, old_marks = held("attempts", 0), held("size", -1), held("mark", 0, np.uint64)
-    spent = failed & (attempts - held("earlier", 0) >= config.max_attempts)
+    is_failed, is_other_clip, is_removed = np.zeros_like(has_row), np.zeros_like(has_row), np.zeros_like(has_row)
+    is_failed[has_row], is_removed[has_row] = ledger.failed(rows[has_row]), ledger.removed(rows[has_row])
+    if has_row.any():
+        is_other_clip[has_row] = clip_keys(part.filter(pa.array(has_row))) != ledger.columns["clip"][rows[has_row]]
+    attempts, old_sizes, old_marks = (
+        read_column("attempts", 0),
+        read_column("size", -1),
+        read_column("mark", 0, np.uint64),
+    )
+    is_spent = is_failed & (attempts - read_column("earlier", 0) >= config.max_attempts)
     sizes = pc.fill_null(part["size"], -1).to_numpy(zero_copy_only=False).copy()
     marks = pc.fill_null(part["mark"], 0).to_numpy(zero_copy_only=False).copy()
-    named = np.zeros_like(known)
+    is_named = np.zeros_like(has_row)
     if redo is not None:
-        named = known & ~removed & pc.is_in(part["video_id"], redo).to_numpy(zero_copy_only=False)
-    readable = known & ~named & part["policy"].is_null().to_numpy(zero_copy_only=False)
-    alone = part["source_offset"].is_null().to_numpy(zero_copy_only=False)  # elsewhere the index or the uri tells
-    asked = readable & alone & ~another & (sizes < 0) & np.where(failed, spent & config.retry_failed, was >= 0)
-    if config.on_changed != "skip" and asked.any():
-        states = asker.states(part["uri"].filter(pa.array(asked)).to_pylist())
-        sizes[asked] = [state.size for state in states]
-        marks[asked] = np.array([state.mark for state in states], np.uint64)
-    # A file whose size is not known now is gone, but its cached tokens remain valid.
-    resized = readable & (sizes >= 0) & (sizes != was)
-    marked = readable & (sizes >= 0) & ~resized & (marks != 0) & (old_marks != 0) & (marks != old_marks)
-    recoded = _other_decoder_code(ledger, config.decoder)[held("decoder", 0)]
-    changed = known & ~failed & ~removed & ~named & (another | (resized & (was >= 0)) | recoded)
-    replaced = np.zeros_like(known)
+        is_named = has_row & ~is_removed & pc.is_in(part["video_id"], redo).to_numpy(zero_copy_only=False)
+    is_readable = has_row & ~is_named & part["policy"].is_null().to_numpy(zero_copy_only=False)
+    is_whole_file = (
+        part["source_offset"].is_null().to_numpy(zero_copy_only=False)
+    )  # for a member of an archive the index or the uri decides
+    needs_state = (
+        is_readable
+        & is_whole_file
+        & ~is_other_clip
+        & (sizes < 0)
+        & np.where(is_failed, is_spent & config.retry_failed, old_sizes >= 0)
+    )
+    if config.on_changed != "skip" and needs_state.any():
+        states = asker.states(part["uri"].filter(pa.array(needs_state)).to_pylist())
+        sizes[needs_state] = [state.size for state in states]
+        marks[needs_state] = np.array([state.mark for state in states], np.uint64)
+    # A file without a size was deleted, but its cached tokens remain valid.
+    is_resized = is_readable & (sizes >= 0) & (sizes != old_sizes)
+    is_remarked = is_readable & (sizes >= 0) & ~is_resized & (marks != 0) & (old_marks != 0) & (marks != old_marks)
+    is_recoded = _find_recoded(ledger, config.decoder)[read_column("decoder", 0)]
+    is_changed = (
+        has_row & ~is_failed & ~is_removed & ~is_named & (is_other_clip | (is_resized & (old_sizes >= 0)) | is_recoded)
+    )
+    is_replaced = np.zeros_like(has_row)
     if config.on_changed == "skip":
-        changed[:] = False
-    elif (doubtful := marked & ~failed & ~removed & ~changed).any():
-        again: list[ManifestRow] = part.filter(pa.array(doubtful)).to_pylist()
-        for row, size in zip(again, sizes[doubtful].tolist(), strict=True):
+        is_changed[:] = False
+    elif (is_doubtful := is_remarked & ~is_failed & ~is_removed & ~is_changed).any():
+        rows_to_check: list[ManifestRow] = part.filter(pa.array(is_doubtful)).to_pylist()
+        for row, size in zip(rows_to_check, sizes[is_doubtful].tolist(), strict=True):
             row["size"] = size
-        replaced[doubtful] = are_replaced(again, held("sample", 0, np.uint64)[doubtful].tolist(), asker.objects)
-    changed |= replaced
-    # A failed row holds no tokens to protect. A file that was mended, or was missing, gets all its attempts anew.
-    retried = failed & ~named & config.retry_failed & (~spent | another | resized | marked)
-    unread = np.zeros_like(known)
-    unread[known] = ledger.failed_by(rows[known], "io") & ~spent[known]
-    return _Comparison(rows, known, failed, attempts, sizes, changed, replaced, retried, named, unread)
+        is_replaced[is_doubtful] = find_replaced(
+            rows_to_check, read_column("sample", 0, np.uint64)[is_doubtful].tolist(), asker.objects
+        )
+    is_changed |= is_replaced
+    # A failed row has no tokens to protect. A file that was repaired, or was missing, gets all its attempts again.
+    is_retried = is_failed & ~is_named & config.retry_failed & (~is_spent | is_other_clip | is_resized | is_remarked)
+    is_unread = np.zeros_like(has_row)
+    is_unread[has_row] = ledger.is_failed_by(rows[has_row], "io") & ~is_spent[has_row]
+    return _Comparison(
+        rows, has_row, is_failed, attempts, sizes, is_changed, is_replaced, is_retried, is_named, is_unread
+    )
 
 
-def _other_decoder_code(ledger: Ledger, decoder: str) -> Mask:
-    """Return which of ``ledger.decoders`` [n] are the user's own ``decoder`` with other code than it has now."""
+def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
+    """Return a mask over ``ledger.decoders`` [n]: the user's own ``decoder`` with other code than now."""
     now = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
-    known = (bool(now) and text.startswith(f"{decoder} ") and CODE in text for text in ledger.decoders)
-    return np.array([same and text != now for same, text in zip(known, ledger.decoders, strict=True)], np.bool_)
+    is_own = (bool(now) and text.startswith(f"{decoder} ") and CODE in text for text in ledger.decoders)
+    return np.array([same and text != now for same, text in zip(is_own, ledger.decoders, strict=True)], np.bool_)
 
 
-def _selected(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.RecordBatch:
-    """Return the rows under ``mask`` with their attempt numbers; without a copy if all are selected."""
+def _add_attempts(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.RecordBatch:
+    """Select the rows under ``mask``, and add the column of their next attempt (TODO_SCHEMA)."""
     attempts = pa.array(state.attempts[mask] + 1, pa.int32())
-    kept = part if mask.all() else part.filter(pa.array(mask))
-    return pa.RecordBatch.from_arrays([*kept.columns, attempts], schema=TODO_SCHEMA)
+    rows = part if mask.all() else part.filter(pa.array(mask))
+    return pa.RecordBatch.from_arrays([*rows.columns, attempts], schema=TODO_SCHEMA)
 
 
-def _difference(row: ManifestRow, old: VideoRow, size: int, *, is_replaced: bool) -> str:
-    """Describe how a manifest row, whose video has ``size`` bytes now, differs from the cached row of its id."""
+def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced: bool) -> str:
+    """Describe the difference of a manifest row, whose video has ``size`` bytes now, from its cached row."""
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
             return f"{row['video_id']}: {name} was {old[name]!r}, is {row[name]!r}"
     if is_replaced:
-        return f"{row['video_id']}: the file has its {size} bytes still, and other content"
+        return f"{row['video_id']}: the file still has {size} bytes, but other content"
     if old["source_size"] == size or size < 0:
-        return f"{row['video_id']}: {old['backend']}, which read it, has other code now"
+        return f"{row['video_id']}: its decoder {old['backend']} has other code now"
     return f"{row['video_id']}: the file had {old['source_size']} bytes, has {size}"
 
 
-def within_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
-    """Return the first ``limit`` videos to do, and how many of the others have no row yet."""
+def split_at_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
+    """Return the first ``limit`` videos to do, and the number of later videos without a row."""
     if limit is None:
         return todo, 0
     waiting = pc.sum(pc.equal(todo["attempts"].slice(limit), 1)).as_py() or 0
     return todo.slice(0, limit), waiting
 
 
-def unfinished(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Table:
-    """Select the rows of ``todo`` (TODO_SCHEMA) whose attempt the cache has no row of.
+def select_unfinished(todo: pa.Table, ledger: Ledger, failed_attempts: Mapping[str, int]) -> pa.Table:
+    """Select the rows of ``todo`` (TODO_SCHEMA) whose attempt has no row in the cache yet.
 
-    ``failed`` maps each video that failed in this run to its attempt, which may be later than the one of its live row.
+    ``failed_attempts`` maps each video that failed in this run to its attempt, which may be later than the one of its
+    live row.
     """
-    ids, wanted = todo["video_id"], todo["attempts"].to_numpy()
+    ids, target_attempts = todo["video_id"], todo["attempts"].to_numpy()
     rows = ledger.find(ids)
-    had = np.zeros(len(todo), np.int64)
-    had[rows >= 0] = ledger.columns["attempts"][rows[rows >= 0]]
-    had = np.maximum(had, [failed.get(video_id, 0) for video_id in ids.to_pylist()])
-    return todo.filter(pa.array(had < wanted))
+    attempts = np.zeros(len(todo), np.int64)
+    attempts[rows >= 0] = ledger.columns["attempts"][rows[rows >= 0]]
+    attempts = np.maximum(attempts, [failed_attempts.get(video_id, 0) for video_id in ids.to_pylist()])
+    return todo.filter(pa.array(attempts < target_attempts))
 
 
-def retry_candidates(todo: pa.Table, failed: Mapping[str, int], max_attempts: int) -> pa.Table:
-    """Return the rows of ``todo`` (TODO_SCHEMA) for one more attempt at the videos that failed.
+def select_retries(todo: pa.Table, failed_attempts: Mapping[str, int], max_attempts: int) -> pa.Table:
+    """Select the rows of ``todo`` (TODO_SCHEMA) of failed videos, with the number of their next attempt.
 
-    ``failed`` maps each of these to the attempts that it has had; after ``max_attempts`` it gets none.
+    ``failed_attempts`` maps each failed video to its attempts so far; after ``max_attempts`` it gets no more.
     """
-    wanted = {video_id: had + 1 for video_id, had in failed.items() if had < max_attempts}
-    ids = pa.array(list(wanted), todo.schema.field("video_id").type)
+    next_attempts = {video_id: had + 1 for video_id, had in failed_attempts.items() if had < max_attempts}
+    ids = pa.array(list(next_attempts), todo.schema.field("video_id").type)
     part = todo.filter(pc.is_in(todo["video_id"], value_set=ids))
-    attempts = pa.array([wanted[video_id] for video_id in part["video_id"].to_pylist()], pa.int32())
+    attempts = pa.array([next_attempts[video_id] for video_id in part["video_id"].to_pylist()], pa.int32())
     place = part.schema.get_field_index("attempts")
     return part.set_column(place, part.schema.field(place), attempts)
 
 
-def at_hand(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
-    """Select the rows of ``todo`` (TODO_SCHEMA) whose file, or container, is there now; one request a remote one.
+def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
+    """Select the rows of ``todo`` (TODO_SCHEMA) whose file or archive exists now; one request for each remote file.
 
-    Not those that are faults of the manifest or the index, which no worker has tried to read.
+    Rows with a fault of the manifest or the index are left out: no worker has tried to read them.
     """
     todo = todo.filter(todo["fault"].is_null())
     offsets, uris = todo["source_offset"].to_pylist(), todo["uri"].to_pylist()
@@ -279,25 +302,27 @@ def at_hand(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
     names = list(dict.fromkeys(files))
     try:
         sizes = dict(zip(names, Sizes(objects).of(names), strict=True))
-    except UsageError:  # the store refuses all
+    except UsageError:  # the store refuses every request
         return todo.slice(0, 0)
     return todo.filter(pa.array([sizes[file] >= 0 for file in files], pa.bool_()))
 
 
-def skipped_lines(tally: ManifestCounts, config: PruneConfig) -> list[str]:
-    """Return lines for the user about videos that this run leaves alone, and those left for later by a limit."""
-    there, lines = tally.done + tally.failed, []
-    if there:
-        again = "" if config.retry_failed else " (--retry-failed tries them again)"
-        errors = f", {tally.failed} of them as errors{again}" if tally.failed else ""
-        lines.append(f"{there} of {there + tally.n_todo} videos are in the cache already{errors}")
+def format_skipped(tally: ManifestCounts, config: PruneConfig) -> list[str]:
+    """Return lines for the user about skipped videos and videos that ``--limit`` leaves for later."""
+    n_cached, lines = tally.done + tally.failed, []
+    if n_cached:
+        remedy = "" if config.retry_failed else " (--retry-failed tries them again)"
+        errors = f", {tally.failed} of them as errors{remedy}" if tally.failed else ""
+        lines.append(f"{n_cached} of {n_cached + tally.n_todo} videos are in the cache already{errors}")
     if tally.unread and not config.retry_failed:
         lines.append(
             f"note: {tally.unread} videos failed for infrastructure reasons (I/O) in earlier runs: --retry-failed "
             "tries them again"
         )
     if tally.failed and config.retry_failed:
-        lines.append(f"note: they have had their {config.max_attempts} attempts; raise --max-attempts for more")
+        lines.append(
+            f"note: the failed videos have used their {config.max_attempts} attempts; --max-attempts allows more"
+        )
     if config.limit is not None and config.limit < tally.n_todo:
-        lines.append(f"{config.limit} of {tally.n_todo} videos that are left to do (--limit {config.limit})")
+        lines.append(f"{config.limit} of {tally.n_todo} videos still to do (--limit {config.limit})")
     return lines

@@ -13,15 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
-from pipeline.cache.live import HDR, OUTSIDE, SHARED, STRETCHED, TIMED, UNEVEN, WARNED, Ledger
+from pipeline.cache.live import HDR, OUTSIDE, SHARED, STRETCHED, TIMED_STAGES, UNEVEN, WARNED, Ledger
 from pipeline.cache.schema import VIDEOS
 from pipeline.errors import FAULTS, name_first
-from pipeline.inputs.left_out import say_counts
+from pipeline.inputs.left_out import format_counts
 from pipeline.keys import parts_of
 from pipeline.rows import JsonObject
 from pipeline.runner.run_record import Outcome, as_text
 
-_SHOWN = 3  # lost videos, videos with warnings, and reasons that a summary names
+_MAX_EXAMPLES = 3  # examples of lost videos, videos with warnings and reasons in a summary
 _REMARKS = {"hdr": HDR, "stretched": STRETCHED, "uneven": UNEVEN, "shared": SHARED}
 
 
@@ -30,22 +30,22 @@ class Summary(Outcome):
     """Counts over the videos of a manifest (or of a whole cache).
 
     Attributes:
-        n_videos: rows asked for.
+        n_videos: videos of the manifest, without removed and waiting videos.
         tokens_in: tokens before pruning.
         tokens_kept: tokens stored.
         token_bytes: bytes of the stored tokens, deepstack levels included.
         seconds: stage -> seconds, summed over the videos.
         n_warned: videos decoded with warnings.
-        warned: the first of them.
-        other_decoder: why another decoder than asked served -> videos.
-        remarks: videos "hdr" (of high dynamic range), "stretched" (of pixels that are not square), "uneven" (frames
-            are not where the model's positions in time put them) and "shared" (patches share a position).
+        warned: the ids of the first videos among ``n_warned``.
+        other_decoder: reason for using another decoder than requested -> videos.
+        remarks: number of videos by remark: "hdr" (high dynamic range), "stretched" (pixels that are not square),
+            "uneven" (frames away from the model's positions in time) and "shared" (patches share a position).
         n_removed: videos that were removed for good, and are not counted otherwise.
-        fetched_bytes: of videos and indexes that this run read from stores.
-        n_lost: videos that a run committed, and of which no file of the table has a row now.
-        lost: some of them.
-        left_out: kind of a file -> files of this run's VIDEOS that are no videos, or are not taken.
-        facts: what this run took (``pipeline.prune.facts``); empty for a summary of a cache.
+        fetched_bytes: bytes of videos and indexes that this run read from stores.
+        n_lost: videos that a run committed, but no file of the table has a row of.
+        lost: the ids of some lost videos.
+        left_out: kind of file -> files of this run's VIDEOS that are no videos, or are not read.
+        facts: seconds and bytes of this run (``pipeline.prune.facts``); empty for a summary of a cache.
     """
 
     n_videos: int
@@ -65,13 +65,13 @@ class Summary(Outcome):
     facts: Mapping[str, float] = field(default_factory=dict)
 
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
-        """Return 1 where rows of the table are lost, else the exit code that the counts of failures give."""
+        """Return 1 if rows of the table are lost, else the exit code for the counts of failures."""
         return 1 if self.n_lost else super().exit_code(failure_limit, outside_limit)
 
     def as_record(self) -> JsonObject:
-        """Return counts and examples as a JSON-able mapping, and beside them what the run took."""
-        own = {name: value for name, value in super().as_record().items() if name != "facts"}
-        return {**own, **self.facts}
+        """Return counts, examples and the facts of the run as a JSON-able mapping."""
+        counts = {name: value for name, value in super().as_record().items() if name != "facts"}
+        return {**counts, **self.facts}
 
     def __str__(self) -> str:
         return as_text(render(self))
@@ -87,11 +87,11 @@ def summarise(
     list_failed: bool = False,
     committed: Sequence[str] = (),
 ) -> Summary:
-    """Count the videos of a cache, or those of the manifest, of which ``n_waiting`` have no row on purpose.
+    """Count the videos of a cache, or the videos of the manifest; ``n_waiting`` of these are left for another run.
 
-    ``committed`` are the token shards that records of runs name (``committed_shards``), for what the table has lost.
+    ``committed`` are the token shards that records of runs name (``list_committed_shards``).
     """
-    counts, failed = _counted(ledger, manifest, list_failed=list_failed)
+    counts, failed_classes = _count_rows(ledger, manifest, list_failed=list_failed)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
     failures, examples = counts.failures()
     return Summary(
@@ -105,52 +105,52 @@ def summarise(
         tokens_in=counts.tokens_in,
         tokens_kept=counts.tokens_kept,
         token_bytes=counts.tokens_kept * codec.token_bytes(ledger.hidden_size, deepstack_levels),
-        seconds=dict(zip(TIMED, counts.seconds.tolist(), strict=True)),
+        seconds=dict(zip(TIMED_STAGES, counts.seconds.tolist(), strict=True)),
         n_warned=counts.n_warned,
         warned=counts.warned(),
         other_decoder=counts.other_decoder(),
         remarks=counts.remarks,
         n_removed=counts.n_removed,
-        failed=failed,
-        n_lost=len(lost := ledger.lost(committed)),
-        lost=lost[:_SHOWN],
+        failed=failed_classes,
+        n_lost=len(lost_ids := ledger.lost(committed)),
+        lost=lost_ids[:_MAX_EXAMPLES],
     )
 
 
-def _counted(ledger: Ledger, manifest: pa.Table | None, *, list_failed: bool) -> tuple[_Counts, dict[str, str]]:
-    """Count the rows of a manifest's videos, or all; return beside them the error classes of failed ones, if asked."""
-    failed: dict[str, str] = {}
+def _count_rows(ledger: Ledger, manifest: pa.Table | None, *, list_failed: bool) -> tuple[_Counts, dict[str, str]]:
+    """Count the rows of a manifest's videos, or all rows; return also video id -> error class if ``list_failed``."""
+    failed_classes: dict[str, str] = {}
     counts = _Counts(ledger)
     if manifest is None:
         counts.add(np.arange(len(ledger)))
-        return counts, failed
+        return counts, failed_classes
     for ids in parts_of(manifest["video_id"]):
         rows = ledger.find(ids)
         counts.add(rows[rows >= 0])
         if list_failed:
-            failed |= _failed_of(ledger, ids, rows)
-    return counts, failed
+            failed_classes |= _find_failed_classes(ledger, ids, rows)
+    return counts, failed_classes
 
 
-def lost_line(n_lost: int, examples: Sequence[str]) -> str:
-    """Say how many videos the table has lost, with examples and the remedy."""
-    some = ", ".join(examples[:_SHOWN]) + (", ..." if n_lost > _SHOWN else "")
+def format_lost(n_lost: int, examples: Sequence[str]) -> str:
+    """Format the number of videos that the table has lost, with examples and the remedy."""
+    some = ", ".join(examples[:_MAX_EXAMPLES]) + (", ..." if n_lost > _MAX_EXAMPLES else "")
     return (
-        f"{n_lost} videos were committed, and no file of {VIDEOS}/ has a row of them now ({some}): restore its files "
+        f"{n_lost} videos were committed, but no file of {VIDEOS}/ has their rows ({some}): restore its files "
         "from a copy, or let python -m jobs.verify CACHE --repair mark the videos for another attempt"
     )
 
 
-def _failed_of(ledger: Ledger, ids: pa.Array, rows: NDArray[np.int64]) -> dict[str, str]:
+def _find_failed_classes(ledger: Ledger, ids: pa.Array, rows: NDArray[np.int64]) -> dict[str, str]:
     """Return the error class of each failed video among ``ids``; ``rows`` are their ledger rows, -1 for none."""
-    (there,) = np.nonzero(rows >= 0)
-    faults = ledger.columns["fault"][rows[there]]
-    failed = zip(ids.take(pa.array(there[faults > 0])).to_pylist(), faults[faults > 0].tolist(), strict=True)
-    return {video_id: ledger.classes[fault] for video_id, fault in failed}
+    (has_row,) = np.nonzero(rows >= 0)
+    faults = ledger.columns["fault"][rows[has_row]]
+    classes = zip(ids.take(pa.array(has_row[faults > 0])).to_pylist(), faults[faults > 0].tolist(), strict=True)
+    return {video_id: ledger.classes[fault] for video_id, fault in classes}
 
 
 class _Counts:
-    """The sums over rows of a ledger that a summary is made of."""
+    """The sums over rows of a ledger for a summary."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -158,31 +158,31 @@ class _Counts:
         self._first: dict[int, int] = {}  # class -> its first row
         self._warned: list[int] = []  # the first rows of videos with warnings
         self.n_rows = self.tokens_in = self.tokens_kept = self.n_warned = self.n_outside = self.n_removed = 0
-        self.seconds = np.zeros(len(TIMED))
+        self.seconds = np.zeros(len(TIMED_STAGES))
         self.remarks = dict.fromkeys(_REMARKS, 0)
         self._by_note = np.zeros(len(ledger.notes), np.int64)
 
     def add(self, rows: NDArray[np.int64]) -> None:
-        """Count these rows of the ledger; removed videos are counted apart."""
-        removed = self._ledger.removed(rows)
-        self.n_removed += int(removed.sum())
-        rows = rows[~removed]
+        """Add these rows of the ledger; removed videos count only in ``n_removed``."""
+        is_removed = self._ledger.removed(rows)
+        self.n_removed += int(is_removed.sum())
+        rows = rows[~is_removed]
         columns = self._ledger.columns
         faults = columns["fault"][rows]
-        good = rows[faults == 0]
+        select_ok = rows[faults == 0]
         self._by_class += np.bincount(faults, minlength=len(self._by_class))
         for fault in set(np.unique(faults).tolist()) - {0, *self._first}:
             self._first[fault] = int(rows[faults == fault][0])
         self.n_rows += len(rows)
-        self.tokens_in += int(columns["n_total"][good].sum(dtype=np.int64))
-        self.tokens_kept += int(columns["n_tokens"][good].sum(dtype=np.int64))
-        warned = good[self._ledger.remarked(good, WARNED)]
-        self.n_warned += len(warned)
-        self._warned += warned[: _SHOWN - len(self._warned)].tolist()
+        self.tokens_in += int(columns["n_total"][select_ok].sum(dtype=np.int64))
+        self.tokens_kept += int(columns["n_tokens"][select_ok].sum(dtype=np.int64))
+        warned_rows = select_ok[self._ledger.has_remark(select_ok, WARNED)]
+        self.n_warned += len(warned_rows)
+        self._warned += warned_rows[: _MAX_EXAMPLES - len(self._warned)].tolist()
         for name, remark in _REMARKS.items():
-            self.remarks[name] += int(self._ledger.remarked(good, remark).sum())
-        self._by_note += np.bincount(columns["note"][good], minlength=len(self._by_note))
-        self.n_outside += int(self._ledger.remarked(rows, OUTSIDE).sum())
+            self.remarks[name] += int(self._ledger.has_remark(select_ok, remark).sum())
+        self._by_note += np.bincount(columns["note"][select_ok], minlength=len(self._by_note))
+        self.n_outside += int(self._ledger.has_remark(rows, OUTSIDE).sum())
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
 
     @property
@@ -191,7 +191,7 @@ class _Counts:
         return int(self._by_class[0])
 
     def other_decoder(self) -> dict[str, int]:
-        """Return why another decoder than asked served -> videos, the most frequent reason first."""
+        """Return reason for another decoder than requested -> videos, the most frequent reason first."""
         order = [
             place for place in np.argsort(-self._by_note, kind="stable").tolist() if place and self._by_note[place]
         ]
@@ -210,29 +210,32 @@ class _Counts:
         return counts, {names[fault]: (row["video_id"], row["error_message"] or "") for fault, row in rows.items()}
 
 
-def remark_lines(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield (name, line) of what a reader of a cache's videos should know of them."""
+def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield (name, line) of each remark on the videos of a cache for its readers."""
     if summary.n_warned:
-        named = name_first(summary.warned, summary.n_warned)
-        yield "warnings", f"{summary.n_warned} videos decoded with warnings ({named}): their frames may be damaged"
+        names = name_first(summary.warned, summary.n_warned)
+        yield "warnings", f"{summary.n_warned} videos decoded with warnings ({names}): their frames may be damaged"
     if n_other := sum(summary.other_decoder.values()):
         reasons = [f"{why} ({count})" for why, count in summary.other_decoder.items()]
-        more = "; ..." if len(reasons) > _SHOWN else ""
-        yield "decoder", f"{n_other} videos by another decoder than asked, because {'; '.join(reasons[:_SHOWN])}{more}"
+        more = "; ..." if len(reasons) > _MAX_EXAMPLES else ""
+        yield (
+            "decoder",
+            f"{n_other} videos by another decoder than requested, because {'; '.join(reasons[:_MAX_EXAMPLES])}{more}",
+        )
     hdr, stretched, uneven, shared = (summary.remarks[name] for name in _REMARKS)
-    pictures = _counted_kinds(((hdr, "in HDR (PQ or HLG)"), (stretched, "of pixels that are not square")))
+    pictures = _format_kinds(((hdr, "in HDR (PQ or HLG)"), (stretched, "of pixels that are not square")))
     if pictures:
         yield "pictures", f"{pictures}: taken as they are stored, as the models' own loaders do"
-    positions = _counted_kinds(((uneven, "of unevenly spaced frames"), (shared, "whose patches share positions")))
+    positions = _format_kinds(((uneven, "of unevenly spaced frames"), (shared, "whose patches share positions")))
     if positions:
         yield (
             "positions",
-            f"{positions}: this model's positions in time are as if frames were even, as its own loader's",
+            f"{positions}: this model's positions in time assume even frames, as in its own loader",
         )
 
 
-def _counted_kinds(kinds: Sequence[tuple[int, str]]) -> str:
-    """Say how many videos there are of each kind that has any; "" for none."""
+def _format_kinds(kinds: Sequence[tuple[int, str]]) -> str:
+    """Format the number of videos of each kind that has any; "" for none."""
     return ", ".join(f"{count} videos {kind}" for count, kind in kinds if count)
 
 
@@ -249,12 +252,12 @@ def render(summary: Summary) -> RenderableType:
     if summary.fetched_bytes:
         table.add_row("from stores", f"{summary.fetched_bytes:,} bytes of videos and indexes")
     if summary.left_out:
-        table.add_row("left out", Text(say_counts(summary.left_out)))
+        table.add_row("left out", Text(format_counts(summary.left_out)))
     if summary.n_removed:
         table.add_row("removed", f"{summary.n_removed} videos, for good")
     if summary.n_lost:
-        table.add_row("lost", Text(lost_line(summary.n_lost, summary.lost)))
-    for name, line in remark_lines(summary):
+        table.add_row("lost", Text(format_lost(summary.n_lost, summary.lost)))
+    for name, line in iter_remarks(summary):
         table.add_row(name, Text(line))
     if summary.wall_s is not None:
         table.add_row("this run", summary.pace("video"))

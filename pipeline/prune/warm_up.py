@@ -46,9 +46,11 @@ def _prune_made_up(pruner: Pruner, ratio: float, shape: tuple[int, int, int], de
     """Prune a made-up video of this shape, or of fewer frames where it has more than MAX_TOKENS tokens."""
     n_frames, per_frame, hidden = shape
     n_frames = max(1, min(n_frames, MAX_TOKENS // per_frame))
-    seeded = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     try:
-        tokens_TND = torch.randn((n_frames, per_frame, hidden), generator=seeded, device=device, dtype=torch.bfloat16)
+        tokens_TND = torch.randn(
+            (n_frames, per_frame, hidden), generator=generator, device=device, dtype=torch.bfloat16
+        )
         pruner.prune(VisualTokens(tokens_TND), ratio)
         if tokens_TND.is_cuda:
             torch.cuda.synchronize(tokens_TND.device)

@@ -7,7 +7,7 @@ from ray.actor import ActorHandle
 
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import write_token_shard
-from pipeline.prune.batches import unpack, written_batch
+from pipeline.prune.batches import pack_written, unpack
 from pipeline.runner.heartbeat import Heartbeat
 from pipeline.storage.stores import Store
 
@@ -34,11 +34,11 @@ class Writer:
     def write(self, *bundles: pa.Table) -> pa.Table:
         """Write the videos of some bundles (BUNDLE) as a shard; return their rows (WRITTEN)."""
         videos = [video for bundle in bundles if len(bundle) for video in unpack(bundle)]
-        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
+        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as items:
             try:
                 rows = write_token_shard(videos, store=self._store, run_id=self._run_id, codec=self._codec)
             except OSError as error:  # the store is at fault, not a video, so the run ends
                 self._heartbeat.fail(f"{type(error).__name__}: {error}")
                 raise
-            held.done(n=len(videos))
-        return written_batch(rows)
+            items.release(n=len(videos))
+        return pack_written(rows)

@@ -2,7 +2,7 @@
 
 A cache is a set of rows and of files that never change, so the merged cache is the union of both sets. The header comes
 first, then the token shards that a live row of the union names, then the files of the tables, whose rows then count. At
-last these files are merged, which leaves out superseded rows. After an interrupt the same command goes on.
+last these files are merged, which leaves out superseded rows. Rerun the command after an interrupt.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.header import HEADER, CacheHeader, differences, fingerprint, header_bytes, read_header
-from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, ok_rows, rule_columns
+from pipeline.cache.header import HEADER, CacheHeader, fingerprint, list_differences, read_header, serialise_header
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import TOKENS
-from pipeline.cache.table import check_content, file_named
+from pipeline.cache.table import check_content, parse_file_name
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.rewrite.rewrite import check_place
 from pipeline.runner.claim import Claim
@@ -33,7 +33,7 @@ _COLUMNS = ("video_id", *RULE_COLUMNS, "clip_key", "source_size", "earlier_attem
 _TRIES: Final = 5  # readings of caches that are merged meanwhile
 _THREADS: Final = 4  # each copies a whole shard in memory
 _SHARDS_PER_LINE: Final = 1000  # token shards between two lines of progress
-_SHOWN: Final = 5
+_MAX_EXAMPLES: Final = 5
 _VERSIONS = ("gstep-cache", "pyarrow")
 
 
@@ -85,40 +85,42 @@ def merge_caches(
 ) -> MergedCaches:
     """Merge caches of one identity into ``out``, which is a new place or such a cache; ``sources`` stay as they are.
 
-    Of a video that several caches have the rule of live rows takes one, removed ones first. With ``refuse`` a video
+    If several caches have a video, the rule of live rows takes one row, removed rows first. With ``refuse`` a video
     whose tokens differ is an error.
 
     Raises NotACache, IdentityMismatch, UsageError for equal ids, all before anything is written; CorruptShard where a
     file is damaged, and OSError.
     """
-    held = [*[out] * out.exists(HEADER), *(source for source in sources if source.root != out.root)]
-    header = _common_header(held)
+    stores = [*[out] * out.exists(HEADER), *(source for source in sources if source.root != out.root)]
+    header = _common_header(stores)
     check_place(out, header)
     identity = fingerprint(header["identity"])
-    union = _read_union(held, identity)
+    union = _read_union(stores, identity)
     if on_equal == "refuse":
         _refuse_equal(union.rows)
     out.make()
-    done = MergedCaches(new_run_id())
-    with Claim(out, done.run_id, say):
+    result = MergedCaches(new_run_id())
+    with Claim(out, result.run_id, say):
         check_place(out, header)
         if not out.exists(HEADER):
-            out.put(HEADER, header_bytes(header))
-        about = {"merged_from": [str(store) for store in held if store is not out]}
-        with RunFile(out, {**provenance(done.run_id, _VERSIONS), **about}):
-            _take_videos(held, union, identity, out, done, say)
-            for source in held:
+            out.put(HEADER, serialise_header(header))
+        about = {"merged_from": [str(store) for store in stores if store is not out]}
+        with RunFile(out, {**provenance(result.run_id, _VERSIONS), **about}):
+            _take_videos(stores, union, identity, out, result, say)
+            for source in stores:
                 for name in source.names(RUNS, ".json"):
                     _take(source, out, name)
             merge(out, identity, everything=True)
-    return done
+    return result
 
 
 def _common_header(stores: Sequence[Store]) -> CacheHeader:
     """Return the header that all caches share. Raises NotACache, IdentityMismatch."""
-    first, *others = headers = [read_header(store) for store in stores]
-    for store, header in zip(stores[1:], others, strict=True):
-        wrong = differences(first["identity"], header["identity"], has=f"{stores[0]} has", other=str(store))
+    first, *other_headers = headers = [read_header(store) for store in stores]
+    for store, header in zip(stores[1:], other_headers, strict=True):
+        wrong = list_differences(
+            first["identity"], header["identity"], old_subject=f"{stores[0]} has", new_subject=str(store)
+        )
         if wrong:
             lines = "\n  ".join(wrong)
             raise IdentityMismatch(f"these caches were not made alike:\n  {lines}\nMerge only caches of one identity.")
@@ -127,28 +129,28 @@ def _common_header(stores: Sequence[Store]) -> CacheHeader:
     return next((header for header in headers if "hidden_size" in header), first)
 
 
-def _read_union(held: Sequence[Store], identity: str) -> _Union:
+def _read_union(stores: Sequence[Store], identity: str) -> _Union:
     """Read the live rows of each cache. Raises CorruptShard, OSError."""
     tables, files, foreign = [], [], list[str]()
-    for number, store in enumerate(held):
-        opened = LiveVideos.open(store, identity)
-        rows = opened.live(_COLUMNS)
+    for number, store in enumerate(stores):
+        videos = LiveVideos.open(store, identity)
+        rows = videos.live(_COLUMNS)
         numbers = pa.array(np.full(len(rows), number, np.int32))
         # Names of token shards are few and long.
         names = rows["token_shard"].combine_chunks().dictionary_encode().cast(pa.dictionary(pa.int32(), pa.string()))
         place = rows.schema.get_field_index("token_shard")
         tables.append(rows.select(_COLUMNS).set_column(place, "token_shard", names).append_column("cache", numbers))
-        files.append([file.name for file in opened.files if file.name not in opened.table.foreign])
-        foreign += [f"{store}/{name}" for name in opened.table.foreign]
+        files.append([file.name for file in videos.files if file.name not in videos.table.foreign])
+        foreign += [f"{store}/{name}" for name in videos.table.foreign]
     return _Union(pa.concat_tables(tables).unify_dictionaries().combine_chunks(), files, foreign)
 
 
 def _refuse_equal(rows: pa.Table) -> None:
     """Raise UsageError where caches hold other tokens of one video."""
-    kinds = ok_rows(rows).group_by("video_id").aggregate([("checksum", "count_distinct")])
+    kinds = select_ok(rows).group_by("video_id").aggregate([("checksum", "count_distinct")])
     wrong = kinds.filter(pc.greater(kinds["checksum_count_distinct"], 1))["video_id"]
     if len(wrong):
-        some = ", ".join(wrong.slice(0, _SHOWN).to_pylist())
+        some = ", ".join(wrong.slice(0, _MAX_EXAMPLES).to_pylist())
         raise UsageError(
             f"{len(wrong)} videos have other tokens in several caches ({some}): take the row that counts with "
             "--on-equal rule, or remove them from one with python -m jobs.remove"
@@ -156,47 +158,47 @@ def _refuse_equal(rows: pa.Table) -> None:
 
 
 def _take_videos(
-    held: Sequence[Store],
+    stores: Sequence[Store],
     union: _Union,
     identity: str,
     out: Store,
-    done: MergedCaches,
+    result: MergedCaches,
     say: Callable[[str], object],
 ) -> None:
     """Bring tokens and then the rows that name them into ``out``; of a cache that is written to, those of one moment.
 
-    Where a cache's files were merged away meanwhile, all are read again.
+    If a cache's files were merged away meanwhile, all are read again.
     """
-    for left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(_TRIES)):
         try:
-            _take_live_tokens(held, union.rows, out, done, say)
-            for source, files in zip(held, union.files, strict=True):
+            _take_live_tokens(stores, union.rows, out, result, say)
+            for source, files in zip(stores, union.files, strict=True):
                 for name in files:
                     _take(source, out, name)
-            done.foreign = union.foreign
+            result.foreign = union.foreign
             return
         except FileNotFoundError:
-            if not left:
+            if not tries_left:
                 raise
-        union = _read_union(held, identity)
+        union = _read_union(stores, identity)
 
 
 def _take_live_tokens(
-    held: Sequence[Store], rows: pa.Table, out: Store, done: MergedCaches, say: Callable[[str], object]
+    stores: Sequence[Store], rows: pa.Table, out: Store, result: MergedCaches, say: Callable[[str], object]
 ) -> None:
     """Bring the token shards that live rows of the union name into ``out``."""
-    order, _ = find_live(rule_columns(rows))
-    live = ok_rows(rows.take(pa.array(order)))
-    done.videos, done.equal = len(order), len(rows) - len(order)
-    for number, source in enumerate(held):
+    order, _ = find_live(make_rule_columns(rows))
+    live = select_ok(rows.take(pa.array(order)))
+    result.videos, result.equal = len(order), len(rows) - len(order)
+    for number, source in enumerate(stores):
         names = live.filter(pc.equal(live["cache"], number))["token_shard"].unique().to_pylist()
         with request_threads(_THREADS) as pool:
-            for taken, n_bytes in enumerate(pool.map(partial(_take, source, out), names), 1):
-                done.linked += n_bytes == 0
-                done.copied += n_bytes is not None and n_bytes > 0
-                done.copied_bytes += n_bytes or 0
-                if taken % _SHARDS_PER_LINE == 0:
-                    say(f"{taken:,} of {len(names):,} token shards of {source}")
+            for n_taken, n_bytes in enumerate(pool.map(partial(_take, source, out), names), 1):
+                result.linked += n_bytes == 0
+                result.copied += n_bytes is not None and n_bytes > 0
+                result.copied_bytes += n_bytes or 0
+                if n_taken % _SHARDS_PER_LINE == 0:
+                    say(f"{n_taken:,} of {len(names):,} token shards of {source}")
 
 
 def _take(source: Store, out: Store, name: str) -> int | None:
@@ -210,7 +212,7 @@ def _take(source: Store, out: Store, name: str) -> int | None:
     if of_tokens and source.folder is not None and isinstance(out, LocalStore) and out.link(name, source.folder / name):
         return 0
     data = source.read(name)
-    if not name.startswith(RUNS) and not file_named(name).level:
+    if not name.startswith(RUNS) and not parse_file_name(name).level:
         check_content(source, name, data, "rows" if of_tokens else "commit")
     out.put(name, data)
     return len(data)

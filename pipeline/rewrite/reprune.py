@@ -16,14 +16,14 @@ from gstep.evidence import HEAD_SOURCES, PER_FRAME
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity, coded_header, describe_method
+from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity, change_codec, describe_method
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import OwnCodeError, UsageError, VideoFault, usage_errors
-from pipeline.generate.late_pruning import evidence_columns, is_whole
+from pipeline.generate.late_pruning import find_evidence_columns, is_whole
 from pipeline.own_method import prune_tokens
-from pipeline.prune.encode_stage import kept_tokens, pruned_columns
-from pipeline.rewrite.rewrite import Rewrite, check_source, config_of
+from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
+from pipeline.rewrite.rewrite import Rewrite, check_source, make_config
 from pipeline.rows import Json, VideoRecord
 
 
@@ -32,20 +32,20 @@ def repruning(
 ) -> Rewrite:
     """Plan the cache ``out`` of the tokens that a method keeps of a cache of all tokens. Raises UsageError."""
     check_source(source, "prune")
-    held = source.identity
-    if not is_whole(held):
+    identity = source.identity
+    if not is_whole(identity):
         raise UsageError(
-            f"{source.store} holds what {held['pruner']['method']} kept at {held['retention_ratio']:g}, not all "
-            "tokens: make one with python -m jobs.prune --pruner none"
+            f"{source.store} has only the tokens of {identity['pruner']['method']} at "
+            f"{identity['retention_ratio']:g}, not all tokens: make one with python -m jobs.prune --pruner none"
         )
     with usage_errors():
-        pruner = read_pruner(method, params, family=BACKBONES[held["model"]["type"]].variant)
+        pruner = read_pruner(method, params, family=BACKBONES[identity["model"]["type"]].variant)
         if not pruner.cacheable:
             raise UsageError(f"--pruner {method} selects anew for every question, so its tokens cannot be cached")
-        columns = dict(evidence_columns(method, pruner, held))
+        columns = dict(find_evidence_columns(method, pruner, identity))
         header = _header(source.header, pruner, pruner.nominal_ratio(ratio), seed, codec)
     config: dict[str, Json] = {
-        **{name: value for name, value in config_of(source.store).items() if name != "evidence"},
+        **{name: value for name, value in make_config(source.store).items() if name != "evidence"},
         **{"out": out, "pruner": method_name(type(pruner)), "retention_ratio": ratio, "seed": seed},
         **{"pruner_param": [f"{name}={value}" for name, value in params.items()], "token_codec": codec},
     }
@@ -58,18 +58,18 @@ def repruning(
 
 def _header(header: CacheHeader, pruner: Pruner, ratio: float, seed: int, codec: str) -> CacheHeader:
     """Return the header that ``jobs.prune`` gives a cache of this method."""
-    made = coded_header(header, codec)
-    identity = {name: value for name, value in made["identity"].items() if name != "evidence"}
+    new_header = change_codec(header, codec)
+    identity = {name: value for name, value in new_header["identity"].items() if name != "evidence"}
     method: PrunerIdentity = {**describe_method(pruner), **({"seed": seed} if pruner.seeded else {})}  # type: ignore[typeddict-item]
     sources = {*pruner.sources.values()}
-    model, dtype = dict(made["identity"]["model"]), dict(made["identity"]["dtype"])
+    model, dtype = dict(new_header["identity"]["model"]), dict(new_header["identity"]["dtype"])
     if not HEAD_SOURCES & sources:
         model.pop("pooling_head", None)
     dtype.pop("evidence", None)
     if sources:
         dtype["evidence"] = "bfloat16"
     identity |= {"model": model, "pruner": method, "retention_ratio": ratio, "dtype": dtype}
-    return {**made, "identity": cast(CacheIdentity, identity)}
+    return {**new_header, "identity": cast(CacheIdentity, identity)}
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class _Repruning(Rewrite):
             for name, column in self.columns.items()
         }
         visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack)))
-        started = time.perf_counter()
+        start = time.perf_counter()
         try:
             pruned = prune_tokens(self.pruner, visual, self.ratio, self.seed)
         except OwnCodeError as error:
             raise VideoFault("own-code", str(error), stage="prune") from None
         except ValueError as error:
             raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
-        done: VideoRecord = {**pruned_columns(pruned, visual), "prune_s": time.perf_counter() - started}
-        return VideoItem({**record, **done}, kept_tokens(pruned, visual))
+        columns: VideoRecord = {**make_pruning_columns(pruned, visual), "prune_s": time.perf_counter() - start}
+        return VideoItem({**record, **columns}, collect_kept_tokens(pruned, visual))

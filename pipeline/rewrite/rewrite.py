@@ -1,6 +1,6 @@
 """One cache made of another: read it video by video, change each, and commit shard by shard. ``jobs.recode`` is here.
 
-A kill leaves at most token shards that no row names. The same command goes on from the rows that are there: a video is
+A kill leaves at most token shards that no row names. A rerun resumes from the existing rows: a video is
 done again only where the source's row counts for more than the copy's by the rule of ``pipeline.cache.live``.
 """
 
@@ -19,36 +19,42 @@ import torch
 from torch import Tensor
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.changed_code import begin_anew, drop_superseded, has_tokens, match_identity, refuse_changed_code
+from pipeline.cache.changed_code import (
+    delete_superseded,
+    has_tokens,
+    match_identity,
+    refuse_changed_code,
+    restart_cache,
+)
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import (
     HEADER,
     CacheHeader,
-    codec_of,
-    coded_header,
+    change_codec,
+    find_codec,
     fingerprint,
-    header_bytes,
     read_header,
+    serialise_header,
 )
-from pipeline.cache.live import LiveVideos, fill_nulls, in_shard_order, states_of
-from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
+from pipeline.cache.live import LiveVideos, fill_nulls, read_states, sort_by_shard
+from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS, VIDEOS
 from pipeline.cache.table import VideosTable
-from pipeline.cache.token_shard import token_shard_id
+from pipeline.cache.token_shard import parse_shard_id
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem, commit, make_bundles, write_token_shard
 from pipeline.errors import NotACache, RunFailed, UsageError, VideoFault, store_usage_errors
 from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
-from pipeline.runner.run_record import COMMITTED, RunFile, check_out, new_run_id, newest_record
+from pipeline.runner.run_record import COMMITTED_KEY, RunFile, check_out, new_run_id, newest_record
 from pipeline.storage.stores import Store
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")
 _SHARD_VIDEOS = 1024
 # Columns that say where and how the source stores a video.
-_PLACED = frozenset({"run_id", "token_shard", "first_row_group", "row_counts", "footer_hash", "checksum"})
-_PLACED |= {"token_codec", "token_block", *KEY_COLUMNS}
+_PLACE_COLUMNS = frozenset({"run_id", "token_shard", "first_row_group", "row_counts", "footer_hash", "checksum"})
+_PLACE_COLUMNS |= {"token_codec", "token_block", *KEY_COLUMNS}
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Rewrite:
     order: ClassVar[TokenOrder] = "selection"  # in which a video's tokens are read
 
     def change(self, video: CachedVideo, record: VideoRecord) -> VideoItem:
-        """Return what is written of a video; ``record`` is ready but for that. Raises VideoFault for an error row."""
+        """Return the new tokens of a video; ``record`` has all other columns. Raises VideoFault for an error row."""
         return VideoItem(record, kept_of(video))
 
 
@@ -94,7 +100,7 @@ class Rewritten:
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
-        """Say what was done, for the user."""
+        """Yield lines about the result for the user."""
         yield f"{self.videos:,} videos written in {self.seconds:.1f} s, {self.done:,} were there; {self.bytes:,} bytes"
         if self.failed:
             yield f"warning: {self.failed:,} of them failed"
@@ -103,8 +109,8 @@ class Rewritten:
 def recoding(source: TokenCache, codec: str, out: str) -> Rewrite:
     """Plan the cache ``out`` of the source's tokens by another codec. Raises UsageError."""
     check_source(source, "recode")
-    config = {**config_of(source.store), "out": out, "token_codec": codec}
-    return Rewrite(source, coded_header(source.header, codec), config, tuple(source.evidence))
+    config = {**make_config(source.store), "out": out, "token_codec": codec}
+    return Rewrite(source, change_codec(source.header, codec), config, tuple(source.evidence))
 
 
 def check_source(cache: TokenCache, why: str) -> None:
@@ -116,118 +122,120 @@ def check_source(cache: TokenCache, why: str) -> None:
         )
 
 
-def config_of(store: Store) -> JsonObject:
+def make_config(store: Store) -> JsonObject:
     """Return the options of the newest run of a cache that its record tells; {} where none does."""
     record = newest_record(store)
     return {} if record is None else record["config"]
 
 
 def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
-    """Return whether ``out`` holds what other code of the header's method made, which ``redo`` allows.
+    """Return True if ``out`` holds what other code of the header's method made, which ``redo`` allows.
 
     Raises UsageError where it holds something else than a cache of this header's identity.
     """
     check_out(out)
     with store_usage_errors():
         if not out.exists(HEADER):
-            if out.taken():
+            if out.has_other_files():
                 raise NotACache(f"{out} exists and is no cache (it has no {HEADER}): name an empty place with --out")
         elif out.names(VIDEOS, ".parquet"):
-            held = read_header(out)["identity"]
-            changed = match_identity(held, header["identity"], f"{out} holds rows of another kind", redo=redo)
-            if not redo and changed and has_tokens(out, held):
-                refuse_changed_code(out, changed, "tokens")
-            return bool(changed)
+            old_identity = read_header(out)["identity"]
+            changed_code = match_identity(
+                old_identity, header["identity"], f"{out} holds rows of another kind", redo=redo
+            )
+            if not redo and changed_code and has_tokens(out, old_identity):
+                refuse_changed_code(out, changed_code, "tokens")
+            return bool(changed_code)
     return False
 
 
-def rewrite(what: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False) -> Rewritten:
+def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False) -> Rewritten:
     """Bring ``out`` up to date with the source of a rewrite; with ``redo`` also where other code made what is there.
 
     Raises UsageError before anything is written, CorruptShard where the source is damaged, RunFailed and OSError; what
     was committed stays.
     """
-    check_place(out, what.header, redo=redo)
-    started = time.monotonic()
+    check_place(out, job.header, redo=redo)
+    start = time.monotonic()
     out.make()
-    done = Rewritten(new_run_id())
-    with Claim(out, done.run_id, say):
-        if check_place(out, what.header, redo=redo):
-            begin_anew(out, read_header(out), what.header["identity"], done.run_id)
+    result = Rewritten(new_run_id())
+    with Claim(out, result.run_id, say):
+        if check_place(out, job.header, redo=redo):
+            restart_cache(out, read_header(out), job.header["identity"], result.run_id)
         elif not out.names(VIDEOS, ".parquet"):
-            out.put(HEADER, header_bytes(what.header))
+            out.put(HEADER, serialise_header(job.header))
         made_with = fingerprint(read_header(out)["identity"])
-        todo = _todo(what.source, out, made_with, done)
+        todo = _todo(job.source, out, made_with, result)
         if len(todo):
-            about: JsonObject = {"rewritten_from": str(what.source.store), "config": what.config, "videos": len(todo)}
-            record = RunFile(out, {**provenance(done.run_id, _VERSIONS), **about})
+            about: JsonObject = {"rewritten_from": str(job.source.store), "config": job.config, "videos": len(todo)}
+            record = RunFile(out, {**provenance(result.run_id, _VERSIONS), **about})
             with record:
-                _stream(what, todo, out, record, done, say)
-            drop_superseded(out, read_header(out))
-            try_merge(out, made_with, WAITING_AT_END, say)
-    done.seconds = time.monotonic() - started
-    return done
+                _stream(job, todo, out, record, result, say)
+            delete_superseded(out, read_header(out))
+            try_merge(out, made_with, MAX_WAITING_AT_END, say)
+    result.seconds = time.monotonic() - start
+    return result
 
 
 def _stream(
-    what: Rewrite, todo: pa.Table, out: Store, record: RunFile, done: Rewritten, say: Callable[[str], object]
+    job: Rewrite, todo: pa.Table, out: Store, record: RunFile, result: Rewritten, say: Callable[[str], object]
 ) -> None:
     """Write and commit the videos of ``todo``, a shard at a time."""
-    header, codec, shards = out.read(HEADER), codec_of(what.header["identity"]), list[str]()
+    header, codec, shards = out.read(HEADER), find_codec(job.header["identity"]), list[str]()
     made_with = fingerprint(read_header(out)["identity"])
-    done.failed = pc.sum(pc.equal(todo["status"], "ok")).as_py()
+    result.failed = pc.sum(pc.equal(todo["status"], "ok")).as_py()
 
     def n_bytes(video: VideoItem) -> float:
-        kept = video.kept
-        return 0.0 if kept is None else codec.share * kept.tokens.nbytes * (1 + len(kept.deepstack))
+        tokens = video.kept
+        return 0.0 if tokens is None else codec.share * tokens.tokens.nbytes * (1 + len(tokens.deepstack))
 
-    for number, videos in enumerate(make_bundles(_changed(what, todo), n_bytes, most=_SHARD_VIDEOS)):
-        rows = write_token_shard(videos, store=out, run_id=done.run_id, codec=codec)
+    for number, videos in enumerate(make_bundles(_change_videos(job, todo), n_bytes, max_items=_SHARD_VIDEOS)):
+        rows = write_token_shard(videos, store=out, run_id=result.run_id, codec=codec)
         if not out.exists(HEADER) or out.read(HEADER) != header:
             raise RunFailed(f"{out}: another cache was begun here since this command began; nothing more is written")
-        commit(out, done.run_id, number, rows, made_with=made_with)
+        commit(out, result.run_id, number, rows, made_with=made_with)
         names = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
-        shards += map(token_shard_id, names)
-        record.note(**{COMMITTED: shards})
-        done.videos += len(rows)
-        done.failed -= sum(row["status"] == "ok" for row in rows)
-        done.bytes += sum(out.open(name).size() for name in names)
-        say(f"{done.videos:,} of {len(todo):,} videos, {done.bytes:,} bytes")
-        if number % WAITING == WAITING - 1:
-            try_merge(out, made_with, WAITING, say)
+        shards += map(parse_shard_id, names)
+        record.note(**{COMMITTED_KEY: shards})
+        result.videos += len(rows)
+        result.failed -= sum(row["status"] == "ok" for row in rows)
+        result.bytes += sum(out.open(name).size() for name in names)
+        say(f"{result.videos:,} of {len(todo):,} videos, {result.bytes:,} bytes")
+        if number % MAX_WAITING_FILES == MAX_WAITING_FILES - 1:
+            try_merge(out, made_with, MAX_WAITING_FILES, say)
 
 
-def _todo(source: TokenCache, out: Store, made_with: str, done: Rewritten) -> pa.Table:
-    """Return where the rows of the source are that count for more than those of ``out``, in the order of shards."""
+def _todo(source: TokenCache, out: Store, made_with: str, result: Rewritten) -> pa.Table:
+    """Return the places of the source's rows that outrank the rows of ``out``, in the order of shards."""
     columns = ("video_id", "status", "attempts", "token_shard", "first_row_group")
     rows = LiveVideos.open(source.store, fingerprint(source.identity)).live(columns)
-    held = LiveVideos.open(out, made_with).live(("video_id", "status", "attempts"))
-    there = dict(zip(held["video_id"].to_pylist(), _ranks(held), strict=True))
+    old_rows = LiveVideos.open(out, made_with).live(("video_id", "status", "attempts"))
+    old_ranks = dict(zip(old_rows["video_id"].to_pylist(), _ranks(old_rows), strict=True))
     nothing = (math.inf, 0)
-    wanted = [
-        rank < there.get(video_id, nothing)
+    is_todo = [
+        rank < old_ranks.get(video_id, nothing)
         for video_id, rank in zip(rows["video_id"].to_pylist(), _ranks(rows), strict=True)
     ]
-    todo = rows.filter(pa.array(wanted, pa.bool_()))
-    done.done = len(rows) - len(todo)
-    return in_shard_order(todo)
+    todo = rows.filter(pa.array(is_todo, pa.bool_()))
+    result.done = len(rows) - len(todo)
+    return sort_by_shard(todo)
 
 
 def _ranks(rows: pa.Table) -> list[tuple[int, int]]:
-    """Return what of each row decides whether it counts: of two the smaller does."""
-    return list(zip(states_of(rows["status"]).tolist(), (-fill_nulls(rows["attempts"])).tolist(), strict=True))
+    """Return the rank of each row; the row with the smaller rank is live."""
+    return list(zip(read_states(rows["status"]).tolist(), (-fill_nulls(rows["attempts"])).tolist(), strict=True))
 
 
-def _changed(what: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
+def _change_videos(job: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
     """Yield the videos of ``todo`` as they are written; failed and removed ones are copied."""
-    codec = codec_of(what.header["identity"])
-    for stored in VideosTable(what.source.store).read_rows(todo):
-        record = _record(stored)
-        if stored["status"] == "ok":
-            (video,) = what.source.get_rows([stored], None, what.order, what.evidence)
+    codec = find_codec(job.header["identity"])
+    for row in VideosTable(job.source.store).read_rows(todo):
+        record = _record(row)
+        if row["status"] == "ok":
+            (video,) = job.source.get_rows([row], None, job.order, job.evidence)
             try:
                 codec.check_reach(video.tokens, *video.deepstack)
-                yield what.change(video, record)
+                yield job.change(video, record)
             except VideoFault as fault:
                 yield VideoItem(failed_video(record, fault))
         else:
@@ -235,14 +243,14 @@ def _changed(what: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
 
 
 def _record(row: VideoRow) -> VideoRecord:
-    """Return what a row says of its video, without where and how the source stores it."""
-    kept = {name: value for name, value in row.items() if value is not None and name not in _PLACED}
-    record: VideoRecord = {**kept}  # type: ignore[typeddict-item]
+    """Return the columns of a row about its video, without the columns about its storage."""
+    values = {name: value for name, value in row.items() if value is not None and name not in _PLACE_COLUMNS}
+    record: VideoRecord = {**values}  # type: ignore[typeddict-item]
     return record
 
 
 def kept_of(video: CachedVideo) -> KeptTokens:
-    """Return what the writer takes of a cached video, which was read in order of selection."""
+    """Convert a cached video, read in order of selection, to the writer's form."""
 
     def numbers(values: Tensor | None, kind: type[np.generic]) -> np.ndarray | None:
         return None if values is None else values.numpy().astype(kind)

@@ -1,1 +1,1 @@
-"""Ray Data runs of any kind: this room knows neither videos nor questions."""
+"""Ray Data runs of any kind: this package knows neither videos nor questions."""

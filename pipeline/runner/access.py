@@ -39,14 +39,14 @@ _TOKEN = (
 )
 
 
-def address_to_join() -> str | None:
+def find_address() -> str | None:
     """Return the address of the cluster that ``ray.init()`` would join: RAY_ADDRESS, or one started by ``ray start``.
 
     Returns None where Ray starts a cluster of its own. Raises RunFailed for the address of a job server, and where
     nothing listens.
     """
-    given = os.environ.get("RAY_ADDRESS", "")
-    address = given or read_ray_address()
+    environment_address = os.environ.get("RAY_ADDRESS", "")
+    address = environment_address or read_ray_address()
     if address is None or address == "local":
         return None
     if address.startswith(("http://", "https://")):
@@ -54,12 +54,15 @@ def address_to_join() -> str | None:
             f"RAY_ADDRESS is {address}, the address of a job server: put ray job submit --working-dir . -- before the "
             "command, or name the cluster itself, HOST:6379"
         )
-    _check_listens(address, None if given else Path(get_ray_address_file(None)))
+    _check_listens(address, None if environment_address else Path(get_ray_address_file(None)))
     return address
 
 
-def _check_listens(address: str, left_in: Path | None) -> None:
-    """Raise RunFailed if nothing listens at an address: RAY_ADDRESS, or one that ray start has ``left_in`` a file."""
+def _check_listens(address: str, file: Path | None) -> None:
+    """Raise RunFailed if nothing listens at an address.
+
+    RAY_ADDRESS, or the address that ray start wrote to ``file``.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not (colon and port.isdigit()):
         return  # a word like "auto" is no address
@@ -68,99 +71,100 @@ def _check_listens(address: str, left_in: Path | None) -> None:
         socket.create_connection((host, int(port)), timeout=_REACH_S).close()
     except OSError as error:
         whence, remedy = "RAY_ADDRESS", "start its head"
-        if left_in is not None:
-            whence = f"which ray start left in {left_in}"
+        if file is not None:
+            whence = f"which ray start wrote to {file}"
             if _is_this_machine(host):  # its head is dead: the file alone makes every later run fail
-                remedy = f"its head has ended without ray stop: delete {left_in}, or start a head"
+                remedy = f"its head has ended without ray stop: delete {file}, or start a head"
         raise RunFailed(
             f"no Ray cluster answers at {address} ({whence}): {error.strerror or error}; {remedy}, or {_ALONE}"
         ) from error
 
 
 def _is_this_machine(host: str) -> bool:
-    """Return whether an address is one of this machine's: only then a socket can be bound to it."""
+    """Return True if ``host`` is an address of this machine: only then a socket can be bound to it."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as tried:
-            tried.bind(place)
+        with socket.socket(family, kind, protocol) as local_socket:
+            local_socket.bind(place)
     except OSError:
         return False
     return True
 
 
 def check_answers(address: str) -> None:
-    """Check that the cluster at ``address`` answers; Ray itself would ask twenty times and say only that it failed.
+    """Raise RunFailed if the cluster at ``address`` does not answer, or asks for a token that is missing.
 
-    Raises RunFailed where the cluster does not answer, or asks for a token that is not there.
+    Ray itself would ask twenty times and say only that it failed.
     """
-    mode, found = os.environ.get("RAY_AUTH_MODE"), not os.environ.get("RAY_ADDRESS")
-    if "://" in address or ":" not in address or (mode is None and found and _has_token()):
+    mode, is_discovered = os.environ.get("RAY_AUTH_MODE"), not os.environ.get("RAY_ADDRESS")
+    if "://" in address or ":" not in address or (mode is None and is_discovered and _has_token()):
         return  # the port of Ray Client speaks another protocol; a cluster found here gets the token from Ray itself
     if mode == "token" and not _has_token():
-        raise RunFailed(_token_missing(address))  # Ray ends this process if it is asked without a token
+        raise RunFailed(_describe_missing_token(address))  # Ray ends this process if it is asked without a token
     for tries_left in reversed(range(_TRIES)):
         try:
             GcsClient(address=address)
             return
         except ray.exceptions.RayError as error:
             if not tries_left or isinstance(error, ray.exceptions.AuthenticationError):
-                raise RunFailed(startup_failure(error, address)) from error
+                raise RunFailed(describe_startup_failure(error, address)) from error
 
 
 def set_cluster_token() -> None:
-    """Give the cluster that ``ray.init()`` starts next a token in this process's environment.
+    """Set a new token in this process's environment for the cluster that ``ray.init()`` starts next.
 
-    Ray would write one to ~/.ray/auth_token, where every later ``ray start`` finds it and asks for it. A token that the
-    user has set is kept.
+    Ray would write one to ~/.ray/auth_token, where every later ``ray start`` finds and requires it. A token of the user
+    is kept.
     """
     if os.environ.get("RAY_AUTH_MODE") != "disabled" and not _has_token():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _has_token() -> bool:
-    """Return whether Ray finds a token of the cluster."""
-    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    return bool(named) or (Path.home() / ".ray" / "auth_token").exists()
+    """Return True if Ray finds a token of the cluster."""
+    configured_token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(configured_token) or (Path.home() / ".ray" / "auth_token").exists()
 
 
-def _token_missing(address: str) -> str:
+def _describe_missing_token(address: str) -> str:
     """Format the error message for a cluster that asks for a token."""
     return f"the Ray cluster at {address} asks for a token that was not given: {_TOKEN}; or {_ALONE}"
 
 
-def startup_failure(error: Exception, address: str | None) -> str:
+def describe_startup_failure(error: Exception, address: str | None) -> str:
     """Return a one-line reason why Ray did not start or could not be joined, with what may help."""
-    what = printable(f"{type(error).__name__}: {error}")
+    description = printable(f"{type(error).__name__}: {error}")
     if isinstance(error, ray.exceptions.AuthenticationError):
-        return _token_missing(address or "this machine")
+        return _describe_missing_token(address or "this machine")
     if address is not None:
         check = "check the address (HOST:6379), that cluster and its token"
-        return f"Ray cannot be joined at {address}: {what}; {check}, or {_ALONE}"
+        return f"Ray cannot be joined at {address}: {description}; {check}, or {_ALONE}"
     return (
-        f"Ray cannot be started on this machine: {what}; where the machine is busy, try again when it is less so; else "
-        "look at Ray's logs (RAY_TMPDIR, else /tmp/ray, in session_latest/logs), at the room in /tmp, /dev/shm and "
-        "memory, and name a short path with RAY_TMPDIR if that is it"
+        f"Ray cannot be started on this machine: {description}; if the machine is busy, try again "
+        "later; else look at Ray's logs (RAY_TMPDIR, else /tmp/ray, in session_latest/logs), at the free space of /tmp "
+        "and /dev/shm and the free memory, or name a short path with RAY_TMPDIR"
     )
 
 
 @contextmanager
 def workers_import_this() -> Iterator[JobConfig | None]:
-    """Join Ray from a folder that does not hide this package from the workers, with the configuration that is yielded.
+    """Join Ray inside this context from a folder that does not hide this package from the workers.
 
-    Joining puts the current folder first on the path of the workers, where a user's ``pipeline.py`` would hide this
-    package. A driver that does not import from there first itself (a console script) joins from the folder of this
-    package instead; where the current folder is last on its own path, it is behind this package on the workers'.
+    Yields the job configuration for ``ray.init()``. Joining puts the current folder first on the path of the workers,
+    where a user's ``pipeline.py`` would hide this package. So a driver that does not import from there first (a console
+    script) joins from the folder of this package. If the current folder is last on the driver's path, it is last on the
+    workers' path too.
     """
-    here = str(Path.cwd())
-    if {"", here} & set(sys.path[:-1]):
+    current_folder = str(Path.cwd())
+    if {"", current_folder} & set(sys.path[:-1]):
         yield None
         return
     with chdir(Path(__file__).parents[2]):
-        yield JobConfig(_py_driver_sys_path=[here]) if sys.path[-1] == here else None
+        yield JobConfig(_py_driver_sys_path=[current_folder]) if sys.path[-1] == current_folder else None
 
 
-_VIDEOS_AT_ONCE = 4  # videos in the memory of a read task
-_SAMPLED_SHARDS = 4  # shards from whose rows the size of the others is estimated
+_MAX_VIDEOS_PER_READ = 4  # videos in the memory of a read task
+_MAX_SAMPLED_SHARDS = 4  # shards whose rows estimate the size of all videos
 
 
 class ReadOptions(NamedTuple):
@@ -189,14 +193,14 @@ def ray_dataset(
         tokens = torch.frombuffer(bytearray(row["tokens"]), dtype=torch.bfloat16).view(-1, row["hidden_size"])
 
     Args:
-        cache: opened here; it travels to the nodes, with what its store needs to be reached.
-        ids: each is read once; None for all videos that have tokens.
-        blocks: read tasks; by default Ray's own choice. No task has less than a shard.
+        cache: opened here; it travels to the nodes, with its store's credentials.
+        ids: each id is read once; None for all videos that have tokens.
+        blocks: read tasks; by default Ray's own choice. A task has a shard or more.
 
     Raises as ``TokenCache.get`` where the rows are read.
     """
-    opened = cache if isinstance(cache, TokenCache) else TokenCache(cache)
-    source = TokenSource(opened, ids, ReadOptions(retention_ratio, order, tuple(evidence)))
+    token_cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
+    source = TokenSource(token_cache, ids, ReadOptions(retention_ratio, order, tuple(evidence)))
     return ray.data.read_datasource(source, override_num_blocks=blocks)
 
 
@@ -207,7 +211,7 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
         super().__init__()
         self._cache, self._options = cache, options
         self._shards = cache.shards(ids)
-        self._video_bytes = _bytes_of_a_video(cache, self._shards, options)
+        self._video_bytes = _estimate_video_bytes(cache, self._shards, options)
 
     def get_name(self) -> str:
         return "CachedTokens"
@@ -232,14 +236,14 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
         return tasks
 
 
-def _read(held: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> Iterator[pa.Table]:
-    """Read the videos of some shards in a read task, and yield a one-row table each."""
-    opened: tuple[TokenCache, LiveShards] = ray.get(held)
-    cache, shards = opened
+def _read(cache_ref: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> Iterator[pa.Table]:
+    """Read the videos of some shards, and yield a one-row table for each; runs in a read task."""
+    cached: tuple[TokenCache, LiveShards] = ray.get(cache_ref)
+    cache, shards = cached
     for number in numbers:
         rows = cache.rows_of(shards, number)
-        for start in range(0, len(rows), _VIDEOS_AT_ONCE):
-            for video in cache.get_rows(rows[start : start + _VIDEOS_AT_ONCE], *options):
+        for start in range(0, len(rows), _MAX_VIDEOS_PER_READ):
+            for video in cache.get_rows(rows[start : start + _MAX_VIDEOS_PER_READ], *options):
                 yield as_row(video)
 
 
@@ -251,33 +255,33 @@ def as_row(video: CachedVideo) -> pa.Table:
         {
             "video_id": pa.array([video.video_id]),
             "hidden_size": pa.array([video.tokens.shape[1]], pa.int32()),
-            "index": _numbers(video.index, pa.int32()),
-            "rank": _numbers(video.rank, pa.int32()),
-            "frame": _numbers(video.frame, pa.int32()),
-            "merged": _numbers(video.merged, pa.bool_()),
-            "density": _numbers(video.density, pa.float32()),
+            "index": _to_number_list(video.index, pa.int32()),
+            "rank": _to_number_list(video.rank, pa.int32()),
+            "frame": _to_number_list(video.frame, pa.int32()),
+            "merged": _to_number_list(video.merged, pa.bool_()),
+            "density": _to_number_list(video.density, pa.float32()),
             "metadata": pa.array([json.dumps(video.metadata)]),
-            **{name: _bytes(values) for name, values in vectors.items()},
+            **{name: _to_binary(values) for name, values in vectors.items()},
         }
     )
 
 
-def _numbers(values: Tensor | None, kind: pa.DataType) -> pa.Array:
+def _to_number_list(values: Tensor | None, kind: pa.DataType) -> pa.Array:
     """Return numbers as a column of one list, null for None."""
     return pa.array([None if values is None else values.numpy()], pa.list_(kind))
 
 
-def _bytes(values: Tensor) -> pa.Array:
+def _to_binary(values: Tensor) -> pa.Array:
     """Return the bits of bfloat16 numbers as a column of one binary value, without a copy."""
     data = pa.py_buffer(values.contiguous().view(torch.int16).numpy())
     ends = pa.py_buffer(np.array([0, data.size], np.int64))
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, ends, data])
 
 
-def _bytes_of_a_video(cache: TokenCache, shards: LiveShards, options: ReadOptions) -> int:
-    """Estimate the bytes of a video's row in memory, without evidence, from the rows of a few shards."""
-    numbers = range(0, len(shards), max(1, len(shards) // _SAMPLED_SHARDS))
-    sample = [row for number in numbers[:_SAMPLED_SHARDS] for row in cache.rows_of(shards, number)]
+def _estimate_video_bytes(cache: TokenCache, shards: LiveShards, options: ReadOptions) -> int:
+    """Estimate the mean bytes of a video's row in memory, without evidence, from the rows of a few shards."""
+    numbers = range(0, len(shards), max(1, len(shards) // _MAX_SAMPLED_SHARDS))
+    sample = [row for number in numbers[:_MAX_SAMPLED_SHARDS] for row in cache.rows_of(shards, number)]
     sizes = [
         count_tokens(row, options.retention_ratio) * (2 * row["hidden_size"] * (1 + cache.deepstack_levels) + 12)
         for row in sample

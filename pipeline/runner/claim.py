@@ -1,7 +1,7 @@
-"""The note of a run that writes to a place: who, where, since when, last seen by the store's own clock.
+"""The note of a run that writes to a store: host, process, start, and the last beat by the store's own clock.
 
-What is stored is right without it: the tables are sets (``pipeline.cache.table``). It is there so that a second run of
-the same work is refused by default, and so that what deletes files waits for those that write.
+The stored data is right without it: the tables are sets (``pipeline.cache.table``). The note refuses a second run of
+the same work by default, and makes deleting commands wait for running writers.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from pipeline.runner.run_record import RUNS
 from pipeline.storage.stores import NOTE, Store
 
 HEARTBEAT_S = 10.0
-MISSED = 6  # missed renewals of its note after which a run counts as gone
+MAX_MISSED_BEATS = 6  # missed beats after which a run counts as ended
 
 
 class Holder(TypedDict, total=False):
-    """The content of a claim's note: which run writes to a place.
+    """The content of a claim's note: the run that writes to a store.
 
     Attributes:
-        run_id, host, pid: of the run's driver.
-        namespace: tells the processes of one container from those of another.
-        started: when the process was started, in ticks of the kernel.
-        since: when the run began, by the clock of its host.
-        seconds: since then, up to the last sign of life: clocks of hosts differ.
-        checked: whether it has looked for others, and found none.
-        beat: goes up with every sign of life.
+        run_id, host, pid: the run and its driver's process.
+        namespace: an id of the driver's container; process ids are unique only in it.
+        started: the start time of the process in ticks of the kernel.
+        since: the start of the run, by the clock of its host.
+        seconds: from the start to the last beat: clocks of hosts differ.
+        checked: whether the run has looked for other writers, and found none.
+        beat: the number of the last beat.
         progress: the numbers of the run (``Progress``), once its workers are at work.
     """
 
@@ -56,13 +56,14 @@ class Holder(TypedDict, total=False):
     progress: JsonObject
 
 
-_OPEN: set[str] = set()  # the run ids of this process's claims
+_OPEN: set[str] = set()  # the run ids of the claims that this process has now
 
 
 class Claim:
-    """A note in ``store`` that this run writes to it, for as long as the ``with`` block lasts.
+    """A note in ``store`` that this run writes to it, renewed by a thread while the ``with`` block lasts.
 
-    Entering raises CacheLocked where another run does so, unless ``join``; UsageError where nothing can be written.
+    Entering raises CacheLocked if another run writes there, unless ``join``; UsageError if the store takes no files.
+    It may wait a minute for a beat of another run.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class Claim:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "namespace": _namespace(),
-            "started": _started(os.getpid()),
+            "started": _read_start_ticks(os.getpid()),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
             "checked": False,
             "beat": 0,
         }
         self._began = time.monotonic()
-        self._ended = threading.Event()
+        self._end_event = threading.Event()
         self._heart = threading.Thread(target=self._live, name="claim", daemon=True)
 
     def __enter__(self) -> Claim:
@@ -100,8 +101,8 @@ class Claim:
             raise UsageError(f"{self._store}: nothing can be written here: {error.strerror or error}") from error
         try:
             if not self._join:
-                for name, other in _notes(self._store):
-                    self._refuse(name, other)
+                for name, holder in _notes(self._store):
+                    self._refuse(name, holder)
             self._me["checked"] = True
             self._beat(self._store)
         except BaseException as error:
@@ -111,25 +112,25 @@ class Claim:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._ended.set()
+        self._end_event.set()
         if error is not None:
             self._leave_at(error)
             return
-        with suppress(OSError):  # it goes stale instead
+        with suppress(OSError):  # the note goes stale instead
             self._leave()
 
-    def tell(self, progress: Progress) -> None:
-        """Put the run's numbers into its note when that is next written."""
+    def set_progress(self, progress: Progress) -> None:
+        """Set the run's numbers for the next beat of its note."""
         self._me["progress"] = asdict(progress)
 
     def _leave_at(self, error: BaseException) -> None:
-        """Delete this run's note before an error leaves it."""
+        """Delete this run's note as one of the last writes before ``error`` leaves the run."""
         if why := write_last(error, self._leave):
-            stale_s = MISSED * self._heartbeat_s
-            error.add_note(f"the note of this run was not deleted, and holds no other up in {stale_s:g} s: {why}")
+            stale_s = MAX_MISSED_BEATS * self._heartbeat_s
+            error.add_note(f"the note of this run was not deleted, and blocks other runs for {stale_s:g} s: {why}")
 
     def _leave(self) -> None:
-        """Delete this run's note, once no sign of life can come behind that. Raises OSError."""
+        """Wait for the last beat, then delete this run's note. Raises OSError."""
         _OPEN.discard(self._me["run_id"])
         if self._heart.ident is not None:
             self._heart.join(self._heartbeat_s)
@@ -142,113 +143,117 @@ class Claim:
         store.put(self._name, json.dumps(self._me).encode())
 
     def _live(self) -> None:
-        """Write the note anew at intervals until the claim ends; runs in a thread."""
-        while not self._ended.wait(self._heartbeat_s):
+        """Renew the note at intervals until the claim ends; runs in a thread."""
+        while not self._end_event.wait(self._heartbeat_s):
             with suppress(OSError):
                 self._beat(self._beating)
 
-    def _refuse(self, name: str, other: Holder) -> None:
-        """Raise CacheLocked if the run ``other`` is still at work; ignore its note otherwise."""
-        if other.get("run_id") == self._me["run_id"]:
+    def _refuse(self, name: str, holder: Holder) -> None:
+        """Raise CacheLocked if the run ``holder`` is alive; delete its note if it has ended."""
+        if holder.get("run_id") == self._me["run_id"]:
             return
-        # Both have just come and see each other: one of them goes on.
-        if not other.get("checked") and other.get("run_id", "") > self._me["run_id"]:
+        # Both runs have just started and see each other: the run with the smaller id continues.
+        if not holder.get("checked") and holder.get("run_id", "") > self._me["run_id"]:
             return
-        if not _ended_here(other) and self._is_alive(name, other):
-            raise CacheLocked(f"{self._store}: another run writes here: {who(other)}; --join writes beside it")
+        if not _has_ended_here(holder) and self._is_alive(name, holder):
+            raise CacheLocked(
+                f"{self._store}: another run writes here: {describe_holder(holder)}; --join allows concurrent runs"
+            )
         with suppress(OSError):
             self._store.delete(name)
 
-    def _is_alive(self, name: str, other: Holder) -> bool:
-        """Return whether the other run renews its note within the time after which a note counts as abandoned."""
-        limit, told = timedelta(seconds=MISSED * self._heartbeat_s), False
-        # With an old note a process that is there may have been stopped, or a clock has jumped: whether it beats tells.
-        here, until = _is_here(other), time.monotonic() + limit.total_seconds()
-        while (silent := _note_age(self._store, name, self._name)) is not None and (here or silent < limit):
-            if here and silent < limit:
+    def _is_alive(self, name: str, holder: Holder) -> bool:
+        """Wait for a beat of another run's note; return True if one comes before the note counts as abandoned."""
+        limit, is_told = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s), False
+        # A running process with an old note may have been stopped, or a clock has jumped: its next beat decides.
+        runs_here, until = _is_here(holder), time.monotonic() + limit.total_seconds()
+        while (silent := _note_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
+            if runs_here and silent < limit:
                 return True
             if time.monotonic() > until:
                 return False
-            if not told and (told := True):
-                wait = (limit if here else min(limit, limit - silent)).total_seconds()
-                self._notify(f"{self._store} has a note of {who(other)}; waiting {wait:.0f} s for a sign of life")
+            if not is_told and (is_told := True):
+                wait = (limit if runs_here else min(limit, limit - silent)).total_seconds()
+                self._notify(
+                    f"{self._store} has a note of {describe_holder(holder)}; waiting {wait:.0f} s for a sign of life"
+                )
             time.sleep(min(1.0, self._heartbeat_s / 4))
             with suppress(OSError):
                 self._beat(self._beating)
             now = _read(self._store, name)
             if now is None:
                 return False
-            if now.get("beat") != other.get("beat"):
+            if now.get("beat") != holder.get("beat"):
                 return True
         return False
 
 
-def holder(store: Store) -> Holder | None:
-    """Return the note of the first run that seems to write to ``store``, one of this process too; None without any.
+def find_holder(store: Store) -> Holder | None:
+    """Return the note of the first run that seems to write to ``store``, also a run of this process; None without one.
 
-    The run's process is alive on this machine, or its note is younger than MISSED heartbeats. Raises OSError.
+    The run's process is alive on this machine, or its note is younger than MAX_MISSED_BEATS. Raises OSError.
     """
-    for name, other in _notes(store):
-        if not _ended_here(other):
+    for name, holder in _notes(store):
+        if not _has_ended_here(holder):
             with suppress(FileNotFoundError):
-                if _is_here(other) or store.age(name) < timedelta(seconds=MISSED * HEARTBEAT_S):
-                    return other
+                if _is_here(holder) or store.age(name) < timedelta(seconds=MAX_MISSED_BEATS * HEARTBEAT_S):
+                    return holder
     return None
 
 
-def who(other: Holder) -> str:
+def describe_holder(holder: Holder) -> str:
     """Describe a run by host and process, for messages."""
-    return json.dumps({name: other.get(name) for name in ("host", "pid", "run_id", "since")})
+    return json.dumps({name: holder.get(name) for name in ("host", "pid", "run_id", "since")})
 
 
 def _notes(store: Store) -> Iterator[tuple[str, Holder]]:
     """Yield the name and content of every claim's note."""
     for name in store.names(RUNS, NOTE):
-        found = _read(store, name)
-        if found is not None:
-            yield name, found
+        note = _read(store, name)
+        if note is not None:
+            yield name, note
 
 
 def _read(store: Store, name: str) -> Holder | None:
-    """Read a note; None where it is gone."""
+    """Read a note; None if it was deleted."""
     try:
-        held = json.loads(store.read(name))
+        content = json.loads(store.read(name))
     except FileNotFoundError:
         return None
     except ValueError:
-        held = None
-    return cast(Holder, held) if isinstance(held, dict) else {"run_id": PurePosixPath(name).stem}
+        content = None
+    return cast(Holder, content) if isinstance(content, dict) else {"run_id": PurePosixPath(name).stem}
 
 
-def _note_age(store: Store, name: str, own: str) -> timedelta | None:
+def _note_age(store: Store, name: str, own_name: str) -> timedelta | None:
     """Return the age of a note relative to this run's own newest note, by the store's clock.
 
     None if the note is gone.
     """
     try:
-        return store.age(name) - store.age(own)
+        return store.age(name) - store.age(own_name)
     except FileNotFoundError:
         return None
 
 
-def _of_this_container(other: Holder) -> bool:
-    """Return whether a run's driver is on this host and in this container."""
-    here = (socket.gethostname(), _namespace())
-    return bool(here[1]) and (other.get("host"), other.get("namespace")) == here
+def _is_in_this_container(holder: Holder) -> bool:
+    """Return True if a run's driver is on this host and in this container."""
+    own_container = (socket.gethostname(), _namespace())
+    return bool(own_container[1]) and (holder.get("host"), holder.get("namespace")) == own_container
 
 
-def _is_here(other: Holder) -> bool:
-    """Return whether a run is a process of this container that runs."""
-    return _of_this_container(other) and not _ended_here(other)
+def _is_here(holder: Holder) -> bool:
+    """Return True if a run's driver is a running process of this container."""
+    return _is_in_this_container(holder) and not _has_ended_here(holder)
 
 
-def _ended_here(other: Holder) -> bool:
-    """Return whether a run is a process of this container that has ended, or a claim of this process that has."""
-    if not _of_this_container(other):
+def _has_ended_here(holder: Holder) -> bool:
+    """Return True if a run was a process of this container, or a claim of this process, and has ended."""
+    if not _is_in_this_container(holder):
         return False
-    if other["pid"] == os.getpid():
-        return other["run_id"] not in _OPEN
-    return _started(int(other["pid"])) != other.get("started")
+    if holder["pid"] == os.getpid():
+        return holder["run_id"] not in _OPEN
+    return _read_start_ticks(int(holder["pid"])) != holder.get("started")
 
 
 def _namespace() -> str:
@@ -260,8 +265,8 @@ def _namespace() -> str:
         return ""
 
 
-def _started(pid: int) -> str | None:
-    """Return a process's start time in kernel ticks; None where it does not run (or there is no /proc)."""
+def _read_start_ticks(pid: int) -> str | None:
+    """Return a process's start time in kernel ticks; None if it does not run (or there is no /proc)."""
     try:
         facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The Ray cluster of a driver: joining or starting it, its nodes, its errors."""
+"""The Ray cluster of a driver: joining or starting it, its resources, its errors."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from pipeline.errors import RunFailed, UsageError, printable, usage_errors
 from pipeline.options import RunOptions
 from pipeline.rows import Json
 from pipeline.runner.access import (
-    address_to_join,
     check_answers,
+    describe_startup_failure,
+    find_address,
     set_cluster_token,
-    startup_failure,
     workers_import_this,
 )
 from pipeline.runner.heartbeats import NodeTally
@@ -40,25 +40,26 @@ from pipeline.runner.prefork.server import forking_workers
 from pipeline.runner.stages import OOM_RETRIES, configure_ray_data
 
 _LOOK_S = 1.0
-# A start that fails later than this has waited for a process of Ray's in vain, as on a machine that is busy for a
-# moment. What is wrong with the machine itself shows earlier.
+# A start that fails later than this has waited for a process of Ray in vain, as on a busy machine: it is tried again.
+# Faults of the machine itself show earlier.
 SLOW_START_S = 20.0
-# A process that was forked can use a GPU as long as the one it was forked from never did, which the server sees to.
+# A forked process can use a GPU if its parent never did. The fork server ensures that.
 FORKS_ON_GPU_NODES = True
 _connecting = threading.Lock()
 # Log lines of Ray's Python code that no user can do anything about.
 _KNOWN_LINES = ("_StatsActor", "SIGTERM handler is not set")
 NODE_LABEL = "ray.io/node-id"  # a label that Ray itself sets on every node
 _NO_GPU = (
-    "the cluster has no GPU now, so the model runs on CPUs, in {}, which what is written here stays with; if GPUs are "
-    "still to join, --min-gpus waits for them, and --device cuda refuses to start without"
+    "the cluster has no GPU now. The model runs on CPUs in {}, and later runs keep that dtype. --min-gpus waits for "
+    "GPUs that still join; --device cuda refuses to start without one"
 )
 
 
 def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float]:
-    """Return the resources of the cluster that RAY_ADDRESS or a running head names, else of one that is started here.
+    """Join the cluster that RAY_ADDRESS or a running head names, or start Ray here; return the cluster's resources.
 
-    Several threads may call it. It may take half a minute, so ``say`` gets a line before and after. Raises RunFailed.
+    Does nothing if this process has joined already. Several threads may call it. It may take half a minute, so ``say``
+    gets a line before and after. Raises RunFailed.
     """
     with _connecting:
         if not ray.is_initialized():
@@ -68,12 +69,12 @@ def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float
 
 
 def _join_or_start(say: Callable[[str], object]) -> None:
-    """Join the cluster found by ``address_to_join``, or start Ray here."""
+    """Join the cluster found by ``find_address``, or start Ray here."""
     # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    # By default Ray retries a task for ever that it killed because the node was short of memory.
+    # Ray's default retries a task for ever that it killed because the node was short of memory.
     os.environ.setdefault("RAY_task_oom_retries", str(OOM_RETRIES))
-    address = address_to_join()
+    address = find_address()
     if address is None:
         say("starting Ray on this machine")
         set_cluster_token()
@@ -90,24 +91,24 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         except Exception as error:  # Ray raises plain exceptions if one of its processes does not start
             took_s = time.monotonic() - began
             if last or address is not None or took_s < SLOW_START_S:
-                raise RunFailed(startup_failure(error, address)) from error
+                raise RunFailed(describe_startup_failure(error, address)) from error
             say(f"note: Ray did not start in {took_s:.0f} s; trying once more")
     _take_back_sigterm()
-    say(_connected_to())
+    say(_describe_cluster())
     atexit.unregister(_shut_down)  # so that it runs once, however often this process connects
     atexit.register(_shut_down)
 
 
 def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
-    """Call ``ray.init()``, which ``starts`` a cluster or joins one.
+    """Call ``ray.init()``, which ``starts`` or joins a cluster.
 
-    Ctrl-C and SIGTERM interrupt the wait for it, and shut down what it started.
+    Ctrl-C and SIGTERM interrupt the wait, and shut the started processes down.
 
-    It runs in a thread of its own: on the main one it would replace the handler of SIGTERM by one that ends the process
-    on the spot, and an exception in the middle of it may leave a core that aborts at exit. The thread never ends, since
-    the kernel kills Ray's processes with the thread that started them.
+    It runs in a thread of its own. On the main thread it would replace the handler of SIGTERM by a handler that ends
+    the process at once, and an exception in the middle of it may leave a core that aborts at exit. The thread never
+    ends, since the kernel kills Ray's processes with the thread that started them.
     """
-    ended, imported = Future[None](), Future[None]()
+    start_result, import_result = Future[None](), Future[None]()
     forks = starts and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
     # Workers that are started ahead belong to no job, and the server would import Ray for them alone.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
@@ -117,9 +118,9 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
             with _without_monitor(), forking_workers() if forks else nullcontext():
                 ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job)
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
-            ended.set_exception(error)
+            start_result.set_exception(error)
         else:
-            ended.set_result(None)
+            start_result.set_result(None)
         threading.Event().wait()
 
     def import_ray_data() -> None:  # an interrupt in the middle of an import may leave its lock taken for ever
@@ -127,9 +128,9 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
             with pause_garbage_collector():
                 import_module("ray.data")
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
-            imported.set_exception(error)
+            import_result.set_exception(error)
         else:
-            imported.set_result(None)
+            import_result.set_result(None)
 
     with _muted_stderr(), workers_import_this() as job:
         threading.Thread(target=initialise, name="ray-init", daemon=True).start()
@@ -137,14 +138,14 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
         threading.Thread(target=import_ray_data, name="import-ray-data", daemon=True).start()
         try:
             with repeat_line(say, "Ray's processes are still starting"):
-                ended.result()
-                imported.result()
+                start_result.result()
+                import_result.result()
             return
         except KeyboardInterrupt:
             pass
-    say("interrupted while Ray starts, which is shut down first; the same command goes on from here")
+    say("interrupted while Ray starts. Ray is shut down first. Rerun the same command to resume")
     with _muted_stderr():
-        wait([ended])
+        wait([start_result])
         ray.shutdown()
     raise KeyboardInterrupt
 
@@ -156,9 +157,9 @@ def _take_back_sigterm() -> None:
 
 
 def is_worth_showing(record: logging.LogRecord) -> bool:
-    """Return whether to show a log line of Ray; known harmless ones are written to a file beside Ray's logs instead."""
+    """Return True if a log line of Ray should be shown; write known harmless lines to a file beside Ray's logs."""
     message = record.getMessage()
-    if not any(known in message for known in _KNOWN_LINES):
+    if not any(line in message for line in _KNOWN_LINES):
         return True
     with suppress(AttributeError, OSError):  # before Ray has a folder for logs, or where its disk is full
         folder = Path(ray._private.worker._global_node.get_logs_dir_path())
@@ -174,7 +175,10 @@ def _shut_down() -> None:
 
 @contextmanager
 def _without_monitor() -> Iterator[None]:
-    """Let a Ray that starts in this context start no monitor: one machine does not grow, and the end waits for it."""
+    """Start Ray without its autoscaling monitor in this context.
+
+    One machine does not grow, and shutdown waits for it.
+    """
     parameters = ray._private.parameter.RayParams
     vars(ray._private.parameter)["RayParams"] = partial(parameters, no_monitor=True)
     try:
@@ -183,23 +187,23 @@ def _without_monitor() -> Iterator[None]:
         vars(ray._private.parameter)["RayParams"] = parameters
 
 
-def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:
-    """Wait until the cluster that this process has joined has ``wanted`` GPUs, and return its resources.
+def wait_for_gpus(n_gpus: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:
+    """Wait until the joined cluster has ``n_gpus`` GPUs, and return its resources.
 
-    An autoscaling cluster is asked for them. Raises UsageError if they have not joined after ``wait_s`` seconds.
+    Requests the GPUs from an autoscaler. Raises UsageError if they have not joined after ``wait_s`` seconds.
     """
     cluster, deadline = dict(ray.cluster_resources()), time.monotonic() + wait_s
-    if cluster.get("GPU", 0.0) >= wanted:
+    if cluster.get("GPU", 0.0) >= n_gpus:
         return cluster
     from ray.autoscaler.sdk import request_resources  # noqa: PLC0415 - seldom needed, and slow to import
 
-    say(f"note: the cluster has {cluster.get('GPU', 0.0):g} GPUs; waiting {wait_s:g} s for {wanted}")
-    request_resources(bundles=[{"GPU": 1}] * wanted)
+    say(f"note: the cluster has {cluster.get('GPU', 0.0):g} GPUs; waiting {wait_s:g} s for {n_gpus}")
+    request_resources(bundles=[{"GPU": 1}] * n_gpus)
     try:
-        while cluster.get("GPU", 0.0) < wanted:
+        while cluster.get("GPU", 0.0) < n_gpus:
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"--min-gpus {wanted}: the cluster has {cluster.get('GPU', 0.0):g} GPUs after {wait_s:g} s: look "
+                    f"--min-gpus {n_gpus}: the cluster has {cluster.get('GPU', 0.0):g} GPUs after {wait_s:g} s: look "
                     "at its nodes, or raise --stall-timeout"
                 )
             time.sleep(_LOOK_S)
@@ -223,23 +227,22 @@ def _muted_stderr() -> Iterator[None]:
             os.close(descriptor)
 
 
-def _connected_to() -> str:
+def _describe_cluster() -> str:
     """Describe the joined cluster and its resources in one line."""
     has, nodes = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
-    here = f"Ray at {ray.get_runtime_context().gcs_address}"
+    address = f"Ray at {ray.get_runtime_context().gcs_address}"
     where = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-    return f"{here}: {has.get('CPU', 0.0):g} CPUs and {has.get('GPU', 0.0):g} GPUs on {where}"
+    return f"{address}: {has.get('CPU', 0.0):g} CPUs and {has.get('GPU', 0.0):g} GPUs on {where}"
 
 
 def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tuple[str, str]:
-    """Join or start the cluster, and choose the (device, dtype) to compute with.
+    """Join or start the cluster, wait for ``--min-gpus``, and return the (device, dtype) to compute with.
 
     Args:
-        dtype: that of the flags or of earlier rows; "auto" leaves it to the device.
+        dtype: the dtype of the flags or of earlier rows; "auto" leaves it to the device.
         say: prints notes for the user.
 
-    Raises UsageError where the cluster or the machine cannot give what the flags ask for, RunFailed where there is no
-    cluster.
+    Raises UsageError if the cluster or the machine lacks the resources of the flags, RunFailed without a cluster.
     """
     connect(say)
     cluster, device = wait_for_gpus(options.min_gpus, options.stall_timeout, say), options.device
@@ -259,23 +262,23 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     return device, dtype
 
 
-def gpus_can_be_had() -> bool:
-    """Return whether a run may get a GPU: this machine has one, or a cluster is joined, whatever that has.
+def can_have_gpus() -> bool:
+    """Return True if a run may get a GPU: this machine has one, or the run joins a cluster (with or without GPUs).
 
-    Ray is not started for this. Raises RunFailed where RAY_ADDRESS names no cluster.
+    Ray is not started for this. Raises RunFailed if RAY_ADDRESS names no cluster.
     """
     return _joins_a_cluster() or torch.cuda.device_count() > 0
 
 
 def _joins_a_cluster() -> bool:
-    """Return whether a run computes on a cluster that is there. Raises RunFailed as ``address_to_join``."""
-    return ray.is_initialized() or address_to_join() is not None
+    """Return True if a run joins an existing cluster. Raises RunFailed as ``find_address``."""
+    return ray.is_initialized() or find_address() is not None
 
 
 def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
-    """Raise UsageError where ``--device cuda`` cannot be had, for a run that has nothing left to compute.
+    """Raise UsageError if ``--device cuda`` finds no GPU, for a run that has nothing left to compute.
 
-    Ray is not started for this check.
+    It joins an existing cluster, but starts no Ray.
     """
     if options.device == "cuda" and _joins_a_cluster():
         choose_device(options, "auto", say)
@@ -295,15 +298,15 @@ def provenance(run_id: str, packages: Sequence[str]) -> dict[str, Json]:
 
 
 def package_version(name: str) -> str | None:
-    """Return the version of an installed package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def root_cause(error: BaseException) -> str:
-    """Return the innermost error of a Ray task or actor in one line: Ray wraps it in tracebacks of its own."""
+def describe_cause(error: BaseException) -> str:
+    """Describe the innermost error of a Ray task or actor in one line, without Ray's tracebacks."""
     if is_out_of_disk(error):  # Ray's own text has the bytes of an address
         return "OutOfDiskError: the object store of a node is full, and the disk that it spills to"
     if isinstance(error, ray.exceptions.RayTaskError):
@@ -314,41 +317,41 @@ def root_cause(error: BaseException) -> str:
 
 
 def is_out_of_disk(error: BaseException) -> bool:
-    """Return whether Ray found neither memory nor disk for an object on some node."""
+    """Return True if Ray found neither memory nor disk space for an object on some node."""
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     return isinstance(cause, ray.exceptions.OutOfDiskError)
 
 
-def failing_nodes(tried: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str]:
+def find_failing_nodes(tallies: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str]:
     """Return the nodes on which a stage fails more often than elsewhere, as node id -> host.
 
-    A file that no node can read fails on all nodes alike, so a node is only left out if others do better.
+    A file that no node can read fails on all nodes alike. So a node counts as failing only if other nodes do better.
     """
-    found: dict[str, str] = {}
-    for nodes in tried.values():
-        n_failed = sum(node.failed for node in nodes.values())
-        n_all = n_failed + sum(node.done for node in nodes.values())
+    hosts: dict[str, str] = {}
+    for nodes in tallies.values():
+        n_failed = sum(node.n_failed for node in nodes.values())
+        n_all = n_failed + sum(node.n_ok for node in nodes.values())
         for name, node in nodes.items():
-            if node.failed * n_all > n_failed * (node.failed + node.done):
-                found[name] = node.host
-    return found
+            if node.n_failed * n_all > n_failed * (node.n_failed + node.n_ok):
+                hosts[name] = node.host
+    return hosts
 
 
-def resources_without(nodes: Collection[str], max_gpus: int | None = None) -> dict[str, float]:
+def sum_resources(nodes: Collection[str], max_gpus: int | None = None) -> dict[str, float]:
     """Add up the resources of the living nodes that are not among ``nodes``, with at most ``max_gpus`` GPUs."""
-    there: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] not in nodes:
-            there.update(node["Resources"])
-    return at_most(dict(there), max_gpus)
+            total.update(node["Resources"])
+    return cap_gpus(dict(total), max_gpus)
 
 
-def at_most(resources: dict[str, float], max_gpus: int | None) -> dict[str, float]:
+def cap_gpus(resources: dict[str, float], max_gpus: int | None) -> dict[str, float]:
     """Return the resources with at most ``max_gpus`` GPUs."""
     gpus = resources.get("GPU", 0.0)
     return resources if max_gpus is None or gpus <= max_gpus else {**resources, "GPU": float(max_gpus)}
 
 
 def node_selector(nodes: Collection[str]) -> dict[str, str]:
-    """Return the label selector that keeps workers off these nodes."""
+    """Return the label selector of Ray that keeps workers off these nodes."""
     return {NODE_LABEL: f"!in({','.join(sorted(nodes))})"} if nodes else {}

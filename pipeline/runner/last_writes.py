@@ -1,4 +1,4 @@
-"""The writes that are left when an error or an interrupt ends a run: they share one bound, and raise nothing."""
+"""The last writes when an error or an interrupt ends a run: they share one time limit, and raise nothing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ NO_ANSWER = f"no answer within {LAST_WRITES_S:g} s"
 
 
 def seconds_left(ending: BaseException) -> float:
-    """Return the seconds that the last writes have since the first of them, or the first such call."""
+    """Return the seconds left for the last writes of ``ending``. The first call starts the clock."""
     until: float = vars(ending).setdefault("last_writes_until", time.monotonic() + LAST_WRITES_S)
     return max(0.0, until - time.monotonic())
 
 
 def write_last(ending: BaseException, write: Callable[[], object], spare_s: float = 0.0) -> str:
-    """Do one of the last writes before ``ending`` leaves a run; return why it was not done, "" where it was.
+    """Do one of the last writes before ``ending`` leaves a run; return the reason if it failed, else "".
 
-    A write that hangs is left behind in a thread: it may be done late, as that of a driver which was killed. Of the
-    time ``spare_s`` is left for other writes.
+    A write that hangs is left behind in a thread, and may still be done late. ``spare_s`` seconds are kept for later
+    writes.
     """
     failures: list[str] = []
 

@@ -20,17 +20,17 @@ from pipeline.runner.run_record import Outcome
 from pipeline.runner.stages import end_workers
 
 S = TypeVar("S", bound=Outcome)
-#: What ``progress=`` takes: whether to show it, or who is told of it.
+#: The values of ``progress=``: show it or not, or a function to call.
 ProgressOption = bool | Callable[[Progress], object]
 _counting = threading.Lock()
 _n_runs = 0  # runs that have not ended
-_at_end = ExitStack()  # restores the process when the last run ends
+_restore_stack = ExitStack()  # restores the process when the last run ends
 # Ray reads the token once in a process, so the next cluster that this process starts must have the same one.
 _TOKEN = "RAY_AUTH_TOKEN"
 
 
-def console_for(progress: ProgressOption) -> Console:
-    """Return the console of a run: a bar on a terminal, a line in a notebook, lines in a log, or the caller's own.
+def make_console(progress: ProgressOption) -> Console:
+    """Return the console of a run: a bar on a terminal, a line in a notebook, lines in a log, or a function's.
 
     Raises UsageError.
     """
@@ -42,18 +42,18 @@ def console_for(progress: ProgressOption) -> Console:
     return Listening(OneLine()) if Console().is_jupyter else Console(stderr=True)
 
 
-def checked_outcome(summary: S, config: RunOptions, n_items: int, outside_limit: int | None = None) -> S:
-    """Return the summary of a run called from Python, if the command would have ended with exit code 0.
+def check_outcome(summary: S, config: RunOptions, n_items: int, outside_limit: int | None = None) -> S:
+    """Return the summary of a run called from Python if the command's exit code would be 0.
 
-    Raises TooManyFailed, which carries the summary, otherwise.
+    Otherwise raises TooManyFailed, which carries the summary.
     """
     if not summary.exit_code(config.failure_limit(n_items), outside_limit):
         return summary
     example, message = next(iter(summary.examples.values()), ("", "no row was written"))
     classes = ", ".join(f"{count} {name}" for name, count in summary.failures.items())
     raise TooManyFailed(
-        f"{summary.n_failed} of {n_items} {config.item}s failed ({classes}), e.g. {example}: {message}; the rest is in "
-        f"{summary.out}, and .summary of this error has all counts and ids",
+        f"{summary.n_failed} of {n_items} {config.item}s failed ({classes}), e.g. {example}: {message}; the results "
+        f"are in {summary.out}, and .summary of this error has all counts and ids",
         summary,
     )
 
@@ -62,12 +62,12 @@ def checked_outcome(summary: S, config: RunOptions, n_items: int, outside_limit:
 def run_here() -> Iterator[None]:
     """Run a job inside this process, whose state is restored once the last of its runs has ended.
 
-    A Ray that they started is shut down then; one that was there is kept, without the workers of this run.
+    A Ray that the runs started is shut down then. A Ray that ran before is kept, without the workers of this run.
     """
-    global _n_runs  # noqa: PLW0603 - what is restored is the process's own
+    global _n_runs  # noqa: PLW0603 - the process has one state
     with _counting:
         if not _n_runs:
-            _at_end.enter_context(_restored_process())
+            _restore_stack.enter_context(_restore_process())
         _n_runs += 1
     try:
         yield
@@ -76,35 +76,35 @@ def run_here() -> Iterator[None]:
         with _counting:
             _n_runs -= 1
             if not _n_runs:
-                _at_end.close()
+                _restore_stack.close()
 
 
 @contextmanager
-def _restored_process() -> Iterator[None]:
-    """Restore the process after the block: shut down a Ray that runs started, and undo what they set.
+def _restore_process() -> Iterator[None]:
+    """Restore the process after the block: shut down a Ray that runs started, and undo their settings.
 
-    That is Ray Data's context, the levels of Ray's loggers, Ray's environment variables and filters of warnings.
+    Settings are Ray Data's context, the levels of Ray's loggers, Ray's environment variables and warning filters.
     """
     context = vars(ray.data.DataContext.get_current())
-    held = dict(context)
+    settings = dict(context)
     loggers = [logging.getLogger(name) for name in ("ray", "ray.data")]
     levels = [logger.level for logger in loggers]
-    variables, theirs = _variables(), ray.is_initialized()
+    variables, is_joined = _list_ray_variables(), ray.is_initialized()
     try:
         with warnings.catch_warnings():
             yield
     finally:
-        if not theirs and ray.is_initialized():
+        if not is_joined and ray.is_initialized():
             ray.shutdown()
         context.clear()
-        context.update(held)
+        context.update(settings)
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        for name in _variables().keys() - {_TOKEN}:
+        for name in _list_ray_variables().keys() - {_TOKEN}:
             del os.environ[name]
         os.environ.update(variables)
 
 
-def _variables() -> dict[str, str]:
+def _list_ray_variables() -> dict[str, str]:
     """Return Ray's environment variables."""
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}

@@ -1,12 +1,11 @@
-"""What a run shows to others while it goes on: its metrics, its progress in its note, and the log of dead workers.
+"""The outlets of a running run: its metrics, its progress in its note, and the log of crashed workers.
 
-Metrics are at Ray's metrics port, as ``ray_gstep_...``. The driver records them from the rows that it commits and from
-the reports that it reads anyway. Ray's agent of the driver's node serves them; without an agent (``ray[default]`` is
-not installed) recording them does nothing.
+Metrics are at Ray's metrics port, as ``ray_gstep_...``. The driver records them from committed rows and from the
+workers' reports. Ray's agent of the driver's node serves them; without an agent (``ray[default]`` is not installed)
+recording does nothing.
 
-A node that is lost takes its log files along. But Ray's log monitor publishes the lines of a node's workers while they
-run, so the driver listens, keeps the last lines of each process in memory, and writes down the lines of processes that
-died.
+The log files of a lost node are lost. But Ray's log monitor publishes the lines of running workers. So the driver
+listens, keeps the last lines of each process in memory, and writes the lines of crashed processes to the log.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pipeline.storage.stores import Store
 
 
 class Monitor:
-    """The outlets of one run, for use in a ``with`` block. ``tell`` gets its progress at every look at the workers."""
+    """The outlets of one run, for use in a ``with`` block. ``tell`` gets its progress at every ``look``."""
 
     def __init__(self, store: Store, run_id: str, tell: Callable[[Progress], object]) -> None:
         self._tell = tell
@@ -51,39 +50,39 @@ class Monitor:
 
     @property
     def log(self) -> str:
-        """The file with what dead workers said last; "" where none died."""
+        """The file with the last lines of crashed workers; "" if no worker crashed."""
         return f"{self._store}/{self._name}" if self._logs.n_deaths else ""
 
     def start(self) -> None:
-        """Begin to listen to the workers, once Ray is joined."""
+        """Begin to listen to the workers. Call it once Ray is joined."""
         self._logs.start()
         self.metrics.set("last_row_time", time.time())
 
     def look(self, report: WorkerReport, at: Progress) -> None:
-        """Tell others what a look at the workers showed."""
+        """Update the log of crashed workers, the claim's note and the metrics from a report of the workers."""
         self._logs.add(report.deaths)
         self._tell(at)
-        if report.moves < self._moves:  # the workers of another graph, whose counts begin anew
+        if report.n_moves < self._moves:  # the workers of another graph, whose counts begin anew
             self._faults.clear()
         for fault, count in report.faults.items():
             labels = {"stage": fault.stage, "node": fault.host, "class": fault.error_class}
             self.metrics.count("failures", count - self._faults[fault], **labels)
-        self._faults, self._moves = Counter(report.faults), report.moves
+        self._faults, self._moves = Counter(report.faults), report.n_moves
         for stage, waiting in at.waiting.items():
             self.metrics.set("queue", waiting, stage=stage)
         for stage, share in at.busy.items():
             self.metrics.set("busy_share", share, stage=stage)
         self.metrics.set("items_left", at.total - at.done)
 
-    def committed(self, item: str, ok: int, failed: int) -> None:
-        """Count committed rows."""
+    def count_rows(self, item: str, ok: int, failed: int) -> None:
+        """Add committed rows to the metrics."""
         self.metrics.count("rows", ok, item=item, status="ok")
         self.metrics.count("rows", failed, item=item, status="failed")
         self.metrics.set("last_row_time", time.time())
 
 
 class _Metric(NamedTuple):
-    """The kind of a metric, what it means, and its labels beside ``run``."""
+    """The kind of a metric, its meaning, and its labels besides ``run``."""
 
     kind: type[ray_metrics.Counter] | type[ray_metrics.Gauge]
     meaning: str
@@ -100,9 +99,11 @@ METRICS: Mapping[str, _Metric] = MappingProxyType(
             ray_metrics.Counter, "bytes of committed videos: of files (read) and of tokens (stored)", ("kind",)
         ),
         "stage_seconds": _Metric(ray_metrics.Counter, "seconds that committed videos took in a stage", ("stage",)),
-        "failures": _Metric(ray_metrics.Counter, "failed items, also those tried again", ("stage", "node", "class")),
+        "failures": _Metric(
+            ray_metrics.Counter, "failed items; a retried item counts again", ("stage", "node", "class")
+        ),
         "items_left": _Metric(ray_metrics.Gauge, "items without a row"),
-        "queue": _Metric(ray_metrics.Gauge, "items that a stage has to do or in hand", ("stage",)),
+        "queue": _Metric(ray_metrics.Gauge, "items in a stage's queue or in hand", ("stage",)),
         "busy_share": _Metric(
             ray_metrics.Gauge, "share of half a minute in which workers had items in hand", ("stage",)
         ),
@@ -114,7 +115,7 @@ METRICS: Mapping[str, _Metric] = MappingProxyType(
 
 
 class Metrics:
-    """The recorder of the metrics of one run; ``run`` is their label of that name."""
+    """The recorder of the metrics of one run; every metric has the label ``run``."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -130,16 +131,16 @@ class Metrics:
         self._recorder(name).set(value, {**labels, "run": self._run})
 
     def _recorder(self, name: str) -> ray_metrics.Counter | ray_metrics.Gauge:
-        """Return the recorder of a metric, made when it is first used, as Ray is joined by then."""
+        """Return the recorder of a metric. It is made at first use, when Ray is joined."""
         if name not in self._recorders:
             metric = METRICS[name]
             self._recorders[name] = metric.kind(f"gstep_{name}", metric.meaning, ("run", *metric.labels))
         return self._recorders[name]
 
 
-_LINES, _PROCESSES = 50, 5000  # last lines of a process, and processes, that are kept in memory
-_LARGEST = 2**20  # characters of a file, to which nothing more is added then
-_POLL_S = _WAIT_S = 1.0  # so long the last lines of a process that died may be on their way
+_MAX_LINES, _MAX_PROCESSES = 50, 5000  # in memory: last lines of a process, and processes
+_MAX_LOG_CHARS = 2**20  # a longer log file gets no more lines
+_POLL_S = _WAIT_S = 1.0  # the last lines of a crashed process may arrive this much later
 
 
 class _Lines(TypedDict):
@@ -160,55 +161,55 @@ class _Subscriber(Protocol):
 
 
 class WorkerLogs:
-    """The listener to this driver's workers. ``save`` gets the whole text of the file whenever something is added."""
+    """The listener to this driver's workers. ``save`` gets the whole text of the log file at each addition."""
 
     def __init__(self, save: Callable[[bytes], object]) -> None:
         self._save = save
         self._text = ""
         self._lines: OrderedDict[tuple[str, int], deque[str]] = OrderedDict()  # (ip, pid) -> its last lines
-        self._known: dict[Death, None] = {}
+        self._deaths: dict[Death, None] = {}
         self._unwritten: deque[Death] = deque()
         self._subscriber: _Subscriber | None = None
-        self._ended = threading.Event()
+        self._end_event = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="worker-logs", daemon=True)
 
     @property
     def n_deaths(self) -> int:
-        """The number of processes that died."""
-        return len(self._known)
+        """The number of crashed processes."""
+        return len(self._deaths)
 
     def start(self) -> None:
-        """Begin to listen, once Ray is joined."""
-        with suppress(Exception):  # Ray has no public way to listen: without one the deaths alone are written
+        """Begin to listen. Call it once Ray is joined."""
+        with suppress(Exception):  # Ray has no public way to listen: without it only the crashes are logged
             subscriber = ray._raylet.GcsLogSubscriber(address=ray.get_runtime_context().gcs_address)
             subscriber.subscribe()
             self._subscriber = subscriber
         self._listener.start()
 
     def add(self, deaths: Collection[Death]) -> None:
-        """Take the deaths that the workers' report names; the new ones are written a moment later."""
+        """Add the crashes of a report; new crashes are written to the log a moment later, with their last lines."""
         for death in deaths:
-            if death not in self._known:
-                self._known[death] = None
+            if death not in self._deaths:
+                self._deaths[death] = None
                 self._unwritten.append(death)
 
     def close(self) -> None:
-        """End listening, once the deaths are written."""
+        """Wait a few seconds until the crashes are written, then stop listening."""
         if self._listener.is_alive():
             deadline = time.monotonic() + _POLL_S + 2 * _WAIT_S
             while self._unwritten and time.monotonic() < deadline:
                 time.sleep(0.05)
-            self._ended.set()
+            self._end_event.set()
             with suppress(Exception):
                 if self._subscriber is not None:
                     self._subscriber.close()
             self._listener.join(0.2)
 
     def _listen(self) -> None:
-        """Keep lines, and write deaths, until the end; runs in a thread."""
+        """Keep workers' last lines, and write crashes to the log, until ``close``; runs in a thread."""
         job = ray.get_runtime_context().get_job_id()
-        while not self._ended.is_set():
-            n_deaths = len(self._unwritten)  # those that are noticed while the last lines of these come wait their turn
+        while not self._end_event.is_set():
+            n_deaths = len(self._unwritten)  # crashes noticed during the wait come next time
             self._keep(job, _WAIT_S if n_deaths else _POLL_S)
             if n_deaths:
                 self._write([self._unwritten[i] for i in range(n_deaths)])
@@ -216,57 +217,57 @@ class WorkerLogs:
                     self._unwritten.popleft()
 
     def _keep(self, job: str, for_s: float) -> None:
-        """Keep the lines that come in ``for_s`` seconds."""
+        """Store the lines that come in ``for_s`` seconds in memory."""
         until = time.monotonic() + for_s
-        while (left_s := until - time.monotonic()) > 0 and not self._ended.is_set():
+        while (left_s := until - time.monotonic()) > 0 and not self._end_event.is_set():
             try:
-                found = None if self._subscriber is None else self._subscriber.poll(timeout=left_s)
+                message = None if self._subscriber is None else self._subscriber.poll(timeout=left_s)
             except Exception:  # noqa: BLE001 - what Ray raises where the cluster is gone differs by version
-                found = None
-            if found is None:
-                self._ended.wait(min(0.1, max(0.0, until - time.monotonic())))
-            elif found["job"] == job:
-                process = (found["ip"], int(found["pid"]))
-                self._lines.setdefault(process, deque(maxlen=_LINES)).extend(found["lines"])
+                message = None
+            if message is None:
+                self._end_event.wait(min(0.1, max(0.0, until - time.monotonic())))
+            elif message["job"] == job:
+                process = (message["ip"], int(message["pid"]))
+                self._lines.setdefault(process, deque(maxlen=_MAX_LINES)).extend(message["lines"])
                 self._lines.move_to_end(process)
-                if len(self._lines) > _PROCESSES:
+                if len(self._lines) > _MAX_PROCESSES:
                     self._lines.popitem(last=False)
 
     def _write(self, deaths: Collection[Death]) -> None:
-        """Add the deaths to the file."""
-        nodes = _nodes()
+        """Add the crashes to the log file."""
+        nodes = _list_nodes()
         for death in deaths:
-            if len(self._text) < _LARGEST:
+            if len(self._text) < _MAX_LOG_CHARS:
                 node = nodes.get(death.worker.node, _Node("", ""))
-                self._text += "\n".join(self._obituary(death, node)) + "\n\n"
+                self._text += "\n".join(self._describe_death(death, node)) + "\n\n"
         with suppress(OSError):  # a store that fails ends the run at the next commit
             self._save(self._text.encode())
 
-    def _obituary(self, death: Death, node: _Node) -> list[str]:
-        """Return the lines about a process that died on ``node``."""
+    def _describe_death(self, death: Death, node: _Node) -> list[str]:
+        """Return the log lines about a process that crashed on ``node``."""
         stage, worker, items = death
         having = f" with {', '.join(items)} in hand" if items else ""
         where = f"on {worker.host} (process {worker.pid}, node {worker.node})"
-        lines = [f"{datetime.now(UTC).isoformat(timespec='seconds')} a worker of {stage} {where} died{having}"]
-        if node.lost:
-            lines.append(f"its node was lost: {node.lost}")
+        lines = [f"{datetime.now(UTC).isoformat(timespec='seconds')} a worker of {stage} {where} crashed{having}"]
+        if node.loss:
+            lines.append(f"its node was lost: {node.loss}")
         last = self._lines.get((node.ip, worker.pid))
-        lines.append("its last lines:" if last else "it had written nothing that Ray passed on")
+        lines.append("its last lines:" if last else "Ray passed on no lines of it")
         return [*lines, *(f"    {printable(line)}" for line in last or ())]
 
 
 class _Node(NamedTuple):
-    """A node's address, and why it was lost: "" for one that is alive."""
+    """A node's address, and the reason of its loss: "" while it is alive."""
 
     ip: str
-    lost: str
+    loss: str
 
 
-def _nodes() -> dict[str, _Node]:
-    """Return all nodes by their ids, lost ones too; none where the cluster does not answer."""
-    found: dict[str, _Node] = {}
+def _list_nodes() -> dict[str, _Node]:
+    """Return all nodes by id, also lost nodes; {} if the cluster does not answer."""
+    nodes: dict[str, _Node] = {}
     with suppress(Exception):
         for node in ray.nodes() if ray.is_initialized() else ():  # it would start a Ray
             why = printable(node.get("DeathReasonMessage") or "Ray gives no reason")
-            found[node["NodeID"]] = _Node(node["NodeManagerAddress"], "" if node["Alive"] else why)
-    return found
+            nodes[node["NodeID"]] = _Node(node["NodeManagerAddress"], "" if node["Alive"] else why)
+    return nodes

@@ -1,4 +1,4 @@
-"""The nodes of a cluster: work on each of them, the disks that Ray fills there, and their coming and going in a run."""
+"""The nodes of a cluster: tasks on a chosen node, free disk space for Ray, and a log of nodes that come and go."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANSWER_S = 30.0  # seconds that nodes may take to say how full their disks are
 MAX_NAMES = 8  # nodes that a line names
 
 
-def alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
+def iter_alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
     """Yield (unique name, node id, resources) of each living node."""
     for node in ray.nodes():
         if node["Alive"]:
@@ -46,7 +46,7 @@ class RayDisk(NamedTuple):
     Attributes:
         folder: of Ray on this disk.
         free, size: bytes.
-        limit: the share above which Ray spills nothing more, and fails.
+        limit: the used share above which Ray spills nothing more, and fails.
     """
 
     folder: str
@@ -56,11 +56,11 @@ class RayDisk(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How full the disk is, from 0 to 1."""
+        """The used share of the disk, 0 to 1."""
         return 1 - self.free / self.size
 
     @property
-    def room(self) -> int:
+    def writable_bytes(self) -> int:
         """Bytes that Ray may still write."""
         return max(0, self.free - round((1 - self.limit) * self.size))
 
@@ -68,10 +68,10 @@ class RayDisk(NamedTuple):
         return f"{self.folder}, {self.share:.0%} full"
 
     @classmethod
-    def here(cls) -> list[RayDisk]:
+    def measure(cls) -> list[RayDisk]:
         """Measure the disks of the node that this process, a worker or a driver of Ray, runs on.
 
-        They are those of Ray's session, and of the folder to which Ray spills objects where that is another.
+        These are the disks of Ray's session folder and of the folder to which Ray spills objects.
         """
         limit = float(os.environ.get(_SPILL_VARIABLE, _SPILL_LIMIT))
         disks: dict[int, RayDisk] = {}
@@ -83,88 +83,89 @@ class RayDisk(NamedTuple):
 
 
 def _ray_folders() -> Iterator[str]:
-    """Yield the folders that Ray writes to on this node: of its session, and the one that it spills to."""
+    """Yield the folders that Ray writes to on this node: its session folder and its spill folder."""
     yield ray._private.worker._global_node.get_session_dir_path()
     with suppress(OSError):  # a system without /proc: the session's folder is the usual one
         arguments = Path(f"/proc/{os.environ.get('RAY_RAYLET_PID', 'none')}/cmdline").read_text().split("\0")
         yield from (word.removeprefix(_SPILL_FOLDER) for word in arguments if word.startswith(_SPILL_FOLDER))
 
 
-def full_disks(without: Collection[str] = (), *, spilling_failed: bool = False) -> dict[str, str]:
-    """Return the living nodes with a disk too full for Ray, but for those in ``without``: node id -> host and folder.
+def find_full_disks(without: Collection[str] = (), *, spilling_failed: bool = False) -> dict[str, str]:
+    """Return the living nodes with a disk too full for Ray, except ``without``: node id -> host and folder.
 
-    Ray frees what it has spilled as soon as a run fails. Where it says that spilling has failed and no disk is above
-    the limit any more, the disks count that take less than the object store of their node holds. A node that does not
-    answer is left out.
+    Ray frees spilled objects as soon as a run fails. So after ``spilling_failed`` a disk below the limit counts as full
+    if it has less free space than the node's object store needs. A node that does not answer is left out.
     """
-    nodes = {node: (name, has) for name, node, has in alive_nodes() if node not in without}
-    asked = {node: task_on(node).remote(RayDisk.here) for node in nodes}
-    ray.wait(list(asked.values()), num_returns=max(1, len(asked)), timeout=_ANSWER_S)
+    nodes = {node: (name, has) for name, node, has in iter_alive_nodes() if node not in without}
+    answers = {node: task_on(node).remote(RayDisk.measure) for node in nodes}
+    ray.wait(list(answers.values()), num_returns=max(1, len(answers)), timeout=_ANSWER_S)
     full, small = dict[str, str](), dict[str, str]()
-    for node, answer in asked.items():
+    for node, answer in answers.items():
         with suppress(ray.exceptions.RayError):
-            disk = min(ray.get(answer, timeout=0), key=lambda one: one.room)
+            disk = min(ray.get(answer, timeout=0), key=lambda disk: disk.writable_bytes)
             name, has = nodes[node]
-            if not disk.room:
+            if not disk.writable_bytes:
                 full[node] = f"{name} ({disk})"
-            elif disk.room < has.get("object_store_memory", 0.0):
+            elif disk.writable_bytes < has.get("object_store_memory", 0.0):
                 small[node] = f"{name} ({disk}, which takes less than the node's object store holds)"
     return full or (small if spilling_failed else {})
 
 
 class NodeLog:
-    """The part of a run's log on its nodes: which were lost, joined or replaced, and the workers of each."""
+    """The log of a run's nodes: nodes that were lost, joined or replaced, and the workers of each node."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
         self._alive: dict[str, str] | None = None  # at the last look, id -> name
         self._workers: Mapping[str, Mapping[str, int]] = {}  # at the last look, node -> stage -> workers
-        self._lost: list[str] = []  # the names of lost nodes in whose place none has joined
-        self._told: Mapping[str, Mapping[str, int]] = {}  # the workers of each node, as told last
+        self._lost_names: list[str] = []  # lost nodes that no new node has replaced
+        self._last_counts: Mapping[str, Mapping[str, int]] = {}  # the workers of each node in the last log line
 
     def look(self, report: WorkerReport, plan: Plan) -> None:
-        """Tell what has changed since the last look, by a report of the workers that ``plan`` started."""
-        nodes = {node: (name, has) for name, node, has in alive_nodes()}
+        """Log the nodes lost or joined since the last call, with the workers that ``report`` counts on them."""
+        nodes = {node: (name, has) for name, node, has in iter_alive_nodes()}
         names = {node: name for node, (name, _) in nodes.items()}
         before, self._alive = self._alive or names, names
         for node in [node for node in before if node not in names]:
-            workers = _counted(report.workers.get(node) or self._workers.get(node, {}))  # Ray may have moved them
+            workers = _format_counts(report.workers.get(node) or self._workers.get(node, {}))  # Ray may have moved them
             had = f" ({workers})" if workers else ""
             self._say(
                 f"note: node {before[node]} was lost{had}. The {plan.wording.item}s that it had in hand run "
                 "again on the other nodes"
             )
-            self._lost.append(before[node])
+            self._lost_names.append(before[node])
         for node in [node for node in names if node not in before]:
             name, has = nodes[node]
             size = f"{has.get('CPU', 0.0):g} CPUs, {has.get('GPU', 0.0):g} GPUs"
-            if self._lost:
-                what = f"in place of {self._lost.pop(0)}. Workers that wait for a node start there"
+            if self._lost_names:
+                consequence = f"in place of {self._lost_names.pop(0)}. Workers that wait for a node start there"
             else:
-                what = "and has no workers yet. What is left is planned anew if that saves time"
-            self._say(f"note: node {name} joined ({size}) {what}")
+                consequence = "and has no workers yet. Unfinished items are rescheduled if that saves time"
+            self._say(f"note: node {name} joined ({size}) {consequence}")
         self._workers = report.workers
-        self._tell_places(names, plan)
+        self._log_counts(names, plan)
 
-    def _tell_places(self, names: Mapping[str, str], plan: Plan) -> None:
-        """Tell the workers of each node, once all that the plan starts at first are there, and when that changes."""
+    def _log_counts(self, names: Mapping[str, str], plan: Plan) -> None:
+        """Log the workers of each node, once the plan's first workers have started, and on each change."""
         early = list(plan.pools.items())[: max(1, len(plan.pools) - 1)]  # writers start when there is something to do
         places = {
             names[node]: counts
             for node, workers in sorted(self._workers.items())
             if node in names and (counts := {stage: workers[stage] for stage, _ in early if stage in workers})
         }
-        if len(names) < 2 or any(sum(one.get(stage, 0) for one in places.values()) < n for stage, n in early):
+        if len(names) < 2 or any(sum(workers.get(stage, 0) for workers in places.values()) < n for stage, n in early):
             return
         idle = [name for name in names.values() if name not in places]
-        parts = [f"{name}: {_counted(one)}" for name, one in places.items()] + [f"{name}: none" for name in idle]
+        parts = [f"{name}: {_format_counts(workers)}" for name, workers in places.items()] + [
+            f"{name}: none" for name in idle
+        ]
         more = f"; and {len(parts) - MAX_NAMES} more nodes" if len(parts) > MAX_NAMES else ""
         line = f"workers of each node: {'; '.join(parts[:MAX_NAMES])}{more}"
-        if places != self._told:
-            self._told = places
+        if places != self._last_counts:
+            self._last_counts = places
             self._say(line)
 
 
-def _counted(workers: Mapping[str, int]) -> str:
-    """Say how many workers there are of each stage: "2 to decode, 1 to encode"."""
+def _format_counts(workers: Mapping[str, int]) -> str:
+    """Format the workers of each stage: "2 to decode, 1 to encode"."""
     return ", ".join(f"{count} to {stage}" for stage, count in workers.items())

@@ -17,9 +17,9 @@ from rich.console import Console
 from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.stages import Wording
 
-_LOOKS = 4  # reports that are kept: the busy shares are those of the three looks between them, half a minute
-# Shares of their time: from the first on workers count as always busy; below the second they hold nothing up.
-SATURATED, SLACK = 0.9, 0.5
+_LOOKS = 4  # stored reports: busy shares are measured over the three intervals between them, half a minute
+# Busy shares: from the first on a stage counts as always busy; below the second it slows nothing down.
+SATURATED_SHARE, SLACK_SHARE = 0.9, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,10 @@ class Progress:
         total: items of this run.
         ok: items with a result.
         failed: items with an error row.
-        ahead: how many items each stage before the last has done, by its word for that: "decoded".
+        ahead: results of each stage before the last, by its word: {"decoded": 9}.
         busy: stage -> share of the last half minute in which its workers had items in hand, 0 to 1.
-        waiting: stage -> items that it has to do or in hand.
-        bottleneck: the stage that holds the others up; "" as long as that is not measured.
+        waiting: stage -> items in its queue or in hand.
+        bottleneck: the slowest stage; "" before it is measured.
         note: a line for the user; "" if only the numbers are new.
     """
 
@@ -59,7 +59,7 @@ class Progress:
 
     @property
     def load(self) -> str:
-        """The busy shares and the bottleneck in words, "" before they are measured."""
+        """A text about the busy shares and the bottleneck, "" before they are measured."""
         shares = " ".join(f"{stage} {share:.0%}" for stage, share in self.busy.items())
         limit = f" (bottleneck: {self.bottleneck})" if self.bottleneck else ""
         return f"busy: {shares}{limit}" if shares else ""
@@ -77,14 +77,14 @@ class Load:
         self._reports: deque[WorkerReport] = deque([WorkerReport()], maxlen=_LOOKS)
 
     def add(self, report: WorkerReport) -> None:
-        """Take a report as the latest one."""
+        """Add the latest report."""
         self._reports.append(report)
 
     def busy(self) -> dict[str, float]:
         """Return the share of their time in which each stage's workers had items in hand, 0 to 1.
 
-        A stage is left out as long as none of its workers could work. One of which nothing came since the last look is
-        not busy: workers that are report each second, and dead ones do not.
+        A stage without a ready worker is left out. A stage without news since the last report is not busy: busy workers
+        report each second, crashed ones do not.
         """
         first, last = self._reports[0], self._reports[-1]
         before = self._reports[-2] if len(self._reports) > 1 else first
@@ -98,25 +98,25 @@ class Load:
         }
 
     def waiting(self, total: int) -> dict[str, int]:
-        """Return how many items each stage has to do or in hand, of those that the stage before is through with.
+        """Return the items in each stage's queue or in hand: the stage before passed them on, this stage did not.
 
-        The first stage has those of ``total`` that it is not through with.
+        The first stage has all of ``total`` that it has not passed on.
         """
-        left = {"": total, **self._reports[-1].left}
-        return {stage: max(0, left[before] - left[stage]) for before, stage in pairwise(left)}
+        n_left = {"": total, **self._reports[-1].n_passed_on}
+        return {stage: max(0, n_left[before] - n_left[stage]) for before, stage in pairwise(n_left)}
 
 
-def bottleneck(busy: Mapping[str, float]) -> str:
-    """Return the stage that holds the others up; "" where none does, or that is not measured yet.
+def find_bottleneck(busy: Mapping[str, float]) -> str:
+    """Return the slowest stage; "" if no stage slows the others down, or before it is measured.
 
-    It is the last stage whose workers are always busy, since what feeds them has more than they can take. Where no
-    stage is so, it is the busiest, if it is busy for half of its time.
+    It is the last stage whose workers are always busy, since the stages before give more than it can take. Otherwise it
+    is the busiest stage, if it is busy for half of its time.
     """
-    saturated = [stage for stage, share in busy.items() if share >= SATURATED]
+    saturated_stages = [stage for stage, share in busy.items() if share >= SATURATED_SHARE]
     busiest = max(busy, key=lambda stage: busy[stage], default="")
-    if len(busy) < 2 or busy[busiest] < SLACK:
+    if len(busy) < 2 or busy[busiest] < SLACK_SHARE:
         return ""
-    return saturated[-1] if saturated else busiest
+    return saturated_stages[-1] if saturated_stages else busiest
 
 
 class Listening(Console):
@@ -130,10 +130,10 @@ class Listening(Console):
         self.tell = tell
 
     def print(self, *objects: Any, **keywords: Any) -> None:
-        """Tell a line to the function as a note."""
-        with self.capture() as captured:
+        """Pass a line to the function as a note."""
+        with self.capture() as capture:
             super().print(*objects, **{**keywords, "soft_wrap": True})
-        if text := captured.get().strip():
+        if text := capture.get().strip():
             self.tell(Progress(note=text))
 
 
@@ -153,81 +153,85 @@ class OneLine:
         self._width = 0 if ends else len(text)
 
 
-EARLY_S, _EARLY_LINES = 4.5, 7  # between the first lines of a log, and how many they are
+EARLY_S, _EARLY_LINES = 4.5, 7  # seconds between the first lines of a log, and their number
 
 
 class Speed(NamedTuple):
-    """The speed of a run: ``rate`` items a second, ``left`` to come, the first ``start_s`` after the run began."""
+    """The speed of a run: ``rate`` items a second, ``n_left`` to come, the first ``start_s`` after the start."""
 
     rate: float
-    left: int
+    n_left: int
     start_s: float
 
     @property
     def left_s(self) -> float:
         """Seconds until the last item, if nothing changes."""
-        return self.left / self.rate
+        return self.n_left / self.rate
 
 
 class Pace:
-    """The rate of items since the first one came, so that loading models does not count."""
+    """The rate of items since the first item came, so that loading models does not count."""
 
     def __init__(self, total: int, item: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
         self._item = item
         self._clock = clock
-        self._through = self._done = self._at_first = 0
-        self._made_at = clock()
-        self._first: float | None = None
+        self._n_computed = self._n_written = self._n_at_start = 0
+        self._created_at = clock()
+        self._start: float | None = None
 
     def grow(self, total: int) -> None:
-        """Set the number of items, of which more were found."""
+        """Set the number of known items, which grows while archives are indexed."""
         self._total = total
 
-    def through(self, items: int) -> None:
+    def count_computed(self, items: int) -> None:
         """Count computed items."""
-        self._through = min(self._through + items, self._total)
+        self._n_computed = min(self._n_computed + items, self._total)
         self._begin()
 
-    def done(self, items: int) -> None:
-        """Count written items; a run that does not count computed ones has its rate from these."""
-        self._done += items
+    def count_written(self, items: int) -> None:
+        """Count written items; they give the rate of a run that counts no computed items."""
+        self._n_written += items
         self._begin()
 
     def _begin(self) -> None:
         """Start the clock at the first item."""
-        if self._first is None:
-            self._first, self._at_first = self._clock(), self._now
+        if self._start is None:
+            self._start, self._n_at_start = self._clock(), self._n_counted
 
     @property
-    def _now(self) -> int:
-        """The number of items that are through so far."""
-        return max(self._through, self._done)
+    def _n_counted(self) -> int:
+        """The items so far: computed or written, whichever is more."""
+        return max(self._n_computed, self._n_written)
 
     def speed(self) -> Speed | None:
-        """Return how fast the items come; None where that is not known yet."""
-        if self._first is None:
+        """Return the speed since the first item; None before it can be measured."""
+        if self._start is None:
             return None
-        new, seconds = self._now - self._at_first, self._clock() - self._first
-        return Speed(new / seconds, self._total - self._now, self._first - self._made_at) if new and seconds else None
+        new, seconds = self._n_counted - self._n_at_start, self._clock() - self._start
+        return (
+            Speed(new / seconds, self._total - self._n_counted, self._start - self._created_at)
+            if new and seconds
+            else None
+        )
 
     def __str__(self) -> str:
-        """Return the rate and the time left, "" where all are through."""
-        if self._total == self._now:
+        """Return a text with the rate and the time left; "" after the last item."""
+        if self._total == self._n_counted:
             return ""
         speed = self.speed()
         return f"{speed.rate:.2f} {self._item}s/s, {speed.left_s:.0f} s left" if speed else "no estimate yet"
 
 
 class Reporter:
-    """A counter of a run's items, which tells the counts to a function; subclasses display them in their own way."""
+    """A counter of a run's items that passes the counts to a function; subclasses display them."""
 
-    def __init__(self, total: int, words: Wording, tell: Callable[[Progress], object] = lambda at: None) -> None:
+    def __init__(self, total: int, words: Wording, tell: Callable[[Progress], object] = lambda progress: None) -> None:
         self._tell = tell
-        self.at = Progress(item=words.item, total=total)
+        self.progress = Progress(item=words.item, total=total)
         self.pace = Pace(total, words.item)
         self._words = words
-        self._made: Mapping[str, int] = {}
+        self._stage_counts: Mapping[str, int] = {}
         self._load = Load()
 
     def __enter__(self) -> Self:
@@ -239,39 +243,49 @@ class Reporter:
 
     def show(self) -> None:
         """Show the current counts."""
-        self._tell(self.at)
+        self._tell(self.progress)
 
     def grow(self, total: int) -> None:
-        """Set the number of items, of which more were found."""
+        """Set the number of known items, which grows while archives are indexed."""
         self.pace.grow(total)
-        self._take(replace(self.at, total=total))
+        self._set_progress(replace(self.progress, total=total))
 
-    def through(self, items: int) -> None:
-        """Count items that are computed, or have failed; they may wait to be written."""
-        self.pace.through(items)
+    def count_computed(self, items: int) -> None:
+        """Count items that are computed or failed, written or not."""
+        self.pace.count_computed(items)
 
     def advance(self, ok: int, failed: int) -> None:
         """Count items that are committed."""
-        self.pace.done(ok + failed)
-        self._take(replace(self.at, ok=self.at.ok + ok, failed=self.at.failed + failed))
+        self.pace.count_written(ok + failed)
+        self._set_progress(replace(self.progress, ok=self.progress.ok + ok, failed=self.progress.failed + failed))
 
     def stages(self, report: WorkerReport) -> None:
-        """Record how many items each stage has made so far, and how busy its workers are."""
-        self._made = report.made
+        """Show the results of each stage so far, and its busy share."""
+        self._stage_counts = report.n_results
         self._load.add(report)
         busy = self._load.busy()
-        self._take(replace(self.at, busy=busy, waiting=self._load.waiting(self.at.total), bottleneck=bottleneck(busy)))
+        self._set_progress(
+            replace(
+                self.progress,
+                busy=busy,
+                waiting=self._load.waiting(self.progress.total),
+                bottleneck=find_bottleneck(busy),
+            )
+        )
 
-    def _take(self, at: Progress) -> None:
+    def _set_progress(self, progress: Progress) -> None:
         """Set the current counts, and show them if they changed."""
-        now = replace(at, ahead=self._words.ahead(self._made, at.ok))
-        if now != self.at:
-            self.at = now
+        now = replace(progress, ahead=self._words.ahead(self._stage_counts, progress.ok))
+        if now != self.progress:
+            self.progress = now
             self.show()
 
 
 def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
-    """Return the progress display for a console: a bar on a terminal, a function's, or a line at each interval."""
+    """Return the progress display for a console: a bar on a terminal, else a line at each interval.
+
+    A ``Listening`` console gets the counts through its function.
+    """
     if isinstance(console, Listening):
         return Reporter(total, words, console.tell)
     if console.is_terminal:
@@ -298,8 +312,10 @@ class BarReporter(Reporter):
         self._bar.stop()
 
     def show(self) -> None:
-        more = ", ".join(filter(None, (f"{self.at.failed} failed{stage_counts(self.at.ahead)}", self.at.load)))
-        self._bar.update(self._task, completed=self.at.done, total=self.at.total, more=more)
+        more = ", ".join(
+            filter(None, (f"{self.progress.failed} failed{stage_counts(self.progress.ahead)}", self.progress.load))
+        )
+        self._bar.update(self._task, completed=self.progress.done, total=self.progress.total, more=more)
 
 
 class LineReporter(Reporter):
@@ -312,7 +328,7 @@ class LineReporter(Reporter):
         super().__init__(total, words)
         self._console = console
         self._interval = interval
-        self._ended = threading.Event()
+        self._end_event = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
@@ -320,20 +336,20 @@ class LineReporter(Reporter):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._ended.set()
+        self._end_event.set()
         self._ticker.join()
         self._line()
 
     def _tick(self) -> None:
         """Print a line at each interval until the run ends; runs in a thread."""
         for _ in range(_EARLY_LINES):
-            if self._ended.wait(min(self._interval, EARLY_S)):
+            if self._end_event.wait(min(self._interval, EARLY_S)):
                 return
             self._line()
-        while not self._ended.wait(self._interval):
+        while not self._end_event.wait(self._interval):
             self._line()
 
     def _line(self) -> None:
         """Print the counts, the rate and the time left."""
         pace = str(self.pace)
-        self._console.print(f"{self.at}, {pace}" if pace else str(self.at), highlight=False, soft_wrap=True)
+        self._console.print(f"{self.progress}, {pace}" if pace else str(self.progress), highlight=False, soft_wrap=True)

@@ -20,25 +20,25 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache.schema import TOKENS
-from pipeline.cache.token_shard import run_of, token_shard_id
+from pipeline.cache.token_shard import parse_run_id, parse_shard_id
 from pipeline.errors import BUGS, Fault, UsageError, printable
 from pipeline.rows import Json, JsonObject
 from pipeline.runner.last_writes import write_last
 from pipeline.storage.stores import Store
 
 RUNS = "runs"
-COMMITTED = "token_shards"  # key of a record: the ids of the token shards that the rows of the run name
+COMMITTED_KEY = "token_shards"  # key of a record: the ids of the run's committed token shards
 
 
 class RunRecord(TypedDict, total=False):
     """The fields of a run's record that are read. Older and newer records may lack some; nothing depends on it.
 
     Attributes:
-        versions: of packages, by name.
-        config: the run's options, those at their default too.
-        videos: how many it set out to do.
-        estimated: whether ``videos`` is an estimate, as long as containers are not all indexed.
-        error: what ended it, if something did.
+        versions: package -> version.
+        config: all options of the run, defaults too.
+        videos: the number of videos to do.
+        estimated: whether ``videos`` is an estimate, while archives are not all indexed.
+        error: the error that ended the run, if any.
     """
 
     run_id: str
@@ -55,7 +55,7 @@ class RunRecord(TypedDict, total=False):
 
 
 class RunFile:
-    """The file of a run's record, written when the run starts and again when it ends, however it ends."""
+    """The file of a run's record. The ``with`` block writes it at the start and at the end of the run."""
 
     def __init__(self, store: Store, record: JsonObject) -> None:
         self._store = store
@@ -71,14 +71,14 @@ class RunFile:
         else:  # an unreachable store must not hide the error that ended the run
             save = partial(self.save, status=status, ended=now(), error=printable(str(value)))
             if why := write_last(value, save):
-                value.add_note(f"the end of this run was not written to its record: {why}")
+                value.add_note(f"the record of this run still says 'running': {why}")
 
     def note(self, **news: Json) -> None:
-        """Add facts that are written with the record's next save."""
+        """Add fields to the record; the next ``save`` writes them."""
         self._record |= news
 
     def save(self, **news: Json) -> None:
-        """Write the record, with these facts added."""
+        """Add fields to the record, and write it."""
         self.note(**news)
         self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
 
@@ -89,13 +89,13 @@ def read_record(store: Store, name: str) -> RunRecord:
         record = json.loads(store.read(name))
     except (OSError, ValueError):
         return {}
-    usable = isinstance(record, dict) and isinstance(record.get("versions", {}), dict)
-    found: RunRecord = record if usable else {}
-    return found
+    is_usable = isinstance(record, dict) and isinstance(record.get("versions", {}), dict)
+    usable_record: RunRecord = record if is_usable else {}
+    return usable_record
 
 
 def newest_record(store: Store) -> RunRecord | None:
-    """Read the newest record that says its run's options; None where none does."""
+    """Read the newest record that has its run's options; None if no record has."""
     for name in reversed(store.names(RUNS, ".json")):  # a run_id begins with its time
         record = read_record(store, name)
         if isinstance(record.get("config"), dict):
@@ -103,26 +103,26 @@ def newest_record(store: Store) -> RunRecord | None:
     return None
 
 
-def committed_by(store: Store, run_id: str) -> frozenset[str] | None:
+def read_committed(store: Store, run_id: str) -> frozenset[str] | None:
     """Return the ids of the token shards that a run recorded as committed; None where its record cannot be read."""
     try:
-        return frozenset(map(str, json.loads(store.read(f"{RUNS}/{run_id}.json")).get(COMMITTED, [])))
+        return frozenset(map(str, json.loads(store.read(f"{RUNS}/{run_id}.json")).get(COMMITTED_KEY, [])))
     except (OSError, ValueError, AttributeError):
         return None
 
 
-def committed_shards(store: Store) -> list[str]:
-    """List the token shards whose rows the records of runs say were committed. Raises OSError.
+def list_committed_shards(store: Store) -> list[str]:
+    """List the token shards that the records of runs name as committed. Raises OSError.
 
-    Lists before rows are read, so that what is committed meanwhile does not pass for lost.
+    Call it before reading rows, so that shards committed meanwhile do not pass for lost.
     """
     names = store.names(TOKENS, ".parquet")
-    ids = {run_id: committed_by(store, run_id) or frozenset() for run_id in {run_of(name) for name in names}}
-    return [name for name in names if token_shard_id(name) in ids[run_of(name)]]
+    ids = {run_id: read_committed(store, run_id) or frozenset() for run_id in {parse_run_id(name) for name in names}}
+    return [name for name in names if parse_shard_id(name) in ids[parse_run_id(name)]]
 
 
 def now() -> str:
-    """Return the time as records hold it: ISO 8601 in UTC, to the second."""
+    """Return the current time in the form of records: ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -142,12 +142,12 @@ def check_out(store: Store) -> None:
 
 
 def _in_an_upload() -> bool:
-    """Return whether this process runs in a folder uploaded by ``ray job submit --working-dir``."""
+    """Return True if this process runs in a folder uploaded by ``ray job submit --working-dir``."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     return bool(job.get("runtime_env", {}).get("working_dir"))
 
 
-_OF_A_RUN = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s", "log"})
+_RUN_FIELDS = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s", "log"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,14 +159,14 @@ class Outcome:
         failures: error class -> items.
         examples: error class -> (id, message) of one of them.
         n_missing: items without a row.
-        n_outside: failures from outside the item: a mount, a store, a bug, a GPU that others fill.
+        n_outside: failures for infrastructure reasons: a mount, a store, a bug, a GPU full of other work.
         n_waiting: items that ``--limit`` left for another run; they count nowhere else.
         n_new: items that this run processed.
-        n_new_failed: those of them that failed; a failed redo leaves an earlier result in place.
+        n_new_failed: failed items among ``n_new``; a failed redo leaves an earlier result in place.
         wall_s: seconds this run took; None for a summary of a cache.
         out: where the results are; "" for a summary of a cache.
-        log: the file with what worker processes said before they died; "" where none did.
-        failed: id -> error class of the items that failed; of videos only where a caller from Python asked for it.
+        log: the file with the last lines of crashed worker processes; "" if no process crashed.
+        failed: id -> error class of the failed items; for videos only if a caller from Python requests it.
     """
 
     n_ok: int
@@ -188,9 +188,9 @@ class Outcome:
         return sum(self.failures.values())
 
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
-        """Return 0 where every item has a row, at least one is ok, and failures keep the limits; else 1.
+        """Return 0 if every item has a row, at least one is ok, and failures are within the limits; else 1.
 
-        An item that failed by a bug makes it 1 too. ``outside_limit`` is the limit for failures from outside the items.
+        An item that failed by a bug makes it 1 too. ``outside_limit`` is the limit for infrastructure errors.
         """
         bad = (
             self.n_missing
@@ -203,12 +203,12 @@ class Outcome:
 
     def as_record(self) -> JsonObject:
         """Return the counts and examples as a JSON-able mapping."""
-        own = {name: value for name, value in vars(self).items() if name not in ("out", "failed")}
-        return {**own, "n_failed": self.n_failed}
+        fields = {name: value for name, value in vars(self).items() if name not in ("out", "failed")}
+        return {**fields, "n_failed": self.n_failed}
 
     def standing(self) -> JsonObject:
-        """Return the part of ``as_record`` that does not depend on which run made the results."""
-        return {name: value for name, value in self.as_record().items() if name not in _OF_A_RUN}
+        """Return the fields of ``as_record`` that describe the results, without those about the run."""
+        return {name: value for name, value in self.as_record().items() if name not in _RUN_FIELDS}
 
     def pace(self, item: str) -> str:
         """Return a sentence with the number of items of this run, its time and its rate."""
@@ -216,8 +216,8 @@ class Outcome:
             return f"nothing to do: every {item} has a row already"
         failed = f" ({self.n_new_failed} failed)" if self.n_new_failed else ""
         rate = self.n_new / self.wall_s if self.wall_s else 0.0
-        died = f"; what workers said before they died is in {self.log}" if self.log else ""
-        return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s{died}"
+        log = f"; the last lines of crashed workers are in {self.log}" if self.log else ""
+        return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s{log}"
 
     def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
         """Make a table of the failures by class, with one example and the remedy of each."""
@@ -233,15 +233,18 @@ class Outcome:
         return table
 
 
-def as_text(shown: RenderableType) -> str:
+def as_text(renderable: RenderableType) -> str:
     """Render a Rich object as plain text."""
     console = Console(file=io.StringIO(), width=120, force_jupyter=False)
-    with console.capture() as captured:
-        console.print(shown)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().split("\n"))
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
 
 
 def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-    """Count failed rows with ``key``, error_class and error_message as ``failures`` and ``examples`` of an Outcome."""
+    """Return ``failures`` and ``examples`` of an Outcome from failed rows.
+
+    Rows have the columns ``key`` (the id), error_class and error_message.
+    """
     failures = dict(Counter(row["error_class"] for row in rows).most_common())
     return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}

@@ -17,11 +17,11 @@ from uuid import uuid4
 import ray
 from ray.actor import ActorHandle
 
-# More than the deaths an hour that ``Heartbeat.start`` allows, since a run that these end can say why. But not without
-# end: only Ray counts the processes that die before they start their heartbeat, for lack of memory for imports say.
+# Above the limit of ``Heartbeat.start`` per hour, which ends a run with its reason. Not infinite: only Ray counts the
+# processes that crash before their heartbeat starts, for lack of memory for imports say.
 RESTARTS = 40
-# Ray retries a task whenever its worker died, twice for each item that kills it, and for half a minute while it takes
-# the worker of a lost node for alive (7 retries were counted).
+# Ray retries a task whenever its worker crashed: twice for each item that kills it, and for half a minute while it
+# takes the worker of a lost node for alive (7 retries were counted).
 TASK_RETRIES = 30
 # Retries of a task that Ray killed because its node was short of memory.
 OOM_RETRIES = 3
@@ -34,9 +34,14 @@ BLOCKS_AHEAD = 4
 
 
 class StageWords(NamedTuple):
-    """The words about a stage in messages: what it did to an item ("decoded"), and what may help if it stalls."""
+    """The words about a stage in messages.
 
-    done: str
+    Attributes:
+        past_tense: what the stage did to an item, "decoded".
+        remedy: the advice if the stage stalls.
+    """
+
+    past_tense: str
     remedy: str
 
 
@@ -46,9 +51,9 @@ class Wording:
 
     Attributes:
         doing: what the run does, "pruning".
-        item: what goes through the stages, "video".
-        stages: the stages by name, in their order; items of the last one count as done.
-        to_lower: the flags to lower if the cluster has no room.
+        item: the unit of work, "video".
+        stages: the stages by name, in their order; items of the last stage count as done.
+        to_lower: the flags to lower if the cluster has too few resources.
     """
 
     doing: str
@@ -56,13 +61,13 @@ class Wording:
     stages: Mapping[str, StageWords]
     to_lower: str
 
-    def ahead(self, made: Mapping[str, int], ok: int) -> dict[str, int]:
-        """Return the counts of items that the stages before the last have ``made``, by their words ("decoded").
+    def ahead(self, n_results: Mapping[str, int], ok: int) -> dict[str, int]:
+        """Return the results of each stage before the last, by its word: {"decoded": 9}; {} before the first report.
 
-        It is empty before the first report. Reports come every few seconds, so ``ok`` items may be more by now.
+        Reports lag by seconds, so each count is at least ``ok``, the committed items.
         """
         early = list(self.stages.items())[: max(1, len(self.stages) - 1)]
-        return {words.done: max(made[stage], ok) for stage, words in early} if made else {}
+        return {words.past_tense: max(n_results[stage], ok) for stage, words in early} if n_results else {}
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,10 @@ class Plan(ABC):
     def workers(self) -> str:
         """A description of the workers that start."""
 
-    def collected(self, stage: str, waits: bool) -> int:
-        """Return the number of items ``stage`` waits for before it takes any: 1, unless a plan collects them.
+    def min_items_to_start(self, stage: str, more_expected: bool) -> int:
+        """Return the number of waiting items at which ``stage`` starts to take them: 1, unless a plan collects items.
 
-        ``waits`` says whether more are to come.
+        ``more_expected``: the stage before will still pass items on.
         """
         return 1
 
@@ -137,9 +142,9 @@ def add_stage(
     arguments: Sequence[object],
     labels: Mapping[str, str] | None = None,
 ) -> ray.data.Dataset:
-    """Return the dataset that the workers of a stage make of ``rows``, one row a call, on nodes that match ``labels``.
+    """Add a stage to the graph: its workers map ``rows``, one row a call, on nodes that match ``labels``.
 
-    A worker is a ``kind``, made of the ``arguments``.
+    A worker is an actor of class ``kind``, constructed with ``arguments``.
     """
     return rows.map_batches(
         kind,
@@ -193,8 +198,8 @@ def _actor_name(run: int) -> dict[str, str]:
 def end_workers() -> None:
     """End the Ray workers that graphs of this thread's run have left behind.
 
-    A worker outlives its graph if it hangs, or if its node was lost and it waits for room elsewhere. Either would keep
-    room from the next graph for ever.
+    A worker outlives its graph if it hangs, or if its node was lost and it waits for resources elsewhere. It would
+    block the resources of the next graph for ever.
     """
     with suppress(Exception):  # a cluster that is gone has no workers either
         for name in _names[threading.get_ident()]:
@@ -204,7 +209,7 @@ def end_workers() -> None:
 
 
 def configure_ray_data() -> None:
-    """Set Ray Data up for a run: no progress bars of its own, no tolerated errors, each row passed on by itself."""
+    """Set Ray Data up for a run: no progress bars of its own, no tolerated errors, a block a row."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the run itself says which error ended it
     # Ray 2.60 announces that max_restarts and names will move to a named parameter, which it does not have yet.
     warnings.filterwarnings("ignore", message="`ray_remote_args(_fn)?` is deprecated")

@@ -1,4 +1,4 @@
-"""Ending a run that does not move, with the name of the stage that holds it up, or that new nodes would make faster."""
+"""Ending a graph that stalls, with the name of the stalled stage, or that new nodes would make faster."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pipeline.runner.stages import Plan
 
 T = TypeVar("T")
 
-_LONGEST_LOOK_S = 10.0
-# If nothing moves for so long and the cluster has shrunk, waiting does not help: Ray restarts workers of a lost node
-# only where there is room, the remaining workers hold all of it, and what the lost ones had in hand waits for them.
+_MAX_LOOK_S = 10.0
+# After so long without movement on a smaller cluster, waiting does not help. Ray restarts the workers of a lost node
+# only on free resources, the remaining workers hold all of them, and the lost workers' items wait.
 SHRUNK_S = 30.0
 
 
 class ClusterChanged(Exception):  # noqa: N818
-    """An error: what is left must be planned anew for the nodes that are there now. Its text says why."""
+    """An error: unfinished items must be rescheduled on the current nodes. Its text says why."""
 
 
 class DiskFull(ClusterChanged):
@@ -42,12 +42,12 @@ class DiskFull(ClusterChanged):
 
 @dataclass
 class Watchdog:
-    """The judge of a running graph that does not move.
+    """The detector of a running graph that stalls.
 
     Args:
         heartbeats: the actor to which the workers report.
         timeout_s: seconds without movement after which the run fails.
-        total: how many items there are, as far as they are known.
+        total: the number of items known so far.
         available_resources: returns the resources of the nodes that the graph may use now.
     """
 
@@ -59,154 +59,161 @@ class Watchdog:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._had_room: bool | None = None  # at the first look
+        self._did_fit: bool | None = None  # at the first look
         self._report = WorkerReport()
-        self._asked: ray.ObjectRef | None = None
-        self._moved_at = self.clock()
-        self.every_s = min(_LONGEST_LOOK_S, self.timeout_s / 10)
+        self._pending_answer: ray.ObjectRef | None = None
+        self._movement_at = self.clock()
+        self.every_s = min(_MAX_LOOK_S, self.timeout_s / 10)
 
-    def moved(self) -> None:
-        """Record that something was committed."""
-        self._moved_at = self.clock()
+    def record_movement(self) -> None:
+        """Reset the stall timer."""
+        self._movement_at = self.clock()
 
     def grow(self, total: int) -> None:
-        """Record how many items are known; more than before count as movement."""
+        """Set the number of known items; a new number counts as movement."""
         if total != self.total:
             self.total = total
-            self.moved()
+            self.record_movement()
 
     def read(self) -> WorkerReport:
-        """Return the workers' report; one that shows movement is recorded. Without an answer it is the last one."""
-        before, report = self._report.moves, self._read()
-        if report.moves != before:
-            self.moved()
+        """Read the workers' report, and reset the stall timer if items moved.
+
+        Return the last report without an answer.
+        """
+        before, report = self._report.n_moves, self._read()
+        if report.n_moves != before:
+            self.record_movement()
         self._report = report
         return report
 
     def check(self) -> None:
         """Raise RunFailed if nothing has moved for ``timeout_s``, by the last report that was read.
 
-        Raise ClusterChanged where nodes were lost, and the run could go on with the nodes that are left.
+        Raise ClusterChanged if nodes were lost and the remaining nodes can run all stages.
         """
-        if self._had_room is None:
-            self._had_room, _ = self._room()
-        still_s = self.clock() - self._moved_at
-        if SHRUNK_S < still_s <= self.timeout_s and self._had_room and self._shrunk():
+        if self._did_fit is None:
+            self._did_fit, _ = self._check_fit()
+        still_s = self.clock() - self._movement_at
+        if SHRUNK_S < still_s <= self.timeout_s and self._did_fit and self._has_shrunk():
             raise ClusterChanged("nodes were lost and nothing moves")
         if still_s > self.timeout_s:
             raise RunFailed(
-                f"no {self.plan.wording.item} moved for {self.timeout_s:g} s: {self._verdict()}; or raise "
+                f"no {self.plan.wording.item} moved for {self.timeout_s:g} s: {self._describe_stall()}; or raise "
                 "--stall-timeout"
             )
 
-    def _room(self) -> tuple[bool, bool]:
-        """Return whether all workers fit the cluster, and whether some of each stage do."""
+    def _check_fit(self) -> tuple[bool, bool]:
+        """Return two booleans: all workers fit the cluster; some workers of each stage fit."""
         try:
-            found = self.available_resources()
+            resources = self.available_resources()
         except Exception:  # noqa: BLE001 - a cluster that does not answer: the timeout will tell
             return True, True
-        cpus, gpus = found.get("CPU", 0.0), found.get("GPU", 0.0)
+        cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
         return cpus >= self.plan.cpus and gpus >= self.plan.gpus, cpus > 0 and gpus >= min(1, self.plan.gpus)
 
-    def _shrunk(self) -> bool:
-        """Return whether the cluster no longer has room for all workers, but still for some."""
-        all_fit, some_fit = self._room()
+    def _has_shrunk(self) -> bool:
+        """Return True if the cluster fits some workers of each stage, but not all."""
+        all_fit, some_fit = self._check_fit()
         return some_fit and not all_fit
 
     def failure(self) -> str | None:
         """Return the reason that a worker reported for ending the run, or None."""
-        return self.last().failure
+        return self.read_latest().failure
 
-    def last(self) -> WorkerReport:
+    def read_latest(self) -> WorkerReport:
         """Ask the heartbeats once more, and return their latest answer."""
-        self._asked = None  # so that the answer is not an older one that is under way
+        self._pending_answer = None  # so that the answer is not an older one that is under way
         return self._read()
 
     def _read(self) -> WorkerReport:
-        """Return the latest answer of the heartbeats. One question is under way at a time."""
+        """Return the latest answer of the heartbeats, or the last report. At most one request is pending."""
         try:
-            self._asked = self._asked or self.heartbeats.read.remote()
-            report: WorkerReport = ray.get(self._asked, timeout=self.every_s)
+            self._pending_answer = self._pending_answer or self.heartbeats.read.remote()
+            report: WorkerReport = ray.get(self._pending_answer, timeout=self.every_s)
         except ray.exceptions.GetTimeoutError:
             return self._report
         except ray.exceptions.RayError:
             report = self._report
-        self._asked = None
+        self._pending_answer = None
         return report
 
-    def _verdict(self) -> str:
-        """Name the last stage that holds something, else the last that takes nothing though it could, and a remedy."""
+    def _describe_stall(self) -> str:
+        """Name the stalled stage and a remedy.
+
+        The last stage that holds items, else the last that takes no waiting item.
+        """
         item = self.plan.wording.item
         for stage, words in reversed(list(self.plan.wording.stages.items())):
-            held = self._report.inside.get(stage)
-            if held:
-                return f"{stage} holds {len(held)} ({printable(held[0])}) and does not move; {words.remedy}"
-        left = {"": self.total, **self._report.left}  # "" stands for the manifest, before the first stage
-        for before, stage in reversed(list(pairwise(left))):
-            waiting = left[before] - left[stage]
-            if waiting >= self.plan.collected(stage, waits=left[before] < self.total):
+            items = self._report.inside.get(stage)
+            if items:
+                return f"{stage} holds {len(items)} ({printable(items[0])}) and does not move; {words.remedy}"
+        n_left = {"": self.total, **self._report.n_passed_on}  # "" stands for the manifest, before the first stage
+        for before, stage in reversed(list(pairwise(n_left))):
+            waiting = n_left[before] - n_left[stage]
+            if waiting >= self.plan.min_items_to_start(stage, more_expected=n_left[before] < self.total):
                 return f"{stage} takes none of {waiting} waiting {item}s; scheduling: {_describe_resources(self.plan)}"
         return f"scheduling: no worker holds a {item}; {_describe_resources(self.plan)}"
 
 
 class Growth:
-    """The judge of nodes that joined: whether what is left is done sooner if its workers end and more start there.
+    """The decision whether to restart a graph on nodes that joined.
 
-    Ray Data starts no more workers than a graph was built with, so that these need a new graph. It costs the start of
-    all workers, and what an encoder has not got through yet is decoded again.
+    Ray Data starts no more workers than a graph was built with, so new nodes need a new graph. It costs the start of
+    all workers, and decoded videos that wait for an encoder are decoded again.
 
     Args:
-        plan: that of the workers that run.
+        plan: the plan of the running workers.
         max_gpus: how many GPUs an autoscaling cluster is asked for, once all workers run; None for no more.
     """
 
     def __init__(self, plan: Plan, max_gpus: int | None = None) -> None:
         self._plan = plan
         self._more = max(0, int((max_gpus or 0) - plan.gpus)) if plan.gpus else 0
-        self._seen: Mapping[str, int] | None = None
+        self._last_pools: Mapping[str, int] | None = None
         self._demand: list[ray.ObjectRef] = []
 
     def look(self, at: Progress, speed: Speed, today: Plan | None) -> None:
-        """Raise ClusterChanged if ``today``'s plan of what is left saves more than twice what it costs.
+        """Raise ClusterChanged if restarting with the plan ``today`` saves more than twice its cost.
 
-        ``today`` is None where what is left cannot be planned now. Nodes must have stopped joining.
+        ``today``: a plan of the unfinished items on the current nodes, None if impossible. It must be the same as at
+        the last call: nodes may still be joining.
         """
         if self._more and not self._demand:
             # Tasks that wait for a GPU are a demand that ends with this process, however it ends.
-            waits = ray.remote(_take_gpu).options(num_cpus=0, num_gpus=1)
+            waits = ray.remote(_occupy_gpu).options(num_cpus=0, num_gpus=1)
             self._demand = [waits.remote() for _ in range(self._more)]
         pools = self._plan.pools if today is None else today.pools
-        settled, self._seen = pools == self._seen, pools
-        if not settled or all(pools[stage] <= workers for stage, workers in self._plan.pools.items()):
+        is_settled, self._last_pools = pools == self._last_pools, pools
+        if not is_settled or all(pools[stage] <= workers for stage, workers in self._plan.pools.items()):
             return
         queued = sum(list(at.waiting.values())[1:-1])  # the first stage does them again
-        at_best_s = self._left_s(at, speed, pools)
-        cost_s = speed.start_s + self._left_s(at, speed, pools, queued) - at_best_s
-        saved_s = self._left_s(at, speed, self._plan.pools) - at_best_s
+        at_best_s = self._estimate_s(at, speed, pools)
+        cost_s = speed.start_s + self._estimate_s(at, speed, pools, queued) - at_best_s
+        saved_s = self._estimate_s(at, speed, self._plan.pools) - at_best_s
         if saved_s > 2 * cost_s:
             raise ClusterChanged(f"nodes joined, which saves about {saved_s - cost_s:.0f} s")
 
-    def _left_s(self, at: Progress, speed: Speed, pools: Mapping[str, int], again: int = 0) -> float:
+    def _estimate_s(self, at: Progress, speed: Speed, pools: Mapping[str, int], n_redone: int = 0) -> float:
         """Estimate the seconds until the slowest stage is through, with these pools.
 
-        A stage with the pool of today does as many items a second as all workers together, divided by how busy it is
-        beside the busiest stage. ``again`` items that the first stage has done are its work once more.
+        The busiest stage sets today's rate. A stage that is half as busy could do twice that rate with its workers of
+        today. ``n_redone``: items that the first stage must do again.
         """
-        most, items, left_s = max(at.busy.values(), default=0.0), again, 0.0
+        most, items, left_s = max(at.busy.values(), default=0.0), n_redone, 0.0
         for number, (stage, waiting) in enumerate(at.waiting.items()):
-            items += waiting - (again if number == 1 else 0)  # they are in the queues of the later stages already
+            items += waiting - (n_redone if number == 1 else 0)  # they are in the queues of the later stages already
             if share := at.busy.get(stage):
                 slower = share / most * self._plan.pools[stage] / pools[stage]
                 left_s = max(left_s, items / speed.rate * slower)
         return left_s
 
 
-def _take_gpu() -> None:
-    """Take a GPU for a moment: a demand as long as there is none."""
+def _occupy_gpu() -> None:
+    """Do nothing on a GPU. While no GPU is free, the pending task is a demand to the autoscaler."""
 
 
 def _describe_resources(plan: Plan) -> str:
-    """Describe the cluster's resources now, beside those that the workers ask for."""
+    """Describe the cluster's resources and the resources that the plan needs."""
     try:
         offer = ray.cluster_resources()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is not why the run failed
@@ -229,10 +236,10 @@ class Fetcher(Generic[T]):
     """
 
     def __init__(self, items: Iterator[T]) -> None:
-        self.ended = False
+        self.is_at_end = False
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
-        self._closed = threading.Event()
+        self._close_event = threading.Event()
         self._thread = threading.Thread(target=self._fetch, name=_thread_of_graph(), daemon=True)
         self._thread.start()
 
@@ -240,11 +247,11 @@ class Fetcher(Generic[T]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._closed.set()
+        self._close_event.set()
         _interrupt(self._thread)
 
     def next(self, timeout_s: float) -> T | None:
-        """Return the next item; None if nothing came in ``timeout_s`` seconds, or nothing comes any more (``ended``).
+        """Return the next item; None after ``timeout_s`` seconds without one, or at the end (``is_at_end``).
 
         Raises what the iterator raises.
         """
@@ -254,11 +261,11 @@ class Fetcher(Generic[T]):
             return None
         if isinstance(item, BaseException):
             raise item
-        self.ended = item is None
+        self.is_at_end = item is None
         return None if item is None else item[0]
 
     def _fetch(self) -> None:
-        """Take items and hand them over until the end, an error or an interruption; runs in the thread."""
+        """Hand items over until the end, an error or an interruption; runs in the thread."""
         try:
             try:
                 for item in self._items:
@@ -275,7 +282,7 @@ class Fetcher(Generic[T]):
 
     def _hand_over(self, item: tuple[T] | BaseException | None) -> None:
         """Put an item, an error or the end where ``next`` finds it. Raise _Abandoned if the fetcher is closed."""
-        while not self._closed.is_set():
+        while not self._close_event.is_set():
             try:
                 return self._ready.put(item, timeout=1)
             except queue.Full:
@@ -288,13 +295,13 @@ def _thread_of_graph() -> str:
     return f"graph of {threading.get_ident()}"
 
 
-def still_running() -> bool:
-    """Return whether an iterator of this thread could not be interrupted, because it blocks outside Python code."""
+def is_still_running() -> bool:
+    """Return True if an iterator of this thread still runs: it blocks outside Python code."""
     return any(thread.name == _thread_of_graph() and thread.is_alive() for thread in threading.enumerate())
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raise an exception in another thread, and wait for its end.
+    """Raise an exception in another thread, and wait up to 10 s for its end.
 
     Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, a thread cannot be
     cancelled, and shutting Ray down could end a head of another owner. Ray waits in Python code, in short sleeps, and
@@ -302,4 +309,4 @@ def _interrupt(thread: threading.Thread) -> None:
     """
     if thread.is_alive() and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))
-        thread.join(_LONGEST_LOOK_S)
+        thread.join(_MAX_LOOK_S)

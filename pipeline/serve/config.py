@@ -39,7 +39,7 @@ class ServeConfig(PromptOptions, S3Options):
     )
     max_tokens_per_video: int | None = option(
         None,
-        "room for videos of N visual tokens, which may come to the caches later (default: the largest that is there)",
+        "memory for videos of N visual tokens, also in later caches (default: the largest cached video)",
         metavar="N",
     )
     held_bytes: int = option(
@@ -84,21 +84,21 @@ class ServeConfig(PromptOptions, S3Options):
 
         Raises UsageError for a malformed or repeated one.
         """
-        named: dict[str, str] = {}
+        places: dict[str, str] = {}
         for text in self.caches:
             name, _, place = text.partition("=")
-            if not (name.strip() and place.strip()) or name in named:
+            if not (name.strip() and place.strip()) or name in places:
                 raise UsageError(f"--cache takes NAME=PLACE, each NAME once, got {text!r}")
-            named[name] = place
-        return named
+            places[name] = place
+        return places
 
 
 def check_port(host: str, port: int) -> None:
     """Raise UsageError if the server cannot listen on this port; vLLM would say so only after loading the model."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family) as port_socket:
+        port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind((host, port))
+            port_socket.bind((host, port))
         except OSError as error:
             raise UsageError(f"--host {host} --port {port}: {error.strerror}; name another --host or --port") from error

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
-from pipeline.serve.prompts import CachedPrompts, ServedCache, prompts_of
+from pipeline.serve.prompts import CachedPrompts, ServedCache, find_prompts
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -23,9 +23,13 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 KEY = "VLLM_API_KEY"
 OPEN = frozenset(("/health", "/ping"))  # routes that load balancers ask without a key, also while the server ends
 RETRY_AFTER_S = 10
-_SKIPPED = 16  # of a body that is too large, up to so many times the limit is read, so that the client gets the error
+_MAX_SKIPPED_BODIES = (
+    16  # of a body that is too large, up to so many times the limit is read, so that the client gets the error
+)
 _HEADER = b"x-cached-videos"
-_ENDED = b'"Internal server error"'  # what vLLM says of a request that its engine ended, as it does without its rows
+_ENGINE_ENDED = (
+    b'"Internal server error"'  # what vLLM says of a request that its engine ended, as it does without its rows
+)
 
 #: The content names of the videos that this task's answer is made from.
 VIDEOS: ContextVar[list[str] | None] = ContextVar("videos", default=None)
@@ -73,7 +77,7 @@ class RequestGate:
     def _start(self, state: Any) -> None:
         """Open the caches, and take over SIGTERM. Raises as CachedPrompts."""
         self._state = state
-        self._prompts = prompts_of(ServedCache.from_config(state.vllm_config))
+        self._prompts = find_prompts(ServedCache.from_config(state.vllm_config))
         for model in state.openai_serving_models.base_model_paths:
             model.model_path = model.name  # else /v1/models tells everybody where the model lies
         loop = asyncio.get_running_loop()
@@ -94,7 +98,7 @@ class RequestGate:
         self._state.server.should_exit = True
 
     def _has_key(self, scope: Scope) -> bool:
-        """Return whether a request carries the right key, compared in constant time."""
+        """Return True if a request carries the right key, compared in constant time."""
         scheme, _, sent = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and secrets.compare_digest(sent, self._key)
 
@@ -102,7 +106,7 @@ class RequestGate:
         """Read the request's body, refuse one that is too large before anything parses it, and pass others to vLLM."""
         most = self._prompts.served.max_request_bytes if self._prompts is not None else 0
         parts, size, more = [], 0, True
-        while more and size <= _SKIPPED * most:
+        while more and size <= _MAX_SKIPPED_BODIES * most:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
@@ -122,31 +126,33 @@ class RequestGate:
                 message = {**message, "headers": [*message.get("headers", ()), *names, *retry]}
             await send(message)
 
-        if not await self._answered(scope, _replayed(body, receive), named, videos):
+        if not await self._answered(scope, _replay_body(body, receive), named, videos):
             # The engine had let go of rows that vLLM took for sent: vLLM knows by now, and sends them this time.
-            await self._app(scope, _replayed(body, receive), named)
+            await self._app(scope, _replay_body(body, receive), named)
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:
         """Return whether vLLM answered a request; nothing was sent where its engine ended one about cached videos."""
         failed = False
-        held: list[Message] = []  # the start of a 500, until its body says whether the engine ended the request
+        held_messages: list[
+            Message
+        ] = []  # the start of a 500, until its body says whether the engine ended the request
 
         async def watched(message: Message) -> None:
             nonlocal failed
             if message["type"] == "http.response.start" and message["status"] == 500 and videos:
-                held.append(message)
+                held_messages.append(message)
                 return
-            failed = failed or (bool(held) and _ENDED in message.get("body", b""))
+            failed = failed or (bool(held_messages) and _ENGINE_ENDED in message.get("body", b""))
             if not failed:
-                for late in (*held, message):
+                for late in (*held_messages, message):
                     await send(late)
-                held.clear()
+                held_messages.clear()
 
         await self._app(scope, receive, watched)
         return not failed
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     """Return a ``receive`` that gives a body that was read already, and then what the client still says."""
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -12,7 +12,7 @@ from gstep.serving.options import check_connectors, engine_options, prepare_proc
 from gstep.serving.prompts import engine_input
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
-from pipeline.generate.model import find_model, stored_tower
+from pipeline.generate.model import find_model, read_tower_hash
 
 
 def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "auto", **more: Any) -> dict[str, Any]:
@@ -29,11 +29,11 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
     """
     check_connectors(more)
     runtime = choose_runtime("auto", dtype)
-    tower = partial(stored_tower, cache.store, cache.header)
+    tower = partial(read_tower_hash, cache.store, cache.header)
     source = find_model("the cache", cache.identity["model"], model, read_tower=tower)
     parallel = int(more.get("tensor_parallel_size", 1))
     prepare_process(runtime.device, parallel)
-    return {**engine_options(source, runtime, cache.most_tokens + 1, parallel), **more}
+    return {**engine_options(source, runtime, cache.max_tokens + 1, parallel), **more}
 
 
 def vllm_input(
@@ -59,14 +59,14 @@ def vllm_input(
     take.
     """
     videos = [video] if isinstance(video, CachedVideo) else list(video)
-    if not videos or any(one.header is None for one in videos):
+    if not videos or any(video.header is None for video in videos):
         raise ValueError("videos must come from TokenCache.get, at least one of them")
-    identity, *others = [one.header["identity"]["model"] for one in videos if one.header is not None]
-    if any(other != identity for other in others):
+    identity, *other_identities = [video.header["identity"]["model"] for video in videos if video.header is not None]
+    if any(other != identity for other in other_identities):
         raise ValueError("the videos are of caches of different models")
     made_with = identity["type"], identity["weights"], videos[0].metadata.get("tower_hash")
     builder = _builder(model, *made_with, positions, rule, frame_times)
-    built = builder.build(prompt, [one.visual for one in videos], system)
+    built = builder.build(prompt, [video.visual for video in videos], system)
     return engine_input(built, builder.placeholder_id)
 
 

@@ -16,10 +16,10 @@ from urllib.parse import parse_qsl, unquote
 from gstep.backbones import ModelSource
 from gstep.language import Prompt, PromptBuilder, prompt_builder
 from gstep.language.types import ChatMessage, ChatPart
-from pipeline.cache.header import declared_method
+from pipeline.cache.header import read_declared_method
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
-from pipeline.generate.model import check_model, check_tokens, stored_tower
+from pipeline.generate.model import check_model, check_tokens, read_tower_hash
 from pipeline.rows import Json, JsonObject
 from pipeline.serve import CONFIG
 from pipeline.serve.videos import ServedVideo, ServedVideos, TooLarge
@@ -56,14 +56,14 @@ class CacheLink:
             )
         name, _, query = url.removeprefix(SCHEME).partition("?")
         pairs = parse_qsl(query, keep_blank_values=True)
-        asked = dict(pairs)
-        if unknown := sorted(asked.keys() - {_RATIO, _CACHE}):
+        options = dict(pairs)
+        if unknown := sorted(options.keys() - {_RATIO, _CACHE}):
             raise ValueError(f"{url[:200]!r}: unknown option {unknown[0]!r}; known: {_RATIO}, {_CACHE}")
-        if len(asked) < len(pairs):
+        if len(options) < len(pairs):
             raise ValueError(f"{url[:200]!r} says an option twice")
         if not name:
             raise ValueError(f"{url[:200]!r} names no video")
-        return cls(unquote(name), _ratio(asked[_RATIO]) if _RATIO in asked else None, asked.get(_CACHE, ""))
+        return cls(unquote(name), _ratio(options[_RATIO]) if _RATIO in options else None, options.get(_CACHE, ""))
 
 
 def _ratio(text: str) -> float:
@@ -133,24 +133,26 @@ class CachedPrompts:
     Raises UsageError where they do not go together, ModelError, NotACache, CorruptShard and OSError.
     """
 
-    def __init__(self, served: ServedCache) -> None:
-        self.served = served
-        self.source = ModelSource.resolve(served.model, served.revision, quantized=True)
-        self.builder: PromptBuilder = prompt_builder(self.source, served.positions, served.rule, served.frame_times)
-        self.caches = {name: self._opened(place) for name, place in served.places().items()}
+    def __init__(self, config: ServedCache) -> None:
+        self.served = config
+        self.source = ModelSource.resolve(config.model, config.revision, quantized=True)
+        self.builder: PromptBuilder = prompt_builder(self.source, config.positions, config.rule, config.frame_times)
+        self.caches = {name: self._open_cache(place) for name, place in config.places().items()}
         #: The most visual tokens that a video of the caches has in a prompt.
-        self.largest_video = max(videos.cache.most_tokens for videos in self.caches.values())
+        self.largest_video = max(videos.cache.max_tokens for videos in self.caches.values())
         self.largest_video += 1 if self.builder.needs_newline else 0
 
-    def _opened(self, place: str) -> ServedVideos:
+    def _open_cache(self, place: str) -> ServedVideos:
         """Open a cache that fits the model, refreshed at intervals. Raises UsageError where it does not fit."""
         # A request is answered with a 503 when its store is away, and not after minutes.
-        opened = partial(TokenCache, place, store=store_at(place).impatient())
-        first = opened()
-        check_model(first.store, first.identity["model"], self.source, partial(stored_tower, first.store, first.header))
+        open_token_cache = partial(TokenCache, place, store=store_at(place).impatient())
+        first = open_token_cache()
+        check_model(
+            first.store, first.identity["model"], self.source, partial(read_tower_hash, first.store, first.header)
+        )
         check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
         _check_ratio(first, self.served.retention_ratio)
-        return ServedVideos(opened, self.served.refresh_seconds, self.served.held_bytes)
+        return ServedVideos(open_token_cache, self.served.refresh_seconds, self.served.held_bytes)
 
     def close(self) -> None:
         """Stop refreshing the caches."""
@@ -164,10 +166,10 @@ class CachedPrompts:
         """
         read = [(_role(message), parts_of(message)) for message in messages]
         links = [CacheLink.parse(part["url"]) for _, parts in read for part in parts if "url" in part]
-        told = [ChatMessage(role=role, content=[_for_template(part) for part in parts]) for role, parts in read]
+        messages_out = [ChatMessage(role=role, content=[_for_template(part) for part in parts]) for role, parts in read]
         n_characters = sum(len(part.get("text", "")) for _, parts in read for part in parts)
         self.check_length(n_characters)
-        return Conversation(told, links, n_characters)
+        return Conversation(messages_out, links, n_characters)
 
     def check_length(self, n_characters: int) -> None:
         """Raise ValueError for texts too long for any prompt of the model."""
@@ -181,24 +183,24 @@ class CachedPrompts:
     def find(self, link: CacheLink) -> Future[ServedVideo]:
         """Return a future of the linked video, as ServedVideos.find. Raises ValueError for an unknown cache."""
         if link.cache not in self.caches:
-            known = ", ".join(filter(None, self.caches)) or "none"
-            raise ValueError(f"this server has no cache {link.cache[:80]!r}; by name it has {known}")
+            names = ", ".join(filter(None, self.caches)) or "none"
+            raise ValueError(f"this server has no cache {link.cache[:80]!r}; by name it has {names}")
         ratio = link.retention_ratio if link.retention_ratio is not None else self.served.retention_ratio
         return self.caches[link.cache].find(link.video_id, ratio)
 
-    def prompt(self, conversation: Conversation, videos: Sequence[ServedVideo], room: float = math.inf) -> Prompt:
+    def prompt(self, conversation: Conversation, videos: Sequence[ServedVideo], max_tokens: float = math.inf) -> Prompt:
         """Return the prompt of a conversation up to where the model is to speak.
 
         Args:
-            room: visual tokens that a video may have in a prompt.
+            max_tokens: visual tokens that a video may have in a prompt.
 
         Raises ValueError, as the builder, and TooLarge.
         """
         for link, video in zip(conversation.links, videos, strict=True):
-            if (n_tokens := self.builder.n_visual([video.visual])) > room:
+            if (n_tokens := self.builder.n_visual([video.visual])) > max_tokens:
                 raise TooLarge(
-                    f"{link.video_id!r} has {n_tokens:,} tokens in a prompt, and this server made room for {room:,} at "
-                    "its start: restart the server (--max-tokens-per-video makes room for later ones), or ask for a "
+                    f"{link.video_id!r} has {n_tokens:,} tokens in a prompt, but this server has memory for "
+                    f"{max_tokens:,}: restart the server (with --max-tokens-per-video for later videos), or ask for a "
                     f"smaller {_RATIO}"
                 )
         return self.builder.build_chat(conversation.messages, [video.visual for video in videos])
@@ -206,22 +208,22 @@ class CachedPrompts:
 
 def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
     """Raise UsageError where no video of a cache can be served at the server's ratio."""
-    stored, declared = cache.retention_ratio, declared_method(cache.identity)
-    if ratio is None or abs(ratio - stored) <= 1e-9:
+    stored_ratio, method = cache.retention_ratio, read_declared_method(cache.identity)
+    if ratio is None or abs(ratio - stored_ratio) <= 1e-9:
         return
-    if ratio > stored:
-        raise UsageError(f"--retention-ratio {ratio:g}: the cache stores {stored:g}")
-    if declared is not None and not declared.nested:
+    if ratio > stored_ratio:
+        raise UsageError(f"--retention-ratio {ratio:g}: the cache stores {stored_ratio:g}")
+    if method is not None and not method.nested:
         raise UsageError(
             f"--retention-ratio {ratio:g}: {cache.identity['pruner']['method']}, which pruned {cache.store}, has no "
-            f"order of selection, so only {stored:g} can be served"
+            f"order of selection, so only {stored_ratio:g} can be served"
         )
 
 
 @lru_cache(maxsize=1)
-def prompts_of(served: ServedCache) -> CachedPrompts:
+def find_prompts(config: ServedCache) -> CachedPrompts:
     """Return this process's only CachedPrompts, which renderer and gate share."""
-    return CachedPrompts(served)
+    return CachedPrompts(config)
 
 
 _NO_MORE = frozenset(("role", "content", "name", "type"))

@@ -18,12 +18,14 @@ from gstep.serving.options import check_connectors, max_video_rows
 from gstep.serving.prompts import engine_input
 from pipeline.errors import CorruptShard, UnknownVideo
 from pipeline.serve.gate import VIDEOS
-from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, parts_of, prompts_of
+from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, find_prompts, parts_of
 from pipeline.serve.videos import ServedVideo, StoreAway, TooLarge, VideoGone
 
 _READY = "cached_videos_input"  # key of a prompt that needs no further processing
-# Of a request what may be set with a cached video: all else changes prompts in ways that are not looked into here.
-_TAKEN = frozenset(("add_generation_prompt", "tokenize", "return_dict", "cohere_format"))  # the last is the server's
+# The settings that a request with a cached video may have: other settings change prompts in unchecked ways.
+_ACCEPTED_NAMES = frozenset(
+    ("add_generation_prompt", "tokenize", "return_dict", "cohere_format")
+)  # the last is the server's
 _LONG = 2**14  # characters, which take some 10 ms: longer texts are tokenized where short ones do not wait for them
 _STATUS = {StoreAway: 503, TooLarge: 503, VideoGone: 410, CorruptShard: 500}
 
@@ -42,10 +44,10 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
 
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         """Return the conversation and its prompt; see ``render_messages_async``, which the server calls."""
-        found = self._read(messages, params)
-        if isinstance(found, list):
-            return super().render_messages(found, params)  # type: ignore[no-any-return]
-        return self._prompt(found, [self._made().find(link).result() for link in found.links])
+        read = self._read(messages, params)
+        if isinstance(read, list):
+            return super().render_messages(read, params)  # type: ignore[no-any-return]
+        return self._prompt(read, [self._get_prompts().find(link).result() for link in read.links])
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         """Return the conversation and its prompt, waiting for nothing but the videos and texts of this request.
@@ -58,7 +60,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
             if isinstance(found, list):
                 return await super().render_messages_async(found, params)  # type: ignore[no-any-return]
             # A client that leaves cancels its own waiting, and not the reading that others wait for, too.
-            reads = [asyncio.shield(asyncio.wrap_future(self._made().find(link))) for link in found.links]
+            reads = [asyncio.shield(asyncio.wrap_future(self._get_prompts().find(link))) for link in found.links]
             videos = await asyncio.gather(*reads)
             pool = self._long if found.n_characters > _LONG else self._short
             ready = await asyncio.get_running_loop().run_in_executor(pool, self._prompt, found, videos)
@@ -81,7 +83,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
     async def process_for_engine_async(
         self, prompt: Any, arrival_time: float, *, skip_mm_cache: bool = False, **more: Any
     ) -> Any:
-        """Return what ``process_for_engine`` returns."""
+        """Return the result of ``process_for_engine``."""
         if (ready := self._ready(prompt, arrival_time, skip_mm_cache=skip_mm_cache)) is not None:
             return ready
         return await super().process_for_engine_async(prompt, arrival_time, skip_mm_cache=skip_mm_cache, **more)
@@ -114,10 +116,10 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         """The visual tokens that a video may have in a prompt, known once the engine has started."""
         return max_video_rows(self.config)
 
-    def _made(self) -> CachedPrompts:
+    def _get_prompts(self) -> CachedPrompts:
         """Return the maker of prompts, opened on first use."""
         # Not in __init__: the engine's own process makes a renderer too, and asks it for its tokenizer alone.
-        return prompts_of(self._served)
+        return find_prompts(self._served)
 
     def _read(self, messages: list[Any], params: Any) -> Conversation | list[Any]:
         """Parse messages about cached videos; return messages without any unchanged."""
@@ -127,7 +129,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
                 continue
             message["content"] = list(message["content"])  # pydantic gives an iterator, which ends
         parts = [part for message in read for part in parts_of(message)]
-        texts, prompts = [part.get("text", "") for part in parts], self._made()
+        texts, prompts = [part.get("text", "") for part in parts], self._get_prompts()
         prompts.check_length(sum(map(len, texts)))
         # vLLM would take a placeholder in a text for a video.
         if not any("url" in part for part in parts) and not any(map(prompts.builder.has_placeholder, texts)):
@@ -137,19 +139,19 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
 
     def _prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> tuple[list[Any], Any]:
         """Return the conversation as vLLM keeps it, and its finished prompt."""
-        prompts = self._made()
+        prompts = self._get_prompts()
         prompt = prompts.prompt(conversation, videos, self._room)
         ready = engine_input(prompt, prompts.builder.placeholder_id)
-        told = [{"role": message["role"], "content": _text(message)} for message in conversation.messages]
-        return told, {"prompt_token_ids": prompt.input_ids.tolist(), _READY: ready}
+        messages = [{"role": message["role"], "content": _text(message)} for message in conversation.messages]
+        return messages, {"prompt_token_ids": prompt.input_ids.tolist(), _READY: ready}
 
 
 def _check(params: Any) -> None:
     """Raise VLLMValidationError for template options that do not go with a cached video."""
-    asked = params.chat_template_kwargs
-    if refused := sorted(name for name, value in asked.items() if value and name not in _TAKEN):
-        raise VLLMValidationError(f"{refused[0]} cannot go with a cached video", parameter=refused[0])
-    if asked.get("add_generation_prompt") is False:
+    options = params.chat_template_kwargs
+    if refused_names := sorted(name for name, value in options.items() if value and name not in _ACCEPTED_NAMES):
+        raise VLLMValidationError(f"{refused_names[0]} cannot go with a cached video", parameter=refused_names[0])
+    if options.get("add_generation_prompt") is False:
         raise VLLMValidationError("add_generation_prompt must be true with a cached video")
 
 

@@ -1,4 +1,4 @@
-"""From a checked request to vLLM's own server, in this process."""
+"""The start of vLLM's own server in this process, for a checked request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gstep.serving.options import (
 )
 from pipeline.cache.header import read_header
 from pipeline.errors import UsageError, store_usage_errors, usage_errors
-from pipeline.generate.engines.vllm import check_installed, refuse_own
+from pipeline.generate.engines.vllm import check_installed, refuse_reserved
 from pipeline.generate.model import choose_model
 from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import ServeConfig
@@ -35,7 +35,7 @@ from pipeline.storage.stores import store_at
 
 _ENDS_S = 5  # beyond the shutdown timeout, in which a process that has answered its requests ends
 # What is no user's to say, beside what no engine's user can.
-_OWN = RESERVED_OPTIONS | {
+_RESERVED_ARGUMENTS = RESERVED_OPTIONS | {
     *("tokenizer_mode", "host", "port", "api_key", "served_model_name", "chat_template"),
     *(
         "allowed_media_domains",
@@ -56,9 +56,9 @@ def serve(config: ServeConfig) -> None:
         return
     from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - tens of seconds to import
 
-    parsed = _parse(arguments)
-    ServeSubcommand().validate(parsed)
-    ServeSubcommand.cmd(parsed)
+    namespace = _parse(arguments)
+    ServeSubcommand().validate(namespace)
+    ServeSubcommand.cmd(namespace)
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -67,8 +67,8 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
 
     parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
-    parsed: Namespace = parser.parse_args(arguments)
-    return parsed
+    namespace: Namespace = parser.parse_args(arguments)
+    return namespace
 
 
 def server_arguments(config: ServeConfig) -> list[str]:
@@ -77,9 +77,9 @@ def server_arguments(config: ServeConfig) -> list[str]:
     os.environ.update(_store_variables(config))
     if config.api_key is not None:
         os.environ[KEY] = config.api_key
-    served = served_cache(config)
+    served_config = served_cache(config)
     with usage_errors(), store_usage_errors():
-        prompts = CachedPrompts(served)
+        prompts = CachedPrompts(served_config)
         prompts.close()
     if prompts.builder.axes == 1 and prompts.builder.policy.positions == "original":
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
@@ -87,7 +87,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         check_generation_settings(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
     params = config.engine_params()
     # vLLM's command line also takes a part of an argument, as in compilation_config.mode=3.
-    refuse_own({name.partition(".")[0]: value for name, value in params.items()}, _OWN)
+    refuse_reserved({name.partition(".")[0]: value for name, value in params.items()}, _RESERVED_ARGUMENTS)
     with usage_errors():
         check_connectors(params)
         runtime = choose_runtime("auto", config.dtype)
@@ -101,7 +101,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         "tokenizer_mode": MODE,
         # If a route of vLLM fetched a media URL before the renderer sees it, no domain would be allowed.
         "allowed_media_domains": ["cached-videos.invalid"],
-        "additional_config": {CONFIG: asdict(served)},
+        "additional_config": {CONFIG: asdict(served_config)},
         # Rows go to the engine with the first question on a video; it keeps them for later ones.
         "mm_processor_cache_gb": config.held_bytes / 2**30,
         "middleware": [f"{RequestGate.__module__}.{RequestGate.__name__}"],
@@ -117,15 +117,15 @@ def server_arguments(config: ServeConfig) -> list[str]:
     if "max_num_batched_tokens" in params:
         from vllm import AsyncEngineArgs  # noqa: PLC0415 - as above
 
-        parsed = _parse(arguments)
-        parsed.model = model
+        namespace = _parse(arguments)
+        namespace.model = model
         with usage_errors():
-            check_video_fits(AsyncEngineArgs.from_cli_args(parsed), largest)
+            check_video_fits(AsyncEngineArgs.from_cli_args(namespace), largest)
     return arguments
 
 
 def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
-    """Return the most tokens of a video in a prompt that there must be room for. Raises UsageError for too few."""
+    """Return the maximum number of tokens of a video for which memory is reserved. Raises UsageError if too few."""
     most, newline = config.max_tokens_per_video, 1 if prompts.builder.needs_newline else 0
     if most is None:
         return prompts.largest_video
@@ -137,8 +137,10 @@ def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
 
 def command_line(arguments: Sequence[str], variables: Mapping[str, str]) -> str:
     """Return the shell command by which vLLM's own ``vllm serve`` answers as ``jobs.serve`` does, without the key."""
-    here = {**{name: os.environ[name] for name in ENVIRONMENT if name in os.environ}, **variables}
-    return shlex.join(["env", *(f"{name}={value}" for name, value in here.items()), "vllm", "serve", *arguments])
+    variables_here = {**{name: os.environ[name] for name in ENVIRONMENT if name in os.environ}, **variables}
+    return shlex.join(
+        ["env", *(f"{name}={value}" for name, value in variables_here.items()), "vllm", "serve", *arguments]
+    )
 
 
 def _store_variables(config: ServeConfig) -> dict[str, str]:

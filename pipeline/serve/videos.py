@@ -9,11 +9,11 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from gstep.language import Visual
-from pipeline.cache.header import declared_method, read_header
+from pipeline.cache.header import read_declared_method, read_header
 from pipeline.cache.reader import TokenCache, TokenOrder
-from pipeline.cache.table import table_files
+from pipeline.cache.table import list_table_files
 from pipeline.errors import CorruptShard, NotACache, RemovedVideo, UnknownVideo
-from pipeline.generate.prompts import LruCache, n_bytes
+from pipeline.generate.prompts import LruCache, count_bytes
 from pipeline.rows import VideoRow
 
 _MAX_READERS = 8  # videos that are read at once
@@ -29,14 +29,14 @@ class VideoGone(Exception):  # noqa: N818
 
 
 class TooLarge(Exception):  # noqa: N818
-    """An error: the engine has no room for so many tokens of a video, until the server starts anew."""
+    """An error: the engine has no memory for so many tokens of a video until the server restarts."""
 
 
 class ServedVideo(NamedTuple):
     """A video as prompts take it.
 
     Attributes:
-        name: of its stored content; it changes when the video is encoded anew.
+        name: of its stored content; it changes when the video is encoded again.
         snapshot: the number of the snapshot whose row had that content.
     """
 
@@ -93,13 +93,13 @@ class ServedVideos:
         cache = open_cache()
         self._now = _Snapshot(cache, _file_names(cache), 0)
         self._identity = cache.identity
-        declared = declared_method(cache.identity)
-        self._order: TokenOrder = "selection" if declared is not None and declared.reorders else "index"
-        self._held: LruCache[VideoKey, ServedVideo] = LruCache(held_bytes, _n_bytes)
+        method = read_declared_method(cache.identity)
+        self._order: TokenOrder = "selection" if method is not None and method.reorders else "index"
+        self._videos_in_memory: LruCache[VideoKey, ServedVideo] = LruCache(held_bytes, _n_bytes)
         self._reads = SharedReads(self._read)
         self._lock = threading.RLock()
         self.away = False
-        self._closed = threading.Event()
+        self._close_event = threading.Event()
         threading.Thread(target=self._keep_looking, args=(refresh_seconds,), name="cache-table", daemon=True).start()
 
     @property
@@ -109,7 +109,7 @@ class ServedVideos:
 
     def close(self) -> None:
         """Stop refreshing the cache."""
-        self._closed.set()
+        self._close_event.set()
         self._reads.close()
 
     def find(self, video_id: str, retention_ratio: float | None) -> Future[ServedVideo]:
@@ -119,7 +119,7 @@ class ServedVideos:
         """
         key = (video_id, retention_ratio)
         with self._lock:
-            video = self._held.get(key)
+            video = self._videos_in_memory.get(key)
             if video is None or video.snapshot != self._now.number:
                 return self._reads.find(key)
             in_memory: Future[ServedVideo] = Future()
@@ -136,69 +136,69 @@ class ServedVideos:
             self.away = True
 
     def _look_again(self) -> None:
-        """Open the cache anew.
+        """Open the cache again.
 
         Raises NotACache where another cache has taken its place, whose tokens the model may not understand.
         """
         cache = self._open()
         if cache.identity != self._identity:
-            raise NotACache(f"{cache.store} holds another cache now: start the server anew")
+            raise NotACache(f"{cache.store} has another cache now: restart the server")
         files = _file_names(cache)
         with self._lock:
             self._now = _Snapshot(cache, files, self._now.number + 1)
 
     def _keep_looking(self, seconds: float) -> None:
         """Refresh at intervals until closed; runs in a thread."""
-        while not self._closed.wait(seconds):
+        while not self._close_event.wait(seconds):
             self.refresh()
 
-    def _read(self, asked: VideoKey) -> ServedVideo:
+    def _read(self, key: VideoKey) -> ServedVideo:
         """Read a video; runs in a reader thread."""
         try:
             try:
-                found = self._load(*asked)
+                video = self._load(*key)
             except (CorruptShard, UnknownVideo):
                 if not self.away:
                     raise
                 self._look_again()  # the table was read while the store was away
-                found = self._load(*asked)
+                video = self._load(*key)
         except (OSError, NotACache, CorruptShard, UnknownVideo) as error:
-            told = self._told(error)
-            if type(told) is UnknownVideo:  # a client learns no ids of other videos
-                raise UnknownVideo(f"{asked[0]!r} is not in the cache") from error
-            if told is error:
+            explanation = self._explain_error(error)
+            if type(explanation) is UnknownVideo:  # a client learns no ids of other videos
+                raise UnknownVideo(f"{key[0]!r} is not in the cache") from error
+            if explanation is error:
                 raise
-            raise told from error
+            raise explanation from error
         self.away = False
-        return found
+        return video
 
     def _load(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
         """Read a video's tokens, unless its row says that those in memory are still its own."""
-        now, asked = self._now, (video_id, retention_ratio)
+        now, key = self._now, (video_id, retention_ratio)
         name = _content_name(now.cache.metadata(video_id))
         with self._lock:
-            found = self._held.get(asked)
-        if found is None or found.name != name:
-            video = now.cache.get(video_id, retention_ratio, self._order)
-            found = ServedVideo(video.visual, _content_name(video.metadata), now.number)
-            _ = found.visual.placeholder_hash  # computed here once, so that no prompt waits for it
+            video = self._videos_in_memory.get(key)
+        if video is None or video.name != name:
+            cached = now.cache.get(video_id, retention_ratio, self._order)
+            video = ServedVideo(cached.visual, _content_name(cached.metadata), now.number)
+            _ = video.visual.placeholder_hash  # computed here once, so that no prompt waits for it
         with self._lock:
-            return self._held.put(asked, found._replace(snapshot=now.number))
+            return self._videos_in_memory.put(key, video._replace(snapshot=now.number))
 
-    def _told(self, error: Exception) -> Exception:
+    def _explain_error(self, error: Exception) -> Exception:
         """Return the error that a request gets."""
-        missing = isinstance(error, CorruptShard) and error.kind == "missing"
+        is_missing = isinstance(error, CorruptShard) and error.kind == "missing"
         # A folder that was unmounted looks like an empty cache.
-        doubtful = missing or type(error) is UnknownVideo
+        doubtful = is_missing or type(error) is UnknownVideo
         if isinstance(error, OSError | NotACache) or (doubtful and not self._reachable()):
             self.away = True
             return StoreAway("the store of the cache does not answer; ask again later")
-        if missing or isinstance(error, RemovedVideo):
+        if is_missing or isinstance(error, RemovedVideo):
             return VideoGone(str(error.args[0]))
         return error
 
     def _reachable(self) -> bool:
-        """Return whether the cache's store answers."""
+        """Return True if the cache's store answers."""
         try:
             read_header(self.cache.store)
         except (OSError, NotACache):
@@ -209,14 +209,14 @@ class ServedVideos:
 def _n_bytes(video: ServedVideo) -> int:
     """Return the bytes of a video's tensors, and of its rows where those are a copy."""
     visual = video.visual
-    return n_bytes(visual) + (0 if visual.placeholder_rows is visual.tokens else visual.placeholder_rows.nbytes)
+    return count_bytes(visual) + (0 if visual.placeholder_rows is visual.tokens else visual.placeholder_rows.nbytes)
 
 
 def _file_names(cache: TokenCache) -> frozenset[str]:
     """Return the names of the table's files."""
-    return frozenset(file.name for file in table_files(cache.store))
+    return frozenset(file.name for file in list_table_files(cache.store))
 
 
 def _content_name(row: VideoRow) -> str:
-    """Return a name for the video's stored content, which changes when it is encoded anew."""
+    """Return a name for the video's stored content, which changes when it is encoded again."""
     return f"{quote(row['video_id'])}={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"

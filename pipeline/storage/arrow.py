@@ -30,11 +30,11 @@ _AZURE = {"BlobEndpoint": "blob_storage_authority", "AccountName": "account_name
 
 
 class ArrowObjects:
-    """The client of an object store that Arrow's file systems reach. It pickles; a forked process connects anew."""
+    """The client of an object store that Arrow's file systems reach. It pickles; a forked process connects again."""
 
     def __init__(self, scheme: str, connect: Callable[[], fs.FileSystem]) -> None:
         self._scheme, self._connect = scheme, connect
-        self._connected: tuple[int, fs.FileSystem] | None = None  # (process, file system)
+        self._connection: tuple[int, fs.FileSystem] | None = None  # (process, file system)
 
     @classmethod
     def at(cls, uri: str) -> ArrowObjects:
@@ -54,35 +54,35 @@ class ArrowObjects:
         return self
 
     @contextmanager
-    def _reaching(self, uri: str) -> Iterator[tuple[fs.FileSystem, str]]:
+    def _connect_to(self, uri: str) -> Iterator[tuple[fs.FileSystem, str]]:
         """Yield the file system and the object's path; errors inside the context become OSError that names the URI."""
-        if self._connected is None or self._connected[0] != os.getpid():
-            self._connected = os.getpid(), self._connect()
+        if self._connection is None or self._connection[0] != os.getpid():
+            self._connection = os.getpid(), self._connect()
         try:
-            yield self._connected[1], uri.removeprefix(self._scheme).rstrip("/")
+            yield self._connection[1], uri.removeprefix(self._scheme).rstrip("/")
         except OSError as error:
             raise OSError(error.errno or errno.EIO, str(error).partition(" Details:")[0], uri) from None
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
         """Yield the objects of a folder in order of their names, with ``deep`` also those of its subfolders."""
-        with self._reaching(prefix) as (files, path):
-            found = files.get_file_info(fs.FileSelector(path, recursive=deep, allow_not_found=True))
-        for item in sorted(found, key=lambda item: item.path):
+        with self._connect_to(prefix) as (files, path):
+            infos = files.get_file_info(fs.FileSelector(path, recursive=deep, allow_not_found=True))
+        for item in sorted(infos, key=lambda item: item.path):
             if item.type == fs.FileType.File:
                 yield ObjectInfo(f"{self._scheme}{item.path}", item.size)
 
     def age(self, uri: str) -> timedelta:
         """Return the time since the object was written, by this machine's clock. Raises FileNotFoundError."""
-        with self._reaching(uri) as (files, path):
+        with self._connect_to(uri) as (files, path):
             info = files.get_file_info(path)
             if info.type == fs.FileType.NotFound:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            written: datetime = info.mtime
-            return datetime.now(UTC) - written
+            written_at: datetime = info.mtime
+            return datetime.now(UTC) - written_at
 
     def exists(self, uri: str) -> bool:
-        """Return whether there is such an object."""
-        with self._reaching(uri) as (files, path):
+        """Return True if there is such an object."""
+        with self._connect_to(uri) as (files, path):
             return bool(files.get_file_info(path).type == fs.FileType.File)
 
     def read(self, uri: str) -> bytes:
@@ -91,20 +91,20 @@ class ArrowObjects:
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
         """Read bytes [start, end) of an object, or its last ``-start`` bytes. Raises FileNotFoundError."""
-        with self._reaching(uri) as (files, path), files.open_input_file(path) as file:
+        with self._connect_to(uri) as (files, path), files.open_input_file(path) as file:
             size = file.size()
             first, last, _ = slice(start, end).indices(size)
             return Slice(bytes(file.read_at(last - first, first)) if first < last else b"", size)
 
     def put(self, uri: str, data: bytes | pa.Buffer) -> None:
         """Write a whole object."""
-        with self._reaching(uri) as (files, path), files.open_output_stream(path) as stream:
+        with self._connect_to(uri) as (files, path), files.open_output_stream(path) as stream:
             stream.write(data)
 
     def delete(self, uri: str) -> None:
         """Remove an object; nothing happens where there is none."""
         if self.exists(uri):
-            with self._reaching(uri) as (files, path):
+            with self._connect_to(uri) as (files, path):
                 files.delete_file(path)
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
@@ -118,12 +118,12 @@ class ArrowObjects:
 def _azure_settings(uri: str) -> dict[str, str]:
     """Return the arguments of AzureFileSystem that the environment holds. Raises UsageError."""
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
-    told = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
-    settings = {argument: told[name] for name, argument in _AZURE.items() if name in told}
+    settings = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+    settings = {argument: settings[name] for name, argument in _AZURE.items() if name in settings}
     if endpoint := settings.pop("blob_storage_authority", ""):
-        scheme, _, rest = endpoint.partition("://")
+        scheme, _, host = endpoint.partition("://")
         for kind in ("blob", "dfs"):
-            settings |= {f"{kind}_storage_scheme": scheme, f"{kind}_storage_authority": rest.partition("/")[0]}
+            settings |= {f"{kind}_storage_scheme": scheme, f"{kind}_storage_authority": host.partition("/")[0]}
     for argument, name in (("account_name", "AZURE_STORAGE_ACCOUNT"), ("account_key", "AZURE_STORAGE_KEY")):
         if argument not in settings and os.environ.get(name):
             settings[argument] = os.environ[name]

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 _CHUNK = 2**14  # small, so that a slow download is noticed
-# How often a download goes on where it broke, without so many bytes in between: stores end connections that wait long.
+# How often a download is resumed, without _PROGRESS bytes in between: stores end connections that wait long.
 _RESUMES, _PROGRESS = 4, 2**24
 _GRACE_S, _SLOWEST = 120, 2**18  # a download may take this long, and as long as its size takes at this rate (bytes/s)
 
@@ -26,14 +26,14 @@ class Incoming(Protocol):
     def __iter__(self) -> Iterator[bytes]: ...
 
 
-def hand_over(download: Incoming, write: Callable[[bytes], object], limit: int | None, uri: str) -> int:
+def write_download(download: Incoming, write: Callable[[bytes], object], limit: int | None, uri: str) -> int:
     """Hand a whole object to ``write`` piece by piece, and return its size.
 
     Raises OSError with EFBIG, which names ``uri``, before anything is read of one above ``limit`` bytes.
     """
     if limit is not None and download.size > limit:
-        what = f"the object has {download.size} bytes, more than the {limit} that are allowed"
-        raise OSError(errno.EFBIG, what, uri)
+        message = f"the object has {download.size} bytes, more than the {limit} that are allowed"
+        raise OSError(errno.EFBIG, message, uri)
     for piece in download:
         write(piece)
     return download.size
@@ -70,17 +70,17 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         with errors():
             answer = ask(None if whole else f"bytes={start}-{self._last}", None)
             self._body, self.mark = answer["Body"], answer.get("ETag")
-            length, stated = answer.get("ContentLength"), answer.get("ContentRange")
+            length, content_range = answer.get("ContentLength"), answer.get("ContentRange")
             wrong = None
             if length is None:  # a gateway with chunked transfer does not send the size
                 wrong = "the store does not say how large the object is"
-            elif not whole and not (stated or "").startswith(f"bytes {start}-"):
-                wrong = f"the store answered with another range than was asked for: {stated}"
+            elif not whole and not (content_range or "").startswith(f"bytes {start}-"):
+                wrong = f"the store answered with another range than was asked for: {content_range}"
             if wrong:
                 self.close()
                 raise OSError(errno.EIO, wrong)
-        self.size = int(length if whole else stated.rpartition("/")[2])
-        self._length = self._left = int(length)
+        self.size = int(length if whole else content_range.rpartition("/")[2])
+        self._length = self._n_left = int(length)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -90,14 +90,18 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         self._body.close()
 
     def __next__(self) -> bytes:
-        if not self._left:
+        if not self._n_left:
             raise StopIteration
         with self._errors():
             piece = self._piece()
-            self._at, self._left, self._since = self._at + len(piece), self._left - len(piece), self._since + len(piece)
+            self._at, self._n_left, self._since = (
+                self._at + len(piece),
+                self._n_left - len(piece),
+                self._since + len(piece),
+            )
             if self._spent_s > _GRACE_S + self._length / _SLOWEST:
-                done = self._length - self._left
-                raise OSError(errno.ETIMEDOUT, f"only {done} of {self._length} bytes came in time")
+                n_done = self._length - self._n_left
+                raise OSError(errno.ETIMEDOUT, f"only {n_done} of {self._length} bytes came in time")
         return piece
 
     def _piece(self) -> bytes:
@@ -117,4 +121,4 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
             self._body = answer["Body"]
             if not answer.get("ContentRange", "").startswith(f"bytes {self._at}-"):
                 self.close()
-                raise OSError(errno.EIO, "the store cannot go on where a download broke")
+                raise OSError(errno.EIO, "the store cannot resume a broken download")

@@ -18,7 +18,7 @@ _PIECE = 2**26
 
 
 def is_remote(uri: str) -> bool:
-    """Return whether a URI names a file that is fetched: an object of S3 or a file of the hub."""
+    """Return True if a URI names a file that is fetched: an object of S3 or a file of the hub."""
     return is_object(uri) or uri.startswith(SCHEME)
 
 
@@ -28,11 +28,11 @@ class HubFiles:
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
         """Yield the files whose URIs begin with ``prefix``, by name; one request a folder of thousand files."""
         folder = prefix.rpartition("/")[0]
-        with _reaching(folder) as (hub, path):
-            found = hub.find(path, maxdepth=None if deep else 1, detail=True)
-        for name in sorted(found):
-            if f"{SCHEME}{name}".startswith(prefix) and found[name]["type"] == "file":
-                yield _info(found[name])
+        with _connect_to(folder) as (hub, path):
+            entries = hub.find(path, maxdepth=None if deep else 1, detail=True)
+        for name in sorted(entries):
+            if f"{SCHEME}{name}".startswith(prefix) and entries[name]["type"] == "file":
+                yield _info(entries[name])
 
     def size(self, uri: str) -> int:
         """Return a file's size in bytes."""
@@ -40,11 +40,11 @@ class HubFiles:
 
     def info(self, uri: str) -> ObjectInfo:
         """Return a file's size and what tells its content."""
-        with _reaching(uri) as (hub, path):
-            found = hub.info(path)
-        if found["type"] != "file":
+        with _connect_to(uri) as (hub, path):
+            entry = hub.info(path)
+        if entry["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "it is a folder", uri)
-        return _info(found)
+        return _info(entry)
 
     def read(self, uri: str) -> bytes:
         """Read a whole file, in one request."""
@@ -52,7 +52,7 @@ class HubFiles:
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
         """Read bytes [start, end) of a file, or its last ``-start`` bytes, in one request."""
-        with _reaching(uri) as (hub, path), hub.open(path, "rb", cache_type="none") as file:
+        with _connect_to(uri) as (hub, path), hub.open(path, "rb", cache_type="none") as file:
             size = int(file.size)
             first, last, _ = slice(start, end).indices(size)
             file.seek(first)
@@ -94,7 +94,7 @@ Files = Objects | HubFiles
 
 
 def reach(uri: str, objects: Objects) -> Files:
-    """Return what reads the file of a URI. Raises UsageError for an address that nothing here reads."""
+    """Return the client that reads the file of a URI. Raises UsageError for an unknown kind of address."""
     if is_object(uri):
         return objects
     if uri.startswith(f"{SCHEME}datasets/"):
@@ -102,14 +102,14 @@ def reach(uri: str, objects: Objects) -> Files:
     raise UsageError(f"{uri}: only local paths, s3:// and hf://datasets/ are read")
 
 
-def _info(found: dict[str, Any]) -> ObjectInfo:
-    """Convert what the hub's file system says of a file to an ObjectInfo; its mark is the content's hash."""
-    mark = (found.get("lfs") or {}).get("sha256") or found.get("blob_id") or ""
-    return ObjectInfo(f"{SCHEME}{found['name']}", int(found["size"]), str(mark))
+def _info(entry: dict[str, Any]) -> ObjectInfo:
+    """Convert an entry of the hub's file system to an ObjectInfo; its mark is the content's hash."""
+    mark = (entry.get("lfs") or {}).get("sha256") or entry.get("blob_id") or ""
+    return ObjectInfo(f"{SCHEME}{entry['name']}", int(entry["size"]), str(mark))
 
 
 @contextmanager
-def _reaching(uri: str) -> Iterator[tuple[Any, str]]:
+def _connect_to(uri: str) -> Iterator[tuple[Any, str]]:
     """Yield the hub's file system and a path in it; whatever fails is an OSError that names the URI."""
     try:
         from huggingface_hub import HfFileSystem  # noqa: PLC0415 - only where the hub is used
@@ -121,5 +121,5 @@ def _reaching(uri: str) -> Iterator[tuple[Any, str]]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, f"the hub has no such file ({type(error).__name__})", uri) from None
     except Exception as error:  # noqa: BLE001 - its clients raise errors of several libraries
-        said = str(error).strip().split("\n", 1)[0]
-        raise OSError(errno.EIO, f"the hub does not answer: {type(error).__name__}: {said}", uri) from None
+        reason = str(error).strip().split("\n", 1)[0]
+        raise OSError(errno.EIO, f"the hub does not answer: {type(error).__name__}: {reason}", uri) from None

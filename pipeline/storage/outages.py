@@ -1,6 +1,6 @@
 """Stores that do not answer for a while: one line when that begins and one when it ends, not one a request.
 
-Each process notes what its own requests meet. The workers of a run report theirs to the driver, which says both.
+Each process records its own requests. The workers of a run report their outages to the driver, which prints all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-NOTED_S = 5.0  # a store that fails for a shorter time is only busy
+MIN_OUTAGE_S = 5.0  # a store that fails for a shorter time is only busy
 
 
 class Outage(NamedTuple):
@@ -37,49 +37,49 @@ class Outages:
 
     def __init__(self) -> None:
         self.say: Callable[[str], object] = logging.getLogger(__name__).warning
-        self._here: dict[str, Outage] = {}  # by place: since the last answer that this process got
+        self._own_outages: dict[str, Outage] = {}  # by place: since the last answer that this process got
         self._workers: dict[str, Outage] = {}
-        self._noted: dict[str, Outage] = {}
+        self._announced: dict[str, Outage] = {}
 
     def clear(self) -> None:
-        """Forget what was noted: of a store that nobody asks any more nobody learns that it answers."""
-        for noted in (self._here, self._workers, self._noted):
-            noted.clear()
+        """Forget all outages: without requests nobody notices that a store answers again."""
+        for outages in (self._own_outages, self._workers, self._announced):
+            outages.clear()
 
-    def failed(self, outage: Outage) -> None:
-        """Take a request that failed in a way which another try may not."""
-        self._here.setdefault(outage.place, outage)
+    def note_failure(self, outage: Outage) -> None:
+        """Record a failed request that another try may mend."""
+        self._own_outages.setdefault(outage.place, outage)
         self._note()
 
-    def answered(self, place: str) -> None:
-        """Take a request that was answered."""
-        if place in self._here:
-            self._here.pop(place, None)
+    def note_answer(self, place: str) -> None:
+        """Record that a store answered: its outage is over."""
+        if place in self._own_outages:
+            self._own_outages.pop(place, None)
             self._note()
 
     def report(self) -> tuple[Outage, ...]:
-        """Return the stores that do not answer this process, for long enough to speak of."""
-        if not self._here:
+        """Return this process's outages that are longer than MIN_OUTAGE_S."""
+        if not self._own_outages:
             return ()
-        until = time.time() - NOTED_S
-        return tuple(outage for outage in [*self._here.values()] if outage.since <= until)
+        until = time.time() - MIN_OUTAGE_S
+        return tuple(outage for outage in [*self._own_outages.values()] if outage.since <= until)
 
     def take_reports(self, outages: Collection[Outage]) -> None:
-        """Take what all workers report now."""
+        """Replace the outages of the workers by their latest reports."""
         self._workers = {outage.place: outage for outage in sorted(outages, key=lambda outage: -outage.since)}
         self._note()
 
     def _note(self) -> None:
-        """Say which outages are new, and which are over."""
+        """Print a line for each outage that is new or over."""
         lasting = {**self._workers, **{outage.place: outage for outage in self.report()}}
         for place, outage in lasting.items():
-            if place not in self._noted:
-                self._noted[place] = outage
+            if place not in self._announced:
+                self._announced[place] = outage
                 since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(outage.since))
                 self.say(f"note: the store {place} fails since {since} ({outage.why}). Requests are tried again")
-        for place in self._noted.keys() - lasting.keys():
+        for place in self._announced.keys() - lasting.keys():
             with suppress(KeyError):  # another thread has said it
-                took_s = time.time() - self._noted.pop(place).since
+                took_s = time.time() - self._announced.pop(place).since
                 self.say(f"note: the store {place} answers again, after {took_s:.0f} s")
 
 
@@ -88,8 +88,8 @@ OUTAGES = Outages()
 
 
 @contextmanager
-def saying_outages(say: Callable[[str], object]) -> Iterator[None]:
-    """Let ``say`` have the lines about outages that begin inside the context."""
+def announce_outages(say: Callable[[str], object]) -> Iterator[None]:
+    """Print the lines about outages with ``say`` inside the context."""
     OUTAGES.clear()
     before, OUTAGES.say = OUTAGES.say, say
     try:

@@ -89,7 +89,7 @@ class Stretch(NamedTuple):
     data: bytes
 
     def holds(self, start: int, end: int) -> bool:
-        """Return whether bytes [start, end) of the file are among these."""
+        """Return True if bytes [start, end) of the file are among these."""
         return self.start <= start and end <= self.start + len(self.data)
 
     def view(self, start: int, end: int) -> memoryview:
@@ -121,15 +121,15 @@ class Positioned(io.RawIOBase):
 class Fetched(Positioned):
     """A file object over prefetched stretches of an object; for one reader, since it has a position."""
 
-    def __init__(self, stretches: Sequence[Stretch], size: int, rest: Callable[[int, int], Stretch]) -> None:
-        """Hold ``stretches`` of an object of ``size`` bytes; ``rest`` gets whatever else is read."""
+    def __init__(self, stretches: Sequence[Stretch], size: int, read_other: Callable[[int, int], Stretch]) -> None:
+        """Hold ``stretches`` of an object of ``size`` bytes; ``read_other`` gets whatever else is read."""
         super().__init__(size)
-        self._stretches, self._rest = stretches, rest
+        self._stretches, self._rest = stretches, read_other
 
     def view(self, start: int, end: int) -> memoryview:
         """Return bytes [start, end), or as many of them as the file has. Raises OSError."""
-        found = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest(start, end)
-        return found.view(start, min(end, self.size))
+        stretch = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest(start, end)
+        return stretch.view(start, min(end, self.size))
 
     def readinto(self, buffer: Any) -> int:
         data = self.read_buffer(len(buffer))
@@ -163,7 +163,7 @@ class LoadedOnce(Generic[V]):
             if loading is not None:
                 values.by_key.move_to_end(key)
             else:
-                own = values.by_key[key] = Future()
+                future = values.by_key[key] = Future()
                 while len(values.by_key) > self._keep:
                     values.by_key.popitem(last=False)
         if loading is not None:
@@ -172,11 +172,11 @@ class LoadedOnce(Generic[V]):
             value = self._load(*key)
         except BaseException as error:
             with values.lock:
-                if values.by_key.get(key) is own:
+                if values.by_key.get(key) is future:
                     del values.by_key[key]
-            own.set_exception(error)
+            future.set_exception(error)
             raise
-        own.set_result(value)
+        future.set_result(value)
         return value
 
     def __reduce__(self) -> tuple[type[LoadedOnce[V]], tuple[Callable[..., V], int]]:

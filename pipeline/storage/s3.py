@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
-from pipeline.storage.downloads import Download, hand_over
+from pipeline.storage.downloads import Download, write_download
 from pipeline.storage.outages import OUTAGES, Outage
 
 SCHEME = "s3://"
@@ -66,7 +66,7 @@ _ENVIRONMENT = {
     "profile_name": ("AWS_PROFILE",),
 }
 #: What a store says of credentials that were good once; a reply to HEAD has no text to say it in.
-_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
+_EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
 _SECRET = ("endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _ADDRESS = re.compile(r"\bhttps?://[^\s\"'<>]+")
 
@@ -117,7 +117,7 @@ class Objects:
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
         self._patience, self._answered = patience, answered
-        self._made: tuple[int, Any] | None = None  # (process, client)
+        self._client_of_process: tuple[int, Any] | None = None  # (process, client)
 
     @classmethod
     def from_environment(cls, endpoint: str | None = None) -> Objects:
@@ -126,11 +126,11 @@ class Objects:
         The workers get these settings from here, so the variables need to be set for the driver alone. Temporary
         credentials among them may expire: from then on each process takes what it finds itself, as boto3 does.
         """
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
             for name, variables in _ENVIRONMENT.items()
         }
-        return cls(**(found | ({"endpoint_url": endpoint} if endpoint else {})))
+        return cls(**(settings | ({"endpoint_url": endpoint} if endpoint else {})))
 
     def impatient(self) -> Objects:
         """Return a client that gives up after two tries of 14 seconds, for requests that are useless when late."""
@@ -168,13 +168,13 @@ class Objects:
     def age(self, uri: str) -> timedelta:
         """Return the time since the object was written, by the store's own clock where its answer has the time."""
         answer = self._request("head_object", uri)
-        told = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        now = datetime.now(UTC) if told is None else parsedate_to_datetime(told)
-        written: datetime = answer["LastModified"]
-        return now - written
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        now = datetime.now(UTC) if date is None else parsedate_to_datetime(date)
+        written_at: datetime = answer["LastModified"]
+        return now - written_at
 
     def exists(self, uri: str) -> bool:
-        """Return whether there is such an object; one request."""
+        """Return True if there is such an object; one request."""
         try:
             self.size(uri)
         except FileNotFoundError:
@@ -192,19 +192,19 @@ class Objects:
 
         A connection that breaks is tried again. Raises OSError where the store answers with other bytes.
         """
-        wanted = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
+        byte_range = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
         try:
-            return self._read_range(uri, wanted, start)
+            return self._read_range(uri, byte_range, start)
         except OSError as error:
             if error.errno == errno.ERANGE and start < 0:
                 return Slice(b"", 0)  # an empty object has no last byte, which stores answer with 416
             raise
 
-    def _read_range(self, uri: str, wanted: str, start: int) -> Slice:
+    def _read_range(self, uri: str, byte_range: str, start: int) -> Slice:
         """Request a range, and again if the download breaks off."""
         with self._errors(uri):
             for retries in range(_RETRIES + 1):
-                answer = self._request("get_object", uri, Range=wanted)
+                answer = self._request("get_object", uri, Range=byte_range)
                 try:
                     return _slice(answer, start)
                 except _broken_downloads():
@@ -215,8 +215,8 @@ class Objects:
     def download(self, uri: str, start: int = 0, end: int | None = None) -> Download:
         """Begin to download bytes [start, end) of an object, in one request."""
 
-        def ask(wanted: str | None, mark: str | None) -> Any:
-            more = {name: value for name, value in (("Range", wanted), ("IfMatch", mark)) if value is not None}
+        def ask(byte_range: str | None, mark: str | None) -> Any:
+            more = {name: value for name, value in (("Range", byte_range), ("IfMatch", mark)) if value is not None}
             return self._request("get_object", uri, **more)
 
         return Download(ask, partial(self._errors, uri), _broken_downloads(), start, end)
@@ -228,7 +228,7 @@ class Objects:
         anything is read where the object has more than ``limit`` bytes, and with ETIMEDOUT where it only trickles.
         """
         with self.download(uri) as download:
-            return hand_over(download, write, limit, uri)
+            return write_download(download, write, limit, uri)
 
     def put(self, uri: str, data: Any) -> None:
         """Write a whole object in one request (at most 5 GiB): it is complete afterwards, or absent."""
@@ -268,13 +268,13 @@ class Objects:
 
     def _client(self) -> Any:
         """Return this process's boto3 client; one inherited by a fork would share connections with the parent."""
-        if self._made is None or self._made[0] != os.getpid():
+        if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             client = _connect(dict(self._settings), self._patience)
             client.meta.events.register("before-call.s3", _note_start)
             client.meta.events.register_first("needs-retry.s3", self._delay)
             client.meta.events.register_first("needs-retry.s3", partial(_renew, client, self._settings))
-            self._made = os.getpid(), client
-        return self._made[1]
+            self._client_of_process = os.getpid(), client
+        return self._client_of_process[1]
 
     def _delay(
         self,
@@ -293,9 +293,9 @@ class Objects:
         self._answered |= response is not None
         failure = _describe_failure(response, caught_exception)
         if failure is None:
-            OUTAGES.answered(place)
+            OUTAGES.note_answer(place)
             return None
-        OUTAGES.failed(Outage(place, sent, failure.why))
+        OUTAGES.note_failure(Outage(place, sent, failure.why))
         tried_s, longest_s = time.time() - sent, OUTAGE_S if self._answered and failure.ends else _DOUBTFUL_S
         if attempts >= 2 and (self._patience < 1 or tried_s >= longest_s):
             return None
@@ -311,10 +311,12 @@ class Objects:
             yield
         except ClientError as error:
             status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            told = error.response.get("Error", {})
-            text = self.redact(f"{told.get('Code', status)}: {told.get('Message', 'the store gives no reason')}")
-            if told.get("Code") in _EXPIRED:
-                text += "; run the same command again with new credentials"
+            error_fields = error.response.get("Error", {})
+            text = self.redact(
+                f"{error_fields.get('Code', status)}: {error_fields.get('Message', 'the store gives no reason')}"
+            )
+            if error_fields.get("Code") in _EXPIRED_CODES:
+                text += "; rerun the command with new credentials"
             # OSError makes its subclasses (FileNotFoundError and so on) by the number.
             raise OSError(_NUMBERS.get(status, errno.EIO), text, uri) from None
         except (BotoCoreError, HTTPError, ValueError) as error:  # the original text names the endpoint
@@ -326,7 +328,7 @@ class Objects:
 
 
 def is_object(uri: str) -> bool:
-    """Return whether a URI names an object in S3."""
+    """Return True if a URI names an object in S3."""
     return uri.startswith(SCHEME)
 
 
@@ -334,8 +336,8 @@ def check_uri(uri: str) -> None:
     """Raise UsageError if the URI is incomplete, or boto3 is not installed."""
     bucket, _ = _split(uri)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or "?" in uri:
-        shown = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # what should not be there may be a secret
-        raise UsageError(f"{shown}: expected s3://BUCKET/KEY without user, host or query")
+        shown_uri = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # what should not be there may be a secret
+        raise UsageError(f"{shown_uri}: expected s3://BUCKET/KEY without user, host or query")
     try:
         import boto3  # noqa: F401, PLC0415
     except ImportError:
@@ -353,12 +355,12 @@ def _slice(answer: Any, start: int) -> Slice:
 
     A store may know no ranges and send the whole object.
     """
-    data, stated = answer["Body"].read(), answer.get("ContentRange")
-    if stated is None:
+    data, content_range = answer["Body"].read(), answer.get("ContentRange")
+    if content_range is None:
         return Slice(data[start:], len(data))
-    first, size = int(stated.split()[1].split("-")[0]), int(stated.rpartition("/")[2])
+    first, size = int(content_range.split()[1].split("-")[0]), int(content_range.rpartition("/")[2])
     if first != (start if start >= 0 else max(0, size + start)):
-        raise OSError(errno.EIO, f"the store answered with another range than was asked for: {stated}")
+        raise OSError(errno.EIO, f"the store answered with another range than was asked for: {content_range}")
     return Slice(data, size)
 
 
@@ -369,7 +371,7 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
 
     session = boto3.session.Session(profile_name=settings.pop("profile_name", None))
     # Stores that are not Amazon's: each takes addresses by path, and not each the checksums that boto3 adds by itself.
-    other: dict[str, str | dict[str, str]] = {
+    options: dict[str, str | dict[str, str]] = {
         "s3": {"addressing_style": "path"},
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
@@ -379,7 +381,7 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
         connect_timeout=_CONNECT_S * patience,
         read_timeout=_SILENT_S * patience,
         max_pool_connections=64,  # above every pool of threads here: urllib3 logs the endpoint where it is passed
-        **(other if "endpoint_url" in settings else {}),
+        **(options if "endpoint_url" in settings else {}),
     )
     return session.client("s3", config=config, **settings)
 
@@ -424,14 +426,14 @@ def _renew(
         return None
     signer = client._request_signer
     code = response[1].get("Error", {}).get("Code")
-    if code not in _EXPIRED and (code, response[1]["ResponseMetadata"]["HTTPStatusCode"]) != ("400", 400):
+    if code not in _EXPIRED_CODES and (code, response[1]["ResponseMetadata"]["HTTPStatusCode"]) != ("400", 400):
         return None
     import boto3  # noqa: PLC0415
 
-    found = boto3.session.Session(profile_name=settings.get("profile_name")).get_credentials()
-    if found is None:
+    credentials = boto3.session.Session(profile_name=settings.get("profile_name")).get_credentials()
+    if credentials is None:
         return None
-    signer._credentials = found  # perhaps as another thread has set them already, after this request was signed
+    signer._credentials = credentials  # perhaps as another thread has set them already, after this request was signed
     return 0.0
 
 

@@ -1,4 +1,4 @@
-"""Where a cache lives: whole files that appear in one step or not at all, in a folder or below a prefix of objects."""
+"""The stores of caches: a folder or a prefix of objects. A file appears whole and in one step, or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_object
 
 NOTE = ".running"  # how the notes of runs end; see pipeline.runner.claim
 TEMPORARY = ".tmp-"  # how the name of a file begins that is not complete yet
-INDEXES = "sources"  # the folder of a cache that keeps the indexes of containers, a file each
+INDEXES = "sources"  # the folder of a cache with the indexes of archives, a file each
 _READERS = 16
 
 
@@ -63,33 +63,33 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
     if text.startswith(SCHEMES):
         return ObjectStore(text, ArrowObjects.at(text))
     if "://" in text and not text.startswith("file:///"):
-        known = " or ".join(f"{scheme}BUCKET/PREFIX" for scheme in ("s3://", *SCHEMES))
-        raise UsageError(f"{text}: a cache is a folder, {known}")
+        forms = " or ".join(f"{scheme}BUCKET/PREFIX" for scheme in ("s3://", *SCHEMES))
+        raise UsageError(f"{text}: a cache is a folder, {forms}")
     return LocalStore(text.removeprefix("file://"))
 
 
-def checked_name(name: str) -> str:
+def check_name(name: str) -> str:
     """Return ``name``, or raise FileNotFoundError if it leads out of the root: names come from untrusted files."""
     if name.startswith("/") or ".." in name.split("/"):
         raise FileNotFoundError(errno.ENOENT, "the name leads out of the cache", name)
     return name
 
 
-# Of two threads that open a root at once the second would close the descriptor that the first one uses.
+# Two threads may open a root at once: without the lock the second would close the descriptor of the first.
 _HOLDING = threading.Lock()
 
 
 class LocalStore:
     """Named files below a local folder; names are POSIX paths relative to it. It pickles; ``str`` is the root as named.
 
-    A process that has written there holds the folder open: where it is moved away and another one takes its place,
-    nothing is written to that one or deleted from it.
+    A process that has written there keeps the folder open: if the folder is replaced by another, nothing is written to
+    the new folder or deleted from it.
     """
 
     def __init__(self, root: Path | str) -> None:
         self._label = str(root)
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links stay
-        self._held: _HeldFolder | None = None
+        self._open_folder: _OpenFolder | None = None
 
     @property
     def folder(self) -> Path:
@@ -98,24 +98,24 @@ class LocalStore:
 
     def _path(self, name: str) -> Path:
         """Return the path of a file, whose name must stay below the root."""
-        return self.root / checked_name(name)
+        return self.root / check_name(name)
 
     def _descriptor(self) -> int:
         """Return the open root's descriptor. Raises FileNotFoundError if the root is gone or was replaced."""
         with _HOLDING:
-            if self._held is None:
-                self._held = _HeldFolder(self.root)
-        fault = "is gone"
+            if self._open_folder is None:
+                self._open_folder = _OpenFolder(self.root)
+        fault = "was deleted"
         with suppress(FileNotFoundError):
-            if _same_folder(os.fstat(self._held.descriptor), self.root.stat()):
-                return self._held.descriptor
-            fault = "was moved away, and another one took its place"
+            if _same_folder(os.fstat(self._open_folder.descriptor), self.root.stat()):
+                return self._open_folder.descriptor
+            fault = "was moved away, and replaced by another folder"
         raise FileNotFoundError(errno.ENOENT, f"the folder {fault} since this run first wrote to it", str(self.root))
 
     def _stat(self, name: str) -> os.stat_result:
         """Return the status of a file below the open root, where ``put`` writes."""
-        held = self._held
-        return self._path(name).stat() if held is None else os.stat(checked_name(name), dir_fd=held.descriptor)
+        folder = self._open_folder
+        return self._path(name).stat() if folder is None else os.stat(check_name(name), dir_fd=folder.descriptor)
 
     def make(self) -> None:
         """Make the root where that is needed. Raises UsageError."""
@@ -124,11 +124,11 @@ class LocalStore:
         except OSError as error:
             raise UsageError(f"{self}: the folder cannot be made: {error.strerror}") from error
 
-    def taken(self) -> bool:
-        """Return whether the root holds anything besides the notes of runs and the indexes of containers."""
+    def has_other_files(self) -> bool:
+        """Return True if the root holds anything besides the notes of runs and the indexes of archives."""
         root = self.root
-        found = (path for path in root.rglob("*") if not path.name.startswith(TEMPORARY))
-        files = (path.relative_to(root) for path in found if path.is_file())
+        paths = (path for path in root.rglob("*") if not path.name.startswith(TEMPORARY))
+        files = (path.relative_to(root) for path in paths if path.is_file())
         return root.is_file() or any(path.suffix != NOTE and path.parts[0] != INDEXES for path in files)
 
     def impatient(self) -> LocalStore:
@@ -137,7 +137,7 @@ class LocalStore:
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError."""
-        root, path = self._descriptor(), PurePosixPath(checked_name(name))
+        root, path = self._descriptor(), PurePosixPath(check_name(name))
         temporary = str(path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"))
         mode = _make_folders(path, root)
         try:
@@ -160,7 +160,7 @@ class LocalStore:
 
     def link(self, name: str, file: Path) -> bool:
         """Give a finished file of this file system a second name here; return whether that can be had."""
-        root, path = self._descriptor(), PurePosixPath(checked_name(name))
+        root, path = self._descriptor(), PurePosixPath(check_name(name))
         _make_folders(path, root)
         try:
             os.link(file, name, dst_dir_fd=root)
@@ -193,24 +193,24 @@ class LocalStore:
         """List the finished files of a folder, sorted."""
         try:
             with os.scandir(self.root / folder) as entries:
-                found = [f"{folder}/{entry.name}" for entry in entries if _finished(entry, suffix)]
+                finished = [f"{folder}/{entry.name}" for entry in entries if _is_finished(entry, suffix)]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(found)
+        return sorted(finished)
 
-    def listed(self, folder: str) -> list[FileInfo]:
+    def list_files(self, folder: str) -> list[FileInfo]:
         """List all files of a folder ("" is the root) with their sizes, unfinished ones too, sorted."""
         root = self.root / folder
-        found = []
+        files = []
         for path in root.iterdir() if root.is_dir() else ():
             with suppress(FileNotFoundError):  # a concurrent writer has renamed the file since it was listed
                 if path.is_file():
-                    found.append(FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size))
-        return sorted(found)
+                    files.append(FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size))
+        return sorted(files)
 
     def exists(self, name: str) -> bool:
-        """Return whether there is such a file."""
-        checked_name(name)
+        """Return True if there is such a file."""
+        check_name(name)
         try:
             return stat.S_ISREG(self._stat(name).st_mode)
         except (FileNotFoundError, NotADirectoryError):
@@ -222,7 +222,7 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens where there is none. Raises OSError."""
-        checked_name(name)
+        check_name(name)
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor())
 
@@ -254,12 +254,15 @@ def _share(name: PurePath | str, root: int, mode: int) -> None:
         os.chmod(name, mode, dir_fd=root)
 
 
-def _same_folder(one: os.stat_result, other: os.stat_result) -> bool:
-    """Return whether both describe the same folder; some user-space file systems change inode numbers."""
-    return os.path.samestat(one, other) or (one.st_mtime_ns, one.st_ctime_ns) == (other.st_mtime_ns, other.st_ctime_ns)
+def _same_folder(first: os.stat_result, second: os.stat_result) -> bool:
+    """Return True if both describe the same folder; some user-space file systems change inode numbers."""
+    return os.path.samestat(first, second) or (first.st_mtime_ns, first.st_ctime_ns) == (
+        second.st_mtime_ns,
+        second.st_ctime_ns,
+    )
 
 
-class _HeldFolder:
+class _OpenFolder:
     """An open descriptor of a folder, closed with the object."""
 
     def __init__(self, folder: Path) -> None:
@@ -289,15 +292,15 @@ class ObjectStore:
 
     def _uri(self, name: str) -> str:
         """Return the URI of a file, whose name must stay below the root."""
-        return f"{self.root}/{checked_name(name)}"
+        return f"{self.root}/{check_name(name)}"
 
     def make(self) -> None:
         """Make nothing: prefixes need no making."""
 
-    def taken(self) -> bool:
+    def has_other_files(self) -> bool:
         first = islice(self.objects.list(f"{self.root}/", deep=True), 10_000)
         indexes = f"{self.root}/{INDEXES}/"
-        return any(not found.uri.endswith(NOTE) and not found.uri.startswith(indexes) for found in first)
+        return any(not info.uri.endswith(NOTE) and not info.uri.startswith(indexes) for info in first)
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         self.objects.put(self._uri(name), data)
@@ -317,11 +320,11 @@ class ObjectStore:
         return RangedObject(self.objects, self._uri(name))
 
     def names(self, folder: str, suffix: str) -> list[str]:
-        return [file.name for file in self.listed(folder) if file.name.endswith(suffix)]
+        return [file.name for file in self.list_files(folder) if file.name.endswith(suffix)]
 
-    def listed(self, folder: str) -> list[FileInfo]:
-        found = self.objects.list(f"{self.root}/{folder}/" if folder else f"{self.root}/")
-        return [FileInfo(item.uri.removeprefix(f"{self.root}/"), item.size) for item in found]
+    def list_files(self, folder: str) -> list[FileInfo]:
+        infos = self.objects.list(f"{self.root}/{folder}/" if folder else f"{self.root}/")
+        return [FileInfo(item.uri.removeprefix(f"{self.root}/"), item.size) for item in infos]
 
     def exists(self, name: str) -> bool:
         return self.objects.exists(self._uri(name))
@@ -346,6 +349,6 @@ class ObjectStore:
 Store = LocalStore | ObjectStore
 
 
-def _finished(entry: os.DirEntry[str], suffix: str) -> bool:
-    """Return whether a directory entry is a complete file with this suffix."""
+def _is_finished(entry: os.DirEntry[str], suffix: str) -> bool:
+    """Return True if a directory entry is a complete file with this suffix."""
     return entry.name.endswith(suffix) and not entry.name.startswith(".") and entry.is_file()

@@ -14,7 +14,7 @@ import pyarrow as pa
 from gstep.evidence import is_per_frame
 from gstep.types import budget_for
 from pipeline.cache.cached_video import ONE_NUMBER
-from pipeline.cache.header import CacheHeader, codec_of, declared_method, deepstack_levels, fingerprint
+from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec, fingerprint, read_declared_method
 from pipeline.cache.live import INDEX_COLUMNS
 from pipeline.cache.schema import LATER, VIDEO_SCHEMA, tier_row_counts, token_schema
 from pipeline.cache.table import (
@@ -22,11 +22,11 @@ from pipeline.cache.table import (
     TableFile,
     add_places,
     complete_columns,
-    file_named,
     is_same_identity,
+    parse_file_name,
     parse_small,
 )
-from pipeline.cache.token_shard import TokenRows, TokenShard, checksum_of
+from pipeline.cache.token_shard import TokenRows, TokenShard, hash_vectors
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.rows import JSON_COLUMNS, VideoRow
 from pipeline.storage.stores import Store
@@ -35,7 +35,7 @@ from pipeline.verify.report import Kind, Problem
 _MAGIC = 4  # bytes of "PAR1" before the first row group
 Place = tuple[str, int]  # a file of the videos table and a row in it
 JUDGED_COLUMNS = (*INDEX_COLUMNS, "run_id", "token_shard")  # columns of every row that stay in memory
-_NEEDED = (
+_NEEDED_COLUMNS = (
     *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
     *("n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
     *("frame_indices", "timestamps", "kept_per_frame"),
@@ -67,7 +67,7 @@ def method_of(header: CacheHeader) -> str:
 
 def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     """Check one file of the videos table: content, columns, and each row against itself and the header."""
-    file = file_named(name)
+    file = parse_file_name(name)
     try:
         table, made_with, n_bytes = _read(store, file)
     except CorruptShard as error:
@@ -77,11 +77,11 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     except OSError as error:
         return CheckedCommit(None, [Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name)])
     if wrong := sorted(_wrong_columns(table.schema)):
-        what = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
-        return CheckedCommit(None, [Problem(Kind.SCHEMA, what, name)], n_bytes)
+        message = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
+        return CheckedCommit(None, [Problem(Kind.SCHEMA, message, name)], n_bytes)
     if not is_same_identity(made_with, fingerprint(header["identity"])):
-        what = f"{store}/{name}: its rows were made with other settings, and no reader takes them"
-        return CheckedCommit(None, [Problem(Kind.FINGERPRINT, what, name)], n_bytes)
+        message = f"{store}/{name}: its rows were made with other settings, and no reader takes them"
+        return CheckedCommit(None, [Problem(Kind.FINGERPRINT, message, name)], n_bytes)
     problems = []
     table = complete_columns(table, VIDEO_SCHEMA.names)
     if file.level and (fault := _sorted_fault(table, file)):
@@ -101,17 +101,17 @@ def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
     Raises CorruptShard, ArrowException, OSError.
     """
     if file.level:
-        opened = SortedFile(store, file)
-        return pa.concat_tables(opened.parts()), opened.made_with, opened.n_bytes
+        file_ = SortedFile(store, file)
+        return pa.concat_tables(file_.parts()), file_.made_with, file_.n_bytes
     data = store.read(file.name)
     return *parse_small(store, file.name, data), len(data)
 
 
 def _wrong_columns(schema: pa.Schema) -> Iterator[str]:
     """Yield the columns that are missing or of another type than VIDEO_SCHEMA has."""
-    for expected in VIDEO_SCHEMA:
-        name = expected.name
-        if schema.field(name).type != expected.type if name in schema.names else name not in LATER:
+    for column in VIDEO_SCHEMA:
+        name = column.name
+        if schema.field(name).type != column.type if name in schema.names else name not in LATER:
             yield name
 
 
@@ -138,7 +138,7 @@ def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
             yield "a failed video with a token shard"
     elif row["status"] != "ok":
         yield f"its status is {row['status']!r}, neither ok, failed nor removed"
-    elif lacking := [name for name, value in row.items() if name in _NEEDED and value is None]:
+    elif lacking := [name for name, value in row.items() if name in _NEEDED_COLUMNS and value is None]:
         yield f"an ok video without {', '.join(lacking)}"
     else:
         yield from _count_faults(row, header)
@@ -156,14 +156,14 @@ def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
         return
     if not 1 <= n_tokens <= n_total:
         yield f"n_tokens is {n_tokens} of {n_total}"
-    stored = header["identity"].get("retention_ratio")
-    if not 0 < ratio <= 1 or abs(ratio - stored) > 1e-9:
-        yield f"it is stored at retention ratio {ratio}, the cache at {stored}"
+    stored_ratio = header["identity"].get("retention_ratio")
+    if not 0 < ratio <= 1 or abs(ratio - stored_ratio) > 1e-9:
+        yield f"it is stored at retention ratio {ratio}, the cache at {stored_ratio}"
         return
-    declared = declared_method(header["identity"])
-    if declared is not None and declared.exact and n_tokens != budget_for(ratio, n_total):
+    method = read_declared_method(header["identity"])
+    if method is not None and method.exact and n_tokens != budget_for(ratio, n_total):
         yield f"{n_tokens} tokens, where {method_of(header)} keeps {budget_for(ratio, n_total)} of {n_total}"
-    if declared is not None and row["nested"] != declared.nested:
+    if method is not None and row["nested"] != method.nested:
         yield f"nested is {row['nested']}, which {method_of(header)} is not"
     yield from _layout_faults(row, header)
 
@@ -199,13 +199,13 @@ def _frame_faults(row: VideoRow) -> Iterator[str]:
     steps = np.diff(seconds)
     if not np.isfinite(seconds).all() or (steps < 0).any() or (steps[np.diff(frames) == 0] != 0).any():
         yield "timestamps do not ascend with the frames"
-    repeated = len(frames) - len(np.unique(frames))
-    if row["n_repeated"] not in (None, repeated):
-        yield f"n_repeated is {row['n_repeated']}, {repeated} frames repeat"
+    n_repeated = len(frames) - len(np.unique(frames))
+    if row["n_repeated"] not in (None, n_repeated):
+        yield f"n_repeated is {row['n_repeated']}, {n_repeated} frames repeat"
 
 
 def is_json(text: str) -> bool:
-    """Return whether a text is JSON."""
+    """Return True if a text is JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -235,8 +235,8 @@ def check_token_shard(
 ) -> CheckedShard:
     """Read one token shard, a video at a time, and check it against the rows that name it.
 
-    ``rows`` are (file of the table, row) of every video in it whose row is there; a later attempt may have superseded
-    others.
+    Damage becomes problems of the result. ``rows`` are (file of the table, row) of every video in the shard with a row;
+    a later attempt may have superseded other rows.
     """
     commit, first = rows[0]
     try:
@@ -247,16 +247,16 @@ def check_token_shard(
         return CheckedShard([Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name, videos_shard=commit)])
     schema = shard.schema
     if wrong := list(_schema_faults(schema, first["hidden_size"], header)):
-        what = f"{store}/{name}: {'; '.join(wrong)}"
-        return CheckedShard([Problem(Kind.SCHEMA, what, name, videos_shard=commit)], shard.n_bytes)
+        message = f"{store}/{name}: {'; '.join(wrong)}"
+        return CheckedShard([Problem(Kind.SCHEMA, message, name, videos_shard=commit)], shard.n_bytes)
     problems = [
         Problem(Kind.ROWS, f"{store}/{name}: {fault}", name, videos_shard=commit)
         for fault in _file_faults(shard, [row for _, row in rows])
     ]
     n_tokens = 0
     for videos_shard, row in rows:
-        for kind, what in _video_faults(shard, row, header):
-            problems.append(Problem(kind, f"{what} ({name})", name, row["video_id"], videos_shard))
+        for kind, message in _video_faults(shard, row, header):
+            problems.append(Problem(kind, f"{message} ({name})", name, row["video_id"], videos_shard))
         n_tokens += row["n_tokens"]
     widths = {key: schema.field(key).type.byte_width // 2 for key in header["identity"].get("evidence", {})}
     return CheckedShard(problems, shard.n_bytes, widths, n_tokens)
@@ -265,14 +265,14 @@ def check_token_shard(
 def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
     """Yield the columns of a token shard that differ from what the header demands."""
     evidence = header["identity"].get("evidence", {})
-    plain = token_schema(hidden_size, deepstack_levels(header), codec=codec_of(header["identity"]))
+    plain = token_schema(hidden_size, deepstack_levels(header), codec=find_codec(header["identity"]))
     if sorted(schema.names) != sorted([*plain.names, *evidence]):
         yield f"its columns are {', '.join(schema.names)}, not {', '.join([*plain.names, *evidence])}"
         return
-    for expected in plain:
-        found = schema.field(expected.name)
-        if not found.type.equals(expected.type) or found.nullable != expected.nullable:
-            yield f"{expected.name} is {found.type}, not {expected.type}"
+    for column in plain:
+        actual = schema.field(column.name)
+        if not actual.type.equals(column.type) or actual.nullable != column.nullable:
+            yield f"{column.name} is {actual.type}, not {column.type}"
     for name in evidence:
         kind = schema.field(name).type
         width = kind.byte_width if pa.types.is_fixed_size_binary(kind) else 0
@@ -312,7 +312,7 @@ def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iter
         yield Kind.ROWS, f"the rows are those of {', '.join(map(str, ids[:3]))}"
         return
     vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
-    if checksum_of(table) != row["checksum"]:
+    if hash_vectors(table) != row["checksum"]:
         yield Kind.CHECKSUM, "the token bytes do not have the checksum of the videos row"
     yield from ((Kind.TOKENS, fault) for fault in token_faults(table, row, header))
     for name in filter(is_per_frame, vectors):
@@ -330,29 +330,29 @@ def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterato
         yield f"frames that are not index // {row['tokens_per_frame']}"
     elif np.bincount(frame, minlength=row["n_frames"]).tolist() != row["kept_per_frame"]:
         yield "not as many tokens of each frame as kept_per_frame says"
-    merged = _values(table["merged"], False)
-    if merged is None:
+    is_merged = _values(table["merged"], False)
+    if is_merged is None:
         yield "merged is null for some tokens and not for others"
         return
     order = np.argsort(index, kind="stable")
     # A merged token stands at its target's index, which may be kept besides.
-    twice = (np.diff(index[order]) == 0) & ~(merged[order][1:] | merged[order][:-1])
+    twice = (np.diff(index[order]) == 0) & ~(is_merged[order][1:] | is_merged[order][:-1])
     if twice.any():
         yield f"position {index[order][1:][twice][0]} is there twice"
-    declared = declared_method(header["identity"])
-    if declared is not None and (table["merged"].null_count == 0) != declared.merges:
-        yield f"merged is {'null' if declared.merges else 'set'}, against {method_of(header)}"
-    if declared is not None and not (declared.nested or declared.reorders) and (np.diff(index) < 0).any():
+    method = read_declared_method(header["identity"])
+    if method is not None and (table["merged"].null_count == 0) != method.merges:
+        yield f"merged is {'null' if method.merges else 'set'}, against {method_of(header)}"
+    if method is not None and not (method.nested or method.reorders) and (np.diff(index) < 0).any():
         yield "rows that are not in ascending index"
-    yield from _rank_faults(table, nested=row["nested"])
+    yield from _rank_faults(table, is_nested=row["nested"])
 
 
-def _rank_faults(table: pa.Table, nested: bool) -> Iterator[str]:
+def _rank_faults(table: pa.Table, is_nested: bool) -> Iterator[str]:
     """Yield faults of ranks and densities."""
     rank, density = table["rank"], _values(table["density"], 0.0)
     if density is None or not np.isfinite(density).all():
         yield "densities that are not all there, or not finite"
-    if not nested:
+    if not is_nested:
         if rank.null_count != len(rank):
             yield "a rank, of a method without an order"
     elif rank.null_count or not np.array_equal(rank.to_numpy(), np.arange(len(rank))):

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.indexes import forget_members
-from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
+from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix
 from pipeline.rows import Json
 from pipeline.runner.run_record import RUNS
 from pipeline.storage.stores import INDEXES, TEMPORARY, Store
@@ -26,7 +26,9 @@ from pipeline.verify.report import KEPT_IN
 _FOLDERS = ("", TOKENS, VIDEOS, RUNS, INDEXES, KEPT_IN)
 _INSTEAD = "(removed)"
 # Fields of a record that name no video: a short id must not change a version or a shard.
-_OTHERS = frozenset({"run_id", "host", "versions", "status", "device", "dtype", "resources", "token_shards", "emptied"})
+_KEPT_KEYS = frozenset(
+    {"run_id", "host", "versions", "status", "device", "dtype", "resources", "token_shards", "emptied"}
+)
 _IN_ARCHIVE = re.compile(rf"({'|'.join(map(re.escape, FORMS))})/")
 
 
@@ -36,28 +38,28 @@ def forget_videos(store: Store, ids: Collection[str], uris: Collection[str]) -> 
     ``uris`` are the places that rows had; where an earlier removal has deleted the rows, ``ids`` alone tell. No run may
     be writing. Raises OSError.
     """
-    deleted = forget_members(store, uris, ids)
+    deleted_names = forget_members(store, uris, ids)
     texts = _stems([*ids, *uris, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)])
-    for file in store.listed(RUNS):
+    for file in store.list_files(RUNS):
         if file.name.endswith((".json", ".log")):
             _rewrite(store, file.name, texts)
     for folder in _FOLDERS:
-        for file in store.listed(folder):
-            unfinished = PurePosixPath(file.name).name.startswith(TEMPORARY)
-            if unfinished or (folder == KEPT_IN and _may_hold(store.read(file.name), ids)):
+        for file in store.list_files(folder):
+            is_unfinished = PurePosixPath(file.name).name.startswith(TEMPORARY)
+            if is_unfinished or (folder == KEPT_IN and _may_hold(store.read(file.name), ids)):
                 store.delete(file.name)
-                deleted.append(file.name)
-    return deleted
+                deleted_names.append(file.name)
+    return deleted_names
 
 
 def _stems(texts: Iterable[str]) -> list[str]:
     """Return texts without a video's suffix, the longest first: what is beside a video has its stem."""
-    stems = {text[: -len(suffix_of(text))] if suffix_of(text) in VIDEO_SUFFIXES else text for text in texts}
+    stems = {text[: -len(find_suffix(text))] if find_suffix(text) in VIDEO_SUFFIXES else text for text in texts}
     return sorted(stems - {""}, key=lambda stem: (-len(stem), stem))
 
 
 def _rewrite(store: Store, name: str, texts: Iterable[str]) -> None:
-    """Write a record or log of a run anew where it has one of the texts."""
+    """Rewrite a record or log of a run if it has one of the texts."""
     content = store.read(name).decode("utf-8", "replace")
     try:
         record: Json = json.loads(content)
@@ -66,9 +68,9 @@ def _rewrite(store: Store, name: str, texts: Iterable[str]) -> None:
     whole = "\n".join(_texts(record))
     present = [text for text in texts if text in whole]
     patterns = [re.compile(rf"(?<![\w-]){re.escape(text)}(\.\w+)*(?![\w-])") for text in present]
-    changed = _without(record, patterns)
-    if changed != record:
-        store.put(name, (changed if isinstance(changed, str) else json.dumps(changed, indent=2)).encode())
+    new_record = _without(record, patterns)
+    if new_record != record:
+        store.put(name, (new_record if isinstance(new_record, str) else json.dumps(new_record, indent=2)).encode())
 
 
 def _texts(value: Json) -> Iterator[str]:
@@ -87,7 +89,7 @@ def _without(value: Json, patterns: Collection[re.Pattern[str]]) -> Json:
             value = pattern.sub(_INSTEAD, value)
         return value
     if isinstance(value, dict):
-        return {name: part if name in _OTHERS else _part(name, part, patterns) for name, part in value.items()}
+        return {name: part if name in _KEPT_KEYS else _part(name, part, patterns) for name, part in value.items()}
     return [_without(part, patterns) for part in value] if isinstance(value, list) else value
 
 
@@ -99,7 +101,7 @@ def _part(name: str, part: Json, patterns: Collection[re.Pattern[str]]) -> Json:
 
 
 def _may_hold(data: bytes, ids: Collection[str]) -> bool:
-    """Return whether a file of the videos table has a row of one of the videos, or cannot be read."""
+    """Return True if a file of the videos table has a row of one of the videos, or cannot be read."""
     try:
         table = pq.read_table(io.BytesIO(data), columns=["video_id"])
     except (pa.ArrowException, OSError, ValueError):

@@ -19,12 +19,12 @@ from rich.console import Console
 from gstep.evidence import is_per_frame
 from pipeline.cache.cached_video import CachedVideo, bfloat16
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.live import ok_rows
+from pipeline.cache.live import select_ok
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import ReplacedSource, UsageError, VideoFault, usage_errors
 from pipeline.inputs.forms import fetch_again
-from pipeline.options import checked_options
+from pipeline.options import check_options
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
@@ -36,11 +36,11 @@ from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
 from pipeline.video.source import same_source
 
-# Where the same program on the same kind of machine made both, every bit counts. Other versions and processors round
+# If the same program on the same kind of machine made both, every bit counts. Other versions and processors round
 # differently, and a near tie then selects another token. For the sample clips, float32 against bfloat16 came out
 # 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
-MOST_ROUNDING = 0.1  # norm of the differences over the tokens' norm, above which no rounding explains them
-LEAST_SHARED = 0.5  # share of common positions below which no rounding explains the difference
+MAX_ROUNDING = 0.1  # norm of the differences over the tokens' norm, above which no rounding explains them
+MIN_SHARED = 0.5  # share of common positions below which no rounding explains the difference
 _KINDS = {"failed": Kind.LIVE_FAILED, "source-changed": Kind.SOURCE_CHANGED}  # of problems, by a result's state
 _RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda", "shared_pass")
 
@@ -58,20 +58,20 @@ class LiveCheck:
         run = newest_record(store)
         if run is None:
             raise UsageError(f"{store}/{RUNS}: no record of a run says which model the tokens are from")
-        config = config_of_run(cache, run, model)  # all runs of a cache made tokens with the same settings
+        config = read_run_config(cache, run, model)  # all runs of a cache made tokens with the same settings
         if ":" in config.pruner:
             raise UsageError(
                 f"--live: this cache was pruned by {config.pruner}, a method from outside gstep; what a cache says "
                 "chooses no code, so its videos are not encoded again here"
             )
-        recipe = resolve(config, objects).matched(store, Console(quiet=True))
+        recipe = resolve(config, objects).match_cache(store, Console(quiet=True))
         self._decode = recipe.decode_setup()
         with usage_errors():
             self._encoder = VideoEncoder(recipe.encode_setup("auto", recipe.dtype))
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
         """Encode ``count`` random ok videos of ``live`` again, and add the results to ``report``."""
-        ids = ok_rows(live)["video_id"].to_pylist()
+        ids = select_ok(live)["video_id"].to_pylist()
         if len(ids) < count:
             report.notes.append(f"--live: of {count} videos {len(ids)} are sound and can be encoded again")
         with closing(VideoDecoder(self._decode)) as decoder:
@@ -88,23 +88,28 @@ class LiveCheck:
         """Encode one video again and compare its tokens with the stored ones."""
         video_id = row["video_id"]
         try:
-            again = self._encoded(row, decoder)
+            encoded = self._encode_again(row, decoder)
         except ReplacedSource as fault:
             return LiveResult(video_id, "source-changed", fault.message)
         except VideoFault as fault:
             return LiveResult(video_id, "source-gone" if fault.fault_class == "io" else "failed", fault.message)
-        assert again.kept is not None  # encode_one raises where a video fails
-        kept, codec = again.kept, self._cache.codec
+        assert encoded.kept is not None  # encode_one raises where a video fails
+        kept_tokens, codec = encoded.kept, self._cache.codec
         if codec is not BFLOAT16:  # what a reader of such a cache gets
-            parts = [codec.restored(part).view(torch.int16).numpy() for part in (kept.tokens, *kept.deepstack)]
-            kept = replace(kept, tokens=parts[0], deepstack=parts[1:])
-        result = compare(self._cache.get(video_id, order="selection", evidence=tuple(self._cache.evidence)), kept)
-        if again.record["frame_indices"] != row["frame_indices"]:
+            parts = [
+                codec.round_trip(part).view(torch.int16).numpy()
+                for part in (kept_tokens.tokens, *kept_tokens.deepstack)
+            ]
+            kept_tokens = replace(kept_tokens, tokens=parts[0], deepstack=parts[1:])
+        result = compare(
+            self._cache.get(video_id, order="selection", evidence=tuple(self._cache.evidence)), kept_tokens
+        )
+        if encoded.record["frame_indices"] != row["frame_indices"]:
             result = replace(result, note="other frames were sampled")
         run = read_record(self._cache.store, f"{RUNS}/{row['run_id']}.json")
-        return replace(result, versions=versions_of(row, run, again.record))
+        return replace(result, versions=versions_of(row, run, encoded.record))
 
-    def _encoded(self, row: VideoRow, decoder: VideoDecoder) -> VideoItem:
+    def _encode_again(self, row: VideoRow, decoder: VideoDecoder) -> VideoItem:
         """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone, and ReplacedSource."""
         where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
         todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
@@ -120,40 +125,40 @@ class LiveCheck:
             raise VideoFault("internal", str(fault)) from fault
 
 
-def compare(stored: CachedVideo, again: KeptTokens) -> LiveResult:
+def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
     """Compare a stored video, in order of selection, with newly kept tokens, over the positions that both have."""
-    names = sorted(stored.evidence)
-    old = [stored.tokens, *stored.deepstack, *(stored.evidence[name] for name in names)]
+    names = sorted(cached.evidence)
+    old = [cached.tokens, *cached.deepstack, *(cached.evidence[name] for name in names)]
     old = [part.reshape(len(part), -1) for part in old]
-    parts = [again.tokens, *again.deepstack, *(again.evidence[name] for name in names)]
+    parts = [encoded.tokens, *encoded.deepstack, *(encoded.evidence[name] for name in names)]
     new = [bfloat16(part).view(part.shape) for part in parts]
     if [part.shape[1] for part in old] != [part.shape[1] for part in new]:
-        return LiveResult(stored.video_id, "different", "tokens of another size", same_indices=0.0)
-    common, ours, theirs = np.intersect1d(stored.index.numpy(), again.index, return_indices=True)
-    of_frames = [False] * (1 + len(stored.deepstack)) + [is_per_frame(name) for name in names]
+        return LiveResult(cached.video_id, "different", "tokens of another size", same_indices=0.0)
+    common, cached_places, encoded_places = np.intersect1d(cached.index.numpy(), encoded.index, return_indices=True)
+    of_frames = [False] * (1 + len(cached.deepstack)) + [is_per_frame(name) for name in names]
     pairs = [
-        (a.float(), b.float()) if whole else (a[ours].float(), b[theirs].float())
+        (a.float(), b.float()) if whole else (a[cached_places].float(), b[encoded_places].float())
         for whole, a, b in zip(of_frames, old, new, strict=True)
     ]
-    same = np.array_equal(stored.index.numpy(), again.index) and all(
+    same = np.array_equal(cached.index.numpy(), encoded.index) and all(
         torch.equal(a.contiguous().view(torch.int16), b.view(torch.int16)) for a, b in zip(old, new, strict=True)
     )
     return LiveResult(
-        video_id=stored.video_id,
+        video_id=cached.video_id,
         state="same" if same else "different",
-        same_indices=len(common) / max(len(again.index), len(stored.index)),
+        same_indices=len(common) / max(len(encoded.index), len(cached.index)),
         max_difference=max(float((a - b).abs().max()) for a, b in pairs) if len(common) else None,
         relative_difference=max(float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs),
     )
 
 
 def suspicion(result: LiveResult) -> str:
-    """Return why a difference cannot come from rounding, "" where it may or where there is none."""
+    """Return the reason why a difference cannot come from rounding; "" if it can, or without a difference."""
     if result.state != "different":
         return ""
     share, relative = result.same_indices or 0.0, result.relative_difference
     numbers = f"{share:.1%} of the positions, tokens apart by {result.max_difference} at most"
-    if share < LEAST_SHARED or relative is None or relative > MOST_ROUNDING:
+    if share < MIN_SHARED or relative is None or relative > MAX_ROUNDING:
         return f"encoded again, it is beyond rounding: {numbers}"
     return "" if result.versions else f"encoded again by the same versions, it is not the same: {numbers}"
 
@@ -170,13 +175,13 @@ def versions_of(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str,
     return {name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]}
 
 
-def config_of_run(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
+def read_run_config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
     """Return options with those of the run that decide tokens; device and workers are this machine's own.
 
     Raises UsageError.
     """
-    known = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
-    options = {name: value for name, value in run.get("config", {}).items() if name in known}
-    mine = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto")}
-    chosen = {**options, **mine, **({"model": model} if model else {})}
-    return PruneConfig(**checked_options(PruneConfig, chosen, f"{cache.store}/{RUNS}/{run.get('run_id')}.json: "))
+    names = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
+    options = {name: value for name, value in run.get("config", {}).items() if name in names}
+    own_options = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto")}
+    options_here = {**options, **own_options, **({"model": model} if model else {})}
+    return PruneConfig(**check_options(PruneConfig, options_here, f"{cache.store}/{RUNS}/{run.get('run_id')}.json: "))

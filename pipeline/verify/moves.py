@@ -3,13 +3,13 @@
 A removal first commits a row with status "removed". This row beats every other row of its video: from then on readers
 refuse the video and no run encodes it again. Files beside the tables forget the video (``pipeline.verify.forget``).
 Then the other videos of its token shards move to new ones, and the table is merged, which leaves out superseded rows.
-Last, what held the video is deleted, once readers had time to go on.
+Last, the files with the video are deleted, once readers had time to finish.
 
 A join writes the videos of small token shards again, many to a shard. Its record names the shards that it emptied, and
 a later join deletes them.
 
-A moved row counts one rewrite more. So a kill anywhere leaves both places, of which the rule of
-``pipeline.cache.live`` takes one, with the same tokens; the same command goes on from the rows that are there.
+A moved row counts one rewrite more. A kill anywhere leaves both copies, and the rule of
+``pipeline.cache.live`` takes one of them, with the same tokens. Rerun the command to resume.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import RULE_COLUMNS, LiveVideos, ids_to_name, in_shard_order, live_rows, ok_rows
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, list_nameable_ids, select_live_rows, select_ok, sort_by_shard
 from pipeline.cache.merging import merge
 from pipeline.cache.near_ids import near_ids
 from pipeline.cache.reader import map_in_order
 from pipeline.cache.schema import TOKENS
-from pipeline.cache.table import VideosTable, add_places, read_file, table_files
-from pipeline.cache.token_shard import ids_in_footer, read_videos, token_shard_id
+from pipeline.cache.table import VideosTable, add_places, list_table_files, read_file
+from pipeline.cache.token_shard import parse_shard_id, read_footer_ids, read_videos
 from pipeline.cache.writer import SHARD_BYTES, commit, make_bundles, put_token_shard
 from pipeline.errors import printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
-from pipeline.runner.run_record import COMMITTED, RUNS, RunFile, new_run_id
+from pipeline.runner.run_record import COMMITTED_KEY, RUNS, RunFile, new_run_id
 from pipeline.storage.stores import Store
 from pipeline.verify.forget import forget_videos
 
 _COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra", "uri")
 # Key in a removed row's model_extra: the shards that held the video, for a later run of the removal.
-_HELD = "token_shards"
-_EMPTIED = "emptied"  # key of a join's record: the token shards whose videos were written again
-_SHOWN = 5  # unknown ids that a result names
+_SHARDS_KEY = "token_shards"
+_EMPTIED_KEY = "emptied"  # key of a join's record: the token shards whose videos were written again
+_MAX_EXAMPLES = 5  # unknown ids that a result names
 _VERSIONS = ("gstep-cache", "pyarrow")
 
 
@@ -54,20 +54,20 @@ def move_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[Vid
 
     Raises CorruptShard where one of them is damaged, and OSError.
     """
-    moved: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
-    put_token_shard(store, run_id, moved, read_videos(store, rows))
-    return moved
+    new_rows: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
+    put_token_shard(store, run_id, new_rows, read_videos(store, rows))
+    return new_rows
 
 
 @dataclass
-class Removed:
+class RemovalResult:
     """The result of a removal.
 
     Attributes:
         run_id: it names the record in runs/.
         videos: ids that are removed now; ``unknown`` are those of them that had no row.
         likely: ids that may have been meant by the first unknown ids.
-        moved: other videos whose tokens were written anew.
+        moved: other videos whose tokens were rewritten.
         deleted: files that held the videos.
     """
 
@@ -83,7 +83,7 @@ class Removed:
         yield f"{self.videos:,} videos removed for good, {self.moved:,} others moved to new token shards"
         yield f"{len(self.deleted):,} files deleted; {self.run_id} in runs/ says why"
         if self.unknown:
-            shown = ", ".join(self.unknown[:_SHOWN])
+            shown = ", ".join(self.unknown[:_MAX_EXAMPLES])
             yield f"note: {len(self.unknown):,} of the videos had no row, and never get one now: {shown}"
             for video_id, likely in self.likely.items():
                 yield f"note: {video_id} was not there; did you mean {', '.join(likely)}? It stays until it is named"
@@ -91,117 +91,121 @@ class Removed:
 
 def remove_videos(
     store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], keep: timedelta
-) -> Removed:
+) -> RemovalResult:
     """Remove these videos for ``reason``; files that held them are deleted when they are unused for ``keep``.
 
     Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
     """
     identity = fingerprint(read_header(store)["identity"])
-    done = Removed(new_run_id(), len(ids))
-    record: JsonObject = {**provenance(done.run_id, _VERSIONS), "removed": len(ids), "reason": reason}
-    with Claim(store, done.run_id, say), RunFile(store, record):
-        removal = _Removal(store, identity, done, frozenset(ids))
+    result = RemovalResult(new_run_id(), len(ids))
+    record: JsonObject = {**provenance(result.run_id, _VERSIONS), "removed": len(ids), "reason": reason}
+    with Claim(store, result.run_id, say), RunFile(store, record):
+        removal = _Removal(store, identity, result, frozenset(ids))
         removal.mark(reason)
         removal.find_earlier()
-        done.deleted += removal.forget()
+        result.deleted += removal.forget()
         removal.move_others()
         merge(store, identity, everything=True, keep=keep)
-        if left := removal.unused():
+        if unused := removal.unused():
             if keep:
-                say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(left)} token shards")
+                say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(unused)} token shards")
                 time.sleep(keep.total_seconds())
-            for name in left:
+            for name in unused:
                 store.delete(name)
-            done.deleted += left
-        done.deleted += merge(store, identity, everything=True, keep=keep).deleted
-    return done
+            result.deleted += unused
+        result.deleted += merge(store, identity, everything=True, keep=keep).deleted
+    return result
 
 
 class _Removal:
     """The steps of one removal of videos."""
 
-    def __init__(self, store: Store, identity: str, done: Removed, ids: frozenset[str]) -> None:
-        self._store, self._identity, self._done, self._ids = store, identity, done, ids
+    def __init__(self, store: Store, identity: str, result: RemovalResult, ids: frozenset[str]) -> None:
+        self._store, self._identity, self._result, self._ids = store, identity, result, ids
         self._rows = self._read()
-        self._held = self._shards_of_removed()
+        self._shards_by_video = self._find_shards()
 
     def _read(self) -> pa.Table:
         """Read _COLUMNS of all rows, superseded ones too, with each row's file and place."""
-        files = table_files(self._store)
+        files = list_table_files(self._store)
         tables = [add_places(read_file(self._store, file, _COLUMNS), file.name) for file in files]
         return pa.concat_tables(tables)
 
-    def _of_removed(self) -> pa.Table:
+    def _read_removed(self) -> pa.Table:
         """Select all rows of the removed videos."""
         ids = pa.array(sorted(self._ids), pa.string())
         return self._rows.filter(pc.is_in(self._rows["video_id"], value_set=ids))
 
-    def _shards_of_removed(self) -> dict[str, set[str]]:
+    def _find_shards(self) -> dict[str, set[str]]:
         """Return the token shards of each removed video: those its rows name, or that its removed row recorded."""
-        held: dict[str, set[str]] = {video_id: set() for video_id in self._ids}
-        for row in self._of_removed().select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
-            removed = row["status"] == "removed" and row["model_extra"] is not None
-            held[row["video_id"]] |= set(json.loads(row["model_extra"])[_HELD]) if removed else {row["token_shard"]}
-        return {video_id: names - {None} for video_id, names in held.items()}
+        shards: dict[str, set[str]] = {video_id: set() for video_id in self._ids}
+        for row in self._read_removed().select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
+            is_removed = row["status"] == "removed" and row["model_extra"] is not None
+            shards[row["video_id"]] |= (
+                set(json.loads(row["model_extra"])[_SHARDS_KEY]) if is_removed else {row["token_shard"]}
+            )
+        return {video_id: names - {None} for video_id, names in shards.items()}
 
     def mark(self, reason: str) -> None:
-        """Commit a "removed" row for each video that does not have one yet."""
-        live = {row["video_id"]: row for row in live_rows(self._rows).to_pylist()}
-        self._done.unknown = sorted(self._ids - live.keys())
-        for video_id in self._done.unknown[:_SHOWN]:
-            if likely := [name for name in near_ids(video_id, ids_to_name(self._rows)) if name not in self._ids]:
-                self._done.likely[video_id] = likely
+        """Commit a "removed" row for each video without one, also for unknown ids; list these with similar ids."""
+        live = {row["video_id"]: row for row in select_live_rows(self._rows).to_pylist()}
+        self._result.unknown = sorted(self._ids - live.keys())
+        for video_id in self._result.unknown[:_MAX_EXAMPLES]:
+            if likely := [name for name in near_ids(video_id, list_nameable_ids(self._rows)) if name not in self._ids]:
+                self._result.likely[video_id] = likely
         rows: list[VideoRecord] = [
             {
                 "video_id": video_id,
                 "uri": "",
                 "status": "removed",
                 "error_message": printable(reason),
-                "model_extra": json.dumps({_HELD: sorted(self._held[video_id])}),
+                "model_extra": json.dumps({_SHARDS_KEY: sorted(self._shards_by_video[video_id])}),
                 "attempts": live[video_id]["attempts"] if video_id in live else 0,
             }
             for video_id in sorted(self._ids)
             if video_id not in live or live[video_id]["status"] != "removed"
         ]
         if rows:
-            commit(self._store, self._done.run_id, 0, rows, made_with=self._identity)
+            commit(self._store, self._result.run_id, 0, rows, made_with=self._identity)
             self._rows = self._read()
 
     def find_earlier(self) -> None:
         """Find the token shards of earlier attempts, whose rows merges drop, and of killed runs, which have none."""
         names = self._store.names(TOKENS, ".parquet")
-        if (pc.max(self._of_removed()["attempts"]).as_py() or 0) <= 1:  # then rows name all but those of killed runs
+        if (pc.max(self._read_removed()["attempts"]).as_py() or 0) <= 1:  # then rows name all but those of killed runs
             names = sorted(set(names).difference(self._rows["token_shard"].to_pylist()))
-        for name, ids in zip(names, map_in_order(partial(ids_in_footer, self._store), names, 8, 16), strict=True):
+        for name, ids in zip(names, map_in_order(partial(read_footer_ids, self._store), names, 8, 16), strict=True):
             for video_id in self._ids.intersection(ids):
-                self._held[video_id].add(name)
+                self._shards_by_video[video_id].add(name)
 
     def forget(self) -> list[str]:
         """Take what is said of the videos out of the files beside the tables; return the names of deleted files."""
-        return forget_videos(self._store, self._ids, set(self._of_removed()["uri"].to_pylist()) - {""})
+        return forget_videos(self._store, self._ids, set(self._read_removed()["uri"].to_pylist()) - {""})
 
     def move_others(self) -> None:
         """Copy the other videos of token shards that hold a removed one to new shards."""
-        live = live_rows(self._rows)
+        live = select_live_rows(self._rows)
         full = VideosTable(self._store)
-        names = pa.array(sorted(set().union(*self._held.values())), pa.string())
-        ok = ok_rows(live.filter(pc.is_in(live["token_shard"], value_set=names)))
+        names = pa.array(sorted(set().union(*self._shards_by_video.values())), pa.string())
+        ok = select_ok(live.filter(pc.is_in(live["token_shard"], value_set=names)))
         for number, name in enumerate(sorted(set(ok["token_shard"].to_pylist())), 1):
             rows = full.read_rows(ok.filter(pc.equal(ok["token_shard"], name)))
-            moved = move_videos(self._store, self._done.run_id, sorted(rows, key=lambda row: row["first_row_group"]))
-            commit(self._store, self._done.run_id, number, moved, made_with=self._identity)
-            self._done.moved += len(moved)
+            records = move_videos(
+                self._store, self._result.run_id, sorted(rows, key=lambda row: row["first_row_group"])
+            )
+            commit(self._store, self._result.run_id, number, records, made_with=self._identity)
+            self._result.moved += len(records)
 
     def unused(self) -> list[str]:
         """Return the token shards that hold a removed video and that no live row names any more."""
-        live = live_rows(self._read())
-        named = set(live["token_shard"].to_pylist())
-        mine = set().union(*self._held.values())
-        return sorted(name for name in mine - named if self._store.exists(name))
+        live = select_live_rows(self._read())
+        live_shards = set(live["token_shard"].to_pylist())
+        own_shards = set().union(*self._shards_by_video.values())
+        return sorted(name for name in own_shards - live_shards if self._store.exists(name))
 
 
 @dataclass
-class Joined:
+class JoinResult:
     """The result of joining token shards.
 
     Attributes:
@@ -231,57 +235,61 @@ class Joined:
             yield f"{len(self.deleted):,} token shards of earlier joins deleted"
 
 
-def join_tokens(store: Store, say: Callable[[str], object], keep: timedelta, shard_bytes: int = SHARD_BYTES) -> Joined:
+def join_tokens(
+    store: Store, say: Callable[[str], object], keep: timedelta, shard_bytes: int = SHARD_BYTES
+) -> JoinResult:
     """Join token shards of less than half of ``shard_bytes``, and delete those that were emptied ``keep`` ago.
 
     Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
     """
     header = read_header(store)
-    done, run_id, made_with = Joined(), new_run_id(), fingerprint(header["identity"])
+    result, run_id, made_with = JoinResult(), new_run_id(), fingerprint(header["identity"])
     with Claim(store, run_id, say):
-        live = ok_rows(LiveVideos.open(store, made_with).live(("status", "token_shard", "first_row_group")))
-        _delete_emptied(store, live, keep, done)
+        live = select_ok(LiveVideos.open(store, made_with).live(("status", "token_shard", "first_row_group")))
+        _delete_emptied(store, live, keep, result)
         bundles = _bundles(store, live, shard_bytes)
         if bundles:
-            done.run_id = run_id
+            result.run_id = run_id
             run_file = RunFile(store, {**provenance(run_id, _VERSIONS), "joins": len(bundles)})
             with run_file:
                 for number, names in enumerate(bundles):
-                    run_file.save(**{_EMPTIED: [*done.read, *names]})  # before they are, so that none is forgotten
-                    _join(store, run_id, number, live, names, made_with, done)
-                    run_file.note(**{COMMITTED: [token_shard_id(name) for name in done.written]})
+                    run_file.save(
+                        **{_EMPTIED_KEY: [*result.read, *names]}
+                    )  # before they are, so that none is forgotten
+                    _join(store, run_id, number, live, names, made_with, result)
+                    run_file.note(**{COMMITTED_KEY: [parse_shard_id(name) for name in result.written]})
                     say(f"{number + 1:,} of {len(bundles):,} token shards written")
             merge(store, made_with, everything=True, keep=keep)
-    return done
+    return result
 
 
 def _bundles(store: Store, live: pa.Table, shard_bytes: int) -> list[list[str]]:
     """List the names of small token shards that make a shard of about ``shard_bytes`` together, two or more."""
-    named = set(live["token_shard"].to_pylist())
-    small = [file for file in store.listed(TOKENS) if file.name in named and 2 * file.size < shard_bytes]
+    live_shards = set(live["token_shard"].to_pylist())
+    small = [file for file in store.list_files(TOKENS) if file.name in live_shards and 2 * file.size < shard_bytes]
     bundles = make_bundles(small, lambda file: file.size, shard_bytes)
     return [[file.name for file in bundle] for bundle in bundles if len(bundle) > 1]
 
 
 def _join(
-    store: Store, run_id: str, number: int, live: pa.Table, names: list[str], made_with: str, done: Joined
+    store: Store, run_id: str, number: int, live: pa.Table, names: list[str], made_with: str, result: JoinResult
 ) -> None:
     """Write the live videos of these token shards as one, and commit their rows. Raises CorruptShard, OSError."""
-    mine = live.filter(pc.is_in(live["token_shard"], value_set=pa.array(names)))
-    moved = move_videos(store, run_id, list(VideosTable(store).read_rows(in_shard_order(mine))))
-    commit(store, run_id, number, moved, made_with=made_with)
-    done.videos += len(moved)
-    done.read += names
-    done.written.append(moved[0]["token_shard"])
+    shard_rows = live.filter(pc.is_in(live["token_shard"], value_set=pa.array(names)))
+    records = move_videos(store, run_id, list(VideosTable(store).read_rows(sort_by_shard(shard_rows))))
+    commit(store, run_id, number, records, made_with=made_with)
+    result.videos += len(records)
+    result.read += names
+    result.written.append(records[0]["token_shard"])
 
 
-def _delete_emptied(store: Store, live: pa.Table, keep: timedelta, done: Joined) -> None:
+def _delete_emptied(store: Store, live: pa.Table, keep: timedelta, result: JoinResult) -> None:
     """Delete the token shards that earlier joins emptied at least ``keep`` ago and that no live row names."""
-    named = set(live["token_shard"].to_pylist())
+    live_shards = set(live["token_shard"].to_pylist())
     for record in store.names(RUNS, ".json"):
-        emptied = json.loads(store.read(record)).get(_EMPTIED, [])
-        if emptied and store.age(record) >= keep:
-            for name in emptied:
-                if name not in named and store.exists(name):
+        shards = json.loads(store.read(record)).get(_EMPTIED_KEY, [])
+        if shards and store.age(record) >= keep:
+            for name in shards:
+                if name not in live_shards and store.exists(name):
                     store.delete(name)
-                    done.deleted.append(name)
+                    result.deleted.append(name)

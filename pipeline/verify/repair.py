@@ -24,11 +24,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import CacheHeader, fingerprint
-from pipeline.cache.live import LiveVideos, ok_rows
-from pipeline.cache.merging import merge_at_once
+from pipeline.cache.live import LiveVideos, select_ok
+from pipeline.cache.merging import merge_fully
 from pipeline.cache.schema import TOKENS, VIDEOS
-from pipeline.cache.table import VideosTable, build_table, file_named, in_key_order, read_file, small_file, sorted_file
-from pipeline.cache.token_shard import run_of, videos_in
+from pipeline.cache.table import (
+    VideosTable,
+    build_table,
+    in_key_order,
+    parse_file_name,
+    read_file,
+    serialise_small,
+    serialise_sorted,
+)
+from pipeline.cache.token_shard import list_videos, parse_run_id
 from pipeline.errors import RunFailed, printable
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import FileInfo, Store
@@ -41,7 +49,7 @@ _WHOLE = frozenset({Kind.MISSING, Kind.FOOTER})  # problems that damage all vide
 _OF_TOKENS = frozenset({*_WHOLE, Kind.DAMAGED, Kind.ROWS, Kind.CHECKSUM, Kind.TOKENS})
 _OF_TABLE = frozenset({Kind.COMMIT, Kind.FINGERPRINT})  # problems whose file leaves the table
 _KINDS = frozenset({*_OF_TOKENS, *_OF_TABLE, Kind.ROW, Kind.LOST})
-_COPIED = (
+_COPIED_COLUMNS = (
     "video_id",
     "run_id",
     "uri",
@@ -56,7 +64,7 @@ _CONTRADICTS = "its row contradicts itself"
 
 
 def repairable(report: Report) -> bool:
-    """Return whether a repair can mend any of the report's problems."""
+    """Return True if a repair can mend any of the report's problems."""
     return any(problem.kind in _KINDS for problem in report.problems)
 
 
@@ -67,19 +75,19 @@ class Repair:
         self._store, self._header, self._report = store, header, report
         self._made_with = fingerprint(header["identity"])
         self._table = VideosTable(store, keep=64)
-        self._done = Repaired(kept_in=KEPT_IN)
+        self._result = Repaired(kept_in=KEPT_IN)
 
     def carry_out(self, live: pa.Table, bad: Collection[Place]) -> Repaired:
         """Repair the problems; ``live`` are the live rows with their places, ``bad`` rows that contradict themselves.
 
         Raises RunFailed where nothing would be left, CorruptShard and OSError where the store does not give what it
-        gave just before; another repair goes on from there.
+        gave just before; another repair resumes there.
         """
-        if other := next((problem for problem in self._report.problems if problem.kind is Kind.SCHEMA), None):
-            raise RunFailed(f"{self._store} holds what was not made with its settings: move {other.shard} away first")
-        there = live.filter(pc.not_equal(live["status"], "removed"))  # what was removed stays so
-        wrong = dict.fromkeys(set(bad).intersection(_places(there)), _CONTRADICTS)
-        ok = ok_rows(live)
+        if mismatch := next((problem for problem in self._report.problems if problem.kind is Kind.SCHEMA), None):
+            raise RunFailed(f"{self._store} has a file with other settings: move {mismatch.shard} away first")
+        present = live.filter(pc.not_equal(live["status"], "removed"))  # what was removed stays so
+        wrong = dict.fromkeys(set(bad).intersection(_places(present)), _CONTRADICTS)
+        ok = select_ok(live)
         places = _places(ok)
         neighbours: dict[str, list[Place]] = defaultdict(list)
         shards = {problem.shard for problem in self._report.problems if problem.kind in _OF_TOKENS}
@@ -87,25 +95,25 @@ class Repair:
             if name in shards and place not in wrong:
                 neighbours[name].append(place)
         for name, of_shard in sorted(neighbours.items()):
-            found = self._wrong(name, of_shard)
-            if found is None:
+            wrong_ids = self._find_wrong(name, of_shard)
+            if wrong_ids is None:
                 neighbours.pop(name)
-                what = f"{name} was damaged at first and sound when it was read again: look at the disk"
-                self._report.notes.append(what)
+                message = f"{name} was damaged at first and sound when it was read again: look at the disk"
+                self._report.notes.append(message)
             else:
-                wrong |= found
+                wrong |= wrong_ids
         self._check(wrong.keys() & set(places), places)
         changes = {row["video_id"]: row for of_shard in neighbours.values() for row in self._move(of_shard, wrong)}
         for place, why in wrong.items():
             row = self._table.read_row(*place)
-            changes[row["video_id"]] = _failed(row, why)
-            self._done.marked.append(Marked(row["video_id"], row["uri"], row["attempts"], why))
+            changes[row["video_id"]] = _make_failed_row(row, why)
+            self._result.marked.append(Marked(row["video_id"], row["uri"], row["attempts"], why))
         self._set_aside(set(live["video_id"].to_pylist()))
         if changes or bad:
             self._change(changes)
-        return self._done
+        return self._result
 
-    def _wrong(self, name: str, places: Sequence[Place]) -> dict[Place, str] | None:
+    def _find_wrong(self, name: str, places: Sequence[Place]) -> dict[Place, str] | None:
         """Check a damaged token shard again; return the fault of each bad row, or None where it is sound now."""
         rows = {place: self._table.read_row(*place) for place in places}
         problems = check_token_shard(self._store, name, [(p[0], row) for p, row in rows.items()], self._header).problems
@@ -123,59 +131,61 @@ class Repair:
         if len(wrong) == len(ok) and (wrong or foreign):
             raise RunFailed(
                 f"{self._store}: none of its videos would stay: look whether {TOKENS}/ is mounted and cache.json is "
-                "its own, restore what is missing, or make the cache anew in another --out"
+                "its own, restore what is missing, or make the cache again in another --out"
             )
 
     def _move(self, places: Sequence[Place], wrong: dict[Place, str]) -> list[VideoRow]:
         """Copy the sound videos of a damaged token shard to a new one; return their new rows."""
         rows = [self._table.read_row(*place) for place in places if place not in wrong]
         rows.sort(key=lambda row: row["first_row_group"])
-        self._done.moved += len(rows)
+        self._result.moved += len(rows)
         return move_videos(self._store, rows[0]["run_id"], rows) if rows else []
 
-    def _set_aside(self, known: Collection[str]) -> None:
+    def _set_aside(self, known_ids: Collection[str]) -> None:
         """Move damaged and foreign files out of the table, and give videos left without a row a failed one.
 
         These are found in the token shards that nothing names; foreign files name theirs, which get none.
         """
         problems = [problem for problem in self._report.problems if problem.kind in {*_OF_TABLE, Kind.LOST}]
-        lost = any(problem.kind is not Kind.FINGERPRINT for problem in problems)
+        is_lost = any(problem.kind is not Kind.FINGERPRINT for problem in problems)
         by_run: dict[str, set[str]] = defaultdict(set)
-        for file in self._report.orphans if lost else ():
-            by_run[run_of(file.name)] |= {video_id for video_id in self._ids_of(file.name) if video_id not in known}
+        for file in self._report.orphans if is_lost else ():
+            by_run[parse_run_id(file.name)] |= {
+                video_id for video_id in self._ids_of(file.name) if video_id not in known_ids
+            }
         why = f"its row in {VIDEOS}/ was damaged or lost"
         for run, ids in sorted(by_run.items()):
             if ids:
-                table = build_table([_unknown(video_id, run, why) for video_id in sorted(ids)])
-                self._store.put(*small_file(f"{run}-repair", 0, table, self._made_with))
-                self._done.marked += [Marked(video_id, "", 1, why) for video_id in sorted(ids)]
+                table = build_table([_make_unknown_row(video_id, run, why) for video_id in sorted(ids)])
+                self._store.put(*serialise_small(f"{run}-repair", 0, table, self._made_with))
+                self._result.marked += [Marked(video_id, "", 1, why) for video_id in sorted(ids)]
         for name in sorted({p.shard for p in problems if p.kind in _OF_TABLE and p.shard is not None}):
             self._retire(name)
 
     def _ids_of(self, name: str) -> list[str]:
         """Return the ids of the videos in a token shard that no row names."""
         try:
-            return videos_in(self._store, name)
+            return list_videos(self._store, name)
         except (OSError, pa.ArrowException) as error:
             self._report.notes.append(f"{name} cannot be read, so its videos are unknown: {error}")
             return []
 
     def _change(self, changes: dict[str, VideoRow]) -> None:
         """Replace rows of videos, in a table that has one row of each by then."""
-        merge_at_once(self._store, self._made_with)
+        merge_fully(self._store, self._made_with)
         table = LiveVideos.open(self._store, self._made_with)
-        found = {place.shard for video_id in changes if (place := table.find(video_id)) is not None}
-        for name in sorted(found):
-            held: list[VideoRow] = read_file(self._store, file_named(name)).to_pylist()
-            rows = in_key_order(build_table([changes.get(row["video_id"], row) for row in held]))
-            self._store.put(*sorted_file(file_named(name).level, rows, {}, self._made_with))
+        shards = {place.shard for video_id in changes if (place := table.find(video_id)) is not None}
+        for name in sorted(shards):
+            old_rows: list[VideoRow] = read_file(self._store, parse_file_name(name)).to_pylist()
+            rows = in_key_order(build_table([changes.get(row["video_id"], row) for row in old_rows]))
+            self._store.put(*serialise_sorted(parse_file_name(name).level, rows, {}, self._made_with))
             self._retire(name)
 
     def _retire(self, name: str) -> None:
         """Move a file of the table to the folder of replaced files, which nobody reads."""
         self._store.put(f"{KEPT_IN}/{PurePosixPath(name).name}", self._store.read(name))
         self._store.delete(name)
-        self._done.replaced.append(name)
+        self._result.replaced.append(name)
 
 
 def _places(rows: pa.Table) -> list[Place]:
@@ -183,19 +193,19 @@ def _places(rows: pa.Table) -> list[Place]:
     return list(zip(rows["shard"].to_pylist(), rows["row"].to_pylist(), strict=True))
 
 
-def _failed(row: VideoRow, why: str) -> VideoRow:
+def _make_failed_row(row: VideoRow, why: str) -> VideoRow:
     """Return a failed row for a video, without tokens, which a retry may replace."""
-    kept = {name: value for name, value in row.items() if name in _COPIED}
-    if kept["manifest"] is not None and not is_json(row["manifest"]):
-        kept["manifest"] = None
+    copied = {name: value for name, value in row.items() if name in _COPIED_COLUMNS}
+    if copied["manifest"] is not None and not is_json(row["manifest"]):
+        copied["manifest"] = None
     error = {"error_class": "io", "error_stage": "write", "error_message": printable(f"marked by a repair: {why}")}
-    return cast(VideoRow, {**kept, "status": "failed", **error, "retryable": True})
+    return cast(VideoRow, {**copied, "status": "failed", **error, "retryable": True})
 
 
-def _unknown(video_id: str, run: str, why: str) -> VideoRow:
+def _make_unknown_row(video_id: str, run: str, why: str) -> VideoRow:
     """Return a failed row for a video of which only the id is known."""
-    known = {**dict.fromkeys(_COPIED), "video_id": video_id, "run_id": run, "uri": "", "attempts": 1}
-    return _failed(cast(VideoRow, known), why)
+    values = {**dict.fromkeys(_COPIED_COLUMNS), "video_id": video_id, "run_id": run, "uri": "", "attempts": 1}
+    return _make_failed_row(cast(VideoRow, values), why)
 
 
 def clean(
@@ -203,15 +213,15 @@ def clean(
 ) -> None:
     """Delete the orphans, leftovers and old uploads of ``report``; no run may be writing. Raises OSError.
 
-    Where a file of the videos table is unreadable or lost, or not among ``commits``, the ones that were read (None:
+    If a file of the videos table is unreadable or lost, or not among ``commits``, the ones that were read (None:
     all), token shards that it may name stay; so does what is younger than ``keep``.
     """
-    unneeded = _unneeded(store, report, commits)
-    for file in [*report.leftovers, *unneeded]:
+    files = _find_unneeded(store, report, commits)
+    for file in [*report.leftovers, *files]:
         if store.age(file.name) >= keep:
             store.delete(file.name)
             report.removed.append(file.name)
-    if young := sum(file.name not in report.removed for file in unneeded):
+    if young := sum(file.name not in report.removed for file in files):
         report.notes.append(
             f"{young} orphans younger than {keep.total_seconds() / 60:g} minutes stay: a run that was stopped may "
             "still commit them"
@@ -222,7 +232,7 @@ def clean(
             report.removed.append(f"the upload of {upload.uri} since {upload.started:%Y-%m-%d %H:%M}")
 
 
-def _unneeded(store: Store, report: Report, commits: Collection[str] | None) -> list[FileInfo]:
+def _find_unneeded(store: Store, report: Report, commits: Collection[str] | None) -> list[FileInfo]:
     """Return the orphans that no file of the videos table can name."""
     if not report.orphans:
         return []

@@ -12,7 +12,7 @@ from pipeline.storage.s3 import Upload
 from pipeline.storage.stores import FileInfo
 
 KEPT_IN = "repaired"  # folder of a cache for the files that a repair has replaced
-_SHOWN = 10  # files and videos that are listed by name in the terminal; the JSON has them all
+_MAX_EXAMPLES = 10  # files and videos that are listed by name in the terminal; the JSON has them all
 _REDO = "restore it from a copy, or let --repair mark its videos for another attempt of jobs.prune"
 
 
@@ -107,8 +107,8 @@ class LiveResult:
         """Return a line for the user about the video."""
         share = "" if self.same_indices is None else f", {self.same_indices:.1%} of the positions"
         most = "" if self.max_difference is None else f", {self.max_difference:.3g} apart at most"
-        others = "".join(f"; {name} {then} then, {now} now" for name, (then, now) in self.versions.items())
-        return f"encoded again: {self.video_id}: {self.state}{self.note and f': {self.note}'}{share}{most}{others}"
+        changes = "".join(f"; {name} {then} then, {now} now" for name, (then, now) in self.versions.items())
+        return f"encoded again: {self.video_id}: {self.state}{self.note and f': {self.note}'}{share}{most}{changes}"
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,12 @@ class Repaired:
     def lines(self) -> Iterator[str]:
         """Yield lines for the user about the repair."""
         if self.replaced:
-            kept = f"those that were there before are in {self.kept_in}/, to be removed by hand"
-            yield f"{len(self.replaced):,} videos shards written anew; {kept}"
+            kept_note = f"those that were there before are in {self.kept_in}/, to be removed by hand"
+            yield f"{len(self.replaced):,} videos shards rewritten; {kept_note}"
         if self.moved:
             yield f"{self.moved:,} sound videos moved to new token shards"
         yield f"{len(self.marked):,} videos marked for another attempt"
-        yield from _shown([f"  {video.video_id}: {video.why}" for video in self.marked])
+        yield from _cut_list([f"  {video.video_id}: {video.why}" for video in self.marked])
         if self.marked:
             attempts = max(video.attempts for video in self.marked) + 1
             yield (
@@ -159,7 +159,7 @@ class Repaired:
 
 @dataclass
 class Report:
-    """The findings of a verification, which are added as it goes on.
+    """The findings of a verification, added while it runs.
 
     Attributes:
         cache: as it was named.
@@ -219,11 +219,11 @@ class Report:
         yield from (f"note: {note}" for note in self.notes)
         uploads = [f"{upload.uri} since {upload.started:%Y-%m-%d %H:%M}" for upload in self.uploads]
         files = {name: getattr(self, name) for name in ("orphans", "leftovers", "superseded")}
-        named = {title: [f"{name} ({size:,} bytes)" for name, size in found] for title, found in files.items()}
-        for title, names in {**named, "uploads": uploads, "removed": self.removed}.items():
+        lists = {title: [f"{name} ({size:,} bytes)" for name, size in entries] for title, entries in files.items()}
+        for title, names in {**lists, "uploads": uploads, "removed": self.removed}.items():
             if names:
                 yield f"{title}: {len(names):,}"
-                yield from _shown([f"  {name}" for name in names])
+                yield from _cut_list([f"  {name}" for name in names])
         yield from (result.line() for result in self.live)
         if self.repaired is not None:
             yield from _by_kind(self.found, "found before the repair: ")
@@ -232,17 +232,17 @@ class Report:
         yield f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"
 
 
-def _shown(lines: Sequence[str]) -> list[str]:
+def _cut_list(lines: Sequence[str]) -> list[str]:
     """Return the first lines, and how many more there are."""
-    more = [f"  ... and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
-    return [*lines[:_SHOWN], *more]
+    more = [f"  ... and {len(lines) - _MAX_EXAMPLES:,} more"] if len(lines) > _MAX_EXAMPLES else []
+    return [*lines[:_MAX_EXAMPLES], *more]
 
 
 def _by_kind(problems: Sequence[Problem], before: str = "") -> Iterator[str]:
     """Yield the problems by class: how many, an example, and the remedy."""
     for kind in Kind:
-        mine = [problem for problem in problems if problem.kind == kind]
-        if mine:
-            video = f"{mine[0].video_id}: " if mine[0].video_id is not None else ""
-            yield f"{before}{kind}, {len(mine):,}: {video}{mine[0].what}"
+        of_kind = [problem for problem in problems if problem.kind == kind]
+        if of_kind:
+            video = f"{of_kind[0].video_id}: " if of_kind[0].video_id is not None else ""
+            yield f"{before}{kind}, {len(of_kind):,}: {video}{of_kind[0].what}"
             yield f"  remedy: {kind.remedy}"

@@ -18,17 +18,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
-from pipeline.cache.header import CHECKSUM, HEADER, CacheHeader, declared_method, read_header
-from pipeline.cache.live import live_rows, ok_rows
+from pipeline.cache.header import CHECKSUM, HEADER, CacheHeader, read_declared_method, read_header
+from pipeline.cache.live import select_live_rows, select_ok
 from pipeline.cache.merging import KEEP
 from pipeline.cache.reader import TokenCache, map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.cache.table import VideosTable, empty_rows
-from pipeline.cache.token_shard import run_of, token_shard_id, videos_in
+from pipeline.cache.token_shard import list_videos, parse_run_id, parse_shard_id
 from pipeline.errors import NotACache
-from pipeline.runner.claim import Claim, holder, who
+from pipeline.runner.claim import Claim, describe_holder, find_holder
 from pipeline.runner.progress import reporter
-from pipeline.runner.run_record import RUNS, committed_by, new_run_id
+from pipeline.runner.run_record import RUNS, new_run_id, read_committed
 from pipeline.runner.stages import Wording
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import TEMPORARY, FileInfo, Store
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
 _ORPHANS_STAY = (
-    "no orphan was removed: they may be of the files of videos/ that were damaged or lost; put those back from a copy, "
-    "or remove the orphans with --clean"
+    "orphaned token shards were kept: they may belong to damaged or missing videos/ files. Restore those files from a "
+    "copy, or pass --clean"
 )
 _SHARES = (0.001, 0.01, 0.05)  # of damaged videos, for which a sample says how likely it misses them all
 
@@ -94,7 +94,7 @@ def verify(store: Store, request: Verification, console: Console) -> Report:
         read_header(store)  # raises NotACache with the remedy
     if not (request.clean or request.repair):
         return _Verification(store, request, console, {}).carry_out()
-    # From the beginning: what is an orphan is found out while no run writes, too.
+    # The claim starts first: orphans must be listed while no run writes.
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with Claim(store, new_run_id(), say):
         return _Verification(store, replace(request, clean=True), console, {}, claimed=True).carry_out()
@@ -123,30 +123,30 @@ class _Verification:
     def carry_out(self) -> Report:
         """Check the cache, and clean or repair it where asked. Raises as ``verify``."""
         store, request, report = self.store, self.request, self.report
-        started = time.monotonic()
+        start = time.monotonic()
         header = self._check_header()
         if header is None:
             return report
         # Listed before the videos shards are read, so that what a run commits meanwhile does not pass for an orphan.
-        files = {folder: store.listed(folder) for folder in ("", TOKENS, VIDEOS, RUNS)}
+        files = {folder: store.list_files(folder) for folder in ("", TOKENS, VIDEOS, RUNS)}
         self._list_uploads()
         rows, bad = self._check_table(header)
-        live = live_rows(rows)
+        live = select_live_rows(rows)
         self._count(live)
         encoder = self._live_check(live) if request.live else None
-        places = _places(rows, live)
+        places = _list_places(rows, live)
         if 0 < request.sample < sum(map(len, places.values())):
             places = self._sample(places)
         self._check_tokens(header, places, bad)
         self._sort(files, rows, live)
-        report.seconds = time.monotonic() - started
+        report.seconds = time.monotonic() - start
         if encoder is not None:
             encoder.run(_without_problems(live, report), request.live, request.seed, report)
         if request.repair and repairable(report):
-            repaired = Repair(store, header, report).carry_out(live, bad)
+            result = Repair(store, header, report).carry_out(live, bad)
             later = replace(request, repair=False, clean=not _may_come_back(report))
-            again = _Verification(store, later, self.console, self.sound, claimed=True)
-            return self._with_repair(again.carry_out(), repaired)
+            verification = _Verification(store, later, self.console, self.sound, claimed=True)
+            return self._combine(verification.carry_out(), result)
         if request.clean:
             clean(store, report, request.keep, commits=[file.name for file in files[VIDEOS]])
         return report
@@ -165,13 +165,15 @@ class _Verification:
             return None
         if CHECKSUM not in header:
             report.notes.append(f"{HEADER} has no checksum: it was written before they did")
-        if declared_method(header["identity"]) is None:
+        if read_declared_method(header["identity"]) is None:
             report.notes.append(
                 f"the method {method_of(header)} is unknown here, and {HEADER} does not say what it declares: how many "
                 "tokens it keeps, in which order, and whether it merges was not checked"
             )
-        if not self.claimed and (other := holder(store)) is not None:
-            report.notes.append(f"a run writes here at this moment, {who(other)}; its next shards look like orphans")
+        if not self.claimed and (holder := find_holder(store)) is not None:
+            report.notes.append(
+                f"a run writes here at this moment, {describe_holder(holder)}; its next shards look like orphans"
+            )
         return header
 
     def _list_uploads(self) -> None:
@@ -191,12 +193,12 @@ class _Verification:
         names = self.store.names(VIDEOS, ".parquet")
         tables, bad = [empty_rows(JUDGED_COLUMNS)], set()
         check = partial(check_commit, self.store, header=header)
-        for name, checked in self._checked(check, names, "videos shard"):
-            report.problems += checked.problems
-            report.bytes_read += checked.n_bytes
-            if checked.rows is not None:
-                tables.append(checked.rows)
-            bad |= {(name, place) for place in checked.bad}
+        for name, answer in self._check_all(check, names, "videos shard"):
+            report.problems += answer.problems
+            report.bytes_read += answer.n_bytes
+            if answer.rows is not None:
+                tables.append(answer.rows)
+            bad |= {(name, place) for place in answer.bad}
         report.counts["videos_shards"] = len(names)
         return pa.concat_tables(tables), bad
 
@@ -224,10 +226,10 @@ class _Verification:
         drawn: dict[str, list[Place]] = defaultdict(list)
         for number in np.random.default_rng(self.request.seed).choice(len(every), n, replace=False).tolist():
             drawn[every[number][0]].append(every[number][1])
-        missed = ", ".join(f"to {share:.1%} of them {(1 - share) ** n:.1%}" for share in _SHARES)
-        what = f"tokens of {n:,} of {len(every):,} videos were read"
-        self.report.notes.append(f"{what}; the chance that these miss damage: {missed}")
-        return {name: sorted(chosen) for name, chosen in drawn.items()}
+        chances = ", ".join(f"to {share:.1%} of them {(1 - share) ** n:.1%}" for share in _SHARES)
+        message = f"tokens of {n:,} of {len(every):,} videos were read"
+        self.report.notes.append(f"{message}; the chance that these miss damage: {chances}")
+        return {name: sorted(ids) for name, ids in drawn.items()}
 
     def _check_tokens(self, header: CacheHeader, places: dict[str, list[Place]], bad: set[Place]) -> None:
         """Check the token shards in ``places``, which has the rows that name each, except those known to be sound."""
@@ -243,47 +245,49 @@ class _Verification:
 
         report, n_tokens = self.report, 0
         widths: dict[str, int] = {}
-        for name, checked in self._checked(check, names, "token shard"):
-            report.problems += checked.problems
-            if not checked.problems:
-                self.sound[name] = checked
-            report.bytes_read += 0 if self.request.sample else checked.n_bytes
-            n_tokens += checked.n_tokens
-            for key, width in checked.widths.items():
+        for name, answer in self._check_all(check, names, "token shard"):
+            report.problems += answer.problems
+            if not answer.problems:
+                self.sound[name] = answer
+            report.bytes_read += 0 if self.request.sample else answer.n_bytes
+            n_tokens += answer.n_tokens
+            for key, width in answer.widths.items():
                 if widths.setdefault(key, width) != width:
-                    what = f"{self.store}/{name}: {width} numbers of {key} a token, {widths[key]} in other shards"
-                    report.problems.append(Problem(Kind.SCHEMA, what, name))
+                    message = f"{self.store}/{name}: {width} numbers of {key} a token, {widths[key]} in other shards"
+                    report.problems.append(Problem(Kind.SCHEMA, message, name))
         report.counts |= {"token_shards": len(names), "tokens": n_tokens}
 
     def _sort(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
         """Report files that were left behind, and rows that are missing from the table."""
         store, report = self.store, self.report
-        named, needed = _token_shards(rows), _token_shards(live)
-        for found in files.values():
-            report.leftovers += [file for file in found if PurePosixPath(file.name).name.startswith(TEMPORARY)]
+        all_shards, live_shards = _token_shards(rows), _token_shards(live)
+        for infos in files.values():
+            report.leftovers += [file for file in infos if PurePosixPath(file.name).name.startswith(TEMPORARY)]
         shards = [file for file in files[TOKENS] if file.name.endswith(".parquet") and file not in report.leftovers]
-        report.orphans += [file for file in shards if file.name not in named]
-        report.superseded += [file for file in shards if file.name in named and file.name not in needed]
-        known = set(live["video_id"].to_pylist())
+        report.orphans += [file for file in shards if file.name not in all_shards]
+        report.superseded += [file for file in shards if file.name in all_shards and file.name not in live_shards]
+        known_ids = set(live["video_id"].to_pylist())
         if any(problem.kind in {Kind.COMMIT, Kind.FINGERPRINT} for problem in report.problems):
             return  # the rows of such orphans were in those files
-        committed = _committed_orphans(store, report.orphans, without_record=not known)
-        lost = [name for name in committed if not known.issuperset(videos_in(store, name))]
-        if lost:
-            what = f"{store}/{VIDEOS} has no row of videos in {len(lost)} token shards that were committed"
-            report.problems.append(Problem(Kind.LOST, f"{what}, {', '.join(lost[:3])}: a file of it is gone", VIDEOS))
+        committed_names = _committed_orphans(store, report.orphans, without_record=not known_ids)
+        lost_shards = [name for name in committed_names if not known_ids.issuperset(list_videos(store, name))]
+        if lost_shards:
+            message = f"{store}/{VIDEOS} has no row of videos in {len(lost_shards)} token shards that were committed"
+            report.problems.append(
+                Problem(Kind.LOST, f"{message}, {', '.join(lost_shards[:3])}: a file of it is gone", VIDEOS)
+            )
 
-    def _with_repair(self, report: Report, repaired: Repaired) -> Report:
+    def _combine(self, report: Report, result: Repaired) -> Report:
         """Return the report after the repair, which also holds the problems found before it."""
         before = self.report
-        report.found, report.repaired = before.problems, repaired
+        report.found, report.repaired = before.problems, result
         stay = [_ORPHANS_STAY] * _may_come_back(before)
         report.notes += [note for note in before.notes if note not in report.notes] + stay
         report.bytes_read += before.bytes_read
         report.seconds += before.seconds
         return report
 
-    def _checked(self, work: Callable[[str], R], names: Sequence[str], item: str) -> Iterator[tuple[str, R]]:
+    def _check_all(self, work: Callable[[str], R], names: Sequence[str], item: str) -> Iterator[tuple[str, R]]:
         """Check every file in several threads, with progress; yield (name, result) in order."""
         if not names:
             return
@@ -296,7 +300,7 @@ class _Verification:
 
 
 def _may_come_back(report: Report) -> bool:
-    """Return whether a lost or damaged file of the table may be restored, so that its token shards must stay."""
+    """Return True if a lost or damaged file of the table may be restored, so that its token shards must stay."""
     return any(problem.kind in {Kind.COMMIT, Kind.LOST, Kind.FINGERPRINT} for problem in report.problems)
 
 
@@ -307,13 +311,13 @@ def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_r
     """
     by_run: dict[str, list[str]] = defaultdict(list)
     for file in orphans:
-        by_run[run_of(file.name)].append(file.name)
+        by_run[parse_run_id(file.name)].append(file.name)
     for run, names in sorted(by_run.items()):
-        committed = committed_by(store, run)
-        if committed is None:
+        shard_ids = read_committed(store, run)
+        if shard_ids is None:
             yield from names if without_record else ()
         else:
-            yield from (name for name in names if token_shard_id(name) in committed)
+            yield from (name for name in names if parse_shard_id(name) in shard_ids)
 
 
 def _header_faults(header: CacheHeader) -> Iterator[str]:
@@ -335,23 +339,23 @@ def _header_faults(header: CacheHeader) -> Iterator[str]:
 
 def _token_shards(rows: pa.Table) -> set[str]:
     """Return the token shards that ok rows name."""
-    return set(ok_rows(rows)["token_shard"].to_pylist())
+    return set(select_ok(rows)["token_shard"].to_pylist())
 
 
-def _places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
+def _list_places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
     """Return a row of each video in each token shard that a live row names, by shard, superseded rows too."""
-    found: dict[str, dict[str, Place]] = {name: {} for name in sorted(_token_shards(live) - {None})}
+    places: dict[str, dict[str, Place]] = {name: {} for name in sorted(_token_shards(live) - {None})}
     for table in (live, rows):  # a row that stands in several files counts once
-        for row in ok_rows(table).select(["token_shard", "video_id", "shard", "row"]).to_pylist():
-            if row["token_shard"] in found:
-                found[row["token_shard"]].setdefault(row["video_id"], (row["shard"], row["row"]))
-    return {name: list(places.values()) for name, places in found.items()}
+        for row in select_ok(table).select(["token_shard", "video_id", "shard", "row"]).to_pylist():
+            if row["token_shard"] in places:
+                places[row["token_shard"]].setdefault(row["video_id"], (row["shard"], row["row"]))
+    return {name: list(by_video.values()) for name, by_video in places.items()}
 
 
 def _without_problems(live: pa.Table, report: Report) -> pa.Table:
     """Select the live rows of videos that have no problem."""
     ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
     shards = [problem.shard for problem in report.problems if problem.video_id is None]
-    known = pc.is_in(live["video_id"], value_set=pa.array(ids, pa.string()))
-    damaged = pc.is_in(live["token_shard"], value_set=pa.array(shards, pa.string()))
-    return live.filter(pc.invert(pc.or_(known, damaged)))
+    has_problem = pc.is_in(live["video_id"], value_set=pa.array(ids, pa.string()))
+    is_damaged = pc.is_in(live["token_shard"], value_set=pa.array(shards, pa.string()))
+    return live.filter(pc.invert(pc.or_(has_problem, is_damaged)))

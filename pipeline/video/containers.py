@@ -95,19 +95,19 @@ def open_regular(path: str | Path) -> BufferedReader:
         raise VideoFault("io", f"{path!r} cannot be read: {error}") from error
 
 
-def missing_bytes(path: str | Path, demuxer: str) -> int:
+def count_missing_bytes(path: str | Path, demuxer: str) -> int:
     """Return the number of bytes that a cut-off file lacks, by the lengths stated inside it.
 
     The result is 0 for a file that is complete or states no length. Raises VideoFault("io") where it cannot be read.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        stated = {"mov": _mov_end, "matroska": _matroska_end, "avi": _avi_end}.get(demuxer)
-        return max(0, stated(file, size) - size) if stated else 0
+        find_end = {"mov": _mov_end, "matroska": _matroska_end, "avi": _avi_end}.get(demuxer)
+        return max(0, find_end(file, size) - size) if find_end else 0
 
 
-def overstated_table(path: str | Path) -> bool:
-    """Return whether a table of samples in an MP4 file states more entries than it holds.
+def has_overstated_table(path: str | Path) -> bool:
+    """Return True if a table of samples in an MP4 file states more entries than it holds.
 
     FFmpeg reserves memory for as many as are stated. Raises VideoFault("io") where the file cannot be read.
     """
@@ -117,12 +117,12 @@ def overstated_table(path: str | Path) -> bool:
             if kind == b"moov":
                 file.seek(start)
                 moov = file.read(length)
-                return any(_overstates(moov, found.start(), size) for found in _TABLES.finditer(moov))
+                return any(_overstates(moov, match.start(), size) for match in _TABLES.finditer(moov))
     return False
 
 
 def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
-    """Return whether the MP4 table at ``kind_at`` states more entries than it holds."""
+    """Return True if the MP4 table at ``kind_at`` states more entries than it holds."""
     kind, box_end = moov[kind_at : kind_at + 4], kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
     place = kind_at + 8  # behind the version and the flags
     if kind == b"stsz":
@@ -180,7 +180,7 @@ def _avi_end(file: BufferedReader, size: int) -> int:
 
 
 def _is_transport_stream(head: bytes) -> bool:
-    """Return whether every packet in ``head`` begins with the sync byte, and there are two at least."""
+    """Return True if every packet in ``head`` begins with the sync byte, and there are two at least."""
     return any(len(syncs := head[offset::step]) >= 2 and set(syncs) == {0x47} for offset, step in _TS_PACKETS)
 
 

@@ -35,29 +35,31 @@ class Hole(NamedTuple):
     def __str__(self) -> str:
         if self.listed:
             return f"from {self.start:.2f} s to {self.end:.2f} s"
-        return f"behind {self.start:.2f} s, and goes on to about {self.end:.2f} s"
+        return f"behind {self.start:.2f} s, to about {self.end:.2f} s"
 
 
-def lost_stretches(timestamps: NDArray[np.float64], lost: NDArray[np.bool_], duration_s: float) -> tuple[Hole, ...]:
+def find_lost_stretches(
+    timestamps: NDArray[np.float64], is_lost: NDArray[np.bool_], duration_s: float
+) -> tuple[Hole, ...]:
     """Return the holes that several lost frames in a row make.
 
     Args:
         timestamps: [F] seconds of the listed frames, ascending.
-        lost: [F], whether a frame does not come out of the decoder.
+        is_lost: [F], whether a frame does not come out of the decoder.
         duration_s: end of the last listed frame, seconds.
     """
     starts = [*timestamps.tolist(), duration_s]
-    runs = ([place for place, _ in run] for is_lost, run in groupby(enumerate(lost), lambda item: item[1]) if is_lost)
+    runs = ([place for place, _ in run] for lost, run in groupby(enumerate(is_lost), lambda item: item[1]) if lost)
     return tuple(Hole(starts[run[0]], starts[run[-1] + 1]) for run in runs if len(run) >= _MIN_LOST_FRAMES)
 
 
-def skipped(timestamps: NDArray[np.float64], fps: float) -> tuple[Hole, ...]:
+def find_skipped_holes(timestamps: NDArray[np.float64], fps: float) -> tuple[Hole, ...]:
     """Return the holes between decoded frames, at [F] seconds, of a file of constant rate that lists no times."""
     long = np.flatnonzero(np.diff(timestamps) > (_MIN_LOST_FRAMES + 0.5) / fps)
     return tuple(Hole(float(timestamps[i]) + 1 / fps, float(timestamps[i + 1])) for i in long)
 
 
-def unlisted(duration_s: float, end_s: float, fps: float) -> tuple[Hole, ...]:
+def find_unlisted_hole(duration_s: float, end_s: float, fps: float) -> tuple[Hole, ...]:
     """Return the hole behind the last frame, at ``duration_s``, of a video that seems to go on to ``end_s``."""
     return (Hole(duration_s, end_s, listed=False),) if end_s - duration_s > _MIN_LOST_FRAMES / fps else ()
 
@@ -65,7 +67,7 @@ def unlisted(duration_s: float, end_s: float, fps: float) -> tuple[Hole, ...]:
 def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], warnings: int) -> tuple[Hole, ...]:
     """Return the holes that damage made in a clip, small enough for its frames to be chosen among the others.
 
-    Where FFmpeg reported no errors, holes are no damage up to MAX_UNSHOWN. What is lost in front of the first frame is
+    If FFmpeg reported no errors, holes are no damage up to MAX_UNSHOWN. What is lost in front of the first frame is
     none: a recording may begin anywhere. But a clip without any frame that lies in what the file lists or states is
     damaged in any case.
 
@@ -83,30 +85,30 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
     end = min(stop, last)
     inside = tuple(hole for hole in index.holes if hole.start < end and hole.end > start)
     has_frames = bool(((index.timestamps >= start) & (index.timestamps < end)).any())
-    warnings = warnings or int(_cut_short(index))
-    damaged = bool(warnings) or index.codec in _SILENT or not has_frames
-    counted = inside
+    warnings = warnings or int(_is_cut_short(index))
+    is_damaged = bool(warnings) or index.codec in _SILENT or not has_frames
+    holes_inside = inside
     if has_frames:
         behind = tuple(hole for hole in inside if hole.start > index.timestamps[0])
-        counted = tuple(hole for hole in behind if hole.listed or warnings)
-    lost = sum(min(hole.end, end) - max(hole.start, start) for hole in counted)
+        holes_inside = tuple(hole for hole in behind if hole.listed or warnings)
+    lost_s = sum(min(hole.end, end) - max(hole.start, start) for hole in holes_inside)
     where = "the video" if clip == (None, None) else f"the clip [{start:g} s, {end:g} s)"
-    if counted and lost > (MAX_LOST if damaged else MAX_UNSHOWN) * (end - start):
-        largest = max(counted, key=lambda hole: hole.end - hole.start)
-        raise VideoFault("corrupt", f"{lost:.2f} s of {where} do not decode: the file is damaged {largest}")
-    if warnings and not has_frames and start < (stop if _open_ended(index) else end):
+    if holes_inside and lost_s > (MAX_LOST if is_damaged else MAX_UNSHOWN) * (end - start):
+        largest = max(holes_inside, key=lambda hole: hole.end - hole.start)
+        raise VideoFault("corrupt", f"{lost_s:.2f} s of {where} do not decode: the file is damaged {largest}")
+    if warnings and not has_frames and start < (stop if _is_open_ended(index) else end):
         errors = f"the file is damaged (FFmpeg reported {warnings} errors)"
         raise VideoFault("corrupt", f"no frame of {where} of a video of {index.duration_s:.2f} s can be read: {errors}")
-    return counted if damaged else ()
+    return holes_inside if is_damaged else ()
 
 
-def _cut_short(index: VideoIndex) -> bool:
-    """Return whether the video is shorter than its container states, and the rest of the file was not read."""
+def _is_cut_short(index: VideoIndex) -> bool:
+    """Return True if the video is shorter than its container states, and the rest of the file was not read."""
     unlisted_ones = any(not hole.listed for hole in index.holes)
-    return unlisted_ones and index.packets is not None and index.packets.unread and not _open_ended(index)
+    return unlisted_ones and index.packets is not None and index.packets.has_unread and not _is_open_ended(index)
 
 
-def _open_ended(index: VideoIndex) -> bool:
-    """Return whether a part of the file was not read, and only its bytes tell how long the video may be."""
-    unread = any(not hole.listed for hole in index.holes)
-    return unread and index.packets is not None and index.packets.stated_s is None
+def _is_open_ended(index: VideoIndex) -> bool:
+    """Return True if a part of the file was not read, and only its bytes tell how long the video may be."""
+    has_unread = any(not hole.listed for hole in index.holes)
+    return has_unread and index.packets is not None and index.packets.stated_s is None

@@ -28,25 +28,25 @@ from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
 from pipeline.own_code import locate_own_error
 from pipeline.rows import BY_DECODING
-from pipeline.video.containers import missing_bytes, open_regular, overstated_table, sniff
+from pipeline.video.containers import count_missing_bytes, has_overstated_table, open_regular, sniff
 from pipeline.video.damage import check_decodable
-from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder, version_of
+from pipeline.video.decoders import DECODERS, Frames, choose_decoders, find_version, load_decoder
 from pipeline.video.frame_folders import (
     JPEGS,
     fingerprint_frames,
     frame_names,
     index_frames,
+    round_to_frames,
     sample_file,
-    whole_frames,
 )
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
-from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_repeated, snapped
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_repeated, snap_frames
 
 #: Returns an array of the shape [T,h,w,3] for the frames of a video.
 Allocate = Callable[[tuple[int, ...]], Frames]
 # A line of FFmpeg's log, except the one that is normal where decoding begins at an open group.
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\] (?!mmco: unref short failure)", re.MULTILINE)
-_HOLES_NAMED = 3  # in a note about a damaged file
+_MAX_HOLES = 3  # in a note about a damaged file
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
 _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
 
@@ -171,18 +171,18 @@ def decode_video(
 
     Raises VideoFault for any error that does not end the process.
     """
-    started = time.perf_counter()
+    start = time.perf_counter()
     decoding = _Decoding(request, announce, allocate)
     try:
-        with counted_warnings() as count:
+        with count_warnings() as count:
             video = decoding.video(count)
             warnings = max(count(), video.decode_warnings)
-        return replace(video, decode_warnings=warnings, seconds=time.perf_counter() - started)
+        return replace(video, decode_warnings=warnings, seconds=time.perf_counter() - start)
     except VideoFault as fault:
         fault.backend = fault.backend or decoding.backend
         raise
     except Exception as error:  # the error boundary of a video: anything becomes its error row
-        raise fault_of(error, decoding.backend) from error
+        raise convert_error(error, decoding.backend) from error
 
 
 class _Decoding:
@@ -205,12 +205,12 @@ class _Decoding:
             return self._folder(path)
         demuxer = sniff(path)
         size, digest = fingerprint(path)
-        if missing := missing_bytes(path, demuxer):
-            raise VideoFault("corrupt", f"the file is cut off: {missing} of its {size + missing} bytes are missing")
+        if n_missing := count_missing_bytes(path, demuxer):
+            raise VideoFault("corrupt", f"the file is cut off: {n_missing} of its {size + n_missing} bytes are missing")
         try:
             index = probe(path, demuxer)
         except MemoryError as error:
-            if demuxer == "mov" and overstated_table(path):
+            if demuxer == "mov" and has_overstated_table(path):
                 raise VideoFault("corrupt", "a table of samples states more entries than it holds") from error
             raise
         assert index.packets is not None
@@ -222,7 +222,7 @@ class _Decoding:
         """Decode a folder of JPEG frames. Raises VideoFault, or an error of PyAV's."""
         index = index_frames(path)
         size, digest = fingerprint_frames(path, frame_names(path))
-        clip = whole_frames(self._request.start_s, self._request.end_s, index.fps)
+        clip = round_to_frames(self._request.start_s, self._request.end_s, index.fps)
         video = self._read(index, JPEGS, clip)
         return replace(video, source_size=size, source_hash=digest, source_sample=sample_file(path))
 
@@ -230,8 +230,8 @@ class _Decoding:
         """Read with the first of the request's decoders that succeeds. Raises the last one's error."""
         note = ""
         clip = self._request.start_s, self._request.end_s
-        *preferred, last = decoders_for(self._request.decoder)
-        for name in preferred:
+        *first_choices, last = choose_decoders(self._request.decoder)
+        for name in first_choices:
             try:
                 return self._read(index, name, clip)
             except Exception as error:  # noqa: BLE001 - whatever fails there, PyAV reads the file
@@ -241,39 +241,39 @@ class _Decoding:
         except IndexMismatch as error:
             if last != "pyav":
                 raise
-            found = scan(index)
-            lost = "".join(f"; nothing decodes {hole}" for hole in found.holes[:_HOLES_NAMED])
-            note = note or f"{BY_DECODING}: {error}{lost}"
-            video = self._read(found, last, clip)
+            scanned = scan(index)
+            holes_text = "".join(f"; nothing decodes {hole}" for hole in scanned.holes[:_MAX_HOLES])
+            note = note or f"{BY_DECODING}: {error}{holes_text}"
+            video = self._read(scanned, last, clip)
         return replace(video, backend_note=note)
 
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
         """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder."""
         sampling = self._request.sampling
         self._check(index, clip)
-        times, *end = index.unrounded()
-        chosen = choose_frames(times, sampling, *clip, *end)
+        times, *end = index.find_true_times()
+        indices = choose_frames(times, sampling, *clip, *end)
         first, stop = clip_range(times, *clip, *end)
         if sampling.snap_to_keyframes_s is not None and index.pts is not None:
             keyframes = np.searchsorted(index.pts, index.keyframes)
             keyframes = keyframes[(keyframes >= first) & (keyframes < stop)]
-            chosen = snapped(chosen, index.timestamps, keyframes, sampling.snap_to_keyframes_s)
+            indices = snap_frames(indices, index.timestamps, keyframes, sampling.snap_to_keyframes_s)
         self.backend = backend
         self._announce(backend)
         kind = load_decoder(backend)
         with closing(kind(index)) as decoder:
-            frames = self._resized(decoder.read(np.unique(chosen)), chosen, index)
-            version = version_of(kind) if ":" in backend else str(decoder.version)
+            frames = self._resize_frames(decoder.read(np.unique(indices)), indices, index)
+            version = find_version(kind) if ":" in backend else str(decoder.version)
         return DecodedVideo(
             frames=frames,
-            frame_indices=chosen,
-            timestamps=index.timestamps[chosen],
+            frame_indices=indices,
+            timestamps=index.timestamps[indices],
             fps=index.fps,
             clip_fps=clip_rate(times, index.fps, *clip, *end),
             duration_s=index.duration_s,
             source_frames=len(index.timestamps),
             clip_frames=stop - first,
-            n_repeated=count_repeated(chosen),
+            n_repeated=count_repeated(indices),
             source_width=index.width,
             source_height=index.height,
             codec=index.codec,
@@ -285,30 +285,30 @@ class _Decoding:
         )
 
     def _check(self, index: VideoIndex, clip: tuple[float | None, float | None]) -> int:
-        """Return how often damage is known of without FFmpeg's log. Raises VideoFault as ``check_decodable``."""
+        """Return the number of damages known without FFmpeg's log. Raises VideoFault as ``check_decodable``."""
         n_corrupt = 0 if index.packets is None else index.packets.n_corrupt
         return max(n_corrupt, len(check_decodable(index, clip, max(n_corrupt, self._warnings()))))
 
-    def _resized(self, chunks: Iterator[Frames], chosen: NDArray[np.int64], index: VideoIndex) -> Frames:
+    def _resize_frames(self, chunks: Iterator[Frames], indices: NDArray[np.int64], index: VideoIndex) -> Frames:
         """Resize frames chunk by chunk, so that full-size ones never pile up, and copy repeated ones; [T,h,w,3]."""
         try:
-            size = self._request.preprocessor.target_size(len(chosen), index.height, index.width)
+            size = self._request.preprocessor.target_size(len(indices), index.height, index.width)
         except TooFewFrames as error:
             raise VideoFault("too-short", str(error)) from error
         except UnsupportedVideo as error:
             raise VideoFault("unsupported", str(error)) from error
-        unique, inverse = np.unique(chosen, return_inverse=True)
-        repeats = len(unique) < len(chosen)
-        kept = (frames_array if repeats else self._allocate)((len(unique), *size, 3))
-        done = 0
+        unique, inverse = np.unique(indices, return_inverse=True)
+        repeats = len(unique) < len(indices)
+        frames = (frames_array if repeats else self._allocate)((len(unique), *size, 3))
+        n_done = 0
         for chunk in chunks:
             if chunk.shape[1:] != (index.height, index.width, 3):
                 raise IndexMismatch(f"frames of shape {chunk.shape[1:]} in a video of {index.height}x{index.width}")
-            kept[done : done + len(chunk)] = self._request.preprocessor.resize(chunk, size)
-            done += len(chunk)
-        if done != len(unique):
-            raise IndexMismatch(f"the decoder delivered {done} of {len(unique)} frames")
-        return kept.take(inverse, axis=0, out=self._allocate((len(chosen), *size, 3))) if repeats else kept
+            frames[n_done : n_done + len(chunk)] = self._request.preprocessor.resize(chunk, size)
+            n_done += len(chunk)
+        if n_done != len(unique):
+            raise IndexMismatch(f"the decoder delivered {n_done} of {len(unique)} frames")
+        return frames.take(inverse, axis=0, out=self._allocate((len(indices), *size, 3))) if repeats else frames
 
 
 def fingerprint(path: str | Path) -> tuple[int, str]:
@@ -322,18 +322,18 @@ def fingerprint(path: str | Path) -> tuple[int, str]:
 
 
 @contextmanager
-def counted_warnings() -> Iterator[Callable[[], int]]:
+def count_warnings() -> Iterator[Callable[[], int]]:
     """Catch FFmpeg's log lines, and yield a function that returns how many there were so far.
 
-    FFmpeg writes to file descriptor 2; Python's own stderr goes on to where it went before.
+    FFmpeg writes to file descriptor 2; Python's own stderr still goes to its old target.
     """
     av.logging.restore_default_callback()  # to the descriptor: PyAV's own handler would drop the lines
     av.logging.set_libav_level(av.logging.ERROR)
     sys.stderr.flush()
     python_stderr, descriptor = sys.stderr, os.dup(2)
-    with tempfile.TemporaryFile() as log, os.fdopen(descriptor, "w", errors="replace", buffering=1) as kept:
+    with tempfile.TemporaryFile() as log, os.fdopen(descriptor, "w", errors="replace", buffering=1) as stderr_copy:
         os.dup2(log.fileno(), 2)
-        sys.stderr = kept
+        sys.stderr = stderr_copy
 
         def count() -> int:
             log.seek(0)
@@ -346,7 +346,7 @@ def counted_warnings() -> Iterator[Callable[[], int]]:
             os.dup2(descriptor, 2)
 
 
-def fault_of(error: Exception, backend: str | None) -> VideoFault:
+def convert_error(error: Exception, backend: str | None) -> VideoFault:
     """Convert an exception raised while a video was read to a VideoFault; a user's decoder is named with its line."""
     fault, message = _fault_class(error), _describe_error(error)
     if fault == "internal" and backend is not None and ":" in backend:

@@ -74,12 +74,12 @@ def decoder_version(name: str | None) -> str | None:
     if name is None:
         return None
     try:
-        return version(_PACKAGES[name]) if name in _PACKAGES else version_of(load_decoder(name))
+        return version(_PACKAGES[name]) if name in _PACKAGES else find_version(load_decoder(name))
     except (PackageNotFoundError, KeyError, ImportError, AttributeError):
         return None
 
 
-def version_of(decoder: type[FrameDecoder]) -> str:
+def find_version(decoder: type[FrameDecoder]) -> str:
     """Return the version of a decoder class, of a user's own with the hash of its code behind it."""
     code = f"{CODE}{hash_code(decoder)}" if is_own(decoder) else ""
     return f"{decoder.version}{code}"
@@ -151,7 +151,7 @@ class PyavDecoder:
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """Yield frames one by one (see ``FrameDecoder.read``), scaled to the first one's size where theirs differs."""
-        for frame in self._chosen(indices):
+        for frame in self._iter_frames(indices):
             yield self._pixels(frame)[None]
 
     def close(self) -> None:
@@ -166,35 +166,35 @@ class PyavDecoder:
         if frame.interlaced_frame:
             frame = _without_fields(frame)
         # One reformatter and one thread: for each frame, FFmpeg would set up a scaler with a thread for every core.
-        stored: Any = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC", threads=1)
-        rows = np.frombuffer(stored.planes[0], np.uint8).reshape(height, stored.planes[0].line_size)
-        return np.ascontiguousarray(turned(rows[:, : 3 * width].reshape(height, width, 3), index.orientation))
+        rgb: Any = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC", threads=1)
+        rows = np.frombuffer(rgb.planes[0], np.uint8).reshape(height, rgb.planes[0].line_size)
+        return np.ascontiguousarray(turn_frame(rows[:, : 3 * width].reshape(height, width, 3), index.orientation))
 
-    def _chosen(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
+    def _iter_frames(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
         """Yield the decoded frames number ``indices`` of the file, from no more packets than they need.
 
         Frames are told apart by their presentation times, or by counting from the beginning of a file without any.
         """
         table, pts = self._packets.table, self._index.pts
         whole = pts is None or self._index.whole
-        wanted = (indices if pts is None else pts[indices]).tolist()
-        for run in [Run(0, len(table), tuple(wanted))] if whole else self._packets.runs(wanted):
-            missing = deque(run.times)
+        frame_times = (indices if pts is None else pts[indices]).tolist()
+        for run in [Run(0, len(table), tuple(frame_times))] if whole else self._packets.runs(frame_times):
+            missing_times = deque(run.times)
             times = None if whole else run.times
-            for number, frame in enumerate(self._packets.decoded(run.start, run.stop, times, self._codec)):
+            for number, frame in enumerate(self._packets.decode_frames(run.start, run.stop, times, self._codec)):
                 if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
                     raise IndexMismatch(f"the frame at {frame.pts} is no keyframe, as the file says")
                 time = number if pts is None else frame.pts
-                if time is None or time < missing[0]:
+                if time is None or time < missing_times[0]:
                     continue
-                if time > missing[0]:
+                if time > missing_times[0]:
                     break
-                missing.popleft()
+                missing_times.popleft()
                 yield frame
-                if not missing:
+                if not missing_times:
                     break
-            if missing:
-                raise IndexMismatch(f"the frame at {missing[0]} does not come out of the decoder")
+            if missing_times:
+                raise IndexMismatch(f"the frame at {missing_times[0]} does not come out of the decoder")
 
 
 def _without_fields(frame: av.VideoFrame) -> av.VideoFrame:
@@ -212,11 +212,11 @@ def _without_fields(frame: av.VideoFrame) -> av.VideoFrame:
 
 
 def _starts_a_group(frame: av.VideoFrame) -> bool:
-    """Return whether a decoded frame is a keyframe or another intra picture, which refers to no other frame."""
+    """Return True if a decoded frame is a keyframe or another intra picture, which refers to no other frame."""
     return bool(frame.key_frame) or frame.pict_type in (PictureType.I, PictureType.SI, PictureType.BI)
 
 
-def turned(frame: Frames, orientation: Orientation) -> Frames:
+def turn_frame(frame: Frames, orientation: Orientation) -> Frames:
     """Turn a stored [H,W,3] frame to the orientation in which it is shown; the result is a view."""
     if orientation.transpose:
         frame = frame.transpose(1, 0, 2)
@@ -225,7 +225,7 @@ def turned(frame: Frames, orientation: Orientation) -> Frames:
     return frame[rows, columns]
 
 
-def decoders_for(decoder: str) -> Sequence[str]:
+def choose_decoders(decoder: str) -> Sequence[str]:
     """List the decoders to try for ``decoder`` (auto, a name of DECODERS or an import path), the best one first."""
     if decoder == "auto":
         return ("pyav",)

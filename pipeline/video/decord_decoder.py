@@ -56,14 +56,14 @@ class DecordDecoder(LibraryDecoder):
 
 
 def _has_leading_frames(packets: Sequence[PacketInfo]) -> bool:
-    """Return whether groups of pictures are open: some frame is stored after a keyframe and shown before it."""
+    """Return True if groups of pictures are open: some frame is stored after a keyframe and shown before it."""
     pts = np.array([packet.pts for packet in packets])
     keyframe = np.array([packet.keyframe for packet in packets])
     return bool((pts < np.maximum.accumulate(np.where(keyframe, pts, pts.min()))).any())
 
 
 def _brings_parameters(packets: VideoPackets) -> bool:
-    """Return whether a keyframe seems to carry codec parameters, which may differ from the container's."""
+    """Return True if a keyframe seems to carry codec parameters, which may differ from the container's."""
     pattern = re.compile(_PARAMETERS.get(packets.codec, b""))
     keyframes = (number for number, packet in enumerate(packets.table) if packet.keyframe)
     return any(pattern.search(bytes(next(packets.between(n, n + 1)))[:_HEAD]) for n in keyframes)

@@ -31,13 +31,13 @@ def stand_by() -> None:
     It ends with this process.
     """
     global _standing_by  # noqa: PLW0603 - there is one in a process, as there is one server
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        _wait(theirs)
-    theirs.close()
-    _standing_by = _StandBy(pid, ours)
+        parent_socket.close()
+        _wait(child_socket)
+    child_socket.close()
+    _standing_by = _StandBy(pid, parent_socket)
 
 
 def _wait(requests: socket.socket) -> None:
@@ -65,7 +65,7 @@ def _show(title: bytes) -> None:
 
 
 @contextmanager
-def forked_ahead() -> Iterator[None]:
+def fork_ahead() -> Iterator[None]:
     """Let the process that waits, where one does, be the server that ``multiprocessing`` starts in this context."""
     start = util.spawnv_passfds
 

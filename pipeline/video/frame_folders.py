@@ -31,17 +31,17 @@ from pipeline.video.probe import VideoIndex
 FIRST_FRAME = "00001.jpg"
 _RATE = re.compile(r"(?:^|[_.-])fps(\d+(?:\.\d+)?)(?=$|[_.-])")
 _FRAME = re.compile(r"\d{5,}\.jpg")
-_MOST_BYTES = 2**26  # bytes of a frame's file
+_MAX_FRAME_BYTES = 2**26  # bytes of a frame's file
 
 
 def frame_rate(path: str) -> float | None:
     """Return the frames a second by the last name in the path that has an "fps", or None if none has."""
-    rates = [float(found[1]) for part in PurePath(path).parts for found in _RATE.finditer(part)]
+    rates = [float(match[1]) for part in PurePath(path).parts for match in _RATE.finditer(part)]
     return next((rate for rate in reversed(rates) if rate > 0), None)
 
 
 def is_frame_folder(path: str) -> bool:
-    """Return whether the path is a folder of frames and gives their rate."""
+    """Return True if the path is a folder of frames and gives their rate."""
     return frame_rate(path) is not None and os.path.isfile(os.path.join(path, FIRST_FRAME))  # noqa: PTH113, PTH118
 
 
@@ -58,10 +58,14 @@ def frame_names(path: str) -> list[str]:
         raise VideoFault("io", f"{path} cannot be read: {error.strerror or error}") from error
     if not names:
         raise VideoFault("unsupported", f"{path} is a folder without frames (none is called {FIRST_FRAME})")
-    expected = [f"{number:05}.jpg" for number in range(1, len(names) + 1)]
-    if names != expected:
-        missing = next(name for name, there in zip(expected, names, strict=True) if name != there)
-        raise VideoFault("corrupt", f"{path} has {len(names)} frames, and none is called {missing}: unpack it again")
+    expected_names = [f"{number:05}.jpg" for number in range(1, len(names) + 1)]
+    if names != expected_names:
+        missing_name = next(
+            name for name, name_in_folder in zip(expected_names, names, strict=True) if name != name_in_folder
+        )
+        raise VideoFault(
+            "corrupt", f"{path} has {len(names)} frames, and none is called {missing_name}: unpack it again"
+        )
     return names
 
 
@@ -82,9 +86,9 @@ def read_frame(path: str, name: str) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise VideoFault("policy", f"{place} is not a regular file")
-        data = file.read(_MOST_BYTES + 1)
-    if not data.startswith(b"\xff\xd8\xff") or len(data) > _MOST_BYTES:
-        raise VideoFault("unsupported", f"{place} is no JPEG image of at most {_MOST_BYTES >> 20} MiB")
+        data = file.read(_MAX_FRAME_BYTES + 1)
+    if not data.startswith(b"\xff\xd8\xff") or len(data) > _MAX_FRAME_BYTES:
+        raise VideoFault("unsupported", f"{place} is no JPEG image of at most {_MAX_FRAME_BYTES >> 20} MiB")
     if b"\xff\xd9" not in data[-4096:]:
         raise VideoFault("corrupt", f"{place} is cut off: a JPEG image ends with its marker")
     return data
@@ -113,8 +117,8 @@ def source_state(path: str) -> FileState:
     if stat.S_ISDIR(status[0].st_mode):
         with os.scandir(path) as entries:
             status = [entry.stat() for entry in entries if _FRAME.fullmatch(entry.name)]
-    newest = max((one.st_mtime_ns for one in status), default=0)
-    return FileState(sum(one.st_size for one in status), mark_key(str(newest)) or 0)
+    newest = max((entry.st_mtime_ns for entry in status), default=0)
+    return FileState(sum(stat.st_size for stat in status), mark_key(str(newest)) or 0)
 
 
 def source_bytes(path: str) -> int:
@@ -135,7 +139,7 @@ def sample_file(path: str) -> int:
         return sample_key(size, [os.pread(file.fileno(), end - start, start) for start, end in sample_spans(size)])
 
 
-def whole_frames(start_s: float | None, end_s: float | None, rate: float) -> tuple[float | None, float | None]:
+def round_to_frames(start_s: float | None, end_s: float | None, rate: float) -> tuple[float | None, float | None]:
     """Round the bounds of a clip of a folder to whole frames: [start, end) in seconds, None for an open side."""
     if start_s is not None and 0 <= start_s < math.inf:
         start_s = max(1, round(start_s * rate)) / rate
@@ -161,7 +165,7 @@ def index_frames(path: str) -> VideoIndex:
             f"{path} is a folder, not a video file; one of JPEG frames says in its path how many a second they are, as "
             "in frames_fps3/NAME",
         )
-    names, first = frame_names(path), _decoded(path, FIRST_FRAME)
+    names, first = frame_names(path), _decode_frame(path, FIRST_FRAME)
     return VideoIndex(
         path=path,
         demuxer="",
@@ -189,14 +193,14 @@ class JpegDecoder:
         """Yield frames one by one; see ``FrameDecoder.read``."""
         size = {"width": self._index.width, "height": self._index.height}
         for i in indices.tolist():
-            picture = _decoded(self._index.path, self._names[i])
+            picture = _decode_frame(self._index.path, self._names[i])
             yield picture.to_ndarray(format="rgb24", interpolation="BICUBIC", **size)[None]
 
     def close(self) -> None:
         """Release nothing: no file stays open."""
 
 
-def _decoded(path: str, name: str) -> av.VideoFrame:
+def _decode_frame(path: str, name: str) -> av.VideoFrame:
     """Decode the picture of a frame. Raises VideoFault, or an error of PyAV's."""
     decoder = av.CodecContext.create("mjpeg", "r")
     decoder.thread_count = 1

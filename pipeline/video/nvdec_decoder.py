@@ -2,7 +2,7 @@
 
 FFmpeg loads the driver's libnvcuvid. Only the packets that the chosen frames need go to the GPU, decoded frames stay
 there, and the chosen ones alone come back to the host, where they are unpacked to the layout that FFmpeg's software
-gives. From there on all is as with PyAV on a core, colours too: on an H200 four clips had the same bits.
+gives. All later steps are as with PyAV on a core, colours too: on an H200 four clips had the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pipeline.video.probe import IndexMismatch, VideoIndex
 
 # NVDEC's, of FFmpeg's own decoders. The others need facts of the container that a decoder made here does not get.
 _CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg2video")
-_HELD = 16  # decoded frames that may wait on the GPU besides those that others refer to: as many as a flush gives
+_MAX_GPU_FRAMES = (
+    16  # decoded frames that may wait on the GPU besides those that others refer to: as many as a flush gives
+)
 _NO_GPU = "PyAV finds no NVIDIA GPU with a video decoder here (libcuda and libnvcuvid): look at nvidia-smi"
 
 
@@ -64,7 +66,7 @@ def _on_gpu(codec: str) -> VideoCodecContext:
     if not isinstance(context, VideoCodecContext) or not context.is_hwaccel:
         raise RuntimeError(f"PyAV {av.__version__} has no GPU decoder of {codec}")
     context.thread_count = 1
-    context.options = {"extra_hw_frames": str(_HELD)}
+    context.options = {"extra_hw_frames": str(_MAX_GPU_FRAMES)}
     return context
 
 

@@ -17,12 +17,12 @@ from av.stream import Disposition
 from pipeline.errors import VideoFault
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
-MOST_KEPT = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
+MAX_KEPT_BYTES = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
 _OVERHEAD = 600  # bytes that PyAV and FFmpeg take for a packet beside its data
-_NOT_A_VIDEO = Disposition.attached_pic | Disposition.timed_thumbnails
+_STILL_IMAGES = Disposition.attached_pic | Disposition.timed_thumbnails
 _SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe it is asked for
 # Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
-_PARSED = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
+_PARSED_CODECS = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
 _SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark reliably which frames nothing refers to
 # Decoders that may refuse every packet behind an error, keyframes too, until they are flushed. A flush that is not
 # needed costs frames, which other decoders would still show.
@@ -69,19 +69,19 @@ class VideoPackets:
         fault: the last error that a packet or the demuxer gave; None while all of them decode.
         n_corrupt: packets that the demuxer marks as damaged, and errors that end reading.
 
-    Of a file of more than ``most_kept`` bytes no packets are kept, and what is asked for is read a second time.
+    Packets of a file above ``max_kept_bytes`` are not kept; requested packets are read a second time.
 
     Raises VideoFault (see ``pick_stream``) or an error of PyAV's.
     """
 
-    def __init__(self, path: str, demuxer: str, most_kept: int = MOST_KEPT) -> None:
+    def __init__(self, path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         self.demuxer = demuxer
         self._path = path
         self._container = open_container(path, demuxer)
         # The file where it was opened a second time, and the number of the packet that comes next there.
-        self._again: InputContainer | None = None
+        self._second_file: InputContainer | None = None
         self._next = 0
-        self._kept: list[av.Packet] | None = []
+        self._kept_packets: list[av.Packet] | None = []
         self._fields = False  # whether the first frame consists of two
         try:
             self.stream = pick_stream(self._container)
@@ -92,69 +92,69 @@ class VideoPackets:
             self.parameters_change = False
             self.stated_s = _stated_seconds(self._container, self.stream, demuxer)
             self.fault: FFmpegError | None = None
-            self.n_corrupt = self._reached = 0
+            self.n_corrupt = self._end_byte = 0
             self._sub_layers: set[int] = _sub_layers(self.stream.codec_context.extradata or b"")
-            self._read(most_kept)
+            self._read(max_kept_bytes)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Close the file and forget the packets."""
-        self._kept = []
+        self._kept_packets = []
         self._container.close()
-        if self._again is not None:
-            self._again.close()
+        if self._second_file is not None:
+            self._second_file.close()
 
-    def end_of(self, duration_s: float) -> float:
-        """Return where a video ends by the container's word, or else by the bytes behind its last packet; seconds.
+    def find_end(self, duration_s: float) -> float:
+        """Return the end of a video in seconds, as the container states it, or by the bytes behind its last packet.
 
-        ``duration_s`` is the end of its last frame, which is returned where nothing tells of more.
+        ``duration_s`` is the end of its last frame; it is returned if the file states no later end.
         """
         if self.stated_s is not None or self.demuxer == "mov":
             return self.stated_s or duration_s
-        return duration_s / self._share if self.unread else duration_s
+        return duration_s / self._share if self.has_unread else duration_s
 
     @property
-    def unread(self) -> bool:
-        """Whether a good part of the file lies behind its last packet."""
-        return 0 < self._share < _WHOLE and self._container.size - self._reached > _PADDING
+    def has_unread(self) -> bool:
+        """True if a good part of the file lies behind its last packet."""
+        return 0 < self._share < _WHOLE and self._container.size - self._end_byte > _PADDING
 
     @property
     def _share(self) -> float:
         """The share of the file up to its last packet."""
-        return self._reached / max(self._container.size, 1)
+        return self._end_byte / max(self._container.size, 1)
 
     def first_frame(self) -> av.VideoFrame | None:
         """Decode and return the file's first frame, or None if no packet can be decoded."""
-        tries = (next(self.decoded(0, stop), None) for stop in (1, len(self.table)))
+        tries = (next(self.decode_frames(0, stop), None) for stop in (1, len(self.table)))
         first = next((frame for frame in tries if frame is not None), None)
         self._fields = first is not None and bool(first.interlaced_frame)
         return first
 
-    def decoded(
-        self, start: int, stop: int, wanted: Sequence[int] | None = None, codec: av.CodecContext | None = None
+    def decode_frames(
+        self, start: int, stop: int, shown_times: Sequence[int] | None = None, codec: av.CodecContext | None = None
     ) -> Iterator[av.VideoFrame]:
         """Yield the frames of packets number ``start`` to ``stop`` - 1 in the order in which they are shown.
 
-        A damaged packet gives no frame, and FFmpeg logs it; ``fault`` is its error. Decoding goes on behind it. Of the
-        frames that are not shown at one of the ``wanted`` times, the decoder leaves out those to which no other
-        refers, where the codec marks them; None wants all.
+        A damaged packet gives no frame, and FFmpeg logs it; ``fault`` is its error. Decoding continues behind it. If
+        the codec marks frames to which no other refers, the decoder leaves these out, unless they are shown at one of
+        the ``shown_times``; None decodes all.
         ``codec`` is the decoder, by default the stream's own.
         """
         codec = codec or self.stream.codec_context
         codec.flush_buffers()
-        gets_stuck, failed = codec.codec.name in _STUCK_AFTER_ERRORS, False
-        skips = wanted is not None and self._tells_references()
-        times = frozenset(wanted or ())
+        gets_stuck, has_failed = codec.codec.name in _STUCK_AFTER_ERRORS, False
+        skips = shown_times is not None and self._tells_references()
+        times = frozenset(shown_times or ())
         try:
             for packet in self.between(start, stop):
                 if skips:
                     codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
-                before, failed_before = self.fault, failed
+                before, failed_before = self.fault, has_failed
                 frames = self._frames_of(codec, packet)
-                failed = self.fault is not before
-                if failed and failed_before and gets_stuck and packet.is_keyframe:
+                has_failed = self.fault is not before
+                if has_failed and failed_before and gets_stuck and packet.is_keyframe:
                     codec.flush_buffers()
                     frames = self._frames_of(codec, packet)
                 yield from frames
@@ -182,8 +182,8 @@ class VideoPackets:
 
     def between(self, start: int, stop: int) -> Iterator[av.Packet]:
         """Yield packets number ``start`` to ``stop`` - 1."""
-        if self._kept is not None:
-            return iter(self._kept[start:stop])
+        if self._kept_packets is not None:
+            return iter(self._kept_packets[start:stop])
         return islice(self._read_again(start), stop - start)
 
     def _frames_of(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
@@ -200,25 +200,25 @@ class VideoPackets:
             return []
 
     def _can_jump(self) -> bool:
-        """Return whether the decoder can begin at any keyframe."""
-        return not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED)
+        """Return True if the decoder can begin at any keyframe."""
+        return not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED_CODECS)
 
     def _tells_references(self) -> bool:
-        """Return whether the codec marks frames that no other refers to, and each packet is one frame.
+        """Return True if the codec marks frames that no other refers to, and each packet is one frame.
 
         In HEVC with sub-layers a higher layer may refer to frames that are marked so, and a field may have its own
         packet.
         """
         return self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
 
-    def _read(self, most_kept: int) -> None:
-        """Read all packets into the table, and keep their data up to ``most_kept`` bytes."""
+    def _read(self, max_kept_bytes: int) -> None:
+        """Read all packets into the table, and keep their data up to ``max_kept_bytes`` bytes."""
         size = 0
         for packet in self._readable():
             if not packet.size:
                 continue
             self.n_corrupt += packet.is_corrupt
-            self._reached = max(self._reached, (packet.pos or 0) + packet.size)
+            self._end_byte = max(self._end_byte, (packet.pos or 0) + packet.size)
             self.table.append(
                 PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, packet.is_discard)
             )
@@ -226,10 +226,10 @@ class VideoPackets:
             if self.codec == "hevc" and packet.is_keyframe:
                 self._sub_layers |= _sub_layers(memoryview(packet)[:_HEAD])
             size += packet.size + _OVERHEAD
-            if size > most_kept:
-                self._kept = None
-            elif self._kept is not None:
-                self._kept.append(packet)
+            if size > max_kept_bytes:
+                self._kept_packets = None
+            elif self._kept_packets is not None:
+                self._kept_packets.append(packet)
 
     def _readable(self) -> Iterator[av.Packet]:
         """Yield the packets of the stream up to the end of the file, or up to what the demuxer cannot read.
@@ -237,7 +237,7 @@ class VideoPackets:
         Raises MemoryError.
         """
         try:
-            yield from _demuxed(self._container, self.stream)
+            yield from _iter_packets(self._container, self.stream)
         except FFmpegError as error:
             if isinstance(error, MemoryError):
                 raise
@@ -245,22 +245,22 @@ class VideoPackets:
 
     def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
         """Yield the packets from number ``start`` on: seek where that surely arrives, else read up to it."""
-        if self._again is None or start < self._next:
-            self._again, self._next = open_container(self._path, self.demuxer), 0
-        stream = self._again.streams[self.stream.index]
+        if self._second_file is None or start < self._next:
+            self._second_file, self._next = open_container(self._path, self.demuxer), 0
+        stream = self._second_file.streams[self.stream.index]
         time = self.table[start].pts
         seeks = may_seek and start > 0 and self.demuxer in _SEEKABLE
         if seeks and time is not None:
             # In MP4 FFmpeg seeks by presentation time, so a decoding time would lead to the keyframe before.
-            self._again.seek(time, stream=stream)
-        packets = (packet for packet in _demuxed(self._again, stream) if packet.size)
-        skipped = islice(packets, start - self._next, None)
+            self._second_file.seek(time, stream=stream)
+        packets = (packet for packet in _iter_packets(self._second_file, stream) if packet.size)
+        rest_of_packets = islice(packets, start - self._next, None)
         self._next = start
-        for packet in dropwhile(lambda packet: packet.pts != time, packets) if seeks else skipped:
+        for packet in dropwhile(lambda packet: packet.pts != time, packets) if seeks else rest_of_packets:
             self._next += 1
             yield packet
         if seeks and self._next == start:  # the seek went past the packet, as in fragmented files
-            self._again = None
+            self._second_file = None
             yield from self._read_again(start, may_seek=False)
 
 
@@ -277,7 +277,7 @@ def pick_stream(container: InputContainer) -> av.VideoStream:
     Raises VideoFault("unsupported") where there is none (cover art is no video), its codec is unknown or its
     frames are too large.
     """
-    streams = [s for s in container.streams.video if not s.disposition & _NOT_A_VIDEO]
+    streams = [s for s in container.streams.video if not s.disposition & _STILL_IMAGES]
     if not streams:
         raise VideoFault("unsupported", f"the file holds no video stream{_other_streams(container)}; leave it out")
     streams = [s for s in streams if s.codec_context is not None]
@@ -295,16 +295,16 @@ def pick_stream(container: InputContainer) -> av.VideoStream:
 def _other_streams(container: InputContainer) -> str:
     """Describe the streams of a file without video, for an error message."""
     kinds = (("audio", container.streams.audio), ("pictures", container.streams.video))
-    found = " and ".join(name for name, streams in kinds if streams)
-    return f", only {found}" if found else ""
+    kinds_text = " and ".join(name for name, streams in kinds if streams)
+    return f", only {kinds_text}" if kinds_text else ""
 
 
 def _sub_layers(data: bytes | memoryview) -> set[int]:
     """Return the numbers of temporal sub-layers that the parameter sets in HEVC data declare."""
-    return {1 + (found[1][0] >> 1 & 7) for found in _HEVC_PARAMETERS.finditer(data)}
+    return {1 + (match[1][0] >> 1 & 7) for match in _HEVC_PARAMETERS.finditer(data)}
 
 
-def _demuxed(container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
+def _iter_packets(container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
     """Yield the packets of a stream; behind damage a transport stream's demuxer asks to be called again."""
     while True:
         try:
@@ -322,6 +322,6 @@ def _stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: 
         return float(stream.duration * stream.time_base)
     start_s = (container.start_time or 0) / 1_000_000  # the others say when it ends
     for name, text in stream.metadata.items():  # Matroska: "00:00:08.000000000", perhaps with the language's name
-        if name.upper().startswith("DURATION") and (found := _CLOCK.match(text)):
-            return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3]) - start_s
+        if name.upper().startswith("DURATION") and (match := _CLOCK.match(text)):
+            return int(match[1]) * 3600 + int(match[2]) * 60 + float(match[3]) - start_s
     return container.duration / 1_000_000 - start_s if container.duration and not container.streams.audio else None

@@ -18,9 +18,9 @@ from av.error import DecoderNotFoundError, PatchWelcomeError
 from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
-from pipeline.video.damage import Hole, lost_stretches, skipped, unlisted
-from pipeline.video.packets import MOST_KEPT, PacketInfo, VideoPackets
-from pipeline.video.sampling import unrounded
+from pipeline.video.damage import Hole, find_lost_stretches, find_skipped_holes, find_unlisted_hole
+from pipeline.video.packets import MAX_KEPT_BYTES, PacketInfo, VideoPackets
+from pipeline.video.sampling import find_true_times
 
 
 class Orientation(NamedTuple):
@@ -83,24 +83,24 @@ class VideoIndex:
     sample_aspect_ratio: str | None = None
     packets: VideoPackets | None = field(default=None, repr=False, compare=False)
 
-    def unrounded(self) -> tuple[NDArray[np.float64], float, float]:
-        """Return the times, duration and tick by which frames are chosen (``sampling.unrounded``)."""
-        return unrounded(self.timestamps, self.duration_s, self.fps, self.tick_s)
+    def find_true_times(self) -> tuple[NDArray[np.float64], float, float]:
+        """Return the times, duration and tick by which frames are chosen (``sampling.find_true_times``)."""
+        return find_true_times(self.timestamps, self.duration_s, self.fps, self.tick_s)
 
 
 class IndexMismatch(Exception):  # noqa: N818
     """An error: a decoder's frames do not match the index."""
 
 
-def probe(path: str, demuxer: str, most_kept: int = MOST_KEPT) -> VideoIndex:
+def probe(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> VideoIndex:
     """Index a file by reading its packets; only the first frame is decoded, for its shape and orientation.
 
-    Where packets do not tell the frames (no or broken timestamps), the whole file is decoded once instead. The index
-    holds the file open: close its ``packets``, of which memory holds ``most_kept`` bytes.
+    If packets do not tell the frames (no or broken timestamps), the whole file is decoded once instead. The index
+    holds the file open: close its ``packets``, of which memory holds ``max_kept_bytes`` bytes.
 
     Raises VideoFault ("unsupported", "corrupt") or an error of PyAV's.
     """
-    packets = VideoPackets(path, demuxer, most_kept)
+    packets = VideoPackets(path, demuxer, max_kept_bytes)
     try:
         return _index_of(path, packets)
     except BaseException:
@@ -115,7 +115,7 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
         if isinstance(packets.fault, DecoderNotFoundError | PatchWelcomeError):
             raise packets.fault
         raise VideoFault("corrupt", f"none of the {len(packets.table)} packets of the video stream can be decoded")
-    shown = [p for p in packets.table if not p.discard]
+    shown_packets = [p for p in packets.table if not p.discard]
     orientation = _orientation(first)
     height, width = (first.width, first.height) if orientation.transpose else (first.height, first.width)
     index = VideoIndex(
@@ -130,14 +130,14 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
         orientation=orientation,
         color_transfer=color_transfer(first, packets.stream),
         sample_aspect_ratio=pixel_shape(packets.stream, turned=orientation.transpose),
-        keyframes=np.array(sorted(p.pts for p in shown if p.keyframe and p.pts is not None), dtype=np.int64),
+        keyframes=np.array(sorted(p.pts for p in shown_packets if p.keyframe and p.pts is not None), dtype=np.int64),
         packets=packets,
     )
-    if not _timestamps_usable(shown, packets):
+    if not _timestamps_usable(shown_packets, packets):
         return scan(index)
-    pts = np.sort(np.array([p.pts for p in shown], dtype=np.int64))
-    index = _timed(replace(index, pts=pts), packets, pts, max(shown, key=lambda p: p.pts or 0).duration)
-    return replace(index, holes=unlisted(index.duration_s, packets.end_of(index.duration_s), index.fps))
+    pts = np.sort(np.array([p.pts for p in shown_packets], dtype=np.int64))
+    index = _add_times(replace(index, pts=pts), packets, pts, max(shown_packets, key=lambda p: p.pts or 0).duration)
+    return replace(index, holes=find_unlisted_hole(index.duration_s, packets.find_end(index.duration_s), index.fps))
 
 
 def scan(index: VideoIndex) -> VideoIndex:
@@ -149,31 +149,36 @@ def scan(index: VideoIndex) -> VideoIndex:
     """
     packets = index.packets
     assert packets is not None
-    frames = [(frame.pts, frame.duration or 0) for frame in packets.decoded(0, len(packets.table))]
+    frames = [(frame.pts, frame.duration or 0) for frame in packets.decode_frames(0, len(packets.table))]
     if not frames:
         raise VideoFault("corrupt", f"none of the {len(index.timestamps)} frames of the video can be decoded")
     times = [pts for pts, _ in frames]
-    known = np.array([time for time in times if time is not None], np.int64)
-    listed, index = index, replace(index, pts=None)
-    ascends = len(known) == len(times) and all(a <= b for a, b in pairwise(times))
-    if not ascends and listed.pts is not None and len(known):
+    known_pts = np.array([time for time in times if time is not None], np.int64)
+    listed_index, index = index, replace(index, pts=None)
+    ascends = len(known_pts) == len(times) and all(a <= b for a, b in pairwise(times))
+    if not ascends and listed_index.pts is not None and len(known_pts):
         # Behind an error H.264 gives some frames late, when later ones have been shown.
-        known = pts = known[np.append(True, known[1:] > np.maximum.accumulate(known)[:-1])]
-        index = _timed(replace(index, pts=pts, whole=True), packets, pts, frames[-1][1])
+        known_pts = pts = known_pts[np.append(True, known_pts[1:] > np.maximum.accumulate(known_pts)[:-1])]
+        index = _add_times(replace(index, pts=pts, whole=True), packets, pts, frames[-1][1])
     elif not ascends:
         timestamps = np.arange(len(frames)) / index.fps
         index = replace(index, timestamps=timestamps, duration_s=len(frames) / index.fps)
     else:
-        index = _timed(index, packets, known, frames[-1][1])
-    if listed.pts is None:
-        between = skipped(index.timestamps, index.fps) if index.demuxer == "avi" else ()  # whose rate is constant
-        behind = unlisted(index.duration_s, packets.end_of(index.duration_s), index.fps)
+        index = _add_times(index, packets, known_pts, frames[-1][1])
+    if listed_index.pts is None:
+        between = (
+            find_skipped_holes(index.timestamps, index.fps) if index.demuxer == "avi" else ()
+        )  # whose rate is constant
+        behind = find_unlisted_hole(index.duration_s, packets.find_end(index.duration_s), index.fps)
         return replace(index, holes=(*between, *behind))
-    lost = ~np.isin(listed.pts, known)
-    return replace(index, holes=(*lost_stretches(listed.timestamps, lost, listed.duration_s), *listed.holes))
+    is_lost = ~np.isin(listed_index.pts, known_pts)
+    return replace(
+        index,
+        holes=(*find_lost_stretches(listed_index.timestamps, is_lost, listed_index.duration_s), *listed_index.holes),
+    )
 
 
-def _timed(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], last_duration: int) -> VideoIndex:
+def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], last_duration: int) -> VideoIndex:
     """Fill in timestamps and duration from presentation times in the stream's ticks."""
     tick: Fraction = packets.stream.time_base
     start_time = packets.start_time
@@ -191,29 +196,29 @@ def _stated_rates(packets: VideoPackets) -> list[Fraction]:
 
     For a raw stream FFmpeg's demuxer makes up 25; the stream itself may say another.
     """
-    average, guessed = packets.stream.average_rate, packets.stream.guessed_rate
-    rates = (guessed, average) if packets.demuxer in _RAW else (average, guessed)
+    average, guessed_rate = packets.stream.average_rate, packets.stream.guessed_rate
+    rates = (guessed_rate, average) if packets.demuxer in _RAW else (average, guessed_rate)
     return [rate for rate in rates if rate] or [Fraction(25)]
 
 
-def _true_rate(stated: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
+def _true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
     """Return a file's frames a second by its timestamps, from the first to the last ``span`` seconds.
 
     A stated rate that agrees is exact where timestamps are rounded: to ticks, or to the milliseconds of a container
     that the file was copied from.
     """
     if n_frames < 2 or not span:
-        return float(stated[0])
-    agrees = (rate for rate in stated if abs((n_frames - 1) / rate - span) <= max(tick, _HALF_MS))
+        return float(stated_rates[0])
+    agrees = (rate for rate in stated_rates if abs((n_frames - 1) / rate - span) <= max(tick, _HALF_MS))
     return float(next(agrees, (n_frames - 1) / span))
 
 
-def _timestamps_usable(shown: Sequence[PacketInfo], packets: VideoPackets) -> bool:
-    """Return whether each packet is one frame and has a presentation time of its own."""
+def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPackets) -> bool:
+    """Return True if each packet is one frame and has a presentation time of its own."""
     if packets.demuxer == "avi" and packets.stream.codec_context.has_b_frames:
         return False  # AVI stores no presentation times: what the demuxer makes up for reordered frames is off
-    pts = [p.pts for p in shown]
-    dts = [p.dts for p in shown if p.dts is not None]
+    pts = [p.pts for p in shown_packets]
+    dts = [p.dts for p in shown_packets if p.dts is not None]
     return (
         bool(pts)
         and None not in pts
@@ -259,8 +264,8 @@ _TRANSFERS = {
 
 def color_transfer(frame: av.VideoFrame, stream: av.VideoStream) -> str | None:
     """Return FFmpeg's name of the transfer function that a file or its first frame states; None where neither does."""
-    stated = (int(stream.codec_context.color_trc), int(frame.color_trc))
-    return next((_TRANSFERS[number] for number in stated if number in _TRANSFERS), None)
+    codes = (int(stream.codec_context.color_trc), int(frame.color_trc))
+    return next((_TRANSFERS[number] for number in codes if number in _TRANSFERS), None)
 
 
 def pixel_shape(stream: av.VideoStream, *, turned: bool) -> str | None:

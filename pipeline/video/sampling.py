@@ -38,7 +38,7 @@ class Sampling:
             a constant rate and over time where the rate varies; None: no limit.
         rule: of ``num_frames``, a name of FRAME_RULES: what becomes of a place between two frames, and of a video that
             has too few.
-        snap_to_keyframes_s: a place moves to a keyframe within so many seconds (``snapped``); None: no place moves.
+        snap_to_keyframes_s: a place moves to a keyframe within so many seconds (``snap_frames``); None: no place moves.
         min_frames: with ``fps``: where it gives fewer, this many are spread over the clip's frames, as far as it has
             them.
         min_rule: how: ROUNDED as Qwen3VLVideoProcessor.sample_frames does, or STEPPED as Qwen2VLVideoProcessor's,
@@ -83,7 +83,7 @@ def clip_range(
     duration_s: float,
     tick_s: float = 0.0,
 ) -> tuple[int, int]:
-    """Return the range of frames (first, stop) whose timestamps lie in [start_s, end_s), up to ``tolerances``.
+    """Return the range of frames (first, stop) whose timestamps lie in [start_s, end_s), up to ``find_tolerances``.
 
     Args:
         timestamps: [F] seconds, ascending.
@@ -100,15 +100,15 @@ def clip_range(
         raise VideoFault("unsupported", f"{clip} must start at 0 s or later and end after its start")
     if start >= duration_s:
         raise VideoFault("unsupported", f"{clip} starts behind the end of the video")
-    latest = timestamps + tolerances(timestamps, tick_s)
+    latest = timestamps + find_tolerances(timestamps, tick_s)
     first, stop = (int(i) for i in np.searchsorted(latest, [start, end]))
     if first >= stop:
         raise VideoFault("unsupported", f"{clip} holds no frame")
     return first, stop
 
 
-def tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[np.float64]:
-    """Return how far from a frame's timestamp a time still means that frame, [F] seconds.
+def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[np.float64]:
+    """Return the tolerance of each frame's timestamp, [F] seconds: times within it mean that frame.
 
     This is half a millisecond and half a tick, and less than half the way to the next frame at another time. Where
     frames are a tick apart, as in AVI, a tick counts frames and rounds nothing.
@@ -128,19 +128,22 @@ def tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[np.flo
 
 
 def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
-    """Return whether frames follow each other at one rate, but for what ticks round. Arguments as of ``tolerances``."""
+    """Return True if frames follow each other at one rate, but for what ticks round.
+
+    Arguments as of ``find_tolerances``.
+    """
     if len(timestamps) < 3:
         return True
     step = (timestamps[-1] - timestamps[0]) / (len(timestamps) - 1)
     return _is_near(timestamps, timestamps[0] + step * np.arange(len(timestamps)), step, tick_s)
 
 
-def unrounded(
+def find_true_times(
     timestamps: NDArray[np.float64], duration_s: float, fps: float, tick_s: float
 ) -> tuple[NDArray[np.float64], float, float]:
     """Return times, duration and tick without what a container's ticks round, so that frames are those of any other.
 
-    Where the rate varies they are as given. The tick is 0 where nothing is rounded any more.
+    If the rate varies they are as given. The tick is 0 where nothing is rounded any more.
     """
     even = timestamps[0] + np.arange(len(timestamps)) / fps
     if not _is_near(timestamps, even, 1 / fps, tick_s):
@@ -152,7 +155,7 @@ def unrounded(
 
 
 def _is_near(timestamps: NDArray[np.float64], even: NDArray[np.float64], step: float, tick_s: float) -> bool:
-    """Return whether timestamps are ``even`` ones, ``step`` seconds apart, that were rounded.
+    """Return True if timestamps are ``even`` ones, ``step`` seconds apart, that were rounded.
 
     They are rounded to ticks, or to the milliseconds of a container that the file was copied from.
     """
@@ -188,7 +191,7 @@ def choose_frames(
     Uniform sampling goes by ``sampling.rule``, by default the integer ``linspace`` over the clip's frames that
     lmms-eval uses for LLaVA-OneVision.
     Sampling by fps takes, for k = 0, 1, ..., the frame on screen at start + k / fps: the last one whose timestamp is
-    not later (up to ``tolerances``), so the first one may have come up just before the clip starts. No frame at or
+    not later (up to ``find_tolerances``), so the first one may have come up just before the clip starts. No frame at or
     behind the end of the clip is taken.
 
     Args:
@@ -209,7 +212,7 @@ def choose_frames(
     first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
     if sampling.fps is None:
         assert sampling.num_frames is not None
-        spread = _spread if sampling.rule == TRUNCATE else _rounded
+        spread = _spread if sampling.rule == TRUNCATE else _round_frames
         return spread(first, stop, sampling.num_frames)
     start, end = _bounds(timestamps, start_s, end_s, duration_s)
     fps, most = sampling.fps, sampling.max_frames
@@ -218,13 +221,13 @@ def choose_frames(
         if is_even(timestamps, tick_s):
             return _spread(first, stop, most)
         count, fps = most, most / (end - start)
-    allowed = tolerances(timestamps, tick_s)
+    tolerance = find_tolerances(timestamps, tick_s)
     times = start + np.arange(count) / fps
-    times = times[: max(1, int(np.searchsorted(times, end - min(allowed[stop - 1], 0.5 / fps))))]
-    chosen = np.searchsorted(timestamps - allowed, times, side="right").astype(np.int64) - 1
-    chosen = chosen[chosen < stop]
+    times = times[: max(1, int(np.searchsorted(times, end - min(tolerance[stop - 1], 0.5 / fps))))]
+    indices = np.searchsorted(timestamps - tolerance, times, side="right").astype(np.int64) - 1
+    indices = indices[indices < stop]
     least = min(sampling.min_frames, most or sampling.min_frames, stop - first)
-    return chosen if len(chosen) >= least else _at_least(chosen, first, stop, least, sampling.min_rule)
+    return indices if len(indices) >= least else _fill_frames(indices, first, stop, least, sampling.min_rule)
 
 
 def _bounds(
@@ -235,28 +238,28 @@ def _bounds(
     return start, duration_s if end_s is None else min(end_s, duration_s)
 
 
-def snapped(
-    chosen: NDArray[np.int64], timestamps: NDArray[np.float64], keyframes: NDArray[np.int64], within_s: float
+def snap_frames(
+    indices: NDArray[np.int64], timestamps: NDArray[np.float64], keyframes: NDArray[np.int64], within_s: float
 ) -> NDArray[np.int64]:
     """Move each chosen frame to the nearest keyframe at most ``within_s`` seconds away; [T] indices, ascending.
 
-    A keyframe takes one frame, the nearest; those that find none stay. So no two frames become one, and a decoder has
-    little to decode beside the frames that are used.
+    A keyframe takes one frame, the nearest; a frame without a free keyframe stays. So no two frames become one, and a
+    decoder decodes few other frames.
 
     Args:
-        chosen: [T] indices of frames, ascending.
+        indices: [T] indices of frames, ascending.
         timestamps: [F] seconds of every frame, ascending.
         keyframes: [K] indices of those frames that may be moved to, ascending.
         within_s: seconds.
     """
-    times, at = timestamps[keyframes], timestamps[chosen]
+    times, at = timestamps[keyframes], timestamps[indices]
     first, stop = (np.searchsorted(times, at + side, "right" if side > 0 else "left") for side in (-within_s, within_s))
-    pairs = [(abs(at[i] - times[k]), i, k) for i in range(len(chosen)) for k in range(first[i], stop[i])]
-    result, moved, taken = chosen.copy(), set[int](), set[int]()
+    pairs = [(abs(at[i] - times[k]), i, k) for i in range(len(indices)) for k in range(first[i], stop[i])]
+    result, moved_places, used_keyframes = indices.copy(), set[int](), set[int]()
     for _, place, key in sorted(pairs):
-        if place not in moved and key not in taken:
-            moved.add(place)
-            taken.add(key)
+        if place not in moved_places and key not in used_keyframes:
+            moved_places.add(place)
+            used_keyframes.add(key)
             result[place] = keyframes[key]
     return np.sort(result)
 
@@ -271,7 +274,7 @@ def _spread(first: int, stop: int, count: int) -> NDArray[np.int64]:
     return first + np.linspace(0, stop - first - 1, count, dtype=int).astype(np.int64)
 
 
-def _rounded(first: int, stop: int, count: int) -> NDArray[np.int64]:
+def _round_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
     """Return ``count`` evenly spaced frames of [first, stop), rounded as ``torch.linspace(...).round()`` in float32.
 
     As in vision_process.py of qwen-vl-utils 0.0.14: from the start up to the middle, from the end behind it.
@@ -283,19 +286,19 @@ def _rounded(first: int, stop: int, count: int) -> NDArray[np.int64]:
     return first + np.rint(np.concatenate(halves)).astype(np.int64)
 
 
-def _at_least(chosen: NDArray[np.int64], first: int, stop: int, least: int, rule: str) -> NDArray[np.int64]:
-    """Return ``least`` frames of [first, stop) by the rule of a Qwen processor, or ``chosen`` where that gives no more.
+def _fill_frames(indices: NDArray[np.int64], first: int, stop: int, min_frames: int, rule: str) -> NDArray[np.int64]:
+    """Return ``min_frames`` frames of [first, stop) by the rule of a Qwen processor; ``indices`` if these are no fewer.
 
     As sample_frames of transformers 5.24: np.linspace(...).round() in models/qwen3_vl/video_processing_qwen3_vl.py,
     torch.arange(0, n, n / count).int() in models/qwen2_vl/video_processing_qwen2_vl.py.
     """
     if rule == STEPPED:
-        least = least // 2 * 2
-        places = np.arange(least) * ((stop - first) / max(1, least))
+        min_frames = min_frames // 2 * 2
+        places = np.arange(min_frames) * ((stop - first) / max(1, min_frames))
         spread = places.astype(np.float32).astype(np.int64)
     else:
-        spread = np.linspace(0, stop - first - 1, least).round().astype(np.int64)
-    return first + spread if len(spread) > len(chosen) else chosen
+        spread = np.linspace(0, stop - first - 1, min_frames).round().astype(np.int64)
+    return first + spread if len(spread) > len(indices) else indices
 
 
 def _seconds(value: float | None, none: str) -> str:

@@ -1,6 +1,6 @@
 """A child process that decodes, and may crash, hang or run out of memory without harm to anything else.
 
-The child serves one video after another; it is replaced after it died or was killed. It is forked from a fork server
+The child serves one video after another; it is replaced after a crash or a kill. It is forked from a fork server
 that has imported the heavy libraries once, so that a replacement takes milliseconds.
 
 This is plain ``multiprocessing`` with one pipe that only the child holds the other end of: however the child ends, even
@@ -31,9 +31,9 @@ from typing import Any
 
 from pipeline.errors import VideoFault
 from pipeline.video import decode
-from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, fault_of
-from pipeline.video.decoders import decoders_for
-from pipeline.video.fork_server import forked_ahead
+from pipeline.video.decode import DecodedVideo, DecodeRequest, convert_error, decode_video
+from pipeline.video.decoders import choose_decoders
+from pipeline.video.fork_server import fork_ahead
 from pipeline.video.shared_frames import Handover, ReceivedFrames, SharedFrames
 
 _LOG = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
 
     Args:
         timeout_s: seconds a video may take, all attempts together. Starting the child does not count.
-        memory_mb: MiB of memory by which the child may grow beyond its size after its imports. Where the platform has
+        memory_mb: MiB of memory by which the child may grow beyond its size after its imports. If the platform has
             no such limit, a warning is logged and none is set.
         on_gpu: whether a decoder may use a GPU: then the memory that the child writes to is limited, and not its
             address space, of which a CUDA context reserves hundreds of GiB.
@@ -75,7 +75,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             self._child = None
 
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
-        """Decode one video in the child; see ``decode_video``. Where another library ends the child, PyAV tries again.
+        """Decode one video in the child; see ``decode_video``. If another library ends the child, PyAV tries again.
 
         ``descriptor`` is an open file to be read instead of ``request.path``. It stays the caller's; the child closes
         its own copy before it answers.
@@ -85,12 +85,12 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         """
         # Absolute, because the child's working folder is the one this process started in.
         request = replace(request, path=os.path.abspath(request.path))  # noqa: PTH100
-        self._ready_child()
+        self._get_child()
         deadline = time.monotonic() + self._timeout_s
         try:
             return self._attempt(request, descriptor, deadline)
         except VideoFault as fault:
-            if fault.fault_class != "crash" or len(decoders_for(fault.backend or "auto")) == 1:
+            if fault.fault_class != "crash" or len(choose_decoders(fault.backend or "auto")) == 1:
                 raise
             first = fault
         try:
@@ -102,10 +102,10 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
 
     def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
         """Send one request to the child and wait for its answer. Raises VideoFault."""
-        child = self._ready_child()
+        child = self._get_child()
         backend: str | None = None
         try:
-            child.pipe.send((descriptor is not None, child.received.done()))
+            child.pipe.send((descriptor is not None, child.received.list_freed()))
             if descriptor is not None:
                 reduction.send_handle(child.pipe, descriptor, child.process.pid)
             child.pipe.send(request)
@@ -128,15 +128,15 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             self.close()  # after Ctrl-C, for example, a late answer must not be taken for that of the next request
             raise
 
-    def _ready_child(self) -> _Child:
+    def _get_child(self) -> _Child:
         """Return the child; start one if there is none, or the last has ended."""
         if self._child is None or self._child.pipe.poll():  # idle children send nothing: the pipe ended
             self.close()
-            started = time.monotonic()
+            start = time.monotonic()
             try:
                 self._child = _Child(*self._limits)
             finally:
-                self.starting_s += time.monotonic() - started
+                self.starting_s += time.monotonic() - start
         return self._child
 
 
@@ -154,16 +154,16 @@ class _Child:
     def __init__(self, memory_mb: int, on_gpu: bool) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
-        self.pipe, theirs = context.Pipe()
+        self.pipe, child_pipe = context.Pipe()
         self.received = ReceivedFrames()
         # Ray names a worker's GPUs when it starts; what the child is forked from may have begun before that.
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpu else None
         self.process = context.Process(
-            target=_serve, args=(theirs, memory_mb, on_gpu, gpus), name="decode", daemon=True
+            target=_serve, args=(child_pipe, memory_mb, on_gpu, gpus), name="decode", daemon=True
         )
-        with _no_main_module(), forked_ahead():
+        with _hide_main_module(), fork_ahead():
             self.process.start()
-        theirs.close()  # the child now holds the only other end: when it dies, reading here ends
+        child_pipe.close()  # the child now holds the only other end: when it dies, reading here ends
         try:
             if not self.pipe.poll(_START_S):
                 raise EOFError
@@ -201,7 +201,7 @@ class _Child:
 
 
 @contextmanager
-def _no_main_module() -> Iterator[None]:
+def _hide_main_module() -> Iterator[None]:
     """Keep a child that starts inside this context from importing this process's main module.
 
     The main module of an actor is Ray's worker, which takes half a second to import and is of no use to a decoder.
@@ -228,11 +228,11 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> 
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     pipe.send(_confine(memory_mb, on_gpu))
-    shared = SharedFrames()
+    shared_frames = SharedFrames()
     while True:
         try:
-            video = _answer(pipe, shared)
-            handover, descriptor = shared.hand_over()
+            video = _answer(pipe, shared_frames)
+            handover, descriptor = shared_frames.hand_over()
             pipe.send((replace(video, frames=video.frames[:0]), handover))  # pixels are in shared memory
             if descriptor is not None:
                 reduction.send_handle(pipe, descriptor, os.getppid())
@@ -242,19 +242,19 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> 
         except VideoFault as fault:
             pipe.send(fault)
         except Exception as error:  # noqa: BLE001 - a request that cannot be unpickled, an answer that does not fit
-            pipe.send(fault_of(error, None))
+            pipe.send(convert_error(error, None))
 
 
-def _answer(pipe: Connection, shared: SharedFrames) -> DecodedVideo:
+def _answer(pipe: Connection, shared_frames: SharedFrames) -> DecodedVideo:
     """Receive the next request, a path or an open file, and decode its video. Raises VideoFault."""
-    has_descriptor, done = pipe.recv()
-    shared.reuse(done)
+    has_descriptor, freed = pipe.recv()
+    shared_frames.reuse(freed)
     descriptor = reduction.recv_handle(pipe) if has_descriptor else None
     try:
         request: DecodeRequest = pipe.recv()
         if descriptor is not None:
             request = replace(request, path=f"/proc/self/fd/{descriptor}")  # each opening has a position of its own
-        return decode_video(request, pipe.send, shared.allocate)
+        return decode_video(request, pipe.send, shared_frames.allocate)
     finally:
         if descriptor is not None:
             os.close(descriptor)

@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline.video.decoders import Frames
 
-_MOST_IDLE = 64 * 2**20  # bytes of memory kept for the next videos
+_MAX_IDLE_BYTES = 64 * 2**20  # bytes of memory kept for the next videos
 
 
 class Handover(NamedTuple):
@@ -36,7 +36,7 @@ class SharedFrames:
     def __init__(self) -> None:
         self._idle: dict[int, mmap.mmap] = {}
         self._lent: dict[int, mmap.mmap] = {}
-        self._made = 0
+        self._n_pieces = 0
         self._current: tuple[int, mmap.mmap] | None = None
         self._descriptor: int | None = None  # of the current piece, where its reader does not have it yet
 
@@ -53,9 +53,9 @@ class SharedFrames:
         if number >= 0:
             self._current = number, self._idle.pop(number)
         else:
-            self._made += 1
+            self._n_pieces += 1
             self._descriptor = _file_in_memory(max(1, size))
-            self._current = self._made, mmap.mmap(self._descriptor, 0)
+            self._current = self._n_pieces, mmap.mmap(self._descriptor, 0)
         return np.frombuffer(self._current[1], np.uint8, size).reshape(shape)
 
     def hand_over(self) -> tuple[Handover, int | None]:
@@ -67,11 +67,11 @@ class SharedFrames:
         (number, memory), descriptor = self._current, self._descriptor
         self._current = self._descriptor = None
         self._lent[number] = memory
-        dropped = []
-        while sum(map(len, self._idle.values())) > _MOST_IDLE:
-            dropped.append(max(self._idle, key=lambda n: len(self._idle[n])))
-            del self._idle[dropped[-1]]
-        return Handover(number, descriptor is not None, tuple(dropped)), descriptor
+        dropped_numbers = []
+        while sum(map(len, self._idle.values())) > _MAX_IDLE_BYTES:
+            dropped_numbers.append(max(self._idle, key=lambda n: len(self._idle[n])))
+            del self._idle[dropped_numbers[-1]]
+        return Handover(number, descriptor is not None, tuple(dropped_numbers)), descriptor
 
     def _take_back(self) -> None:
         """Release the current piece, which was not handed over."""
@@ -87,17 +87,17 @@ class ReceivedFrames:
 
     def __init__(self) -> None:
         self._pieces: dict[int, mmap.mmap] = {}
-        self._done: list[int] = []
+        self._freed: list[int] = []
 
     def close(self) -> None:
         """Give the memory back, once no array refers to it. May be called twice."""
         self._pieces.clear()
 
-    def done(self) -> list[int]:
+    def list_freed(self) -> list[int]:
         """Return the numbers of pieces that became free since the last call."""
-        done = self._done[:]
-        del self._done[: len(done)]
-        return done
+        freed = self._freed[:]
+        del self._freed[: len(freed)]
+        return freed
 
     def frames(self, handover: Handover, descriptor: int | None, shape: tuple[int, ...]) -> Frames:
         """Return the [T,h,w,3] frames of a video; ``descriptor`` is that of a new piece.
@@ -115,7 +115,7 @@ class ReceivedFrames:
         if memory is None or len(memory) < size:
             raise OSError(f"the decode process handed over less than {size:,} bytes of frames")
         frames = np.frombuffer(memory, np.uint8, size)  # all views have this array for their base
-        weakref.finalize(frames, self._done.append, handover.number)
+        weakref.finalize(frames, self._freed.append, handover.number)
         return frames.reshape(shape)
 
 
@@ -123,7 +123,7 @@ _AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # one call for all pages, not a fau
 
 
 def _keeps_its_size(descriptor: int) -> bool:
-    """Return whether the memory behind a descriptor is sealed against shrinking."""
+    """Return True if the memory behind a descriptor is sealed against shrinking."""
     if not hasattr(os, "memfd_create"):
         return True  # a file of this process's user, on a platform without seals
     return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)

@@ -1,6 +1,6 @@
-"""The sources of videos: how large they are now, and how a decode process reads one.
+"""The sources of videos: their current sizes, and access for a decode process.
 
-A file on disk is read in place; a remote file, or a member of a container, is fetched into memory before the clock
+A file on disk is read in place; a remote file, or a member of an archive, is fetched into memory before the clock
 starts.
 
 The fetching process has the credentials; the decode process gets an open file that no process can write to any more.
@@ -23,16 +23,16 @@ from pathlib import Path
 from pipeline.errors import ReplacedSource, UsageError, VideoFault, printable
 from pipeline.keys import mark_key, sample_key, sample_spans
 from pipeline.rows import VideoRow
-from pipeline.storage.downloads import hand_over
+from pipeline.storage.downloads import write_download
 from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
-from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
+from pipeline.video.decode import DecodedVideo, DecodeRequest, convert_error
 from pipeline.video.frame_folders import FileState, sample_file, source_bytes, source_state
 from pipeline.video.sandbox import DecodeSandbox
 
-_ASKED = 32  # requests about files at a time
-GONE = FileState(-1, 0)
+_MAX_REQUESTS = 32  # requests about files at a time
+MISSING_STATE = FileState(-1, 0)
 _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
 
 
@@ -45,12 +45,12 @@ class Source(AbstractContextManager["Source"]):
     """A video that is ready to be decoded, or the fault that prevents that. Close it after use.
 
     Attributes:
-        uri: the name of the video: a path, its address, or CONTAINER#NAME.
+        uri: the name of the video: a path, its address, or ARCHIVE#NAME.
         size: bytes, where they are known.
         fault: the reason why there is nothing to decode.
         descriptor: of the content in memory.
         path: of the content on disk: the video's own, or a temporary file's where the platform has no files in memory.
-        fetched: whether the content is a copy, which goes once it is closed.
+        fetched: whether the content is a copy, which ``close`` deletes.
         mark: the ``mark_key`` of the file or object, as of when it was opened; None where it is not known.
     """
 
@@ -113,15 +113,15 @@ def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> 
     ``fetch`` is as ``open_source`` takes it. Raises VideoFault("io") where it is gone, ReplacedSource where it has
     another size.
     """
-    copied = fetch is not None or is_remote(row["uri"])
-    if not copied:
+    is_copy = fetch is not None or is_remote(row["uri"])
+    if not is_copy:
         _check_present(row)
     if row["source_size"] is None or row["source_hash"] is None:
         raise VideoFault("io", "the cache does not say which file was read")
     source = open_source(row["uri"], objects, row["source_size"], fetch)
     if source.fault is not None and source.fault.fault_class == "io":
         raise VideoFault("io", f"the source object is not at hand: {source.fault.message}")
-    if copied and source.size != row["source_size"]:  # a larger object is not fetched at all
+    if is_copy and source.size != row["source_size"]:  # a larger object is not fetched at all
         source.close()
         raise ReplacedSource(f"the source object has changed since: it does not have {row['source_size']:,} bytes")
     return source
@@ -160,7 +160,7 @@ def _download(source: Source, objects: Objects, write: Callable[[bytes], object]
     """Hand a remote file to ``write``, in one GET, and note its mark; return its size. Raises OSError."""
     with closing(reach(source.uri, objects).download(source.uri)) as download:
         source.mark = mark_key(download.mark or "")
-        return hand_over(download, write, limit, source.uri)
+        return write_download(download, write, limit, source.uri)
 
 
 def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
@@ -168,11 +168,11 @@ def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
     if isinstance(error, VideoFault):
         return error
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        allowed = f"--fetch-memory allows {limit / 2**20:g} MiB"
-        return VideoFault("out-of-memory", f"{uri} is not fetched: {error.strerror} ({allowed})")
+        remedy = f"--fetch-memory allows {limit / 2**20:g} MiB"
+        return VideoFault("out-of-memory", f"{uri} is not fetched: {error.strerror} ({remedy})")
     if isinstance(error, OSError) and error.errno != errno.ENOMEM:
         return VideoFault("io", f"{uri} cannot be read: {error.strerror or error}")
-    return fault_of(error, None)
+    return convert_error(error, None)
 
 
 class Sizes:
@@ -180,7 +180,7 @@ class Sizes:
 
     def __init__(self, objects: Objects | None = None) -> None:
         self._objects = objects
-        self._asked = self._refused = 0  # requests; those in a row, up to the last one, that were refused
+        self._n_requests = self._n_refused = 0  # requests; those in a row, up to the last one, that were refused
         self._refusal: OSError | None = None
 
     @property
@@ -199,39 +199,39 @@ class Sizes:
 
         Raises UsageError once the store has refused as many requests in a row as are sent at a time.
         """
-        found = self._on_s3([path for path in paths if is_remote(path)])
-        return [next(found) if is_remote(path) else _state_on_disk(path) for path in paths]
+        remote_states = self._on_s3([path for path in paths if is_remote(path)])
+        return [next(remote_states) if is_remote(path) else _state_on_disk(path) for path in paths]
 
     def finish(self) -> None:
         """Raise UsageError if the store has refused all requests, however few."""
-        if self._refusal is not None and self._refused == self._asked:
+        if self._refusal is not None and self._n_refused == self._n_requests:
             raise make_no_answer(self._refusal)
 
     def _on_s3(self, uris: Sequence[str]) -> Iterator[FileState]:
         """Yield the state of each object. Raises UsageError as ``states``."""
         if not uris:
             return
-        with request_threads(_ASKED) as pool:
-            for start in range(0, len(uris), 8 * _ASKED):  # a map sends all its requests even after an error
-                yield from self._counted(pool.map(self._head, uris[start : start + 8 * _ASKED]))
+        with request_threads(_MAX_REQUESTS) as pool:
+            for start in range(0, len(uris), 8 * _MAX_REQUESTS):  # a map sends all its requests even after an error
+                yield from self._count_refusals(pool.map(self._head, uris[start : start + 8 * _MAX_REQUESTS]))
 
-    def _counted(self, answers: Iterable[FileState | OSError]) -> Iterator[FileState]:
+    def _count_refusals(self, answers: Iterable[FileState | OSError]) -> Iterator[FileState]:
         """Yield states while counting refusals in a row. Raises UsageError after too many."""
         for answer in answers:
             refusal = answer if isinstance(answer, OSError) else None
-            self._asked += 1
-            self._refused = self._refused + 1 if refusal else 0
+            self._n_requests += 1
+            self._n_refused = self._n_refused + 1 if refusal else 0
             self._refusal = refusal
-            if refusal and self._refused == _ASKED:
+            if refusal and self._n_refused == _MAX_REQUESTS:
                 raise make_no_answer(refusal)
-            yield GONE if isinstance(answer, OSError) else answer
+            yield MISSING_STATE if isinstance(answer, OSError) else answer
 
     def _head(self, uri: str) -> FileState | OSError:
         """Ask the store for an object's state; GONE where it is gone, or the error of a refusal."""
         try:
             _, size, mark = reach(uri, self.objects).info(uri)
         except FileNotFoundError:
-            return GONE
+            return MISSING_STATE
         except OSError as error:
             return error
         return FileState(size, mark_key(mark) or 0)
@@ -250,7 +250,7 @@ def _state_on_disk(path: str) -> FileState:
     try:
         return source_state(path)
     except (OSError, ValueError):
-        return GONE
+        return MISSING_STATE
 
 
 def sample_source(uri: str, size: int, objects: Objects) -> int | None:

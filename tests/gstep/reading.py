@@ -61,7 +61,7 @@ def changed_tensors(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def newline_of(model: str | Path) -> torch.Tensor:
+def decode_newline(model: str | Path) -> torch.Tensor:
     newline = family_of(ModelSource.resolve(model)).static().newline
     assert newline is not None
     return newline

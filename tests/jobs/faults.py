@@ -185,15 +185,15 @@ def _signal_before_the_third_commit(number_of_signal: signal.Signals) -> None:
 
 def die_in_a_merge() -> None:
     """Make this driver kill itself right behind the first merged file of the table, which comes early."""
-    from pipeline.cache.table import file_named  # noqa: PLC0415
+    from pipeline.cache.table import parse_file_name  # noqa: PLC0415
     from pipeline.prune import run  # noqa: PLC0415
 
-    run.WAITING = 2  # type: ignore[attr-defined]
+    run.MAX_WAITING_FILES = 2  # type: ignore[attr-defined]
     put = LocalStore.put
 
     def put_and_die(store: LocalStore, name: str, data: Any) -> None:
         put(store, name, data)
-        if name.startswith("videos/") and file_named(name).level:
+        if name.startswith("videos/") and parse_file_name(name).level:
             os.kill(os.getpid(), signal.SIGKILL)
 
     LocalStore.put = put_and_die  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ import pytest
 import ray
 
 from pipeline import TokenCache
-from pipeline.cache.table import read_file, table_files
+from pipeline.cache.table import list_table_files, read_file
 from pipeline.runner.prefork.server import SOCKET, start_server
 from pipeline.storage.stores import Store
 from tests.paths import ROOT
@@ -125,7 +125,7 @@ def wait_for_files(folder: Path, count: int, process: subprocess.Popen[str]) -> 
 def committed(store: Store) -> list[str]:
     """List the video_id of every row of the table; a row that stands in a merged file too counts once."""
     columns = ["video_id", "attempts", "run_id", "tie_break"]
-    files = [read_file(store, file, columns).to_pylist() for file in table_files(store)]
+    files = [read_file(store, file, columns).to_pylist() for file in list_table_files(store)]
     return [row[0] for row in sorted({tuple(row.values()) for rows in files for row in rows})]
 
 

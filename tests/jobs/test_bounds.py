@@ -14,7 +14,7 @@ import ray
 import pipeline
 from jobs import prune
 from pipeline import Summary, TokenCache
-from pipeline.cache.table import file_named, read_file
+from pipeline.cache.table import parse_file_name, read_file
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
@@ -230,7 +230,7 @@ def test_an_input_output_error_is_an_error_row_of_class_io(one_ray, folder):
 def rows_of(folder: Path) -> list[dict]:
     """All rows of the videos table, by video and attempt."""
     store = LocalStore(folder / "cache")
-    shards = [read_file(store, file_named(name)).to_pylist() for name in store.names("videos", ".parquet")]
+    shards = [read_file(store, parse_file_name(name)).to_pylist() for name in store.names("videos", ".parquet")]
     return sorted((row for shard in shards for row in shard), key=lambda row: (row["video_id"], row["attempts"]))
 
 
@@ -262,7 +262,7 @@ def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_
     assert "3 of 3 videos are in the cache already, 2 of them as errors" in nothing_is_done()
 
     assert opened("--retry-failed") == set() and tried() == {"a": [1], "b": [1, 2], "gone": [1, 2]}
-    assert "had their 2 attempts; raise --max-attempts" in nothing_is_done("--retry-failed")
+    assert "used their 2 attempts; --max-attempts" in nothing_is_done("--retry-failed")
 
     shutil.copy(clip, videos / "gone.mp4")  # the remedy
     (videos / "b.mp4").write_text("another text")  # no remedy, but another file: its attempts are counted anew

@@ -298,7 +298,7 @@ def test_videos_that_other_code_of_a_decoder_read_are_refused_skipped_or_read_ag
     assert "nothing to do" in read(f"# the same\n{DECODER}").stdout
     darker = DECODER.replace("SHADE = 1", "SHADE = 4")
     refused = read(darker)
-    assert refused.returncode == 2 and "v000.mp4: shades:Shaded, which read it, has other code now" in refused.stdout
+    assert refused.returncode == 2 and "v000.mp4: its decoder shades:Shaded has other code now" in refused.stdout
     assert "nothing to do" in read(darker, "--on-changed", "skip").stdout and torch.equal(tokens(), first)
     assert read(darker, "--on-changed", "redo").returncode == 0 and not torch.equal(tokens(), first)
     assert "nothing to do" in read(darker).stdout

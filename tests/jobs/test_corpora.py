@@ -344,6 +344,6 @@ def test_a_limit_opens_the_tars_that_it_needs_and_the_next_run_goes_on(cluster, 
         done = run_here(prune, [*argv, "--limit", str(limit)])
         assert done.returncode == 0, done.stdout
         assert_complete(cache, [f"{video_id}.mp4" for video_id in ids])
-        assert len(list((cache / "sources").iterdir())) == 2 and "videos of 3 containers are not known" in done.stdout
+        assert len(list((cache / "sources").iterdir())) == 2 and "3 archives are not indexed yet" in done.stdout
     assert run_here(prune, argv).returncode == 0
     assert_complete(cache, [f"{number}.tar/{part}.mp4" for number in range(5) for part in "ab"])

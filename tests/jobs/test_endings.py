@@ -41,7 +41,7 @@ def test_sigterm_at_any_moment_while_ray_starts_ends_with_130_and_a_word(job, mo
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
-    assert "the same command goes on from here" in output and "Traceback" not in output
+    assert "Rerun the same command to resume" in output and "Traceback" not in output
     assert_all_gone(list(everything))
 
 

@@ -216,7 +216,7 @@ def test_every_method_of_the_table_joins_by_its_name_and_those_that_need_evidenc
     methods = [name if name != "fastv" else "fastv,K=1" for name in METHODS if name != "none"]
     asked = ("--method", *methods, "--retention-ratio", "0.25", "--siglip", "tiny")
     said = " ".join(evaluated(data, out, *asked, code=2).split())
-    assert "holds no " in said and ": name another place with --cache" in said
+    assert "has no " in said and ": name another --cache" in said
     evaluated(data, out, *asked, "--cache", str(tmp_path / "c"))
     new = {f"{name}@0.25" for name in methods} - set(ARMS)
     assert {pruning for _, pruning in everything_asked(out) - everything_asked(results)} == new

@@ -25,7 +25,7 @@ def test_what_fails_on_one_node_is_tried_again_on_the_others(tmp_path):
         argv = [str(tmp_path / "videos"), "--out", str(cache), *OPTIONS, "--decode-workers", "3"]
         done = run_here(prune, argv)
     assert done.returncode == 0, done.stdout
-    assert "videos that failed are tried again without " in done.stdout
+    assert "failed, most of them on " in done.stdout
     assert TokenCache(cache).video_ids == ids
     attempts = [TokenCache(cache).metadata(video_id)["attempts"] for video_id in ids]
     assert set(attempts) == {1, 2}  # it was the bad node that failed
@@ -61,7 +61,7 @@ def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node,
     assert set(failed.values()) == {"io"}, done.stdout
     assert len(failed) <= len(ids) // 4, done.stdout  # its share at most: some 10 at once, and what it has in hand
     assert len(calls(tmp_path / "videos")) == len(ids) - len(failed)
-    assert "out of service: a decode worker on " in done.stdout
+    assert "excluded worker: a decode worker on " in done.stdout
     (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
     assert len(record["out_of_service"]) == 1
 

@@ -258,7 +258,7 @@ def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_onc
     for writer in writers:
         os.kill(writer, signal.SIGCONT)
     assert driver.wait() == 130, driver.output
-    assert "what is done is written first" in driver.output and "***" not in driver.output, driver.output
+    assert "flushing finished work" in driver.output and "***" not in driver.output, driver.output
     assert len(visible.check(cache)) >= before + 3
 
 

@@ -177,7 +177,7 @@ def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small
     (line,) = [line for line in done.stdout.splitlines() if "note: the disk is full on " in line]
     folder = node_of_a_small_disk.get("object_spilling_directory", "/")
     assert f" {full[:6]} ({folder}" in line and "% full" in line
-    assert " are planned anew on the other nodes. Free space there, or start these nodes with --temp-dir" in line
+    assert " on the other nodes. Free space on them, or start these nodes with --temp-dir" in line
 
 
 def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(tmp_path):
@@ -185,5 +185,5 @@ def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(tmp_path):
         _, done = _prune_large_frames(tmp_path)
     assert done.returncode == 1
     assert "the disk is full on " in done.stdout and "/session_" in done.stdout
-    assert "and no other node can go on. Free space there, or start " in done.stdout
-    assert "then run the same command again" in done.stdout
+    assert "and no other node can run all stages. Free space on them, or start " in done.stdout
+    assert "then rerun the command" in done.stdout

@@ -154,8 +154,8 @@ def test_a_stop_ends_with_130_while_the_store_is_away_and_says_what_is_not_writt
     assert driver.wait() == 130, driver.output
     assert "Traceback" not in driver.output and "failed:" not in driver.output
     for line in (
-        "videos that are done were not written",
-        "the end of this run was not written",
+        "finished videos were not written",
+        "the record of this run still says",
         "the note of this run",
     ):
         assert driver.output.count(line) == 1, driver.output
@@ -169,7 +169,7 @@ def test_a_second_signal_ends_the_run_at_once_and_the_next_run_goes_on(visible, 
     driver.until(lambda: "stopping: " in driver.output, "the first signal")
     os.kill(driver.pid, signal.SIGTERM)
     assert driver.wait() == 130, driver.output
-    assert "interrupted again: exiting at once" in driver.output and "was not written" not in driver.output
+    assert "interrupted again: exiting at once" in driver.output and "still says" not in driver.output
     stopped.proxy.away.clear()
     before = visible.check_rows(stopped.cache())
     _, done = run_on(stopped.proxy, videos, "stopped")

@@ -19,7 +19,7 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.prompts import VideoMemory
 from pipeline.generate.run import AnswerRun
-from pipeline.prune.encode_stage import kept_tokens, pruned_columns
+from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from tests.gstep.llms import llm
 from tests.jobs.jobs import clips
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -94,7 +94,9 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     store.put("cache.json", json.dumps(header).encode())
     record = source_record("a", tuple(tokens.shape))
     visual = gstep.VisualTokens(tokens)
-    write_shard(store, "run", VideoItem({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual)))
+    write_shard(
+        store, "run", VideoItem({**record, **make_pruning_columns(pruned, visual)}, collect_kept_tokens(pruned, visual))
+    )
     questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
 
     def job(order):

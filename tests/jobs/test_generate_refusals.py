@@ -228,7 +228,7 @@ def test_a_model_of_this_package_needs_no_flag(name):
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_an_engine_that_is_not_there_is_refused_with_the_remedy(refuse, tmp_path):
     tiny_cache(tmp_path / "c")
-    assert "--engine vllm: vLLM is not installed here; it needs an environment of its own" in refuse("--engine", "vllm")
+    assert "--engine vllm: vLLM is not installed here; it needs its own environment" in refuse("--engine", "vllm")
 
 
 def test_what_vllm_cannot_answer_is_refused_before_it_is_looked_for(refuse, tmp_path):

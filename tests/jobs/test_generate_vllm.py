@@ -118,7 +118,7 @@ def test_an_argument_that_leaves_no_room_for_the_largest_video_is_refused(cluste
     tiny_cache(tmp_path / "large", ("a", "b", "c"), shape=(280, 49, 64))  # of which a quarter is cached
     argv = [str(tmp_path / "large"), *asked[1:], "--out", str(tmp_path / "o"), "--engine", "vllm", "--engine-param"]
     refused = run_here(generate, [*argv, "max_num_batched_tokens=640"])
-    assert refused.returncode == 2 and "room for videos of 3,149 tokens in a prompt, and the largest has 3,431" in (
+    assert refused.returncode == 2 and "limits a video to 3,149 tokens in a prompt, and the largest has 3,431" in (
         refused.stdout
     )
 

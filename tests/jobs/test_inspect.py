@@ -15,7 +15,7 @@ import pytest
 from jobs import compact, inspect
 from pipeline import TokenCache
 from pipeline.generate.answers import commit_answers, write_answers_header
-from pipeline.runner.claim import Claim, holder
+from pipeline.runner.claim import Claim, find_holder
 from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import LocalStore
 from tests.paths import ROOT
@@ -168,7 +168,7 @@ def test_watching_ends_at_ctrl_c_and_the_run_goes_on(cache, tmp_path):
         watching.send_signal(signal.SIGINT)
         assert watching.wait(timeout=60) == 130
         assert "the run itself continues" in read() and "Traceback" not in read()
-        assert holder(store)["run_id"] == "r9"
+        assert find_holder(store)["run_id"] == "r9"
 
 
 def test_watching_a_run_that_has_ended_says_how(cache, tmp_path, capsys):

@@ -14,8 +14,8 @@ import ray
 
 from jobs import inspect, prune
 from pipeline import TokenCache
-from pipeline.cache.table import file_named
-from pipeline.runner.claim import MISSED, Claim
+from pipeline.cache.table import parse_file_name
+from pipeline.runner.claim import MAX_MISSED_BEATS, Claim
 from pipeline.storage.stores import ObjectStore
 from tests.jobs.faults import FAST_BEAT, STOPS, Driver, stop_before_the_third_commit, tiny_videos
 from tests.jobs.jobs import assert_complete, forbid_ray, run_here
@@ -97,7 +97,7 @@ def test_requests_are_counted(server, killed):
     assert written["videos"] == len(committed) > 1
     assert written["videos"] <= written["tokens"] <= len(IDS)  # small shards are committed several at a time
     gets = Counter(r.path for r in requests if r.kind == "GET" and "/videos/" in r.path)
-    small = [name for name in shards(store) if not file_named(name).level]
+    small = [name for name in shards(store) if not parse_file_name(name).level]
     assert set(gets.values()) <= {1, 2} and len(gets) == len(small)  # once more where they were merged in the end
     rest = Counter(r.kind for r in requests if not any(f"/{part}/" in r.path for part in ("tokens", "videos")))
     beats = sum(r.kind == "PUT" and r.path.endswith(".running") for r in requests)  # one every ten seconds
@@ -128,7 +128,7 @@ def test_a_driver_that_was_stopped_commits_nothing_whose_tokens_were_removed(
     driver.until(lambda: (tmp_path / "log").exists() and STOPS in driver.output, "the third commit")
     monkeypatch.setattr("pipeline.verify.verify.Claim", partial(Claim, heartbeat_s=FAST_BEAT))
     (note,) = store.names("runs", ".running")
-    silent = timedelta(seconds=MISSED * FAST_BEAT + 1)
+    silent = timedelta(seconds=MAX_MISSED_BEATS * FAST_BEAT + 1)
     wait_until(lambda: store.age(note) > silent, "a note without signs of life")
     try:
         assert verified(store, clean=True, keep=timedelta(0)).removed

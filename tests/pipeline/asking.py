@@ -50,7 +50,7 @@ def write_questions(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def newline_of(source: ModelSource) -> str:
+def decode_newline(source: ModelSource) -> str:
     """Return the newline row of a model, as a header holds it."""
     row = family_of(source).static().newline
     assert row is not None
@@ -84,7 +84,7 @@ def tiny_cache(
         "dtype": {"stored": "bfloat16"},
     }
     if "newline" not in header:
-        header["newline"] = newline_of(source)
+        header["newline"] = decode_newline(source)
     full = {"schema_version": SCHEMA_VERSION, "identity": identity, **header}
     store.put(HEADER, json.dumps(full).encode())
     extra = {"tower_hash": tower_hash(source)}

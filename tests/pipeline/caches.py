@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from gstep import VisualTokens
-from pipeline.cache.header import HEADER, codec_of, fingerprint, header_bytes, read_header
+from pipeline.cache.header import HEADER, find_codec, fingerprint, read_header, serialise_header
 from pipeline.cache.live import INDEX_COLUMNS, LiveVideos
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.cache.writer import VideoItem, commit, write_token_shard
 from pipeline.errors import VideoFault
-from pipeline.prune.encode_stage import kept_tokens, pruned_columns
+from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from pipeline.rows import VideoRecord, failed_video
 from pipeline.storage.stores import LocalStore, Store
 from tests.gstep import synthetic
@@ -52,7 +52,7 @@ def encoded(
     pruned = synthetic.prune(tokens, ratio, method)
     visual = VisualTokens(tokens, deepstack=tuple(deepstack))
     record: VideoRecord = source_record(video_id, tuple(tokens.shape), **more)
-    return VideoItem({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual))
+    return VideoItem({**record, **make_pruning_columns(pruned, visual)}, collect_kept_tokens(pruned, visual))
 
 
 def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> VideoItem:
@@ -77,14 +77,14 @@ def write_header(
         "newline": None,
         **more,
     }
-    store.put(HEADER, header_bytes(header))
+    store.put(HEADER, serialise_header(header))
     return store
 
 
 def write_shard(store: Store, run_id: str, *videos: VideoItem) -> str:
     """Write and commit one shard, as the next of its run; returns the name of its videos shard."""
     identity = read_header(store)["identity"]
-    rows = write_token_shard(videos, store=store, run_id=run_id, codec=codec_of(identity))
+    rows = write_token_shard(videos, store=store, run_id=run_id, codec=find_codec(identity))
     before = set(store.names("videos", ".parquet"))
     number = sum(name.startswith(f"videos/{run_id}-") for name in before)
     commit(store, run_id, number, rows, made_with=fingerprint(identity))
@@ -102,7 +102,7 @@ def make_cache(
 
 
 def limit_merges(patch: pytest.MonkeyPatch, **limits: int) -> None:
-    """Let merges write small row groups and files, in small steps: GROUP_ROWS, _PART_GROUPS, _FILES_AT_ONCE."""
+    """Let merges write small row groups and files, in small steps: GROUP_ROWS, _PART_GROUPS, _MAX_FILES_PER_STEP."""
     for name, limit in limits.items():
         patch.setattr(f"pipeline.cache.merging.{name}", limit)
 

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.cache.schema import digest, footer_of, write_parquet
-from pipeline.cache.table import small_name
-from pipeline.cache.token_shard import run_of, token_shard_id, vector_bytes
-from pipeline.runner.run_record import COMMITTED, now
+from pipeline.cache.schema import digest, slice_footer, write_parquet
+from pipeline.cache.table import make_small_name
+from pipeline.cache.token_shard import join_vectors, parse_run_id, parse_shard_id
+from pipeline.runner.run_record import COMMITTED_KEY, now
 from pipeline.storage.stores import LocalStore
 
 Row = dict[str, Any]
@@ -56,10 +56,10 @@ def shards(store: LocalStore, folder: str = "tokens") -> list[Path]:
 
 def say_what_was_committed(store: LocalStore) -> None:
     """Write the records that runs leave, with the token shards that their rows name."""
-    for run in {run_of(file.name) for file in shards(store)}:
-        ids = [token_shard_id(f"tokens/{file.name}") for file in shards(store) if run_of(file.name) == run]
+    for run in {parse_run_id(file.name) for file in shards(store)}:
+        ids = [parse_shard_id(f"tokens/{file.name}") for file in shards(store) if parse_run_id(file.name) == run]
         record = {"run_id": run, "status": "finished", "started": now(), "ended": now(), "host": "here", "pid": 1}
-        store.put(f"runs/{run}.json", json.dumps({**record, "videos": len(ids), COMMITTED: ids}).encode())
+        store.put(f"runs/{run}.json", json.dumps({**record, "videos": len(ids), COMMITTED_KEY: ids}).encode())
 
 
 def flip(file: Path, at: int) -> None:
@@ -80,7 +80,7 @@ def rewrite_row(store: LocalStore, video_id: str, change: Callable[[Row], object
                 data = write_parquet(pa.Table.from_pylist(rows, schema=table.schema))
                 run, _, number = file.stem.rpartition("-")[0].rpartition("-")
                 file.unlink()
-                store.put(small_name("videos", run, int(number), data), data)
+                store.put(make_small_name("videos", run, int(number), data), data)
                 return
 
 
@@ -94,8 +94,8 @@ def rewrite_tokens(store: LocalStore, video_id: str, change: Callable[[pa.Table]
     store.put(f"tokens/{file.name}", data)
     vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
     sums = {
-        "footer_hash": digest(footer_of(memoryview(data))),
-        "checksum": digest(*(vector_bytes(table[name]) for name in vectors)),
+        "footer_hash": digest(slice_footer(memoryview(data))),
+        "checksum": digest(*(join_vectors(table[name]) for name in vectors)),
     }
     rewrite_row(store, video_id, lambda row: row.update(sums))
 
@@ -114,6 +114,6 @@ def with_column(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callab
 def other_tokens(table: pa.Table) -> pa.Table:
     """Return the table with every token vector of the other sign in each number."""
     field = table.schema.field("token")
-    bits = np.frombuffer(vector_bytes(table["token"]), np.uint16) ^ np.uint16(0x8000)
+    bits = np.frombuffer(join_vectors(table["token"]), np.uint16) ^ np.uint16(0x8000)
     values = pa.FixedSizeBinaryArray.from_buffers(field.type, len(table), [None, pa.py_buffer(bits)])
     return table.set_column(table.schema.get_field_index("token"), field, values)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gstep.backbones import ModelSource, family_of
 from pipeline.cache.writer import VideoItem
-from pipeline.prune.decode_stage import decoded_columns
+from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store
@@ -35,7 +35,7 @@ def encode_clip(
     if start_s is not None:
         begun["start_s"] = start_s
     encoder = VideoEncoder(EncodeSetup(source, method, ratio, pruner_params=params, device="cpu", dtype="float32"))
-    return decoded.frames, encoder.encode_one({**begun, **decoded_columns(decoded, 1)}, decoded.frames)
+    return decoded.frames, encoder.encode_one({**begun, **make_decoding_columns(decoded, 1)}, decoded.frames)
 
 
 def cache_of(out: Path, source: ModelSource, *videos: VideoItem) -> Store:

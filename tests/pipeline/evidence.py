@@ -11,7 +11,7 @@ from gstep import VisualTokens
 from gstep.backbones import ModelSource
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import VideoItem
-from pipeline.prune.encode_stage import kept_tokens, pruned_columns
+from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from pipeline.storage.stores import Store
 from tests.gstep import synthetic
 from tests.pipeline.asking import tiny_cache
@@ -36,7 +36,7 @@ def encoded_with(
     pruned = synthetic.prune(tokens, ratio, method)
     visual = VisualTokens(tokens, dict(evidence))
     record = source_record(video_id, tuple(tokens.shape))
-    return VideoItem({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual, evidence))
+    return VideoItem({**record, **make_pruning_columns(pruned, visual)}, collect_kept_tokens(pruned, visual, evidence))
 
 
 def evidence_cache(

@@ -15,9 +15,9 @@ import numpy as np
 
 from gstep.backbones.preprocess import FixedSizePreprocessor
 from pipeline import TokenCache
-from pipeline.cache.header import header_bytes
+from pipeline.cache.header import serialise_header
 from pipeline.errors import VideoFault
-from pipeline.prune.decode_stage import decoded_columns
+from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
@@ -48,8 +48,8 @@ def build(
     store = write_header(out, ratio)
     header = json.loads(store.read("cache.json"))
     header["identity"]["sampling"] = more.pop("sampling", {"num_frames": FRAMES})
-    store.put("cache.json", header_bytes(header))
-    columns = {**decoded_columns(video, 1), "uri": str(path), **more}
+    store.put("cache.json", serialise_header(header))
+    columns = {**make_decoding_columns(video, 1), "uri": str(path), **more}
     tokens = random_tokens(0, (FRAMES, columns.get("tokens_per_frame", SIDE * SIDE), 16))
     fault = VideoFault("corrupt", "the file is cut off")
     write_shard(store, "run", encoded(video_id, tokens, ratio, method, **columns), encoded_failure("bad.mp4", fault))

@@ -158,7 +158,7 @@ def heartbeats_here(
     patch.setattr(Heartbeat, "_me", me)
     patch.setattr(ray, "get", lambda answer, timeout: answer)
     actor = Heartbeats(stages)
-    return actor, handle_of(*(getattr(actor, name) for name in ("state", "fail", "start", "deaths", "rests")))
+    return actor, handle_of(*(getattr(actor, name) for name in ("state", "fail", "start", "deaths", "is_excluded")))
 
 
 def handle_of(*methods: Callable[..., object]) -> SimpleNamespace:

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from pipeline.keys import clip_keys, column_keys, find, keys_of, repeated
+from pipeline.keys import clip_keys, column_keys, find, find_repeated, keys_of
 
 
 def clip(uri: str, start: float | None = None, end: float | None = None) -> int:
@@ -34,7 +34,9 @@ def test_keys_are_found_where_they_share_a_half():
 
 def test_the_first_of_equal_keys_is_not_repeated():
     keys = column_keys(pa.chunked_array([["b", "a", "c"], ["a", "d", "b"], ["a"]]))
-    assert np.flatnonzero(repeated(keys)).tolist() == [3, 5, 6]
+    assert np.flatnonzero(find_repeated(keys)).tolist() == [3, 5, 6]
     last = np.array([True, True, False, False, False, True, True])
-    assert np.flatnonzero(repeated(keys, last)).tolist() == [1, 5, 6]
-    assert not repeated(keys[:1]).any() and repeated(column_keys(pa.chunked_array([], pa.string()))).shape == (0,)
+    assert np.flatnonzero(find_repeated(keys, last)).tolist() == [1, 5, 6]
+    assert not find_repeated(keys[:1]).any() and find_repeated(
+        column_keys(pa.chunked_array([], pa.string()))
+    ).shape == (0,)

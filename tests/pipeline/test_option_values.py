@@ -6,22 +6,22 @@ from jobs.reprune import RepruneConfig
 from pipeline.errors import UsageError
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.generate.config import GenerateConfig
-from pipeline.options import config_of
+from pipeline.options import make_config
 from pipeline.prune.config import PruneConfig
 from pipeline.serve.config import ServeConfig
 
 
 def test_options_are_those_of_the_command_in_pythons_types(tmp_path):
     given = {"out": tmp_path, "video_root": [tmp_path], "retention_ratio": 1, "pruner_param": {"alpha": 0.5, "e": None}}
-    config = config_of(PruneConfig, "f", given)
+    config = make_config(PruneConfig, "f", given)
     assert (config.out, config.video_root) == (str(tmp_path), [str(tmp_path)])
     assert (config.retention_ratio, config.pruner_params()) == (1.0, {"alpha": "0.5", "e": "none"})
 
 
 @pytest.mark.parametrize(("given", "ratio"), [("25%", 0.25), ("12.5 %", 0.125), (0.1, 0.1), ("100%", 1.0)])
 def test_a_share_may_be_a_percentage(given, ratio):
-    assert config_of(PruneConfig, "f", {"retention_ratio": given}).retention_ratio == ratio
-    both = config_of(EvaluateConfig, "f", {"benchmark": "shapes", "data": "d", "retention_ratio": [given, 0.05]})
+    assert make_config(PruneConfig, "f", {"retention_ratio": given}).retention_ratio == ratio
+    both = make_config(EvaluateConfig, "f", {"benchmark": "shapes", "data": "d", "retention_ratio": [given, 0.05]})
     assert both.retention_ratio == [ratio, 0.05]
 
 
@@ -43,7 +43,7 @@ def test_a_share_may_be_a_percentage(given, ratio):
 )
 def test_other_options_and_values_are_refused_by_name(options, said):
     with pytest.raises(UsageError, match=said):
-        config_of(PruneConfig, "f", options)
+        make_config(PruneConfig, "f", options)
 
 
 @pytest.mark.parametrize(

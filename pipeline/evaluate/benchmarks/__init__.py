@@ -8,7 +8,7 @@ from gstep.lazy import LazyTable, did_you_mean
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.own import own_benchmark
-from pipeline.inputs.listings import suffix_of
+from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import TABLE_SUFFIXES
 
 #: Name -> benchmark; a new one is a file and a line. Sets of other questions are other benchmarks, and their
@@ -35,7 +35,7 @@ def find_benchmark(name: str) -> Benchmark:
     """
     if name in BENCHMARKS:
         return BENCHMARKS[name]
-    if suffix_of(name) in TABLE_SUFFIXES:
+    if find_suffix(name) in TABLE_SUFFIXES:
         return own_benchmark(name)
     raise UsageError(
         f"--benchmark {name}: unknown{did_you_mean(name, BENCHMARKS)}; "

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 from pipeline.errors import UsageError
-from pipeline.generate.questions import MAX_LETTERS, letters
+from pipeline.generate.questions import MAX_LETTERS, list_letters
 from pipeline.inputs.named_videos import Judge
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, is_text, read_rows
 from pipeline.rows import JsonObject
@@ -64,7 +64,7 @@ def read_tables(folder: Path, names: Sequence[str]) -> Tables:
     tables: dict[str, JsonObject] = {}
     for name in names:
         try:
-            tables[name] = _loaded(folder / name) if (folder / name).is_file() else {}
+            tables[name] = _load_json(folder / name) if (folder / name).is_file() else {}
             if not isinstance(tables[name], dict):
                 raise BadRow("it holds no JSON object")
         except (BadRow, *UNREADABLE) as error:
@@ -74,26 +74,26 @@ def read_tables(folder: Path, names: Sequence[str]) -> Tables:
 
 def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
     """Yield (part, number, place in words, row) for each row of a JSON annotation file."""
-    content = _loaded(path)
+    content = _load_json(path)
     if isinstance(content, dict) and isinstance(content.get("meta"), dict):
         root = content.get("root")
         prefixes = root if isinstance(root, dict) else {}
         for part, rows in content["meta"].items():
-            for number, row in enumerate(_checked(rows)):
+            for number, row in enumerate(_check_rows(rows)):
                 prefix = {"prefix": prefixes[part]} if part in prefixes else {}
                 yield part, number, f"{part}, row {number}", {**row, **prefix}
     else:
-        yield from ((path.stem, number, f"row {number}", row) for number, row in enumerate(_checked(content)))
+        yield from ((path.stem, number, f"row {number}", row) for number, row in enumerate(_check_rows(content)))
 
 
-def _checked(rows: object) -> list[UserRow]:
+def _check_rows(rows: object) -> list[UserRow]:
     """Return ``rows`` if it is a list of objects, else raise BadRow."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BadRow("expected a JSON list of objects")
     return rows
 
 
-def _loaded(path: Path) -> Any:
+def _load_json(path: Path) -> Any:
     """Parse a JSON file. Raises BadRow."""
     try:
         return json.loads(path.read_bytes())
@@ -131,8 +131,8 @@ def data_folder(data: Path | str, remedy: str) -> Path:
         raise UsageError(f"--data {data}: only local folders are read; copy the data onto this machine, or mount it")
     folder = Path(data)
     if not folder.is_dir():
-        what = "is a file; name the folder that it is in" if folder.exists() else f"no such folder; {remedy}"
-        raise UsageError(f"--data {data}: {what}")
+        problem = "is a file; name the folder that it is in" if folder.exists() else f"no such folder; {remedy}"
+        raise UsageError(f"--data {data}: {problem}")
     return folder
 
 
@@ -143,15 +143,15 @@ class VideoFolder:
         self._folder = os.path.abspath(folder)  # noqa: PTH100 - links are judged below
         self._judge = Judge([folder, *roots])
 
-    def find(self, paths: Sequence[str], named: Iterable[str]) -> str:
+    def find(self, paths: Sequence[str], names: Iterable[str]) -> str:
         """Find the first of the ``paths`` below the folder that is a file or a folder of frames.
 
         A folder of frames says how many a second it has. Returns a POSIX path relative to the folder.
 
-        ``named`` is what the annotations put into the paths: texts that may have been written to lead elsewhere.
+        ``names`` is what the annotations put into the paths: texts that may have been written to lead elsewhere.
         Raises NotAskable.
         """
-        for name in named:
+        for name in names:
             if name.startswith("/") or ".." in name.split("/") or _CONTROL.search(name):
                 raise NotAskable("policy", f"{name!r} leads outside the data folder or is no name of a file")
         outside = empty = None
@@ -221,17 +221,17 @@ def answer_index(rule: AnswerRule, answer: str, options: Sequence[str]) -> int |
     "letter": of either case; "index": counted from 0; "text": equal to an option, the first of equal ones.
     """
     answer = answer.strip()
-    known = {
-        "letter": letters(len(options)),
+    answers = {
+        "letter": list_letters(len(options)),
         "index": [str(i) for i in range(len(options))],
         "text": [text.strip() for text in options],
     }[rule]
-    wanted = answer.upper() if rule == "letter" else answer
-    return known.index(wanted) if wanted in known else None
+    answer_text = answer.upper() if rule == "letter" else answer
+    return answers.index(answer_text) if answer_text in answers else None
 
 
 #: The value that stands for an unpublished answer where answers are indices.
-NOT_PUBLISHED = "-1"
+NO_ANSWER = "-1"
 
 
 def without_letter(option: str) -> str:

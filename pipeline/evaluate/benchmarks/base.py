@@ -9,7 +9,7 @@ from string import Formatter
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.annotations import (
-    NOT_PUBLISHED,
+    NO_ANSWER,
     AnnotationRow,
     AnswerRule,
     NotAskable,
@@ -46,8 +46,8 @@ class Split:
             present: the parts that have questions.
             metric: of the protocol: the score is a mean over parts where it names this split.
         """
-        missing = [part for part in self.parts if part not in present]
-        lacking = f"no question of {', '.join(missing)}" if missing and present else ""
+        missing_parts = [part for part in self.parts if part not in present]
+        lacking = f"no question of {', '.join(missing_parts)}" if missing_parts and present else ""
         if metric != self.name or not present:
             return lacking
         of = f" of the {len(self.parts)}" if self.parts else ""
@@ -72,7 +72,7 @@ class Benchmark:
         question_id, question, options, answer, cluster: columns; ``options`` holds lists of texts.
         n_options: of every question, where another set of questions has another number; 0: any.
         clip: the columns of a clip's start and end in seconds, in the videos of ``paths``.
-        lettered: whether options carry their letters.
+        has_letters: whether options carry their letters.
         answer_rule: what ``answer`` is: a letter, an index counted from 0, or an option's text.
         splits: by which columns scores are told apart; the first one is the main table's.
         n_questions: of a complete data set.
@@ -98,36 +98,36 @@ class Benchmark:
     cluster: str = ""
     n_options: int = 0
     clip: tuple[str, str] | None = None
-    lettered: bool = False
+    has_letters: bool = False
     answer_rule: AnswerRule = "letter"
     splits: tuple[Split, ...] = ()
     n_questions: int | None = None
     submission: str = ""
 
     def __post_init__(self) -> None:
-        known = [QUESTIONS, *(split.name for split in self.splits)]
-        if odd := [protocol.metric for protocol in self.protocols if protocol.metric not in known]:
-            raise ValueError(f"benchmark {self.name}: the metric {odd[0]!r} is none of {', '.join(known)}")
+        known_names = [QUESTIONS, *(split.name for split in self.splits)]
+        if odd := [protocol.metric for protocol in self.protocols if protocol.metric not in known_names]:
+            raise ValueError(f"benchmark {self.name}: the metric {odd[0]!r} is none of {', '.join(known_names)}")
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that every row needs."""
         answer = () if self.submission else (self.answer,)
-        own = (self.question_id, self.question, self.options, *answer, self.cluster)
-        return tuple(dict.fromkeys([*own, *self._in_paths, *(split.name for split in self.splits)]))
+        own_columns = (self.question_id, self.question, self.options, *answer, self.cluster)
+        return tuple(dict.fromkeys([*own_columns, *self._in_paths, *(split.name for split in self.splits)]))
 
     def protocol(self, name: str | None = None) -> Protocol:
         """Return the protocol of this name, by default the first. Raise UsageError that lists the known ones."""
-        known = self.named_protocols
-        if name is not None and name not in known:
-            raise UsageError(f"--protocol {name}: {self.title} has {', '.join(known)}")
-        return self.protocols[0] if name is None else known[name]
+        protocols = self.named_protocols
+        if name is not None and name not in protocols:
+            raise UsageError(f"--protocol {name}: {self.title} has {', '.join(protocols)}")
+        return self.protocols[0] if name is None else protocols[name]
 
     @property
     def named_protocols(self) -> dict[str, Protocol]:
         """The protocols by name and alias."""
-        named = {protocol.name: protocol for protocol in self.protocols}
-        return named | {alias: named[name] for alias, name in ALIASES.items() if name in named}
+        protocols = {protocol.name: protocol for protocol in self.protocols}
+        return protocols | {alias: protocols[name] for alias, name in ALIASES.items() if name in protocols}
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
         """Return the questions whose videos are below the folder ``data``, and all faults.
@@ -141,17 +141,17 @@ class Benchmark:
         if data is None:
             raise UsageError(f"--data must name the folder of {self.title}; {remedy}")
         folder = data_folder(data, remedy)
-        videos, collected = VideoFolder(folder, roots), QuestionCollector()
+        videos, collector = VideoFolder(folder, roots), QuestionCollector()
         tables = read_tables(folder, self.tables)
         for path in self._files(folder, remedy):
             for place, row in self._rows(folder, path, tables):
                 try:
                     item = self._item(row, videos)
                 except NotAskable as fault:
-                    collected.leave_out(place.where, row.get(self.question_id), fault)
+                    collector.leave_out(place.where, row.get(self.question_id), fault)
                 else:
-                    collected.keep(place.where, item)
-        return collected.loaded(str(folder), remedy)
+                    collector.keep(place.where, item)
+        return collector.finish(str(folder), remedy)
 
     @property
     def _in_paths(self) -> list[str]:
@@ -162,8 +162,8 @@ class Benchmark:
     def _files(self, folder: Path, remedy: str) -> list[Path]:
         """Return the annotation files in ``folder``. Raise UsageError where there are none."""
         for pattern in self.files:
-            if found := sorted(folder.glob(pattern)):
-                return found
+            if files := sorted(folder.glob(pattern)):
+                return files
         looked_for = ", ".join(self.files)
         raise UsageError(f"{folder}: no annotations of {self.title} in it (looked for {looked_for}); {remedy}")
 
@@ -173,12 +173,12 @@ class Benchmark:
             read = read_annotations(folder, path, self.columns, tables)
         except (BadRow, *UNREADABLE) as error:
             raise UsageError(f"{path}: cannot be read: {error}; fetch it again from {self.source}") from error
-        adapted = [(place, row if self.adapt is None else self.adapt(row, place)) for place, row in read]
-        rows = [(place, row) for place, row in adapted if row is not None]
+        adapted_rows = [(place, row if self.adapt is None else self.adapt(row, place)) for place, row in read]
+        rows = [(place, row) for place, row in adapted_rows if row is not None]
         present = dict.fromkeys(column for _, row in rows for column in row)
-        if rows and (missing := [column for column in self.columns if column not in present]):
+        if rows and (missing_columns := [column for column in self.columns if column not in present]):
             raise UsageError(
-                f"{path}: {self.title} needs the columns {', '.join(missing)}, and this file has only "
+                f"{path}: {self.title} needs the columns {', '.join(missing_columns)}, and this file has only "
                 f"{', '.join(present)}; take the files of {self.source}"
             )
         return rows
@@ -187,13 +187,13 @@ class Benchmark:
         """Convert an annotation row to a question. Raise NotAskable for a row that cannot be asked."""
         options = options_of(row, self.options)
         if self.n_options not in (0, len(options)):
-            other = f"{len(options)} options, and every question of {self.title} has {self.n_options}"
-            raise NotAskable("bad-row", f"{other}: is it another set of questions?")
-        expected = None if self.submission else text_of(row, self.answer)
-        answer = None if expected is None else answer_index(self.answer_rule, expected, options)
-        if answer is None and expected == NOT_PUBLISHED:
-            raise NotAskable("no-answer", f"{self.answer} is {expected}: the right answer is not published")
-        checked = {
+            difference = f"{len(options)} options, and every question of {self.title} has {self.n_options}"
+            raise NotAskable("bad-row", f"{difference}: is it another set of questions?")
+        expected_answer = None if self.submission else text_of(row, self.answer)
+        answer = None if expected_answer is None else answer_index(self.answer_rule, expected_answer, options)
+        if answer is None and expected_answer == NO_ANSWER:
+            raise NotAskable("no-answer", f"{self.answer} is {expected_answer}: the right answer is not published")
+        values = {
             "question_id": text_of(row, self.question_id),
             "question": text_of(row, self.question),
             "cluster": text_of(row, self.cluster),
@@ -201,28 +201,28 @@ class Benchmark:
         splits = {split.name: _part(row, split) for split in self.splits}
         path, (start_s, end_s) = self._video(row, videos)
         return Item(
-            **checked,
+            **values,
             video_ids=(clip_id(path, start_s, end_s),),
             path=path,
             start_s=start_s,
             end_s=end_s,
             options=options,
             answer=answer,
-            expected=expected,
+            expected=expected_answer,
             splits=splits,
         )
 
     def _video(self, row: UserRow, videos: VideoFolder) -> tuple[str, tuple[float | None, float | None]]:
         """Return the video's path below the data folder, and the bounds of the clip in it. Raise NotAskable."""
-        named = {name: text_of(row, name) for name in self._in_paths}
-        places = [PurePosixPath(path.format_map(named)).as_posix() for path in (*self.paths, *self.cut_paths)]
+        names = {name: text_of(row, name) for name in self._in_paths}
+        places = [PurePosixPath(path.format_map(names)).as_posix() for path in (*self.paths, *self.cut_paths)]
         bounds = (None, None) if self.clip is None else clip_of(row, self.clip)
-        path = videos.find(places, named.values())
+        path = videos.find(places, names.values())
         return path, bounds if places.index(path) < len(self.paths) else (None, None)
 
 
 def _part(row: UserRow, split: Split) -> str:
-    """Return which part of a split the row belongs to. Raise NotAskable for an unknown part."""
+    """Return a row's part of a split. Raise NotAskable for an unknown part."""
     part = text_of(row, split.name)
     if split.parts and part not in split.parts:
         raise NotAskable("bad-row", f"{split.name} must be one of {', '.join(split.parts)}, got {part!r}")

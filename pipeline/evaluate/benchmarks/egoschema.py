@@ -18,7 +18,7 @@ from dataclasses import replace
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
-from pipeline.generate.questions import letters
+from pipeline.generate.questions import list_letters
 from pipeline.inputs.tables import UserRow
 
 _ANSWERS, _EGO4D = "subset_answers.json", "uid_to_ego4d.json"
@@ -34,7 +34,7 @@ _NEWER, _OLDER = lmms_eval(
 def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
     """Convert a row of either layout to the hub's, and add the id of the Ego4D video that the clip is from."""
     if "q_uid" in row:
-        names = zip(letters(5), (row.get(f"option {number}") for number in range(5)), strict=True)
+        names = zip(list_letters(5), (row.get(f"option {number}") for number in range(5)), strict=True)
         options = [f"{letter}. {text}" if isinstance(text, str) else text for letter, text in names]
         row = {**row, "video_idx": row["q_uid"], "option": options}
     source = place.tables[_EGO4D].get(str(row.get("video_idx")))
@@ -64,7 +64,7 @@ EGOSCHEMA = Benchmark(
     paths=tuple(f"{folder}{{video_idx}}{suffix}" for folder in ("videos/", "") for suffix in (".mp4", ".MP4")),
     question_id="video_idx",
     options="option",
-    lettered=True,
+    has_letters=True,
     answer_rule="index",
     cluster="cluster",
     n_questions=5031,

@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeline.errors import UsageError, printable
 from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, without_letter
 
-_MOST_WRONG = 0.5  # share of questions; in the published files at most 2 of 355 are wrong
+_MAX_WRONG_SHARE = 0.5  # share of questions; in the published files at most 2 of 355 are wrong
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,11 @@ class Item:
     def manifest_rows(self, folder: Path) -> list[dict[str, str | float]]:
         """Return the rows of a jobs.prune manifest that name the item's videos below this folder."""
         clip = {"start_s": self.start_s, "end_s": self.end_s}
-        given = {name: value for name, value in clip.items() if value is not None}
-        return [{"video_id": name, "uri": str(folder / (self.path or name)), **given} for name in self.video_ids]
+        fields_with_values = {name: value for name, value in clip.items() if value is not None}
+        return [
+            {"video_id": name, "uri": str(folder / (self.path or name)), **fields_with_values}
+            for name in self.video_ids
+        ]
 
 
 def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
@@ -115,13 +118,13 @@ class QuestionCollector:
         self._faults: list[AnnotationFault] = []
         self._n_annotated = 0
         self._ids: set[str] = set()
-        self._asked: dict[tuple[object, ...], str] = {}
+        self._first_ids: dict[tuple[object, ...], str] = {}
 
     def leave_out(self, where: str, question_id: object, fault: NotAskable) -> None:
         """Record a row that cannot be asked."""
         self._n_annotated += 1
-        known = isinstance(question_id, str | int) and not isinstance(question_id, bool)
-        self._fault(fault.kind, str(question_id) if known else None, f"{where}: {fault}", left_out=True)
+        has_id = isinstance(question_id, str | int) and not isinstance(question_id, bool)
+        self._fault(fault.kind, str(question_id) if has_id else None, f"{where}: {fault}", left_out=True)
 
     def keep(self, where: str, item: Item) -> None:
         """Record a question to ask; leave it out if its id was recorded before."""
@@ -134,7 +137,7 @@ class QuestionCollector:
         for kind, oddity in self._oddities(item):
             self._fault(kind, item.question_id, f"{where}: {oddity}", left_out=False)
 
-    def loaded(self, place: str, remedy: str) -> LoadedQuestions:
+    def finish(self, place: str, remedy: str) -> LoadedQuestions:
         """Return the collected questions and faults.
 
         Raises UsageError, with an example, where no question is left, or most right answers are none of the options.
@@ -153,30 +156,34 @@ class QuestionCollector:
 
     def _check_answers(self, place: str) -> None:
         """Raise UsageError if most right answers are none of the options: the annotations then have another form."""
-        chosen = [item for item in self.items if item.options and item.expected is not None]
-        wrong = [item for item in chosen if item.answer is None]
-        if len(chosen) > 1 and len(wrong) > _MOST_WRONG * len(chosen):
+        items = [item for item in self.items if item.options and item.expected is not None]
+        wrong = [item for item in items if item.answer is None]
+        if len(items) > 1 and len(wrong) > _MAX_WRONG_SHARE * len(items):
             example = wrong[0]
             raise UsageError(
-                f"{place}: the right answers of {len(wrong)} of {len(chosen)} questions are none of their options, "
+                f"{place}: the right answers of {len(wrong)} of {len(items)} questions are none of their options, "
                 f"e.g. {example.expected!r} of {example.question_id} with the options {example.options}: the file is "
                 "of another form, or another version, than the benchmark's"
             )
 
     def _oddities(self, item: Item) -> list[tuple[FaultKind, str]]:
         """Return the faults of a question that can still be asked: repeated or blank options, an impossible answer."""
-        found: list[tuple[FaultKind, str]] = []
-        asked = (item.video_ids, _without_options(item))
-        if (first := self._asked.setdefault(asked, item.question_id)) != item.question_id:
-            found.append(("repeated-question", f"the same question on the same video as {first!r}"))
+        oddities: list[tuple[FaultKind, str]] = []
+        key = (item.video_ids, _without_options(item))
+        if (first := self._first_ids.setdefault(key, item.question_id)) != item.question_id:
+            oddities.append(("repeated-question", f"the same question on the same video as {first!r}"))
         counts = Counter(map(without_letter, item.options))
-        if repeated := [text for text, count in counts.items() if count > 1]:
-            found.append(("repeated-candidate", f"the option {repeated[0]!r} is there {counts[repeated[0]]} times"))
+        if repeated_texts := [text for text, count in counts.items() if count > 1]:
+            oddities.append(
+                ("repeated-candidate", f"the option {repeated_texts[0]!r} is there {counts[repeated_texts[0]]} times")
+            )
         if blank := sum(not text.strip() for text in item.options):
-            found.append(("blank-candidate", f"{blank} of the {len(item.options)} options are blank"))
+            oddities.append(("blank-candidate", f"{blank} of the {len(item.options)} options are blank"))
         if item.options and item.answer is None and item.expected is not None:
-            found.append(("answer-no-candidate", f"the answer {item.expected!r} is none of the options {item.options}"))
-        return found
+            oddities.append(
+                ("answer-no-candidate", f"the answer {item.expected!r} is none of the options {item.options}")
+            )
+        return oddities
 
     def _fault(self, kind: FaultKind, question_id: str | None, message: str, *, left_out: bool) -> None:
         """Record a fault."""

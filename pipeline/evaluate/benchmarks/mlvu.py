@@ -9,7 +9,8 @@ and the answer is a letter. Questions of the first are brought into the form of 
 (``tasks/mlvu`` of lmms-eval; for test it adds nothing to the question). The authors themselves begin the model's answer
 with "Best Option: (", which chat templates leave no place for: that is not here.
 
-The rule for replies in lmms-eval 0.7.3 knows the letters A to D alone, for test too: there E and F are never right.
+The rule for replies in lmms-eval 0.7.3 knows the letters A to D alone, for test too: there E and F are never
+right.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow, answer_index
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
-from pipeline.generate.questions import letters
+from pipeline.generate.questions import list_letters
 from pipeline.inputs.tables import UserRow, UserValue
 
 # Task -> (its letters in the paper, the authors' folder). One task has two names.
@@ -39,24 +40,24 @@ _TEST = {
 def _row(row: UserRow, place: AnnotationRow) -> UserRow:
     """Convert a row of either layout to one of lmms-eval's, and add the folder of its task."""
     if "question_type" in row:
-        row = _lettered(row)
+        row = _add_letters(row)
     task = str(row.get("task_type")).replace("findNeedle", "needle")
     folder = _DEV[task][1] if task in _DEV else task
     # The authors' dev has no ids; those that lmms-eval gave need not be unique.
     return {**row, "task_type": task, "folder": folder, "question_id": f"{task}-{place.number}"}
 
 
-def _lettered(row: UserRow) -> UserRow:
+def _add_letters(row: UserRow) -> UserRow:
     """Move the options of an authors' row into the question, and replace the answer with its letter."""
     options, answer = row.get("candidates"), row.get("answer")
     more: dict[str, UserValue] = {"task_type": row["question_type"], "video_name": row.get("video")}
     if isinstance(options, list) and all(
         isinstance(text, str) for text in options
     ):  # otherwise the row is recorded as bad
-        named = zip(letters(len(options)), options, strict=False)
-        more["question"] = f"{row.get('question')}\n" + "".join(f"({letter}) {text}\n" for letter, text in named)
+        pairs = zip(list_letters(len(options)), options, strict=False)
+        more["question"] = f"{row.get('question')}\n" + "".join(f"({letter}) {text}\n" for letter, text in pairs)
         index = answer_index("text", answer, options) if isinstance(answer, str) else None
-        more["answer"] = dict(enumerate(letters(len(options)))).get(-1 if index is None else index, answer)
+        more["answer"] = dict(enumerate(list_letters(len(options)))).get(-1 if index is None else index, answer)
     return {**row, **more}
 
 

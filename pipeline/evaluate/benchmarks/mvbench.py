@@ -53,8 +53,8 @@ _BOUNDS = re.compile(r"_\d+(?:\.\d+)?_\d+(?:\.\d+)?(?=\.mp4$)")
 def _with_folders(row: UserRow, place: AnnotationRow) -> UserRow:
     """Add to a row its task, the folders that may hold its video, and the id of the video that its clip is from."""
     _, whole, cut = _TASKS.get(place.part, ("", "?", ""))
-    clipped = cut.endswith("_segment")
-    source = _BOUNDS.sub("", str(row.get("video"))) if clipped else str(row.get("video"))
+    has_clip = cut.endswith("_segment")
+    source = _BOUNDS.sub("", str(row.get("video"))) if has_clip else str(row.get("video"))
     return {
         "prefix": cut or whole,
         **row,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
-from pipeline.evaluate.benchmarks.annotations import NOT_PUBLISHED, NotAskable, VideoFolder, answer_index, data_folder
+from pipeline.evaluate.benchmarks.annotations import NO_ANSWER, NotAskable, VideoFolder, answer_index, data_folder
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.protocols import LETTER
@@ -60,18 +60,18 @@ class OwnQuestions(Benchmark):
         file = self.files[0]
         videos = None if data is None else VideoFolder(data_folder(data, "name the one that the videos are in"), roots)
         rows = [without_nulls(row, QuestionRecord) for row in read_questions(file, _MODE).to_pylist()]
-        collected = QuestionCollector()
+        collector = QuestionCollector()
         for item in clusters_of([_own_item(file, row) for row in rows]):
             where = f"question {item.question_id}"
             try:
                 if is_unpublished(item):
                     raise NotAskable("no-answer", "answer is -1: the right answer is not published")
-                found = tuple(videos.find([name], [name]) for name in item.video_ids) if videos else item.video_ids
+                paths = tuple(videos.find([name], [name]) for name in item.video_ids) if videos else item.video_ids
             except NotAskable as fault:
-                collected.leave_out(where, item.question_id, fault)
+                collector.leave_out(where, item.question_id, fault)
             else:
-                collected.keep(where, replace(item, video_ids=found))
-        return collected.loaded(file, "every question needs its videos below --data")
+                collector.keep(where, replace(item, video_ids=paths))
+        return collector.finish(file, "every question needs its videos below --data")
 
 
 def _own_item(file: str, row: QuestionRecord) -> Item:
@@ -109,8 +109,8 @@ def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
 
 
 def is_unpublished(item: Item) -> bool:
-    """Return whether the answer to a question with choices is -1, which stands for one that is not published."""
-    return bool(item.options) and item.answer is None and item.expected == NOT_PUBLISHED
+    """Return True if the answer to a question with choices is -1, which stands for one that is not published."""
+    return bool(item.options) and item.answer is None and item.expected == NO_ANSWER
 
 
 def clusters_of(items: Sequence[Item]) -> list[Item]:
@@ -120,7 +120,7 @@ def clusters_of(items: Sequence[Item]) -> list[Item]:
 
 
 def same_text(reply: str, expected: str) -> bool:
-    """Return whether a free answer equals the expected one apart from case, punctuation and spaces."""
+    """Return True if a free answer equals the expected one apart from case, punctuation and spaces."""
     bare = _bare(expected)
     return _bare(reply) == bare if bare else reply.strip() == expected.strip()
 
@@ -153,10 +153,10 @@ def _label(row: Mapping[str, object], name: str, where: str) -> str:
     return str(value)
 
 
-def _groups(asked: Sequence[Sequence[str]]) -> dict[str, str]:
+def _groups(video_lists: Sequence[Sequence[str]]) -> dict[str, str]:
     """Map each video to the first video of its group: videos in one question, directly or through others."""
     groups: dict[str, set[str]] = {}
-    for ids in asked:
+    for ids in video_lists:
         tied = set(ids).union(*(groups.get(name, ()) for name in ids))
         groups.update(dict.fromkeys(tied, tied))
     return {name: min(tied) for name, tied in groups.items()}

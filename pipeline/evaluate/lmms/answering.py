@@ -22,7 +22,7 @@ from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_SHOWN = 5  # examples shown in an error
+_MAX_EXAMPLES = 5  # examples shown in an error
 
 
 class AnswersHere(AnswerRun):
@@ -38,14 +38,16 @@ class AnswersHere(AnswerRun):
         """Answer the questions batch by batch in this process, and commit each batch."""
         with usage_errors():
             answerer = Answerer(self.worker_setup())
-        said = time.monotonic()
+        last_line_at = time.monotonic()
         for block in pack_blocks(group_by_videos(questions, self.setup.batch_size)):
             for part in answerer(block):
                 self.commit(self.n_shards, unpack_answers(part))
                 self.n_shards += 1
-            if time.monotonic() - said > self.options.log_interval:
-                self.say(f"{len(self.answered)} of {len(questions)} questions answered, {self.n_failed} of them failed")
-                said = time.monotonic()
+            if time.monotonic() - last_line_at > self.options.log_interval:
+                self.say(
+                    f"{len(self.answered_keys)} of {len(questions)} questions answered, {self.n_failed} of them failed"
+                )
+                last_line_at = time.monotonic()
 
 
 class CachedReplies:
@@ -59,40 +61,47 @@ class CachedReplies:
         self._objects = Objects.from_environment()
         self._cache = store_at(arguments.cache, self._objects)
         with store_usage_errors():
-            held = read_header(self._cache)["identity"]
-        found = arguments.check_fingerprint(held)
+            identity = read_header(self._cache)["identity"]
+        cache_fingerprint = arguments.check_fingerprint(identity)
         if arguments.fingerprint is None:
             self._say(
-                f"note: the cache's fingerprint is {found}; with fingerprint={found} in --model_args another cache is "
-                "refused, and --use_cache of lmms-eval tells replies from different caches apart"
+                f"note: the cache's fingerprint is {cache_fingerprint}. Give fingerprint={cache_fingerprint} in "
+                "--model_args to refuse any other cache, and to keep the replies of caches apart in --use_cache"
             )
         with explain_flags():
-            self._config = arguments.config(held)
+            self._config = arguments.config(identity)
             self._run(QUESTION_SCHEMA.empty_table()).prepare()
         self._ids: CachedIds | None = None
 
-    def replies(self, asked: Sequence[LmmsQuestion]) -> list[str]:
+    def replies(self, questions: Sequence[LmmsQuestion]) -> list[str]:
         """Return a reply to each question, in order; ask only those that have no answer yet.
 
         Raises UsageError where nothing was asked, RunFailed where not every question has a reply; what was answered
-        stays, and the same command goes on.
+        stays; rerun the command to resume.
         """
         system = self._config.system
-        rows = [one.row(video_id, system) for one, video_id in zip(asked, self._videos(asked), strict=True)]
+        rows = [
+            question.row(video_id, system)
+            for question, video_id in zip(questions, self._videos(questions), strict=True)
+        ]
         table = pa.Table.from_pylist(rows, schema=LMMS_SCHEMA)
         with explain_flags():
             self._run(table).run()
-        given = self._given(table)
-        failed = [(one, row) for one in asked if (row := given[one.question_id])["status"] != "ok"]
-        if failed:
-            self._refuse([f"{one.where}: {row['error_class']}: {row['error_message']}" for one, row in failed])
-        return [one.reply(given[one.question_id].get("answer", "")) for one in asked]
+        rows_by_id = self._answer_rows(table)
+        failures = [
+            (question, row) for question in questions if (row := rows_by_id[question.question_id])["status"] != "ok"
+        ]
+        if failures:
+            self._refuse(
+                [f"{question.where}: {row['error_class']}: {row['error_message']}" for question, row in failures]
+            )
+        return [question.reply(rows_by_id[question.question_id].get("answer", "")) for question in questions]
 
     def _run(self, questions: pa.Table) -> AnswersHere:
         """Return the run that answers these questions (QUESTION_SCHEMA)."""
         return AnswersHere(self._config, self._console, questions)
 
-    def _given(self, questions: pa.Table) -> dict[str, AnswerRecord]:
+    def _answer_rows(self, questions: pa.Table) -> dict[str, AnswerRecord]:
         """Return the committed live answers to these questions, by id. Raise RunFailed if one is missing."""
         live = AnswersTable(store_at(self._config.out, self._objects)).live()
         rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in live.to_pylist()}
@@ -100,40 +109,42 @@ class CachedReplies:
             raise RunFailed(f"{len(absent)} questions have no row in {self._config.out}, e.g. {absent[0]}")
         return rows
 
-    def _videos(self, asked: Sequence[LmmsQuestion]) -> list[str]:
+    def _videos(self, questions: Sequence[LmmsQuestion]) -> list[str]:
         """Return the video of each question. Raise UnknownVideo if one is missing, unless ``missing=empty``."""
         if self._ids is None:
             with store_usage_errors():
                 cache = TokenCache(self._arguments.cache, store=self._cache)
                 self._ids = CachedIds(cache.video_ids, cache.failed)
-        found, absent = [], []
-        for one in asked:
+        video_ids, absent = [], []
+        for question in questions:
             try:
-                video = self._ids.find(one.key)
+                video = self._ids.find(question.key)
             except UsageError as error:
-                raise UsageError(f"{one.where}: {error}") from error
-            found.append(video or one.key)
+                raise UsageError(f"{question.where}: {error}") from error
+            video_ids.append(video or question.key)
             if video is None:
-                absent.append(f"{one.where}: no id is {one.key!r}, ends with '/{one.key}', or is so but for its suffix")
+                absent.append(
+                    f"{question.where}: no id is {question.key!r} or ends with '/{question.key}' (suffix ignored)"
+                )
             elif fault := self._ids.failed.get(video):
-                absent.append(f"{one.where}: {video!r} failed when it was pruned ({fault})")
+                absent.append(f"{question.where}: {video!r} failed when it was pruned ({fault})")
         if absent and self._arguments.missing != EMPTY:
             raise UnknownVideo(
-                f"{len(absent)} of {len(asked)} questions are about videos that {self._cache} does not have:\n  "
-                + "\n  ".join(absent[:_SHOWN])
+                f"{len(absent)} of {len(questions)} questions are about videos that {self._cache} does not have:\n  "
+                + "\n  ".join(absent[:_MAX_EXAMPLES])
                 + "\nPrune them into the cache, name ids with video_id=TEMPLATE, or take empty replies: missing=empty"
             )
-        return found
+        return video_ids
 
-    def _refuse(self, failed: Sequence[str]) -> None:
+    def _refuse(self, failures: Sequence[str]) -> None:
         """Raise RunFailed for questions that failed; with ``missing=empty`` print a warning instead."""
-        said = f"{len(failed)} questions have no answer:\n  " + "\n  ".join(failed[:_SHOWN])
+        message = f"{len(failures)} questions have no answer:\n  " + "\n  ".join(failures[:_MAX_EXAMPLES])
         if self._arguments.missing != EMPTY:
             raise RunFailed(
-                f"{said}\nThe others have theirs; the same command asks these again, and missing=empty in --model_args "
-                "replies nothing to them"
+                f"{message}\nRerun the command to ask these questions again, or give missing=empty in --model_args for "
+                "empty replies"
             )
-        self._say(f"warning: empty replies (missing=empty): {said}")
+        self._say(f"warning: empty replies (missing=empty): {message}")
 
     def _say(self, line: str) -> None:
         """Print a line."""

@@ -17,7 +17,7 @@ from pipeline.rows import JsonObject
 
 EMPTY, ERROR = "empty", "error"
 #: Our name of an option -> its name in GenerateConfig.
-_RENAMED = {"pretrained": "model", "method": "pruner", "answers": "out", "seed": "pruner_seed"}
+_OPTION_NAMES = {"pretrained": "model", "method": "pruner", "answers": "out", "seed": "pruner_seed"}
 _SAME = (
     *("cache", "revision", "retention_ratio", "siglip", "positions", "order", "rule"),
     *("device", "dtype", "attn", "batch_size"),
@@ -30,7 +30,7 @@ class Arguments:
 
     Attributes:
         cache: a folder or ``s3://bucket/prefix``.
-        answers: where answers are committed, batch by batch; the same command goes on from there.
+        answers: where answers are committed, batch by batch; rerun the command to resume.
         pretrained: the model that the cache was made with; by default the one that the cache names.
         method: prunes a cache of all tokens now, by its ``parameters``, at ``retention_ratio``.
         seed: of methods and answers that are drawn.
@@ -65,21 +65,21 @@ class Arguments:
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, given: JsonObject) -> Arguments:
+    def read(cls, values: JsonObject) -> Arguments:
         """Read the keywords that lmms-eval calls a model with. Raise UsageError that names ``--model_args``."""
         for name in ("cache", "answers"):
-            if given.get(name) in (None, ""):
-                raise UsageError(f"--model_args: {name}=PATH is missing; known are {', '.join(_KNOWN)}")
-        known = {name: _value(name, value) for name, value in given.items() if name in _KNOWN}
-        others = {name: value for name, value in given.items() if name not in _KNOWN}
-        arguments = cls(**known, parameters=_parameters(others, known.get("method")))
+            if values.get(name) in (None, ""):
+                raise UsageError(f"--model_args: {name}=PATH is missing; known are {', '.join(_KNOWN_NAMES)}")
+        known_values = {name: _value(name, value) for name, value in values.items() if name in _KNOWN_NAMES}
+        method_values = {name: value for name, value in values.items() if name not in _KNOWN_NAMES}
+        arguments = cls(**known_values, parameters=_parameters(method_values, known_values.get("method")))
         if arguments.missing not in (ERROR, EMPTY):
             raise UsageError(f"--model_args: missing must be {ERROR} or {EMPTY}, got {arguments.missing!r}")
         return arguments
 
-    def config(self, held: CacheIdentity) -> GenerateConfig:
+    def config(self, identity: CacheIdentity) -> GenerateConfig:
         """Return the options of jobs.generate for a cache of this identity. Raise UsageError."""
-        rules = LMMS_EVAL_0_7.get(held["model"]["type"], ModelRules())
+        rules = LMMS_EVAL_0_7.get(identity["model"]["type"], ModelRules())
         system = rules.system if self.system is None else self.system or None
         return GenerateConfig(
             questions="lmms-eval",
@@ -89,22 +89,26 @@ class Arguments:
             frame_times=self.frame_times or rules.frame_times,
             pruner_param=[f"{name}={text}" for name, text in self.parameters.items()],
             **{name: getattr(self, name) for name in _SAME},
-            **{name: getattr(self, ours) for ours, name in _RENAMED.items() if ours != "seed" or self.method},
+            **{
+                name: getattr(self, name_here)
+                for name_here, name in _OPTION_NAMES.items()
+                if name_here != "seed" or self.method
+            },
         )
 
-    def check_fingerprint(self, held: CacheIdentity) -> str:
-        """Return the fingerprint of a cache's identity. Raise IdentityMismatch if another one was asked for."""
-        found = fingerprint(held)
-        if self.fingerprint not in (None, found):
+    def check_fingerprint(self, identity: CacheIdentity) -> str:
+        """Return the fingerprint of a cache's identity. Raise IdentityMismatch if another fingerprint was given."""
+        actual = fingerprint(identity)
+        if self.fingerprint not in (None, actual):
             raise IdentityMismatch(
-                f"{self.cache} has the fingerprint {found}, and --model_args say fingerprint={self.fingerprint}: it is "
-                "another cache than the one that was meant, or it was made anew with other settings (jobs.inspect "
-                f"shows them); with fingerprint={found}, and another answers=PATH, this one is asked"
+                f"{self.cache} has the fingerprint {actual}, but --model_args say fingerprint={self.fingerprint}: it "
+                "is another cache, or it was made again with other settings (jobs.inspect shows them). To ask it, "
+                f"give fingerprint={actual} and another answers=PATH"
             )
-        return found
+        return actual
 
 
-_KNOWN = tuple(item.name for item in fields(Arguments) if item.name != "parameters")
+_KNOWN_NAMES = tuple(item.name for item in fields(Arguments) if item.name != "parameters")
 _NUMBERS: Mapping[str, type] = {"retention_ratio": float, "seed": int, "batch_size": int}
 
 
@@ -116,7 +120,7 @@ def explain_flags() -> Iterator[None]:
     except UsageError as error:
         if "--" not in str(error):
             raise
-        names = ", ".join(f"--{theirs.replace('_', '-')} is {ours}=" for ours, theirs in _RENAMED.items())
+        names = ", ".join(f"--{flag.replace('_', '-')} is {name_here}=" for name_here, flag in _OPTION_NAMES.items())
         raise type(error)(f"{error} (flags are --model_args here: {names}, others by their names)") from error
 
 
@@ -126,7 +130,7 @@ def _value(name: str, value: Any) -> Any:
         return None
     if name not in _NUMBERS:
         if isinstance(value, str):
-            return _unquoted(value)
+            return _unquote(value)
         raise UsageError(
             f"--model_args: {name} must be text, and lmms-eval made {value!r} of it: write a path as ./{value}, and "
             "the name of a folder or a model so that it is no number"
@@ -143,26 +147,26 @@ def _value(name: str, value: Any) -> Any:
     return number
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     """Remove the quotes that keep a comma from ending a value."""
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    return text[1:-1] if quoted else text
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if is_quoted else text
 
 
-def _parameters(others: JsonObject, method: str | None) -> dict[str, str]:
+def _parameters(values: JsonObject, method: str | None) -> dict[str, str]:
     """Return the unknown names of ``--model_args`` as parameters of the method. Raise UsageError without a method."""
-    accepted: list[str] = []
+    accepted_names: list[str] = []
     if method is not None:
         try:
-            accepted = [item.name for item in fields(find_method(method)) if item.init]
+            accepted_names = [item.name for item in fields(find_method(method)) if item.init]
         except ValueError as error:
             raise UsageError(str(error)) from error
-    for name in others:
-        if name not in accepted:
-            close = get_close_matches(name, [*_KNOWN, *accepted], n=1)
-            meant = f"did you mean {close[0]}?" if close else f"known are {', '.join([*_KNOWN, *accepted])}"
+    for name in values:
+        if name not in accepted_names:
+            close = get_close_matches(name, [*_KNOWN_NAMES, *accepted_names], n=1)
+            meant = f"did you mean {close[0]}?" if close else f"known are {', '.join([*_KNOWN_NAMES, *accepted_names])}"
             raise UsageError(f"--model_args: there is no {name}; {meant}")
-    return {name: _as_text(value) for name, value in others.items()}
+    return {name: _as_text(value) for name, value in values.items()}
 
 
 def _as_text(value: Any) -> str:
@@ -171,4 +175,4 @@ def _as_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return _unquoted(str(value))
+    return _unquote(str(value))

@@ -13,7 +13,7 @@ from rich.console import Console
 from pipeline.errors import UsageError
 from pipeline.evaluate.lmms.answering import CachedReplies
 from pipeline.evaluate.lmms.arguments import Arguments
-from pipeline.evaluate.lmms.questions import LmmsQuestion, asked, unique, video_key
+from pipeline.evaluate.lmms.questions import LmmsQuestion, make_question, make_unique, video_key
 
 
 class GstepCached(lmms):  # type: ignore[misc]
@@ -36,8 +36,12 @@ class GstepCached(lmms):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Return a reply to each request. Raise UsageError, UnknownVideo or RunFailed."""
-        names = unique(f"{task}/{split}/{doc_id}" for *_, doc_id, task, split in (one.args for one in requests))
-        return self._replies.replies([self._asked(one, name) for one, name in zip(requests, names, strict=True)])
+        names = make_unique(
+            f"{task}/{split}/{doc_id}" for *_, doc_id, task, split in (request.args for request in requests)
+        )
+        return self._replies.replies(
+            [self._make_question(request, name) for request, name in zip(requests, names, strict=True)]
+        )
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Refuse log-likelihoods: lmms-eval 0.7 turns the number into text before a task sees it."""
@@ -50,7 +54,7 @@ class GstepCached(lmms):  # type: ignore[misc]
         """Refuse further rounds: in such tasks they bring images that no cache holds."""
         raise UsageError("gstep_cached answers one question at a time, and takes no tasks of several rounds")
 
-    def _asked(self, request: Instance, name: str) -> LmmsQuestion:
+    def _make_question(self, request: Instance, name: str) -> LmmsQuestion:
         """Convert a request to a question. Raise UsageError for tasks of another output type."""
         if len(request.args) != 6 or not isinstance(request.args[1], Mapping):
             raise UsageError("gstep_cached answers tasks whose output_type is generate_until, and no other")
@@ -60,7 +64,7 @@ class GstepCached(lmms):  # type: ignore[misc]
             key = video_key(doc, self._arguments.video_id, folder)
         except UsageError as error:
             raise UsageError(f"task {task}, document {doc_id}: {error}") from error
-        return asked(name, task, doc_id, key, prompt, settings, self._arguments.seed)
+        return make_question(name, task, doc_id, key, prompt, settings, self._arguments.seed)
 
 
 def _folder(task: str, doc_to_visual: Any) -> str | None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from gstep.language import Decoding
 from pipeline.errors import UsageError
-from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, seed_for
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, derive_seed
 from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.rows import JsonObject
 
@@ -24,7 +24,7 @@ MAX_NEW_TOKENS = 1024  # the default of lmms-eval's llava_onevision for tasks wi
 # in lmms-eval, Qwen's simple classes leave this one out, and chat classes look at none.
 _EVERY_TASKS = "\n\n"
 LMMS_SCHEMA = pa.schema([*QUESTION_SCHEMA, pa.field("task", pa.string()), pa.field("doc_id", pa.int64())])
-_KNOWN = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample", "num_beams", "until")
+_KNOWN_NAMES = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample", "num_beams", "until")
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class LmmsQuestion:
         return min((answer.partition(stop)[0] for stop in self.until), key=len, default=answer)
 
 
-def unique(names: Iterable[str]) -> list[str]:
+def make_unique(names: Iterable[str]) -> list[str]:
     """Make names unique: append a number to a repeated one, because a task may ask a question several times."""
-    seen = Counter[str]()
-    found = []
+    counts = Counter[str]()
+    names_out = []
     for name in names:
-        found.append(f"{name}#{seen[name]}" if seen[name] else name)
-        seen[name] += 1
-    return found
+        names_out.append(f"{name}#{counts[name]}" if counts[name] else name)
+        counts[name] += 1
+    return names_out
 
 
-def asked(
+def make_question(
     name: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
 ) -> LmmsQuestion:
     """Convert a request of lmms-eval to a question; ``settings`` are its ``generation_kwargs``.
@@ -83,7 +83,7 @@ def asked(
     Raises UsageError for settings that are not understood.
     """
     try:
-        decoding, stops = _decoding(settings, seed_for(seed, name)), _stops(settings)
+        decoding, stops = _decoding(settings, derive_seed(seed, name)), _stops(settings)
     except (TypeError, ValueError) as error:
         raise UsageError(f"task {task}: generation_kwargs {dict(settings)}: {error}") from error
     return LmmsQuestion(name, task, doc_id, key, prompt, decoding, stops)
@@ -91,17 +91,17 @@ def asked(
 
 def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
     """Convert a task's settings to decoding options; a temperature counts unless ``do_sample`` is off."""
-    said = {name: value for name, value in settings.items() if value is not None}
-    if unknown := [name for name in said if name not in _KNOWN]:
-        raise ValueError(f"{', '.join(unknown)}: not among {', '.join(_KNOWN)}; leave it out with --gen_kwargs")
-    if said.get("num_beams", 1) != 1:
+    given_settings = {name: value for name, value in settings.items() if value is not None}
+    if unknown := [name for name in given_settings if name not in _KNOWN_NAMES]:
+        raise ValueError(f"{', '.join(unknown)}: not among {', '.join(_KNOWN_NAMES)}; leave it out with --gen_kwargs")
+    if given_settings.get("num_beams", 1) != 1:
         raise ValueError("num_beams must be 1: say --gen_kwargs num_beams=1")
-    drawn = bool(said.get("do_sample", said.get("temperature", 0) > 0))
+    drawn = bool(given_settings.get("do_sample", given_settings.get("temperature", 0) > 0))
     return Decoding(
-        max_new_tokens=int(said.get("max_new_tokens", MAX_NEW_TOKENS)),
-        temperature=float(said.get("temperature", 1.0)) if drawn else 0.0,
-        top_p=float(said.get("top_p", 1.0)),
-        top_k=int(said.get("top_k", 0)),
+        max_new_tokens=int(given_settings.get("max_new_tokens", MAX_NEW_TOKENS)),
+        temperature=float(given_settings.get("temperature", 1.0)) if drawn else 0.0,
+        top_p=float(given_settings.get("top_p", 1.0)),
+        top_k=int(given_settings.get("top_k", 0)),
         seed=seed,
     )
 
@@ -152,9 +152,9 @@ class CachedIds:
     it. So a key means the id that equals it, or ends with "/" and it; either without its suffix.
     """
 
-    def __init__(self, ok: Iterable[str], failed: Mapping[str, str]) -> None:
-        self.failed = failed
-        self._ids = {*ok, *failed}
+    def __init__(self, ok: Iterable[str], failed_ids: Mapping[str, str]) -> None:
+        self.failed = failed_ids
+        self._ids = {*ok, *failed_ids}
         self._by_name: dict[str, list[str]] = defaultdict(list)
         for video_id in sorted(self._ids):
             for name in {PurePosixPath(path).name for path in _paths(video_id)}:
@@ -162,8 +162,8 @@ class CachedIds:
 
     def find(self, key: str) -> str | None:
         """Return the id of the cached video that a key means, or None. Raise UsageError if it may be several."""
-        wanted = str(PurePosixPath(key))
-        ids = [key] if key in self._ids else self._ending(wanted)
+        path = str(PurePosixPath(key))
+        ids = [key] if key in self._ids else self._find_by_ending(path)
         good = [video_id for video_id in ids if video_id not in self.failed] or ids
         if len(good) > 1:
             raise UsageError(
@@ -172,12 +172,12 @@ class CachedIds:
             )
         return good[0] if good else None
 
-    def _ending(self, wanted: str) -> list[str]:
-        """Return the ids whose path ends with ``wanted``."""
+    def _find_by_ending(self, ending: str) -> list[str]:
+        """Return the ids of which a path ends with ``ending``."""
         return [
             video_id
-            for video_id in self._by_name.get(PurePosixPath(wanted).name, ())
-            if any(path == wanted or path.endswith(f"/{wanted}") for path in _paths(video_id))
+            for video_id in self._by_name.get(PurePosixPath(ending).name, ())
+            if any(path == ending or path.endswith(f"/{ending}") for path in _paths(video_id))
         ]
 
 

@@ -59,8 +59,8 @@ def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, sca
     """Write a PNG with the frames [T,H,W,3] of each video in rows of ``columns``, each pixel ``scale`` large."""
     sheets = [_sheet(frames, columns) for frames in videos]
     gap = np.full((_GAP, sheets[0].shape[1], 3), 255, np.uint8)
-    stacked = np.concatenate([part for sheet in sheets for part in (sheet, gap)][:-1])
-    picture = np.kron(stacked, np.ones((scale, scale, 1), np.uint8))
+    picture = np.concatenate([part for sheet in sheets for part in (sheet, gap)][:-1])
+    picture = np.kron(picture, np.ones((scale, scale, 1), np.uint8))
     with av.open(path, "w", format="image2", options={"update": "1"}) as out:
         stream = out.add_stream("png", rate=FPS)
         stream.height, stream.width, stream.pix_fmt = *picture.shape[:2], "rgb24"
@@ -106,15 +106,15 @@ class CorpusRecipe:
     keyframe_seconds: int | None = None
 
     def __post_init__(self) -> None:
-        for what, given, known in (
+        for option, value, values in (
             ("--split", (self.split,), SPLIT_NAMES),
             ("--durations", self.durations, tuple(DURATIONS)),
             ("--hardness", self.hardness, tuple(HARDNESS)),
         ):
-            if odd := [name for name in given if name not in known]:
-                raise UsageError(f"{what} {odd[0]}: unknown; known are {', '.join(known)}")
-            if not given:
-                raise UsageError(f"{what} must name at least one of {', '.join(known)}")
+            if odd := [name for name in value if name not in values]:
+                raise UsageError(f"{option} {odd[0]}: unknown; known are {', '.join(values)}")
+            if not value:
+                raise UsageError(f"{option} must name at least one of {', '.join(values)}")
         benchmark_seeds(self.split, self.seed, self.n_videos)
 
     @property
@@ -134,9 +134,9 @@ class CorpusRecipe:
     def as_record(self) -> Row:
         """Return all settings that decide the folder's content, JSON-able."""
         settings: dict[str, Hardness] = {name: HARDNESS[name] for name in self.hardness}
-        made = asdict(self) | {"hardness": {name: asdict(one) for name, one in settings.items()}}
-        del made["keyframe_seconds"]  # the encoder's settings have it, and folders of older recipes stay theirs
-        record = {"world_version": WORLD_VERSION, "fps": FPS, "encoder": self.encoder, **made}
+        record = asdict(self) | {"hardness": {name: asdict(hardness) for name, hardness in settings.items()}}
+        del record["keyframe_seconds"]  # the encoder's settings have it, and folders of older recipes stay theirs
+        record = {"world_version": WORLD_VERSION, "fps": FPS, "encoder": self.encoder, **record}
         return dict(json.loads(json.dumps(record)))
 
 
@@ -168,7 +168,7 @@ class Film:
 Row = dict[str, str | int | list[str]]
 
 
-def write_benchmark(folder: Path, recipe: CorpusRecipe, progress: Callable[[int], None] = lambda done: None) -> int:
+def write_benchmark(folder: Path, recipe: CorpusRecipe, progress: Callable[[int], None] = lambda n_done: None) -> int:
     """Render the videos and write all files of a benchmark; return the number of questions.
 
     A folder of the same recipe is written anew, so that one that was left half-way becomes whole. Raises UsageError
@@ -183,13 +183,13 @@ def write_benchmark(folder: Path, recipe: CorpusRecipe, progress: Callable[[int]
         write_mp4(folder / film.path, render(film.video), recipe.encoder)
         films.append(film)
         progress(len(films))
-    asked = [(film, question_id, question) for film in films for question_id, question in film.questions()]
+    questions = [(film, question_id, question) for film in films for question_id, question in film.questions()]
     _write_lines(folder / "manifest.jsonl", [_manifest_row(film) for film in films])
-    _write_lines(folder / "questions.jsonl", [_own_row(*one) for one in asked])
+    _write_lines(folder / "questions.jsonl", [_own_row(*question_row) for question_row in questions])
     # The annotations are written last: until then evaluate refuses the folder.
-    table = pa.Table.from_pylist([_videomme_row(*one) for one in asked], schema=_COLUMNS)
+    table = pa.Table.from_pylist([_videomme_row(*question_row) for question_row in questions], schema=_COLUMNS)
     pq.write_table(table, folder / ANNOTATIONS)
-    return len(asked)
+    return len(questions)
 
 
 def _claim(folder: Path, record: Row) -> None:
@@ -199,10 +199,10 @@ def _claim(folder: Path, record: Row) -> None:
         raise UsageError(f"{folder} is a file: name a folder")
     if path.is_file():
         try:
-            held = json.loads(path.read_text(encoding="utf-8"))
+            recipe = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            held = None
-        if held != record:
+            recipe = None
+        if recipe != record:
             raise UsageError(f"{folder} holds videos of another recipe (see {RECIPE} in it): name another folder")
     elif folder.is_dir() and any(folder.iterdir()):
         raise UsageError(f"{folder} holds something else (it has no {RECIPE}): name an empty folder or a new one")

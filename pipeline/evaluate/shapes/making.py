@@ -34,7 +34,7 @@ class Floor:
 
     def __init__(self, rng: np.random.Generator, margin: int) -> None:
         self._rng, self._margin = rng, margin
-        self._taken: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        self._occupied: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
 
     def place(self, role: Role, size: int) -> list[list[Place]]:
         """Return the top left corners of a thing of ``size`` pixels, per sight and frame. Raise NoRoom."""
@@ -49,7 +49,7 @@ class Floor:
                 places = self._walk(size, sight.walk)[: len(sight.frames)]
             if self._free(sight.frames, places, size):
                 for frame, (x, y) in zip(sight.frames, places, strict=True):
-                    self._taken[frame].append((x, y, size))
+                    self._occupied[frame].append((x, y, size))
                 return places
         raise NoRoom
 
@@ -69,14 +69,14 @@ class Floor:
         return [(x, y) for x, y in way.tolist()]
 
     def _free(self, frames: Sequence[int], places: Sequence[Place], size: int) -> bool:
-        """Return whether a thing at these places keeps its distance to all others in these frames."""
+        """Return True if a thing at these places keeps its distance to all others in these frames."""
         return all(
-            x >= other_x + other + _APART
+            x >= other_x + other_size + _APART
             or other_x >= x + size + _APART
-            or y >= other_y + other + _APART
+            or y >= other_y + other_size + _APART
             or other_y >= y + size + _APART
             for frame, (x, y) in zip(frames, places, strict=True)
-            for other_x, other_y, other in self._taken[frame]
+            for other_x, other_y, other_size in self._occupied[frame]
         )
 
 
@@ -86,8 +86,8 @@ def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place
     if pan == 0:
         return ((0, 0),) * n_frames
     times = np.arange(n_frames)
-    gone = start[:, None] + np.stack([pan * times, pan * times // 2])
-    swing = REACH - np.abs((gone + REACH) % (4 * REACH) - 2 * REACH)
+    distance = start[:, None] + np.stack([pan * times, pan * times // 2])
+    swing = REACH - np.abs((distance + REACH) % (4 * REACH) - 2 * REACH)
     return tuple((x, y) for x, y in (turn[:, None] * swing).T.tolist())
 
 
@@ -102,7 +102,7 @@ def zoom_way(rng: np.random.Generator, smallest: float, n_frames: int) -> tuple[
     return tuple((smallest + (1 - smallest) * (0.5 + 0.5 * np.cos(2 * np.pi * turns))).tolist())
 
 
-def zoomed(place: Place, size: int, share: float) -> tuple[int, int, int]:
+def zoom_in(place: Place, size: int, share: float) -> tuple[int, int, int]:
     """Scale a thing's (x, y, size) around the picture's middle; things that did not touch still do not."""
     x, y = (round(SIDE / 2 + (at + size / 2 - SIDE / 2) * share - int(size * share) / 2) for at in place)
     return x, y, int(size * share)
@@ -139,14 +139,14 @@ def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hard
     for attempt in range(_ATTEMPTS):
         rng = np.random.default_rng([seed, _PLACES, n_frames, attempt])
         try:
-            return _staged(rng, story, seed, n_frames, hardness, attempt)
+            return _stage_story(rng, story, seed, n_frames, hardness, attempt)
         except NoRoom:
             # Other places for the same story: another story would make crowded ones rare, and answers uneven.
             continue
-    raise RuntimeError(f"seed {seed}, {hardness.name}: no room for all things in {_ATTEMPTS} attempts")
+    raise RuntimeError(f"seed {seed}, {hardness.name}: not all things fit in {_ATTEMPTS} attempts")
 
 
-def _staged(
+def _stage_story(
     rng: np.random.Generator, story: Story, seed: int, n_frames: int, hardness: Hardness, attempt: int
 ) -> Video:
     """Place a story's things and camera in the frames; each further attempt makes the things smaller, within limits."""
@@ -163,19 +163,19 @@ def _staged(
     def thing(role: Role) -> Thing:
         size, contrast = whole(rng, sizes), real(rng, hardness.contrast)
         size = SIGN_SIZE if role.kind == "sign" else size
-        seen = (1.0,) * n_frames if role.kind == "sign" else zoom
-        shots = _shots(role, size, floor.place(role, size), camera, seen)
+        scales = (1.0,) * n_frames if role.kind == "sign" else zoom
+        shots = _shots(role, size, floor.place(role, size), camera, scales)
         return Thing(name=role.name, kind=role.kind, size=size, contrast=contrast, shots=shots)
 
     extras = tuple(map(thing, story.extras))  # copies come first, because they cannot choose their corners
-    one, two, three, four = map(thing, story.named)
+    first, second, third, fourth = map(thing, story.named)
     return Video(
         seed=seed,
         hardness=hardness,
         n_frames=n_frames,
         scenes=story.scenes,
         scene_of=tuple((sum(start <= t for start in story.starts) - 1) % len(story.scenes) for t in range(n_frames)),
-        named=(one, two, three, four),
+        named=(first, second, third, fourth),
         extras=extras,
         standing=story.standing,
         spare_colors=story.spare_colors,
@@ -196,6 +196,6 @@ def _shots(
     shots = []
     for sight, at in zip(role.sights, places, strict=True):
         for t, place, color in zip(sight.frames, at, sight.colors, strict=True):
-            x, y, seen = zoomed(place, size, zoom[t])
-            shots.append(Shot(t, x + camera[t][0], y + camera[t][1], color, seen))
+            x, y, visible_size = zoom_in(place, size, zoom[t])
+            shots.append(Shot(t, x + camera[t][0], y + camera[t][1], color, visible_size))
     return tuple(sorted(shots))

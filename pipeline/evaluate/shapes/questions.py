@@ -59,11 +59,11 @@ def ask(video: Video) -> list[Question]:
     """Ask a question of each type that the video allows, in the order of TYPES."""
     rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, 0])
     # The order is drawn for every type, so that a question does not depend on which others the video allows.
-    made = [(make(video, rng), rng.permutation(4).tolist()) for make in _MAKERS]
-    return [_reordered(question, order) for question, order in made if question is not None]
+    questions = [(make(video, rng), rng.permutation(4).tolist()) for make in _MAKERS]
+    return [_reorder(question, order) for question, order in questions if question is not None]
 
 
-def _reordered(question: Question, order: Sequence[int]) -> Question:
+def _reorder(question: Question, order: Sequence[int]) -> Question:
     """Return the question with its choices in the given order."""
     choices = tuple(question.choices[i] for i in order)
     return replace(question, choices=choices, answer=choices.index(question.right))
@@ -84,15 +84,15 @@ def _about(name: QuestionType, thing: Thing, prompt: str, right: str, choices: S
 def _color(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the colour of a named thing."""
     thing = one_of(rng, video.named)
-    return _about("color", thing, "What color is the {}?", thing.color, [other.color for other in video.named])
+    return _about("color", thing, "What color is the {}?", thing.color, [second.color for second in video.named])
 
 
 def _shape(video: Video, rng: np.random.Generator) -> Question:
     """Ask for the shape of a named thing, given its colour."""
     thing = one_of(rng, video.named)
-    names = [other.name for other in video.named]
-    asked = _about("shape", thing, f"What shape is colored {thing.color}?", thing.name, names)
-    return replace(asked, subject=thing.color)
+    names = [second.name for second in video.named]
+    question = _about("shape", thing, f"What shape is colored {thing.color}?", thing.name, names)
+    return replace(question, subject=thing.color)
 
 
 def _corner(video: Video, rng: np.random.Generator) -> Question:

@@ -49,7 +49,7 @@ def render(video: Video) -> NDArray[np.uint8]:
     rng = np.random.default_rng([video.seed, _LOOKS, video.n_frames])
     grounds = [_ground(name, rng) for name in video.scenes]
     ways = zip(video.scene_of, video.camera, video.zoom, strict=True)
-    frames = np.stack([_seen(grounds[scene], *way, share) for scene, way, share in ways])
+    frames = np.stack([_view(grounds[scene], *way, share) for scene, way, share in ways])
     for thing in video.things:
         _draw(frames, thing, rng.uniform(-_TINT, _TINT, 3).astype(np.float32))
     frames *= np.array(video.light, np.float32)[:, None, None, None]
@@ -68,7 +68,7 @@ def mask_of(shape: str, size: int) -> Image:
 
 
 def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return whether points of the square from -1 to 1 are in the shape; y grows downwards."""
+    """Return True if points of the square from -1 to 1 are in the shape; y grows downwards."""
     far, wide = np.hypot(x, y), np.maximum(abs(x), abs(y))
     # 0 where a star has a tip, 1 halfway between two.
     between = 2 * abs((np.arctan2(x, -y) / (2 * np.pi / 5) + 0.5) % 1 - 0.5)
@@ -89,10 +89,10 @@ def _plate(word: str, size: int) -> Image:
     """Draw a framed plate with two letters, nine dots a side, [size,size,1]."""
     dots = np.zeros((9, 9), bool)
     dots[[0, -1]] = True
-    for left, letter in zip((1, 5), word, strict=True):
-        dots[2:7, left : left + 3] = [[dot == "#" for dot in row] for row in _LETTERS[letter].split()]
-    picked = np.arange(size) * 9 // size
-    return np.where(dots[picked][:, picked], _INK, _PLATE).astype(np.float32)[..., None]
+    for column, letter in zip((1, 5), word, strict=True):
+        dots[2:7, column : column + 3] = [[dot == "#" for dot in row] for row in _LETTERS[letter].split()]
+    places = np.arange(size) * 9 // size
+    return np.where(dots[places][:, places], _INK, _PLATE).astype(np.float32)[..., None]
 
 
 def _draw(frames: Image, thing: Thing, tint: Image) -> None:
@@ -124,7 +124,7 @@ def _texture(
 ) -> NDArray[np.float64]:
     """Return the brightness of each pixel of a scene's texture, 0 to 1."""
     brick = x + (y // period % 2) * period
-    made: dict[str, NDArray[np.number | np.bool_]] = {
+    textures: dict[str, NDArray[np.number | np.bool_]] = {
         "stripes": x // (period // 2) % 2,
         "checker": (x // period + y // period) % 2,
         "dots": (x % period - period / 2) ** 2 + (y % period - period / 2) ** 2 < (period / 3.2) ** 2,
@@ -132,10 +132,10 @@ def _texture(
         "waves": 0.5 + 0.5 * np.sin((y + 3 * np.sin(x / 5)) * 2 * np.pi / period),
         "plain": 0.5 * (x * slope[0] + y * slope[1]) / SIDE,
     }
-    return made[scene].astype(np.float64)
+    return textures[scene].astype(np.float64)
 
 
-def _seen(ground: Image, right: int, down: int, share: float) -> Image:
+def _view(ground: Image, right: int, down: int, share: float) -> Image:
     """Cut the camera's view, [96,96,3], out of the ground, moved by some pixels or shrunk to a share."""
     if share == 1.0:
         return ground[REACH - down : REACH - down + SIDE, REACH - right : REACH - right + SIDE]
@@ -145,8 +145,8 @@ def _seen(ground: Image, right: int, down: int, share: float) -> Image:
     last = len(ground) - 1  # beyond its border the ground is mirrored
     before, after = (last - abs(last - abs(index)) for index in (low, low + 1))
     rows = ground[before] + part[:, None, None] * (ground[after] - ground[before])
-    seen: Image = rows[:, before] + part[None, :, None] * (rows[:, after] - rows[:, before])
-    return seen
+    view: Image = rows[:, before] + part[None, :, None] * (rows[:, after] - rows[:, before])
+    return view
 
 
 def _flicker(frames: Image, video: Video) -> None:

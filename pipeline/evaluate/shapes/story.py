@@ -20,7 +20,7 @@ from pipeline.evaluate.shapes.world import COLORS, SCENES, SHAPES, SIGNS, Hardne
 T = TypeVar("T")
 
 
-def shuffled(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
+def shuffle(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
     """Return the items in a random order."""
     return [items[i] for i in rng.permutation(len(items)).tolist()]
 
@@ -41,7 +41,7 @@ def real(rng: np.random.Generator, limits: tuple[float, float]) -> float:
 
 
 _EXTRAS = {8: 2, 16: 2, 32: 3}
-_MOST_SCENES = {8: 3, 16: 4, 32: 4}
+_MAX_SCENES = {8: 3, 16: 4, 32: 4}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Story:
 
 def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> Story:
     """Draw the story of a video of ``n_frames`` frames."""
-    scenes, shapes, colors, signs = (shuffled(rng, names) for names in (SCENES, SHAPES, COLORS, SIGNS))
+    scenes, shapes, colors, signs = (shuffle(rng, names) for names in (SCENES, SHAPES, COLORS, SIGNS))
     standing = bool(rng.random() < hardness.standing)
     plot = _Plot(rng, hardness, n_frames, _starts(rng, n_frames, hardness))
     return Story(
@@ -105,7 +105,7 @@ def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tupl
     """Draw the first frames of scenes that last at least an eighth of the video and two frames."""
     low, high = hardness.scenes
     least = max(2, n_frames // 8)
-    most = n_frames // least if hardness.back else _MOST_SCENES[n_frames]
+    most = n_frames // least if hardness.back else _MAX_SCENES[n_frames]
     count = whole(rng, (low, max(low, min(high, most))))
     spare = n_frames - count * least
     bars = np.sort(rng.choice(spare + count - 1, count - 1, replace=False))
@@ -138,13 +138,13 @@ class _Plot:
     def extras(self, shapes: Sequence[str], colors: Sequence[str], sign: str) -> list[Role]:
         """Draw some of: a thing that changes at a cut, copies of one in several corners, a sign."""
         kinds = ["copies", "sign", *(["changing"] if len(self.starts) > 1 else [])]
-        chosen = shuffled(self.rng, kinds)[: _EXTRAS[self.n_frames]]
+        kinds_chosen = shuffle(self.rng, kinds)[: _EXTRAS[self.n_frames]]
         roles = []
-        if "changing" in chosen:
+        if "changing" in kinds_chosen:
             roles.append(self._changing(shapes[0], colors[0], colors[1]))
-        if "copies" in chosen:
+        if "copies" in kinds_chosen:
             roles.append(self._copies(shapes[1], colors[2]))
-        if "sign" in chosen:
+        if "sign" in kinds_chosen:
             roles.append(Role(sign, "sign", (self._moment("white"),)))
         return roles
 

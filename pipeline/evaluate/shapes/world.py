@@ -131,14 +131,14 @@ _TRAINED_ON = (
     Hardness(name="needle", kinds=("brief", "brief", "brief", "brief"), brief=(1, 1), standing=0.0, scenes=(1, 2)),
     Hardness(name="mixed", size=(10, 20), contrast=(0.3, 1.0), specks=(0, 6), pan=(0, 4), noise=(0.0, 8.0)),
 )
-_OTHERS = (
+_OTHER_HARDNESS = (
     Hardness(name="shake", shake=(2, 5)),
     Hardness(name="zoom", zoom=(0.7, 0.85)),
     Hardness(name="fade", fade=(1, 2)),
     Hardness(name="cuts", scenes=(4, 8), back=True),
 )
 #: Name -> setting. "plain" is the one that nothing disturbs; each of the others but "mixed" turns one knob.
-HARDNESS: Mapping[str, Hardness] = {one.name: one for one in (*_TRAINED_ON, *_OTHERS)}
+HARDNESS: Mapping[str, Hardness] = {hardness.name: hardness for hardness in (*_TRAINED_ON, *_OTHER_HARDNESS)}
 
 
 #: Pixels of a frame's side.

@@ -29,7 +29,7 @@ ENGINES = LazyTable(
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
 # Engine arguments that decide how fast answers come and how much memory they take, not what the answers are. A run that
-# ran out of memory may go on with other ones.
+# ran out of memory may be resumed with other values.
 _NO_ANSWER = frozenset(
     (
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
@@ -61,7 +61,7 @@ class Engine(Protocol):
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
         """Group the prompts into batches of at most ``most``; return the prompts' numbers in each batch.
 
-        All batches but the last one have room for no other prompt.
+        All batches except the last are full.
         """
 
     def generate(
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Release the model."""
 
 
-class EngineDied(Exception):  # noqa: N818
+class EngineCrashed(Exception):  # noqa: N818
     """An error after which this process can compute nothing more; another process can."""
 
 

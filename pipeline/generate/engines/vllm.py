@@ -31,7 +31,7 @@ from gstep.serving.options import (
 )
 from gstep.serving.prompts import engine_input
 from pipeline.errors import UsageError
-from pipeline.generate.engines import EngineDied
+from pipeline.generate.engines import EngineCrashed
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject
@@ -39,10 +39,10 @@ from pipeline.rows import JsonObject
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-SUPPORTED = ">=0.32,<0.33"
+SUPPORTED_VERSIONS = ">=0.32,<0.33"
 # Engine arguments that decide how large a video may be.
 _SIZES = ("max_num_batched_tokens", "max_model_len", "mm_processor_kwargs")
-_IDS_AT_ONCE = 100  # log-probabilities that one request may ask for; vLLM allows 128
+_MAX_IDS_PER_REQUEST = 100  # log-probabilities that one request may ask for; vLLM allows 128
 
 
 class VllmEngine:
@@ -57,7 +57,7 @@ class VllmEngine:
         self._embeddings = InputEmbeddings(source, self._tokenizer, runtime.dtype)
         self._video_token = placeholder_of(config)[1]
         self._generation = generation_config(source, config)
-        self._n_asked = 0
+        self._n_requests = 0
         # Each request that waits holds its prompt: no more of them than keep the scheduler busy.
         self._most_waiting = 2 * int(engine.vllm_config.scheduler_config.max_num_seqs)
         #: Tokens of prompts that the prefix cache had.
@@ -110,7 +110,7 @@ class VllmEngine:
 
     @staticmethod
     def check_room(options: EngineOptions, source: ModelSource, largest_video: int) -> None:
-        """Raise ModelError where an engine argument leaves no room for the largest video, as far as this node knows."""
+        """Raise ModelError if an engine argument is too small for the largest video, as far as this node knows."""
         params = options.engine_params()
         if "max_num_batched_tokens" not in params:
             return
@@ -138,12 +138,12 @@ class VllmEngine:
         Times are the whole batch's: until every prompt had its first token, and from there on.
         """
         assert inside is None
-        started = time.monotonic()
+        start = time.monotonic()
         params = [sampling_params(decoding, self._generation) for decoding in decodings]
         outputs = self._run(prompts, params)
         self.first_token_s = [float(output.metrics.first_token_latency) for output in outputs]
         prefill_s = max(self.first_token_s)
-        decode_s = max(0.0, time.monotonic() - started - prefill_s)
+        decode_s = max(0.0, time.monotonic() - start - prefill_s)
         return [self._answer(output.outputs[0], prefill_s, decode_s) for output in outputs]
 
     def score(
@@ -163,13 +163,13 @@ class VllmEngine:
         parts = [(row, *part) for row, of_row in enumerate(ids) for part in _group_next_tokens(of_row)]
         longer = [_append_tokens(prompts[row], beginning) for row, beginning, _ in parts]
         outputs = self._run(longer, [self._next_params(following) for _, _, following in parts])
-        known: dict[tuple[int, tuple[int, ...], int], float] = {}
+        log_probs: dict[tuple[int, tuple[int, ...], int], float] = {}
         for (row, beginning, following), output in zip(parts, outputs, strict=True):
             logprobs = output.outputs[0].logprobs[0]
-            known |= {(row, beginning, token): float(logprobs[token].logprob) for token in following}
+            log_probs |= {(row, beginning, token): float(logprobs[token].logprob) for token in following}
         return [
             [
-                Score(sum(known[row, tuple(text[:i]), token] for i, token in enumerate(text)), len(text))
+                Score(sum(log_probs[row, tuple(text[:i]), token] for i, token in enumerate(text)), len(text))
                 for text in of_row
             ]
             for row, of_row in enumerate(ids)
@@ -201,15 +201,15 @@ class VllmEngine:
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[RequestOutput]:
         """Run the prompts through the engine, and return vLLM's finished output of each.
 
-        Raises ValueError for one that vLLM refuses, and asks none then; EngineDied.
+        Raises ValueError if vLLM refuses a prompt, and then runs none; EngineCrashed.
         """
         from vllm import SamplingParams  # noqa: PLC0415 - as above
         from vllm.exceptions import VLLMValidationError  # noqa: PLC0415
 
-        names = [f"{self._n_asked + i}" for i in range(len(prompts))]
-        self._n_asked += len(prompts)
+        names = [f"{self._n_requests + i}" for i in range(len(prompts))]
+        self._n_requests += len(prompts)
         waiting: dict[str, str] = {}  # in the engine: our name -> its own
-        done: dict[str, RequestOutput] = {}
+        results: dict[str, RequestOutput] = {}
         for name, prompt, how in zip(names, prompts, params, strict=True):
             try:
                 request = engine_input(prompt, self._video_token)
@@ -218,30 +218,30 @@ class VllmEngine:
                 self._engine.abort_request(list(waiting.values()), internal=True)
                 raise ValueError(str(error)) from error
             while len(waiting) >= self._most_waiting:
-                self._step(waiting, done)
+                self._step(waiting, results)
         while waiting:
-            self._step(waiting, done)
-        outputs = [done[name] for name in names]
+            self._step(waiting, results)
+        outputs = [results[name] for name in names]
         self.reused_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
         return outputs
 
-    def _step(self, waiting: dict[str, str], done: dict[str, RequestOutput]) -> None:
-        """Run one step, and move ended requests from ``waiting`` to ``done``. Raises EngineDied."""
+    def _step(self, waiting: dict[str, str], results: dict[str, RequestOutput]) -> None:
+        """Run one step, and move ended requests from ``waiting`` to ``results``. Raises EngineCrashed."""
         try:
             outputs = self._engine.step()
         except Exception as error:  # what went wrong inside leaves its scheduler in no known state
-            raise EngineDied(f"vLLM: {type(error).__name__}: {error}") from error
+            raise EngineCrashed(f"vLLM: {type(error).__name__}: {error}") from error
         for output in (output for output in outputs if output.finished):
-            done[output.request_id] = output
+            results[output.request_id] = output
             del waiting[output.request_id]
 
     def _answer(self, output: Any, prefill_s: float, decode_s: float) -> Answer:
         """Convert one finished output to an Answer, without the token that ended it."""
-        ids, stopped = list(output.token_ids), output.finish_reason == "stop"
-        if stopped:
+        ids, is_stopped = list(output.token_ids), output.finish_reason == "stop"
+        if is_stopped:
             ids = ids[:-1]
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return Answer(text, tuple(ids), "stop" if stopped else "length", prefill_s, decode_s)
+        return Answer(text, tuple(ids), "stop" if is_stopped else "length", prefill_s, decode_s)
 
     @staticmethod
     def _next_params(following: Sequence[int]) -> JsonObject:
@@ -258,8 +258,8 @@ def _group_next_tokens(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[i
             tokens.setdefault(tuple(text[:i]), {})[token] = None
     for beginning, following in tokens.items():
         ids = list(following)
-        for start in range(0, len(ids), _IDS_AT_ONCE):
-            yield beginning, ids[start : start + _IDS_AT_ONCE]
+        for start in range(0, len(ids), _MAX_IDS_PER_REQUEST):
+            yield beginning, ids[start : start + _MAX_IDS_PER_REQUEST]
 
 
 def _append_tokens(prompt: Prompt, ids: Sequence[int]) -> Prompt:
@@ -284,29 +284,34 @@ def _version() -> str | None:
     return None
 
 
-def check_installed(needed_by: str) -> None:
-    """Raise UsageError unless a tested vLLM is installed; ``needed_by`` is the flag or command that needs it."""
-    installed = _version()
-    if installed is None or find_spec("vllm") is None:
+def check_installed(flag: str) -> None:
+    """Raise UsageError unless a tested vLLM is installed.
+
+    ``flag`` is the flag or command that needs it.
+    """
+    installed_version = _version()
+    if installed_version is None or find_spec("vllm") is None:
         raise UsageError(
-            f"{needed_by}: vLLM is not installed here; it needs an environment of its own (vllm{SUPPORTED}, on every "
+            f"{flag}: vLLM is not installed here; it needs its own environment (vllm{SUPPORTED_VERSIONS}, on every "
             "node): pip install -e '.[vllm]'"
         )
-    if installed not in SpecifierSet(SUPPORTED, prereleases=True):
-        raise UsageError(f"{needed_by}: vLLM {installed} is installed here, and {SUPPORTED} is what was tested")
+    if installed_version not in SpecifierSet(SUPPORTED_VERSIONS, prereleases=True):
+        raise UsageError(
+            f"{flag}: vLLM {installed_version} is installed here, and {SUPPORTED_VERSIONS} is what was tested"
+        )
 
 
-def refuse_own(params: JsonObject, own: Set[str] = RESERVED_OPTIONS) -> None:
+def refuse_reserved(params: JsonObject, reserved_names: Set[str] = RESERVED_OPTIONS) -> None:
     """Raise UsageError for engine arguments that this project sets."""
-    if refused := sorted(params.keys() & own):
-        raise UsageError(f"--engine-param {refused[0]}: it follows from the cache, the model and the other flags")
+    if refused_names := sorted(params.keys() & reserved_names):
+        raise UsageError(f"--engine-param {refused_names[0]}: it follows from the cache, the model and the other flags")
 
 
 def _check_params(params: JsonObject) -> None:
     """Raise UsageError for engine arguments that vLLM does not know, or that this project sets."""
     if not params:
         return
-    refuse_own(params)
+    refuse_reserved(params)
     prepare_process("cpu", 1)
     from vllm import EngineArgs  # noqa: PLC0415 - as above
 

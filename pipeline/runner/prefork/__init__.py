@@ -1,1 +1,1 @@
-"""Workers of a Ray that is started here, forked from one process that has imported what they use."""
+"""Workers of a local Ray, forked from one process that has imported their modules."""

@@ -1,11 +1,11 @@
-"""A process that has imported what Ray's workers use, and forks one for each that a raylet starts.
+"""A process that has imported the modules of Ray's workers, and forks a worker for each request of a raylet.
 
-A worker is Ray's own program in a process of its own, as ever; only its imports, up to five seconds of a core, are done
-once, and while Ray's own processes start. ``worker.py`` asks for it in place of what Ray would start, and starts that
-itself where the server does not answer.
+A worker still runs Ray's own program in its own process. Only its imports, up to five seconds of a core, are done once,
+while Ray's own processes start. Raylets run ``worker.py``, which requests a forked worker, and becomes Ray's own worker
+if the server does not answer.
 
-Ray's core reads the numbers of the job and of the raylet from the environment when it is imported. So for each of these
-the server forks a process that imports Ray, and that one forks the workers.
+Ray's core reads the ids of the job and of the raylet from the environment when it is imported. So the server forks a
+process for each job and raylet. That process imports Ray, and forks the workers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TypedDict
 
-#: The variable that names the socket of a server that runs already, for one command after another.
+#: The variable that names the socket of a running server, so that several commands can share a server.
 SOCKET = "GSTEP_FORK_SERVER"
 _WITHOUT_RAY = (
     "av",
@@ -53,23 +53,23 @@ _WITH_RAY = (
     "pipeline.prune.encode_stage",
     "pipeline.prune.write_stage",
 )
-# Libraries choose their threads when they load. Ray's own choice for its workers comes later, and is one.
+# Libraries choose their number of threads when they load. Ray sets one thread for its workers, but later.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# Beginnings of the variables that libraries read when they load: with others a worker starts by itself.
+# Prefixes of the variables that libraries read when they load. A worker with other values starts without the server.
 _READ_BY_IMPORTS = (
     *("ATEN_", "CUDA_", "HF_", "HUGGINGFACE_", "LD_", "MKL_", "NPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONPATH"),
     *("PYTORCH_", "TORCH", "TRANSFORMERS_", "TRITON_", "USE_"),
 )
-# What CUDA opens when it starts, and NVML, which only counts GPUs, does not.
+# CUDA opens this device when it starts; NVML, which only counts GPUs, does not.
 _OPENED_BY_CUDA = "nvidia-uvm"
-_HARMLESS_THREADS = {"jemalloc_bg_thd"}  # that of Arrow's allocator knows of forks
+_HARMLESS_THREADS = {"jemalloc_bg_thd"}  # the thread of Arrow's allocator survives forks
 _REQUEST_BYTES = 2**20
 
 
 class WorkerRequest(TypedDict):
-    """The program, environment and folder that a worker would have been started with.
+    """The program, environment and folder of a worker to fork.
 
-    Its output goes to descriptors that come along.
+    The request's message carries the descriptors of its output.
     """
 
     python: str
@@ -81,16 +81,16 @@ class WorkerRequest(TypedDict):
 
 @contextmanager
 def forking_workers() -> Iterator[None]:
-    """Let a Ray that starts in this context ask a server for its workers; where none is named, start one.
+    """Let a Ray that starts in this context fork its workers from a server; start a server unless SOCKET names one.
 
-    Raylets run ``worker.py`` in place of Ray's program that sets a worker up, which imports Ray to no use here. Where
-    no server can be started, for lack of a place for its socket say, Ray starts workers as ever.
+    Raylets run ``worker.py`` in place of Ray's setup program, which would import Ray in vain. If no server can be
+    started, for lack of a folder for its socket say, Ray starts workers as usual.
     """
     from ray._private import ray_constants  # noqa: PLC0415 - the server itself runs without Ray
 
-    named, kept = os.environ.get(SOCKET), vars(ray_constants).get("SETUP_WORKER_FILENAME")
+    server_socket, setup_file = os.environ.get(SOCKET), vars(ray_constants).get("SETUP_WORKER_FILENAME")
     try:
-        os.environ[SOCKET] = named or start_server()
+        os.environ[SOCKET] = server_socket or start_server()
     except OSError:
         yield
         return
@@ -98,16 +98,16 @@ def forking_workers() -> Iterator[None]:
         vars(ray_constants)["SETUP_WORKER_FILENAME"] = str(Path(__file__).with_name("worker.py"))
         yield
     finally:
-        vars(ray_constants)["SETUP_WORKER_FILENAME"] = kept
-        if named is None:
+        vars(ray_constants)["SETUP_WORKER_FILENAME"] = setup_file
+        if server_socket is None:
             del os.environ[SOCKET]
 
 
 @cache
 def start_server() -> str:
-    """Start a server as a child of this process, which it ends with; return its socket. Raises OSError.
+    """Start a server as a child of this process; return its socket. Raises OSError.
 
-    It ends by itself too where this process is killed, and the workers end with their raylet, as ever.
+    The server ends with this process, also if this process is killed. Workers end with their raylet, as usual.
     """
     folder = tempfile.mkdtemp(prefix="workers-", dir="/tmp")  # a socket's path has at most 107 bytes
     listening = socket.socket(socket.AF_UNIX)
@@ -134,74 +134,74 @@ def start_server() -> str:
 
 
 def serve(listening: socket.socket, path: list[str]) -> None:
-    """Hand each request to the process of its job and raylet; return in a worker that has ended, and at the end.
+    """Pass each request to the forker of its job and raylet. Returns at the server's end, and in each forked worker.
 
     Args:
         path: the driver's ``sys.path``, so that the same packages are imported.
     """
-    own_path, own_variables = sys.path[1:], _read_by_imports(os.environ)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that what asks for a GPU while it loads does not start CUDA
+    server_path, server_variables = sys.path[1:], _read_by_imports(os.environ)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that imports that look for a GPU do not start CUDA
     sys.path[:] = path
     _import(_WITHOUT_RAY)
-    sys.path[:] = own_path
+    sys.path[:] = server_path
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     forkers: dict[tuple[str, ...], socket.socket] = {}
     while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
-        asked, _ = listening.accept()
-        with asked, suppress(OSError, ValueError):  # who gets no answer starts by itself
-            _, descriptors, *_ = socket.recv_fds(asked, 1, 2)
-            with asked.makefile() as lines:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError, ValueError):  # without an answer worker.py starts Ray's own worker
+            _, descriptors, *_ = socket.recv_fds(connection, 1, 2)
+            with connection.makefile() as lines:
                 line = lines.readline()
             request: WorkerRequest = json.loads(line)
             environment = request["environment"]
             numbers = tuple(environment.get(name, "") for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"))
-            fits = request["python"] == sys.executable and _read_by_imports(environment) == own_variables
-            for ended in [of for of in forkers if not Path("/proc", of[1]).exists()]:
-                forkers.pop(ended).close()  # which ends it
+            fits = request["python"] == sys.executable and _read_by_imports(environment) == server_variables
+            for ended_numbers in [of for of in forkers if not Path("/proc", of[1]).exists()]:
+                forkers.pop(ended_numbers).close()  # which ends it
             if fits and numbers not in forkers:
-                forkers[numbers], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                forkers[numbers], forker_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 if os.fork() == 0:
-                    for ours in (listening, asked, *forkers.values()):
-                        ours.close()
-                    return _fork_workers(theirs, environment, path)
-                theirs.close()
+                    for descriptor_owner in (listening, connection, *forkers.values()):
+                        descriptor_owner.close()
+                    return _fork_workers(forker_socket, environment, path)
+                forker_socket.close()
             if fits:
-                socket.send_fds(forkers[numbers], [line.encode()], [asked.fileno(), *descriptors])
+                socket.send_fds(forkers[numbers], [line.encode()], [connection.fileno(), *descriptors])
             for descriptor in descriptors:
                 os.close(descriptor)
 
 
 def _fork_workers(requests: socket.socket, environment: dict[str, str], path: list[str]) -> None:
     """Import Ray in an environment that names a job and a raylet, then fork a worker for each request."""
-    _take(environment)
-    own_path, sys.path[:] = sys.path[:], path
+    _set_environment(environment)
+    server_path, sys.path[:] = sys.path[:], path
     import_ray()
-    sys.path[:] = own_path
+    sys.path[:] = server_path
     while True:
         line, descriptors, *_ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
         if not line:
             os._exit(0)
-        asked, *output = descriptors
+        answer, *output = descriptors
         if os.fork() == 0:
             requests.close()
-            return _become_worker(asked, output, json.loads(line))
-        for descriptor in (asked, *output):
+            return _become_worker(answer, output, json.loads(line))
+        for descriptor in (answer, *output):
             os.close(descriptor)
 
 
-def _become_worker(asked: int, output: list[int], request: WorkerRequest) -> None:
-    """Run the program of a worker as if this process had been started for it, after an answer to who asked."""
-    atexit.register(os._exit, 0)  # last, before Python takes apart all modules: that copies what is shared of them
+def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> None:
+    """Answer the request, then run the worker's program as if this process had been started for it."""
+    atexit.register(os._exit, 0)  # last, before Python tears down all modules, which would copy shared memory
     os.setpgid(0, 0)  # as Ray's own workers: a raylet kills the group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, descriptor in zip((0, 1, 2), (os.open(os.devnull, os.O_RDONLY), *output), strict=True):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    _take(request["environment"])
+    _set_environment(request["environment"])
     os.chdir(request["folder"])
     Path("/proc/self/oom_score_adj").write_text(request["oom_score"], encoding="ascii")
-    os.write(asked, b"1")
-    os.close(asked)
+    os.write(answer, b"1")
+    os.close(answer)
     import_module("pipeline.video.fork_server").stand_by()  # if this becomes a decoder
     program, *arguments = request["program"]
     sys.argv = [program, *arguments]
@@ -210,10 +210,10 @@ def _become_worker(asked: int, output: list[int], request: WorkerRequest) -> Non
 
 
 def import_ray() -> None:
-    """Import what workers use of Ray without drawing an id: each fork would inherit the state of Ray's random numbers.
+    """Import the workers' modules of Ray without drawing a random id, whose generator state each fork would inherit.
 
-    Ray seeds them at the first draw, which is the id of a class of actors. Workers that draw alike meet in the object
-    store: two that warmed it up at once, with an object of one id, aborted, and Ray waited a minute for them.
+    Ray seeds its generator at the first draw, the id of a class of actors. Forks with the same state draw the same ids:
+    two workers that put objects of one id at once aborted, and Ray waited a minute for them.
     """
     import ray.actor  # noqa: PLC0415 - the server itself runs without Ray
 
@@ -224,7 +224,7 @@ def import_ray() -> None:
 
 
 def _import(modules: Iterable[str]) -> None:
-    """Import the modules. End this process where that has started threads or CUDA, of which a fork can use neither."""
+    """Import the modules. Exit if that started threads or CUDA: a fork can use neither."""
     from gstep.lazy import pause_garbage_collector  # noqa: PLC0415 - found by the driver's path only
 
     with pause_garbage_collector():
@@ -235,12 +235,13 @@ def _import(modules: Iterable[str]) -> None:
     if not names <= _HARMLESS_THREADS:
         raise SystemExit(f"a fork would lose threads: {', '.join(sorted(names))}")
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the one by which the folder is read is closed by now
+        with suppress(OSError):  # the descriptor of this listing is closed by now
             if descriptor.readlink().name == _OPENED_BY_CUDA:
                 raise SystemExit("a fork could not use the GPU: an import has started CUDA")
 
 
-def _take(environment: dict[str, str]) -> None:
+def _set_environment(environment: dict[str, str]) -> None:
+    """Replace this process's environment."""
     os.environ.clear()
     os.environ.update(environment)
 

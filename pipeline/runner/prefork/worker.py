@@ -1,6 +1,6 @@
-"""The program that a raylet runs to start a worker, in place of Ray's own: it asks the fork server for one.
+"""The program that a raylet runs to start a worker, in place of Ray's own: it requests one of the fork server.
 
-Only the standard library is imported here: this is a process more for every worker.
+Only the standard library is imported here: every worker costs this extra process.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 _SOCKET = "GSTEP_FORK_SERVER"  # as in server.py, which imports more
 
 
-def ask(place: str, program: list[str]) -> bool:
-    """Ask the server at ``place`` to run ``program`` in this environment and folder; return whether it does.
+def request_worker(socket_path: str, program: list[str]) -> bool:
+    """Request a fork that runs ``program`` in this environment and folder; return True if the server forked it.
 
-    The program is a Python file and its arguments, and writes to this process's output.
+    The program is a Python file and its arguments. Its output goes to this process's output.
     """
     try:
         request = {
@@ -28,7 +28,7 @@ def ask(place: str, program: list[str]) -> bool:
             "oom_score": Path("/proc/self/oom_score_adj").read_text(encoding="ascii"),
         }
         with socket.socket(socket.AF_UNIX) as server:
-            server.connect(place)
+            server.connect(socket_path)
             socket.send_fds(server, [b"."], [1, 2])
             server.sendall(json.dumps(request).encode() + b"\n")
             return server.recv(1) == b"1"  # nothing where the server has ended, or cannot fork
@@ -37,26 +37,26 @@ def ask(place: str, program: list[str]) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Ask for a worker with the arguments of Ray's own program, and become that one where no worker is to be had."""
+    """Request a forked worker with the arguments of Ray's own program; become Ray's own worker if there is none."""
     worker = next(at for at, argument in enumerate(arguments) if argument.endswith(".py"))  # behind Python's flags
-    context, rest = "{}", list[str]()
+    context, program = "{}", list[str]()
     for argument in arguments[worker:]:
         name, _, value = argument.partition("=")
         if name == "--serialized-runtime-env-context":
             context = value
         elif name != "--language":
-            rest.append(argument)
-    if _is_plain(context) and ask(os.environ.get(_SOCKET, ""), rest):
+            program.append(argument)
+    if _is_plain(context) and request_worker(os.environ.get(_SOCKET, ""), program):
         return
-    own = str(Path(arguments[worker]).with_name("setup_worker.py"))
-    os.execv(sys.executable, [sys.executable, own, *arguments])
+    setup_worker = str(Path(arguments[worker]).with_name("setup_worker.py"))
+    os.execv(sys.executable, [sys.executable, setup_worker, *arguments])
 
 
 def _is_plain(context: str) -> bool:
-    """Return whether a worker is to have the environment of its raylet, and not one of its job or actor."""
-    held = json.loads(context or "{}")
-    python = held.pop("py_executable", sys.executable)
-    return python == sys.executable and not any(held.values())
+    """Return True if a worker's context asks for no environment of a job or an actor."""
+    settings = json.loads(context or "{}")
+    python = settings.pop("py_executable", sys.executable)
+    return python == sys.executable and not any(settings.values())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 from gstep.backbones import ModelSource, family_of
 from gstep.errors import ModelError
 from tests.gstep.checkpoints.conftest import COMMIT
-from tests.gstep.reading import newline_of
+from tests.gstep.reading import decode_newline
 from tests.paths import ROOT
 
 REPO = "some-owner/tiny-llava"
@@ -47,7 +47,7 @@ def test_a_hub_id_resolves_offline_to_its_commit(offline_hub, folder):
     assert source.identity == f"hub:{REPO}@{COMMIT}"
     assert source.files.revision == COMMIT and source.pretrained() == (REPO, COMMIT)
     assert ModelSource.resolve(REPO, revision=COMMIT).identity == source.identity
-    assert torch.equal(newline_of(REPO), newline_of("tiny"))
+    assert torch.equal(decode_newline(REPO), decode_newline("tiny"))
     for model, revision in (("some-owner/never-downloaded", None), (REPO, "v2")):
         with pytest.raises(ModelError, match=r"HF_HUB_OFFLINE is set.*pass the folder"):
             ModelSource.resolve(model, revision)

@@ -14,7 +14,7 @@ from gstep.checkpoints.tensors import refuse_quantized
 from gstep.errors import ModelError
 from gstep.language import load_language_model
 from tests.gstep.backbones.encoders import FLOAT32
-from tests.gstep.reading import INDEX, changed_json, changed_tensors, count_reading, newline_of
+from tests.gstep.reading import INDEX, changed_json, changed_tensors, count_reading, decode_newline
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 USE = "Use the unquantized checkpoint that it was made from"
@@ -23,15 +23,15 @@ USE = "Use the unquantized checkpoint that it was made from"
 def test_shards_give_the_same_tensors_and_only_those_with_a_wanted_one_are_opened(sharded):
     language, index = sharded / "model-00002-of-00002.safetensors", sharded / INDEX
     assert len(ModelSource.resolve(sharded).weight_files) == 2
-    assert torch.equal(newline_of(sharded), newline_of("tiny"))
+    assert torch.equal(decode_newline(sharded), decode_newline("tiny"))
     kept = index.rename(sharded / "kept")  # shards are found without their index too
-    assert torch.equal(newline_of(sharded), newline_of("tiny"))
+    assert torch.equal(decode_newline(sharded), decode_newline("tiny"))
     kept.rename(index)
     language.unlink()
-    assert torch.equal(newline_of(sharded), newline_of("tiny"))
+    assert torch.equal(decode_newline(sharded), decode_newline("tiny"))
     (sharded / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(ModelError, match="model-00001-of-00002"):
-        newline_of(sharded)
+        decode_newline(sharded)
 
 
 def test_tensors_are_renamed_cast_and_independent_of_the_file(folder):

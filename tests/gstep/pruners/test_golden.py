@@ -49,7 +49,7 @@ def run(case: dict[str, Any], tokens: torch.Tensor) -> gstep.PrunedTokens:
     return gstep.prune(tokens, case["ratio"], case["method"], evidence=evidence, **case["params"])
 
 
-def differences(case: dict[str, Any], pruned: gstep.PrunedTokens) -> list[str]:
+def list_differences(case: dict[str, Any], pruned: gstep.PrunedTokens) -> list[str]:
     """What of a case is not as it should be, in the method's own order."""
     order = torch.arange(pruned.n_kept) if pruned.order is None else pruned.order.cpu()
     index = pruned.index.cpu()[order].numpy()
@@ -78,7 +78,7 @@ def test_all_cases_are_here() -> None:
 def test_selection(method: str, dtype: torch.dtype, device: str) -> None:
     found = {}
     for case in (case for case in CASES if case["method"] == method):
-        wrong = differences(case, run(case, tensor(TOKENS[case["input"]], dtype).to(device)))
+        wrong = list_differences(case, run(case, tensor(TOKENS[case["input"]], dtype).to(device)))
         if wrong and case["stable"]:  # else a tie within rounding noise went the other way
             found[case["case"]] = wrong
     assert found == {}

@@ -53,8 +53,8 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
         wait_until(lambda: second.info("two")["status"] in ENDED, lambda: second.logs("two"), 240, meanwhile=pause)
         assert second.info("two")["status"] == "SUCCEEDED", second.logs("two")
         said, n_left = second.logs("two"), len(ids) - len(kept)
-        ok_rows = partial(values, name="ray_gstep_rows_total", status="ok", item="video")
-        wait_until(lambda: ok_rows(scrape(second)) == [n_left], lambda: scrape(second), 60, meanwhile=pause)
+        select_ok = partial(values, name="ray_gstep_rows_total", status="ok", item="video")
+        wait_until(lambda: select_ok(scrape(second)) == [n_left], lambda: scrape(second), 60, meanwhile=pause)
         time.sleep(3)  # what the driver reported last is scraped
         after = scrape(second)
     assert f"{len(kept)} of {len(ids) + 2} videos are in the cache already" in said

@@ -14,7 +14,7 @@ import torch
 
 from pipeline import NotACache, TokenCache
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
-from pipeline.cache.header import CHECKSUM, HEADER, codec_of, header_bytes, read_header
+from pipeline.cache.header import CHECKSUM, HEADER, find_codec, read_header, serialise_header
 from pipeline.cache.merging import merge
 from pipeline.verify.moves import remove_videos
 from tests.examples import run_example
@@ -57,7 +57,7 @@ def test_what_is_read_is_what_the_columns_say(codec, hidden):
     )
     columns = codec.encode("token", bits(values))
     assert {name: 2 * part.shape[1] for name, part in columns.items()} == codec.widths("token", hidden)
-    found = codec.restored(bits(values))
+    found = codec.round_trip(bits(values))
     assert found.dtype == torch.bfloat16 and torch.equal(found, by_hand(codec, columns, hidden))
     error = (found.float() - values).norm(dim=1) / values.norm(dim=1)
     assert (error < MOST[codec.name]).all()
@@ -69,7 +69,7 @@ def test_numbers_at_the_ends_of_what_there_is(codec):
     zero = torch.zeros(1, 256)
     large = torch.randn(1, 256, generator=torch.Generator().manual_seed(0)) * codec.largest / 8
     for values in (zero, tiny, large):
-        found = codec.restored(bits(values)).float()
+        found = codec.round_trip(bits(values)).float()
         assert found.isfinite().all() and (found - values).abs().max() <= max(
             2.0**-24, MOST[codec.name] * values.abs().max()
         )
@@ -86,12 +86,12 @@ def test_eight_outlier_channels_cost_the_others_nothing(codec):
     rest = torch.ones(512, dtype=torch.bool)
     rest[channels] = False
     values[:, channels] = 50 * values[:, channels].sign() * (1 + values[:, channels].abs())
-    found = codec.restored(bits(values))
+    found = codec.round_trip(bits(values))
     assert torch.equal(found[:, channels], values[:, channels].to(torch.bfloat16))
     error = ((found.float() - values)[:, rest].norm() / values[:, rest].norm()).item()
     assert error < MOST[codec.name]
     plain = TokenCodec("plain", codec.bits, codec.group)
-    worse = ((plain.restored(bits(values)).float() - values)[:, rest].norm() / values[:, rest].norm()).item()
+    worse = ((plain.round_trip(bits(values)).float() - values)[:, rest].norm() / values[:, rest].norm()).item()
     assert worse > 2 * error
 
 
@@ -130,7 +130,7 @@ def test_a_cache_gives_at_every_ratio_and_order_what_the_codec_gives(tmp_path, c
                     for given, found in zip(
                         (video.tokens, *video.deepstack), (other.tokens, *other.deepstack), strict=True
                     ):
-                        assert torch.equal(codec.restored(bits(given)), found) and found.is_contiguous()
+                        assert torch.equal(codec.round_trip(bits(given)), found) and found.is_contiguous()
     row = coded.metadata("a")
     assert (row["token_codec"], row["token_block"]) == (codec.name, codec.group)
     assert whole.metadata("a")["token_codec"] is None
@@ -155,7 +155,7 @@ def test_a_coded_cache_is_compacted_and_videos_leave_it(tmp_path, codec):
 def renamed(header: Any, codec: str, version: object) -> bytes:
     identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
     content = {name: value for name, value in header.items() if name != CHECKSUM}
-    return header_bytes({**content, "identity": identity, "schema_version": version})
+    return serialise_header({**content, "identity": identity, "schema_version": version})
 
 
 @pytest.mark.parametrize("version", [3, "3+int3"])
@@ -168,7 +168,7 @@ def test_a_codec_that_is_not_known_is_refused_by_its_name(tmp_path, version):
 
 def test_a_program_from_before_codecs_refuses_by_the_version(tmp_path):
     assert read_header(write_header(tmp_path, codec="int4"))["schema_version"] not in (1, 2, 3)
-    assert codec_of({}) is BFLOAT16
+    assert find_codec({}) is BFLOAT16
 
 
 @by_name

@@ -14,7 +14,7 @@ from pipeline import CorruptShard, NotACache, TokenCache
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CHECKSUM, HEADER, read_header
 from pipeline.cache.reader import TokenOrder
-from pipeline.cache.schema import footer_of
+from pipeline.cache.schema import slice_footer
 from pipeline.cache.table import VideosTable
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
@@ -88,7 +88,7 @@ def test_bits_of_every_byte_of_a_token_shard(tmp_path, evidence, codec):
 
     written, by_index = read(), read("index")
     assert None not in (written, by_index) and not check_token_shard(flipped, name, [(commit, row)], header).problems
-    pages = len(flipped.data) - len(footer_of(memoryview(bytes(flipped.data))))
+    pages = len(flipped.data) - len(slice_footer(memoryview(bytes(flipped.data))))
     n_raised = 0
     for bit in flipped.flips(stop=pages, step=3):
         got = read()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline import CorruptShard, FailedVideo, RatioNotCached, TokenCache, UnknownVideo
-from pipeline.cache.reader import runs_of
+from pipeline.cache.reader import group_runs
 from pipeline.cache.token_shard import TokenRows
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import ObjectStore
@@ -51,10 +51,10 @@ def rows(shard: str, first: int, keep: int = 10, n_tokens: int = 10) -> TokenRow
 
 def test_neighbours_are_one_run_as_far_as_the_bytes_go():
     wanted = [rows("b", 0), rows("a", 4), rows("a", 0), rows("a", 2), rows("b", 4), rows("a", 4)]
-    assert runs_of(wanted) == [[2, 3, 1], [5], [0], [4]]
-    assert runs_of(wanted, limit=320) == [[2, 3], [1], [5], [0], [4]]
-    assert runs_of([rows("a", 0, keep=6), rows("a", 2, keep=6)]) == [[0], [1]]  # a gap is between them
-    assert runs_of([]) == []
+    assert group_runs(wanted) == [[2, 3, 1], [5], [0], [4]]
+    assert group_runs(wanted, limit=320) == [[2, 3], [1], [5], [0], [4]]
+    assert group_runs([rows("a", 0, keep=6), rows("a", 2, keep=6)]) == [[0], [1]]  # a gap is between them
+    assert group_runs([]) == []
 
 
 @pytest.mark.parametrize("where", ["folder", "remote"])

@@ -13,12 +13,12 @@ from gstep.pruners.base import Pruner, Selection
 from pipeline.cache.header import (
     CHECKSUM,
     DeclaredMethod,
-    declared_method,
     describe_method,
-    differences,
     fingerprint,
-    header_bytes,
+    list_differences,
+    read_declared_method,
     read_header_file,
+    serialise_header,
 )
 from pipeline.errors import NotACache
 from pipeline.own_code import hash_code
@@ -34,29 +34,29 @@ def read(store: LocalStore) -> dict[str, object]:
 @pytest.fixture
 def store(tmp_path) -> LocalStore:
     store = LocalStore(tmp_path)
-    store.put("h.json", header_bytes(HEADER))
+    store.put("h.json", serialise_header(HEADER))
     return store
 
 
 def test_differences_name_the_leaf():
-    lines = differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
+    lines = list_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
     assert lines == ["a.c: the cache has 2, this run 3"]
 
 
 def test_what_only_one_of_two_has_is_a_difference_too():
     old, new = {"x": 1, "p": {"alpha": 0.5}}, {"p": {"alpha": 0.5, "seed": 0}, "e": {"k": "l"}}
-    assert differences(old, new, has="the answers have") == [
+    assert list_differences(old, new, old_subject="the answers have") == [
         "e: the answers have None, this run {'k': 'l'}",
         "p.seed: the answers have None, this run 0",
         "x: the answers have 1, this run None",
     ]
-    assert differences(old, old) == []
+    assert list_differences(old, old) == []
 
 
 def test_a_header_comes_back_as_it_was_with_its_checksum(store):
     found = read(store)
     assert found.pop(CHECKSUM) == fingerprint(HEADER) and found == HEADER
-    assert header_bytes(read(store)) == header_bytes(HEADER)  # the old checksum is no part of the new one
+    assert serialise_header(read(store)) == serialise_header(HEADER)  # the old checksum is no part of the new one
 
 
 def test_a_fingerprint_is_of_what_is_said_and_not_how():
@@ -113,7 +113,7 @@ def test_methods_of_the_table_are_their_names_and_parameters():
     for name in PRUNERS:
         pruner = make_pruner(name)
         assert describe_method(pruner) == {"method": name, "params": pruner.params()}
-        assert declared_method({"pruner": {"method": name, "params": {}}}) == DeclaredMethod.by(PRUNERS[name])
+        assert read_declared_method({"pruner": {"method": name, "params": {}}}) == DeclaredMethod.by(PRUNERS[name])
 
 
 def test_one_from_outside_brings_what_it_declares(monkeypatch):
@@ -125,15 +125,15 @@ def test_one_from_outside_brings_what_it_declares(monkeypatch):
         "code": hash_code(Own),
     }
     monkeypatch.setitem(sys.modules, __name__, None)  # an import would fail
-    assert declared_method({"pruner": described}) == DeclaredMethod(
+    assert read_declared_method({"pruner": described}) == DeclaredMethod(
         nested=False, merges=True, exact=True, reorders=True
     )
 
 
 @pytest.mark.parametrize("pruner", [{"method": "os:path"}, {}, {"method": "m:C", "declares": {"nested": True}}])
 def test_what_is_not_said_is_unknown(pruner):
-    assert declared_method({"pruner": pruner}) is None
-    assert declared_method({}) is None
+    assert read_declared_method({"pruner": pruner}) is None
+    assert read_declared_method({}) is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), (1, 2), {1: 2}, object(), torch.ones(1)])

@@ -20,7 +20,7 @@ import pytest
 from pipeline import TokenCache
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import VIDEOS
-from pipeline.cache.table import table_files
+from pipeline.cache.table import list_table_files
 from pipeline.errors import CorruptShard
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.pipeline.cache.test_merging import Model, Row, commit_rows, draw_rows, live_in
@@ -98,7 +98,7 @@ def test_the_live_rows_are_the_model_s_whatever_the_store_does_to_requests(proxy
     assert len(history.model.rows) > 3 * COMMITS and live_in(sound) == model
     for _ in range(3):
         merge(sound, None, everything=True, keep=NOW)
-    assert live_in(sound) == model and len(table_files(sound)) == 1
+    assert live_in(sound) == model and len(list_table_files(sound)) == 1
     cache = TokenCache(sound.root, store=sound)
     assert {name: cache.metadata(name)["run_id"] for name in model} == {name: row[2] for name, row in model.items()}
 
@@ -216,7 +216,7 @@ def step_by_step(folder: Path, seed: int) -> None:
         for step in range(4):
             run = f"w{number}.{step}"
             rows = draw_rows(steps.draw, run)
-            steps.rows[small_file(run, rows)] = rows
+            steps.rows[serialise_small(run, rows)] = rows
             commit_rows(store, run, rows)
 
     def merge_often(store: LocalStore) -> None:
@@ -230,7 +230,7 @@ def step_by_step(folder: Path, seed: int) -> None:
         steps.check()
 
 
-def small_file(run: str, rows: list[Row]) -> str:
+def serialise_small(run: str, rows: list[Row]) -> str:
     """The name that the commit of the rows gets."""
     folder = Recorded()
     return commit_rows(folder, run, rows)

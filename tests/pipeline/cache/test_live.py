@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import TokenCache
-from pipeline.cache.live import Ledger, _number_texts
-from pipeline.cache.table import VideosTable, read_file, table_files
+from pipeline.cache.live import Ledger, _assign_numbers
+from pipeline.cache.table import VideosTable, list_table_files, read_file
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
 from tests.pipeline.caches import (
@@ -46,7 +46,7 @@ def test_the_live_row_is_ok_before_failed_then_most_attempts(tmp_path):
 
 
 def read_file_rows(store):
-    return [row for file in table_files(store) for row in read_file(store, file).to_pylist()]
+    return [row for file in list_table_files(store) for row in read_file(store, file).to_pylist()]
 
 
 ROWS = st.lists(
@@ -171,7 +171,11 @@ def test_what_was_committed_since_is_read_and_nothing_twice(store):
     assert rows[3] == -1
     assert [ledger.classes[fault] for fault in ledger.columns["fault"][rows[:3]]] == ["ok", "ok", "timeout"]
     assert ledger.read(rows[2].item())["error_message"] == "c timeout"
-    assert (ledger.of_run("r1"), ledger.of_run("r2"), ledger.of_run("r")) == ((3, 1), (0, 0), (0, 0))
+    assert (ledger.count_run_rows("r1"), ledger.count_run_rows("r2"), ledger.count_run_rows("r")) == (
+        (3, 1),
+        (0, 0),
+        (0, 0),
+    )
     assert ledger.read(rows[0].item())["run_id"] == TokenCache(store.root).metadata("a")["run_id"]  # of two alike
 
 
@@ -192,6 +196,6 @@ def test_a_ledger_of_an_empty_cache(store):
 
 def test_texts_past_the_limit_share_the_last_number():
     known = ["a"]
-    numbers = _number_texts(pa.chunked_array([["b", "c"], ["d", "a"]]), known, 3)
+    numbers = _assign_numbers(pa.chunked_array([["b", "c"], ["d", "a"]]), known, 3)
     assert (numbers.tolist(), known) == ([1, 2, 2, 0], ["a", "b", "c"])
-    assert _number_texts(pa.chunked_array([["d", "c"]]), known, 3).tolist() == [2, 2]
+    assert _assign_numbers(pa.chunked_array([["d", "c"]]), known, 3).tolist() == [2, 2]

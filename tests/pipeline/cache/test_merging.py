@@ -21,9 +21,9 @@ from rich.console import Console
 from pipeline import TokenCache
 from pipeline.cache.header import made_with
 from pipeline.cache.live import Ledger
-from pipeline.cache.merging import KEEP, merge, surviving, try_merge
+from pipeline.cache.merging import KEEP, merge, select_surviving, try_merge
 from pipeline.cache.schema import LATER, MADE_WITH, VIDEOS, write_parquet
-from pipeline.cache.table import build_table, read_file, small_name, table_files
+from pipeline.cache.table import build_table, list_table_files, make_small_name, read_file
 from pipeline.errors import VideoFault
 from pipeline.inspect.report import failed_videos
 from pipeline.storage.stores import LocalStore
@@ -50,7 +50,7 @@ def commit_rows(store: LocalStore, run: str, rows: list[Row], fingerprint: str |
     if fingerprint is not None:
         table = table.replace_schema_metadata({MADE_WITH: fingerprint})
     data = write_parquet(table)
-    name = small_name(VIDEOS, run, 0, data)
+    name = make_small_name(VIDEOS, run, 0, data)
     store.put(name, data)
     return name
 
@@ -136,7 +136,7 @@ def converge(draw: random.Random, folder: Path) -> None:
     for _ in range(3):
         merge(store, None, everything=True, keep=NOW)
     assert_all_agree(store, model)
-    assert all(file.level for file in table_files(store))
+    assert all(file.level for file in list_table_files(store))
 
 
 def drawn_rows(videos: int, seed: int) -> pa.Table:
@@ -163,16 +163,16 @@ def test_many_sets_converge_in_whatever_order_their_files_are_merged():
     """Each video is a set of rows. They come in six files, some of them twice, which are merged pair by pair."""
     videos = 20_000
     rows, draw = drawn_rows(videos, 0), np.random.default_rng(1)
-    wanted = surviving(rows)
+    wanted = select_surviving(rows)
     for _ in range(8):
         place = draw.integers(0, 6, len(rows))
         files = [rows.filter(pa.array((place == i) | (draw.random(len(rows)) < 0.1))) for i in range(6)]
         while len(files) > 1:
             one, other = (files.pop(draw.integers(len(files))) for _ in range(2))
-            files.append(surviving(pa.concat_tables([one, other])))
+            files.append(select_surviving(pa.concat_tables([one, other])))
             if draw.random() < 0.3:  # a merge that was killed: what it read is merged once more
                 files.append(one)
-        found = surviving(files[0])
+        found = select_surviving(files[0])
         assert found.drop_columns("earlier_attempts").equals(wanted.drop_columns("earlier_attempts"))
         # Of three files under one id the attempts on one may be forgotten with its row; none are made up.
         assert pc.all(pc.less_equal(found["earlier_attempts"], wanted["earlier_attempts"])).as_py()
@@ -233,7 +233,7 @@ def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeyp
     dying.left = puts
     with pytest.raises(KeyboardInterrupt):
         merge(dying, None, keep=NOW)
-    assert sum(file.level > 0 for file in table_files(store)) == puts
+    assert sum(file.level > 0 for file in list_table_files(store)) == puts
     dying.left = 0  # it only deletes, then is killed again
     with suppress(KeyboardInterrupt):
         merge(dying, None, keep=NOW)
@@ -252,7 +252,7 @@ def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(tmp_path):
     again = merge(store, None)
     assert (again.read, again.written, again.waiting) == ([], [], 3)
     assert sorted(merge(store, None, keep=NOW).deleted) == sorted(first.read)
-    assert [file.level for file in table_files(store)] == [1]
+    assert [file.level for file in list_table_files(store)] == [1]
     assert next(merge(store, None).lines()) == "nothing to merge"
 
 
@@ -261,9 +261,9 @@ def test_a_run_merges_once_many_small_files_wait(tmp_path):
     for number in range(5):
         commit_rows(store, f"r{number}", [{"video_id": f"v{number}", "status": "failed", "attempts": 1}])
     try_merge(store, None, 5, said.append)
-    assert len(table_files(store)) == 5
+    assert len(list_table_files(store)) == 5
     try_merge(store, None, 4, said.append)
-    assert len(table_files(store)) == 6 and said == []
+    assert len(list_table_files(store)) == 6 and said == []
     path = tmp_path / commit_rows(store, "r9", [{"video_id": "v9", "status": "failed", "attempts": 1}])
     path.write_bytes(b"PAR1")
     try_merge(store, None, 0, said.append)
@@ -280,22 +280,22 @@ def test_few_levels_hold_many_commits(tmp_path, monkeypatch):
         )
         if number % 8 == 7:
             written += merge(store, None, keep=NOW).rows
-        most = max(most, len(table_files(store)))
+        most = max(most, len(list_table_files(store)))
     assert len(live_in(store)) == 400
     assert most <= 8 + 8 + 8 and written < 400 * 8
-    assert len({file.level for file in table_files(store)}) <= 4
+    assert len({file.level for file in list_table_files(store)}) <= 4
 
 
 def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, monkeypatch):
     """Ranges of keys begin at rows, so that no merged file is missing for want of any."""
-    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1, _FILES_AT_ONCE=5)  # in three steps
+    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1, _MAX_FILES_PER_STEP=5)  # in three steps
     store = write_header(tmp_path)
     for number in range(12):
         rows = [{"video_id": f"v{i}", "status": "failed", "attempts": number} for i in range(3)]
         commit_rows(store, f"r{number:02}", rows)
     merge(store, None, everything=True, keep=NOW)
     assert merge(store, None, everything=True, keep=NOW).waiting == 0
-    assert {row[1] for row in live_in(store).values()} == {11} and len(table_files(store)) <= 3
+    assert {row[1] for row in live_in(store).values()} == {11} and len(list_table_files(store)) <= 3
 
 
 def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
@@ -304,7 +304,7 @@ def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
         commit_rows(store, run, [{"video_id": f"{run}-{i}", "status": "failed", "attempts": 1} for i in range(20)])
     merge(store, None, keep=NOW)
     commit_rows(store, "r9", [{"video_id": f"v{i}", "status": "failed", "attempts": 1} for i in range(20)])
-    done = merge(store, None, keep=NOW, most_rows=1)
+    done = merge(store, None, keep=NOW, max_rows=1)
     assert (len(done.read), done.rows) == (1, 20)
     assert len(merge(store, None, everything=True, keep=NOW).read) == 2 and len(live_in(store)) == 60
 
@@ -333,7 +333,7 @@ def test_what_a_superseded_row_says_of_attempts_on_another_file_stays(tmp_path):
         write_shard(store, f"r{attempts}", fault)
         merge(store, made_with(store), everything=True, keep=NOW)
         merge(store, made_with(store), everything=True, keep=NOW)
-    (row,) = read_file(store, table_files(store)[0]).to_pylist()
+    (row,) = read_file(store, list_table_files(store)[0]).to_pylist()
     assert (row["attempts"], row["earlier_attempts"]) == (4, 2)
     ledger = Ledger(store).refresh()
     assert ledger.columns["earlier"].tolist() == [2]
@@ -344,13 +344,13 @@ def test_a_cache_without_the_columns_that_came_later_is_whole(wrong, tmp_path):
     """It is read, verified, and merged with rows that have them; the columns are not there, or of the right type."""
     store = write_header(tmp_path, hidden_size=8)
     write_shard(store, "r", encoded("v", random_tokens(0, (4, 9, 8)), 0.25, "gstep"))
-    (file,) = table_files(store)
+    (file,) = list_table_files(store)
     table = read_file(store, file).drop_columns([*LATER])
     if wrong:
         table = table.append_column(LATER[0], pa.array([1], pa.int32()))
     store.delete(file.name)
     data = write_parquet(table.replace_schema_metadata({MADE_WITH: made_with(store)}))
-    store.put(small_name(VIDEOS, "r", 0, data), data)
+    store.put(make_small_name(VIDEOS, "r", 0, data), data)
     problems = verify(store, Verification(), Console(file=io.StringIO())).problems
     assert any(LATER[0] in problem.what for problem in problems) == bool(problems) == wrong
     if wrong:

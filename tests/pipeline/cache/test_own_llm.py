@@ -7,7 +7,7 @@ from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import TokenCache
 from tests.examples import run_example
 from tests.gstep.llms import FAMILIES
-from tests.pipeline.asking import newline_of
+from tests.pipeline.asking import decode_newline
 from tests.pipeline.caches import write_header, write_shard
 from tests.pipeline.encoding import encode_clip
 from tests.pipeline.videos import sample
@@ -24,7 +24,7 @@ def real_cache(out, name):
         "dtype": {"stored": "bfloat16"},
     }
     static = family_of(source).static()
-    newline = None if static.newline is None else newline_of(source)
+    newline = None if static.newline is None else decode_newline(source)
     store = write_header(out, identity=identity, newline=newline, deepstack_levels=static.deepstack_levels)
     write_shard(store, "run", video)
     return source

@@ -9,7 +9,15 @@ import pytest
 from pipeline import CorruptShard, TokenCache
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.table import SortedFile, build_table, file_named, in_key_order, read_file, sorted_file, table_files
+from pipeline.cache.table import (
+    SortedFile,
+    build_table,
+    in_key_order,
+    list_table_files,
+    parse_file_name,
+    read_file,
+    serialise_sorted,
+)
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import read_live, write_header
 
@@ -32,7 +40,7 @@ def store(tmp_path) -> LocalStore:
 
 def put_sorted(store: LocalStore, rows: pa.Table, group_rows: int = 64) -> str:
     """Put a file of several row groups."""
-    name, data = sorted_file(2, rows, {}, None, group_rows)
+    name, data = serialise_sorted(2, rows, {}, None, group_rows)
     store.put(name, data)
     return name
 
@@ -40,12 +48,12 @@ def put_sorted(store: LocalStore, rows: pa.Table, group_rows: int = 64) -> str:
 def test_the_name_of_a_sorted_file_tells_what_it_holds(store):
     rows = rows_of(N)
     name = put_sorted(store, rows)
-    file = file_named(name)
+    file = parse_file_name(name)
     high = rows["id_high"].to_numpy()
     assert (file.level, file.rows, file.first, file.last) == (2, N, int(high[0]), int(high[-1]))
     assert file.holds(file.first) and file.holds(file.last) and not file.holds(file.last + 1)
-    assert file_named("videos/r-000001-aa.parquet").level == 0
-    assert table_files(store) == [file]
+    assert parse_file_name("videos/r-000001-aa.parquet").level == 0
+    assert list_table_files(store) == [file]
 
 
 def test_it_is_an_ordinary_parquet_file_to_others(store):
@@ -61,7 +69,7 @@ def test_it_is_an_ordinary_parquet_file_to_others(store):
 
 def test_columns_and_row_groups_are_read_as_they_were_written(store, monkeypatch):
     rows = rows_of(N)
-    file = SortedFile(store, file_named(put_sorted(store, rows)))
+    file = SortedFile(store, parse_file_name(put_sorted(store, rows)))
     assert len(file.firsts) == -(-N // 64)
     assert file.read([0, 2], ["attempts", "id_high"]).equals(
         pa.concat_tables([rows.slice(0, 64), rows.slice(128, 64)]).select(["attempts", "id_high"])
@@ -93,7 +101,7 @@ def test_a_flipped_bit_anywhere_raises_or_changes_nothing(store, read):
     """A bit of every few bytes of the rows and of the tail; and a file that was cut off."""
     rows = rows_of(70)  # two row groups
     name = put_sorted(store, rows)
-    path, file, draw = store.root / name, file_named(name), random.Random(0)
+    path, file, draw = store.root / name, parse_file_name(name), random.Random(0)
     whole, known = path.read_bytes(), {row["video_id"]: row for row in rows.to_pylist()}
     short = ["id_high", "status", "attempts", "video_id"]
 

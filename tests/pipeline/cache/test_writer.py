@@ -11,7 +11,7 @@ import torch
 from pipeline import TokenCache
 from pipeline.cache.codecs import CODECS
 from pipeline.cache.header import made_with
-from pipeline.cache.token_shard import checksum_of, read_videos
+from pipeline.cache.token_shard import hash_vectors, read_videos
 from pipeline.cache.writer import commit, write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.storage.stores import LocalStore
@@ -62,7 +62,7 @@ def test_a_shard_is_named_by_every_byte_of_its_columns(tmp_path, method, codec):
             [replace(video, kept=replace(kept, **changed))], store=store, run_id="run", codec=CODECS[codec]
         )
         table = read_videos(store, [row])[0] if not change else None
-        assert table is None or checksum_of(table) == row["checksum"]
+        assert table is None or hash_vectors(table) == row["checksum"]
         return row["token_shard"]
 
     def last_bit(values):
@@ -168,7 +168,7 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
         else:
             store.put("runs/run.json", b"{}")
         os.utime(place / "old", (1, 1))  # clocks tick every few milliseconds: the move was a while ago
-        with pytest.raises(FileNotFoundError, match="another one took its place"):
+        with pytest.raises(FileNotFoundError, match="replaced by another folder"):
             store.put("runs/run.json", b"{}")
         store.delete("cache.json")
         assert [path.name for path in (place / "c").rglob("*") if path.is_file()] == ["cache.json"]

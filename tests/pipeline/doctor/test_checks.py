@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.doctor.finding import Finding, guarded
+from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.doctor.nodes import judge_nodes, look_here, on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, first_videos
 from pipeline.doctor.store import check_store, reachable
@@ -69,7 +69,7 @@ class LateClock(LocalStore):
 class Forgetful(LocalStore):
     """Lists nothing."""
 
-    def listed(self, folder):
+    def list_files(self, folder):
         return []
 
 
@@ -154,5 +154,5 @@ def test_a_check_that_fails_itself_is_a_finding_behind_what_it_found_before():
         yield Finding("first", "ok", "")
         raise OSError("no such device")
 
-    first, failed = guarded("gpu", broken)
+    first, failed = run_guarded("gpu", broken)
     assert first.name == "first" and failed.state == "wrong" and failed.says == "OSError: no such device"

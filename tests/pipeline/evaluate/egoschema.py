@@ -64,11 +64,11 @@ def question_of(uid: str) -> str:
 
 
 def _hub_row(number: int, uid: str, published: bool) -> dict[str, Any]:
-    lettered = [f"{letter}. {text}" for letter, text in zip("ABCDE", options_of(uid), strict=True)]
+    has_letters = [f"{letter}. {text}" for letter, text in zip("ABCDE", options_of(uid), strict=True)]
     answer = str(ANSWERS[uid]) if published else None
     return {
         **{"question_idx": f"{number:05}", "question": question_of(uid), "video_idx": uid},
-        **{"option": lettered, "answer": answer},
+        **{"option": has_letters, "answer": answer},
     }
 
 

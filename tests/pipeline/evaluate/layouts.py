@@ -17,7 +17,7 @@ from pipeline.errors import QuestionFault
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
 from pipeline.evaluate.request import EvaluateRequest, write_results_header
-from pipeline.evaluate.results import Presentation, tables_of
+from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
@@ -124,8 +124,8 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema
 def printed(benchmark: Benchmark, done: ScoredQuestions, protocol: str | None = None) -> dict[str, str]:
     """Return the main table's row of full retention: title of the column -> number."""
     one = benchmark.protocol(protocol)
-    table = tables_of(done, Presentation(title="T", benchmark=benchmark, described={"metric": one.metric}, draws=100))[
-        0
-    ]
+    table = make_tables(
+        done, Presentation(title="T", benchmark=benchmark, described={"metric": one.metric}, draws=100)
+    )[0]
     cells = zip(table.columns, table.original.cells, strict=True)
     return {column.title: cell.printed for column, cell in cells if cell}

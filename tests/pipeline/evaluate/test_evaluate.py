@@ -18,7 +18,7 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import prepare
-from pipeline.evaluate.results import Presentation, tables_of
+from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
@@ -45,7 +45,7 @@ def done() -> Evaluation:
     scores = scores_of(items, ["gstep", "fastv,K=3"], [0.25, 0.1])
     evaluated = ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (), len(items)), scores=scores)
     shown = Presentation(title="T", benchmark=OWN, described={}, draws=100)
-    return Evaluation(done=evaluated, table=tables_of(evaluated, shown)[0], out="there", files=["a.md", "b.html"])
+    return Evaluation(done=evaluated, table=make_tables(evaluated, shown)[0], out="there", files=["a.md", "b.html"])
 
 
 def code(done, asked: AnswerSummary | None, videos: Summary | None = None, **options) -> int:

@@ -20,7 +20,7 @@ def made(title="VideoMME, a model", **options):
     parts = [("duration=short", "Short"), ("duration=long", "Long")]
     table = results_table(title, [ScoredBenchmark("VideoMME", scores, parts)], draws=200)
     split = results_table(f"{title}: Domain", [ScoredBenchmark("VideoMME", scores)], draws=200)
-    given = {"token_bytes": 7168, "scores": scores, "described": {"frames": {"rounding": "truncate"}, "pixels": None}}
+    given = {"token_bytes": 7168, "scores": scores, "identity": {"frames": {"rounding": "truncate"}, "pixels": None}}
     return table, report_page([table, split], [("model", title)], **given | options)
 
 

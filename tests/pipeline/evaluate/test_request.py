@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource
 from gstep.language import prompt_builder
-from pipeline.cache.header import header_bytes, read_header
+from pipeline.cache.header import read_header, serialise_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.config import EvaluateConfig
@@ -166,7 +166,7 @@ def test_a_cache_of_frames_by_time_is_not_taken_for_another(tmp_path):
     with pytest.raises(IdentityMismatch, match=r"sampling\.max_frames: the cache has 768, this run 64"):
         by_time(tmp_path, cache=cache, max_frames=64)
     assert own(tmp_path, fps=2.0).identity["frames"] == {"fps": 2.0, "max_frames": 768}  # read alone
-    with pytest.raises(IdentityMismatch, match=r"letter asks for \{'fps': 1\.0, .* --fps and --max-frames"):
+    with pytest.raises(IdentityMismatch, match=r"letter needs \{'fps': 1\.0, .* --fps and --max-frames"):
         own(tmp_path, fps=1.0)
 
 
@@ -219,7 +219,7 @@ def test_what_the_methods_look_at_is_stored_with_the_tokens(tmp_path):
 
 def test_a_cache_without_what_a_method_looks_at_is_refused_by_the_methods_name(tmp_path):
     whole(tmp_path)
-    with pytest.raises(UsageError, match="holds no token_attention and token_key for visionzip: name another"):
+    with pytest.raises(UsageError, match="has no token_attention and token_key for visionzip: name another"):
         own(tmp_path, method=["gstep", "visionzip"])
 
 
@@ -329,7 +329,9 @@ def test_what_does_not_go_together_is_refused(tmp_path, options, why):
 @pytest.mark.parametrize(("method", "ratio"), [("gstep", 0.25), ("vidcom2", 1.0)])
 def test_a_cache_of_what_a_method_kept_is_refused(tmp_path, method, ratio):
     tiny_cache(tmp_path / "c", method=method, ratio=ratio)
-    with pytest.raises(UsageError, match=rf"holds what {method} kept at {ratio:g}, .* jobs\.prune --pruner none"):
+    with pytest.raises(
+        UsageError, match=rf"has only the tokens of {method} at {ratio:g}, .* jobs\.prune --pruner none"
+    ):
         own(tmp_path)
 
 
@@ -376,9 +378,9 @@ def test_a_place_that_holds_something_else_is_refused(tmp_path):
 def test_a_cache_that_is_only_read_has_the_frames_that_the_results_name(tmp_path):
     held = json.loads(LocalStore(whole(tmp_path)).read("cache.json"))["identity"]
     header = {"schema_version": SCHEMA_VERSION, "newline": None, "identity": {**held, "sampling": {"num_frames": 3}}}
-    LocalStore(tmp_path / "c").put("cache.json", header_bytes(header))
+    LocalStore(tmp_path / "c").put("cache.json", serialise_header(header))
     assert own(tmp_path, num_frames=3).identity["num_frames"] == 3
     with pytest.raises(
-        IdentityMismatch, match=r"has the frames \{'num_frames': 3\}, and letter asks for \{'num_frames': 4"
+        IdentityMismatch, match=r"has the frames \{'num_frames': 3\}, but letter needs \{'num_frames': 4"
     ):
         own(tmp_path, num_frames=4)

@@ -15,7 +15,7 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import write_results_header
-from pipeline.evaluate.results import Presentation, tables_of, write_results
+from pipeline.evaluate.results import Presentation, make_tables, write_results
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.storage.stores import LocalStore
@@ -51,7 +51,7 @@ def own(*splits: Split, metric: str = "questions") -> Benchmark:
 
 
 def main_table(done: ScoredQuestions, presentation: Presentation):
-    return tables_of(done, presentation)[0]
+    return make_tables(done, presentation)[0]
 
 
 def titles(table) -> list[str]:

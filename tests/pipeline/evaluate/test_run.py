@@ -147,7 +147,7 @@ def test_dropping_tokens_leaves_no_cache_and_all_answers(asked):
     assert len(shards) == 2
     merge(cache, None, everything=True)  # one more file
     assert f"{cache}: 4 files deleted (--drop-tokens); the answers stay" in said_of(drop_tokens, request)
-    assert not cache.taken() and answers.names("answers", ".parquet")
+    assert not cache.has_other_files() and answers.names("answers", ".parquet")
 
 
 def test_only_what_a_cache_is_made_of_is_deleted(asked):
@@ -189,7 +189,7 @@ def test_a_part_of_a_cache_is_no_cache_to_anybody_and_is_dropped_by_the_next_run
     store = LocalStore(half_dropped.cache)
     assert not store.exists(HEADER) and len(store.names("tokens", ".parquet")) == 1
     drop_tokens(half_dropped, QUIET)
-    assert not store.taken()
+    assert not store.has_other_files()
 
 
 @pytest.fixture

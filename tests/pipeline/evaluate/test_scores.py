@@ -12,7 +12,7 @@ from gstep.language import Decoding
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import own_benchmark
-from pipeline.evaluate.page import warned_line
+from pipeline.evaluate.page import format_warned_line
 from pipeline.evaluate.parsers import without_reasoning
 from pipeline.evaluate.protocols import LETTER, PromptTemplate, Protocol
 from pipeline.evaluate.scores import (
@@ -167,10 +167,10 @@ def test_decode_warnings_reach_the_scores_and_one_line_of_them():
     items = [item(name) for name in "123"]
     table = score_table(items, {"none@1": ORIGINAL}, pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA), by("letter"))
     assert table["decode_warnings"].to_pylist() == [4, 0, None]
-    assert warned_line(table) == (
+    assert format_warned_line(table) == (
         "1 of 3 answers, about 1 videos (v), come from frames that were decoded with warnings and may be damaged"
     )
-    assert warned_line(table.slice(1)) == ""
+    assert format_warned_line(table.slice(1)) == ""
 
 
 VIDEOMME = BENCHMARKS["videomme"].protocol()

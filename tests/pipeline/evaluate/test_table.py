@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.forms import latex, markdown, titled
+from pipeline.evaluate.forms import add_counts, latex, markdown
 from pipeline.evaluate.table import Cell, printed
 from pipeline.evaluate.tabulate import ScoredBenchmark, marks, method_title, results_table
 from tests.pipeline.evaluate.paper_tables import COLUMNS, TABLES, paper_rows
@@ -286,7 +286,7 @@ def test_cut_and_weakly_read_replies_stand_beside_the_score_in_every_form():
     rows[7]["weak"] = "in-word"
     table = results_table("m", [ScoredBenchmark("B", score_table(score_rows("none", 1.0, FULL), rows))], draws=50)
     cut, weak = "Cut: 5 of 24 replies were cut by max_new_tokens", "Weak: 1 of 24 replies were read by chance"
-    assert [titled(row) for row in table.rows] == ["Full retention", "GSTEP (5 cut, 1 weak)"]
+    assert [add_counts(row) for row in table.rows] == ["Full retention", "GSTEP (5 cut, 1 weak)"]
     assert row_of(markdown(table), "GSTEP")[-3:] == ["5", "1", "0"]
     assert r"(5 cut, 1 weak) &" in latex(table)
     for form in (markdown(table), latex(table).replace("\\_", "_"), json.dumps(table.as_record())):

@@ -14,7 +14,7 @@ from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from pipeline import TokenCache
 from pipeline.generate.answerer import (
-    ANSWERED,
+    ANSWERED_SCHEMA,
     GROW_AFTER,
     Answerer,
     BatchSize,
@@ -195,7 +195,7 @@ def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatev
     assert actor.answered < 5
     rows = [first, *map(unpack_answers, parts)]
     assert [part["question_id"].to_pylist() for part in rows] == [["0", "1"], ["2", "3"], ["4"]]
-    assert {part.schema for part in rows} == {ANSWERED}
+    assert {part.schema for part in rows} == {ANSWERED_SCHEMA}
     assert first["status"].to_pylist() == ["ok", "failed"] and first["answer"].to_pylist()[0]
 
 
@@ -224,24 +224,24 @@ def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, tmp_pa
 
 def test_larger_batches_are_tried_again_after_a_while():
     size = BatchSize(8)
-    size.adjust(fitted=2, short=True)
+    size.adjust(n_fitted=2, is_short=True)
     assert size.now == 2
     for _ in range(GROW_AFTER):
-        size.adjust(fitted=2, short=False)
+        size.adjust(n_fitted=2, is_short=False)
     assert size.now == 4
     for _ in range(9 * GROW_AFTER):
-        size.adjust(fitted=4, short=False)
+        size.adjust(n_fitted=4, is_short=False)
     assert size.now == 8
-    size.adjust(fitted=0, short=True)
+    size.adjust(n_fitted=0, is_short=True)
     assert size.now == 1
 
 
 def test_a_question_that_never_fits_is_out_of_memory_and_costs_no_other(failing, tmp_path):
-    def too_long(prompts):
+    def make_length_fault(prompts):
         if max(map(len, prompts)) >= 200:
             raise torch.OutOfMemoryError("out of memory")
 
-    actor, sizes = failing(too_long)
+    actor, sizes = failing(make_length_fault)
     asked = open_questions(tmp_path, 12)
     asked[3]["prompt"] *= 100
     rows = by_id(actor.answer(asked))

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.cache.schema import write_parquet
-from pipeline.cache.table import small_name
+from pipeline.cache.table import make_small_name
 from pipeline.errors import CorruptShard, NotAnswers
 from pipeline.generate.answers import (
     ANSWER_SCHEMA,
@@ -37,8 +37,8 @@ def store(tmp_path):
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_what_is_committed_is_read_back(store, form):
     kept = {"pruning": "gstep@0.25", "n_total": 8, "n_kept": 2, "kept_per_frame": [2, 0], "retention_ratio": 0.25}
-    scored = {"choices": ["a", "b"], "choice": 1, "choice_scores": [-2.5, -0.5], "target": "B", "batch_size": 3}
-    full = row(answer="line\u2028\nB", **scored, **kept)
+    scores_choices = {"choices": ["a", "b"], "choice": 1, "choice_scores": [-2.5, -0.5], "target": "B", "batch_size": 3}
+    full = row(answer="line\u2028\nB", **scores_choices, **kept)
     commit_answers(store, "run", 0, [full, row("2", "failed", error_class="io")], form)
     (path,) = (Path(str(store)) / "answers").iterdir()
     assert path.suffix == f".{form}"
@@ -129,7 +129,7 @@ def test_rows_of_other_code_than_the_header_names_do_not_count_and_stay_when_fil
     names = [name for name in ANSWER_SCHEMA.names if name != "method_code"]
     table = pa.Table.from_pylist([row(answer="before", attempts=3, run_id="r")], schema=ANSWER_SCHEMA).select(names)
     data = write_parquet(table)
-    store.put(small_name("answers", "r", 0, data), data)
+    store.put(make_small_name("answers", "r", 0, data), data)
     for number, code in enumerate("ab"):
         commit_answers(store, "run", number, [row(answer=code, method_code=code)])
     merge_answers(store, 0)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gstep.language import Decoding
-from pipeline.cache.table import small_name
+from pipeline.cache.table import make_small_name
 from pipeline.errors import QuestionsError
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, merge_answers, read_answers, write_answers_header
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_given_questions, read_questions
@@ -156,7 +156,7 @@ def test_answers_from_before_show_the_same_columns(store, form):
         [{**row, "question_id": str(i), "question_extra": e} for i, e in enumerate(extras)], old
     )
     data = table_bytes(table, form)
-    store.put(small_name("answers", "run", 0, data, f".{form}"), data)
+    store.put(make_small_name("answers", "run", 0, data, f".{form}"), data)
     commit(store, read_given_questions([{"question_id": "new", **GOOD, "topic": "y"}], MODE), "run2")
     answers = read_answers(str(store))
     assert "question_extra" not in answers.column_names

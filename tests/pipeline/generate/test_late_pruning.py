@@ -42,8 +42,8 @@ def test_the_size_of_a_prompt_is_foreseen(mode, ratio):
     """CDPruner keeps no more than D of what it chooses among, and per frame at least one of each."""
     visual = Visual(torch.randn(T * N, D), torch.arange(T * N), T, N)
     late = LatePruning(CDPruner(mode=mode), ratio)
-    assert len(chosen_by(late, visual, torch.randn(1, D)).index) == late.at_most(T, N, D)
-    assert LatePruning(FastV(), ratio).at_most(T, N, D) == T * N
+    assert len(chosen_by(late, visual, torch.randn(1, D)).index) == late.max_tokens(T, N, D)
+    assert LatePruning(FastV(), ratio).max_tokens(T, N, D) == T * N
 
 
 class Noting(CDPruner):
@@ -131,7 +131,7 @@ def test_evidence_has_the_shape_of_the_video_and_no_embedding_is_made():
     assert torch.equal(chosen.deepstack[0], visual.deepstack[0][best]) and not chosen.evidence
     embeddings = TextEmbeddings(None, "cpu", [late])
     assert embeddings.embedding(late, "What?") is None and late.inside is None  # nobody is asked
-    assert late.at_most(T, N, D) == 10
+    assert late.max_tokens(T, N, D) == 10
 
 
 def test_merged_tokens_come_in_the_methods_own_order():

@@ -12,7 +12,7 @@ from gstep.checkpoints.tensors import tower_hash
 from gstep.errors import ModelError
 from pipeline import TokenCache
 from pipeline.errors import IdentityMismatch
-from pipeline.generate.model import check_model, stored_tower
+from pipeline.generate.model import check_model, read_tower_hash
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from tests.gstep.quantized import CONFIGS, quantize
 from tests.pipeline.asking import tiny_cache
@@ -25,7 +25,7 @@ def cache(tmp_path):
 
 
 def check(cache, source):
-    check_model(cache.store, cache.identity["model"], source, partial(stored_tower, cache.store, cache.header))
+    check_model(cache.store, cache.identity["model"], source, partial(read_tower_hash, cache.store, cache.header))
 
 
 @pytest.mark.parametrize("method", CONFIGS)
@@ -44,7 +44,7 @@ def test_another_encoder_is_refused_with_both_hashes(cache, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: t + 1 if "projector" in name else t for name, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
-    source, stored = ModelSource.resolve(folder), stored_tower(cache.store, cache.header)
+    source, stored = ModelSource.resolve(folder), read_tower_hash(cache.store, cache.header)
     with pytest.raises(IdentityMismatch, match=f"{stored}.*{tower_hash(source)}: use a checkpoint made from the cache"):
         check(cache, source)
 

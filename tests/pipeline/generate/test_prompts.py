@@ -20,13 +20,13 @@ from pipeline.cache.header import describe_method
 from pipeline.errors import UsageError
 from pipeline.generate.engines import load_engine
 from pipeline.generate.late_pruning import LatePruning, PruningSpec, resolve_pruning
-from pipeline.generate.prompts import LruCache, PromptMaker, VideoMemory, n_bytes
+from pipeline.generate.prompts import LruCache, PromptMaker, VideoMemory, count_bytes
 from pipeline.generate.questions import AnswerMode
 from pipeline.generate.run import AnswerRun
 from pipeline.options import EngineOptions
-from pipeline.prune.decode_stage import decoded_columns
+from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.recipe import evidence_sources
+from pipeline.prune.recipe import parse_evidence
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.runner.heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore
@@ -54,7 +54,7 @@ class Made:
         )
         self.frames = decoded.frames
         self.methods = OF_A_VIDEO.keys() - (set() if model == "tiny" else LLAVA_ALONE)
-        self.record = {"video_id": "v", "uri": "v.mp4", "status": "ok", **decoded_columns(decoded, 1)}
+        self.record = {"video_id": "v", "uri": "v.mp4", "status": "ok", **make_decoding_columns(decoded, 1)}
         static = family_of(self.source).static()
         self.header = {"deepstack_levels": static.deepstack_levels}
         if static.newline is None:
@@ -66,7 +66,7 @@ class Made:
         if pruner.family_parameter is not None:
             pruner = gstep.make_pruner(method, **{pruner.family_parameter: variant})
         whole = method == "none"
-        evidence = evidence_sources(sorted(self.methods), self.source.model_type, pruner) if whole else {}
+        evidence = parse_evidence(sorted(self.methods), self.source.model_type, pruner) if whole else {}
         options = {"pruner_params": pruner.params(), "evidence": evidence, "device": "cpu", "dtype": "float32"}
         setup = EncodeSetup(self.source, method, ratio, seed, **options)
         identity = {
@@ -119,7 +119,7 @@ def test_late_and_early_pruning_give_the_same_tokens_bit_for_bit(made, whole, me
         assert (got.n_frames, got.extra) == (expected.n_frames, expected.extra) and not got.evidence
 
 
-class Counted(LatePruning):
+class CacheCounts(LatePruning):
     """Notes the methods that selected."""
 
     seen: ClassVar[list[str]] = []
@@ -131,13 +131,13 @@ class Counted(LatePruning):
 
 def test_a_video_is_read_once_and_selected_from_once_a_method(made, whole):
     methods = ("gstep", "random", "uniform")
-    lates = [Counted(**vars(made.late(whole, method, ratio))) for method in methods for ratio in RATIOS]
-    Counted.seen.clear()
+    lates = [CacheCounts(**vars(made.late(whole, method, ratio))) for method in methods for ratio in RATIOS]
+    CacheCounts.seen.clear()
     videos = VideoMemory(whole, lates)
     first = [videos.get("v", late) for late in lates]
     assert sum(held.seconds > 0 for held in first) == 1  # reading the video
     assert all(videos.get("v", late).visual is held.visual for late, held in zip(lates, first, strict=True))
-    assert Counted.seen == ["gstep", "random", *["uniform"] * len(RATIOS)]
+    assert CacheCounts.seen == ["gstep", "random", *["uniform"] * len(RATIOS)]
     assert videos.get("v", None).visual.tokens.shape[0] == first[0].visual.n_frames * first[0].visual.tokens_per_frame
 
 
@@ -218,7 +218,7 @@ def test_a_thought_is_closed_in_the_prompt_and_in_the_identity_of_the_answers(tm
 def test_a_video_is_read_once_and_few_are_held(tmp_path):
     cache = tiny_cache(tmp_path / "c", ("a", "b", "c"))
     opened = TokenCache(str(cache), store=cache)
-    size = n_bytes(opened.get("a").visual)
+    size = count_bytes(opened.get("a").visual)
     held = VideoMemory(opened, max_bytes=2 * size)
     a, ratio, seconds, warnings = held.get("a")
     assert (ratio, warnings) == (0.25, 0) and seconds > 0

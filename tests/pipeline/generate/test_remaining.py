@@ -8,10 +8,10 @@ from pipeline.errors import QuestionFault, QuestionsChanged
 from pipeline.generate.answers import (
     AnswersTable,
     commit_answers,
-    describe_answered,
     describe_change,
-    refuse_changed,
-    remaining_questions,
+    format_answered,
+    refuse_changed_questions,
+    select_remaining_questions,
     write_answers_header,
 )
 from pipeline.generate.late_pruning import PruningSpec
@@ -42,15 +42,15 @@ def job_of(tmp_path):
     return job
 
 
-def live_of(job):
+def select_live_of(job):
     """The live answers to what a job asks."""
-    return AnswersTable(job.store).live_of(job.questions, job.setup.prunings)
+    return AnswersTable(job.store).select_live_of(job.questions, job.setup.prunings)
 
 
 def unanswered(job):
     """What a job is left to ask."""
     codes, cached = dict.fromkeys(job.setup.prunings), job.forecast.cached
-    return remaining_questions(job.store, live_of(job), job.questions, codes, job.options, cached)
+    return select_remaining_questions(job.store, select_live_of(job), job.questions, codes, job.options, cached)
 
 
 @pytest.fixture
@@ -83,14 +83,14 @@ def test_failed_questions_are_asked_again_on_request_within_their_attempts(job_o
 def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered):
     def said(rows=ROWS, **options):
         job = job_of(rows, **options)
-        return describe_answered(live_of(job), job.n_questions, unanswered(job), job.options)
+        return format_answered(select_live_of(job), job.n_questions, unanswered(job), job.options)
 
     assert said() == [
         "5 of 6 questions have their answers already, 4 of them as errors (--retry-failed asks them again)"
     ]
     assert said(retry_failed=True, max_attempts=2) == [
         "3 of 6 questions have their answers already, 2 of them as errors",
-        "note: they have had their 2 attempts; raise --max-attempts for more",
+        "note: the failed questions have used their 2 attempts; --max-attempts allows more",
     ]
     assert said(ROWS[:1]) == ["1 of 1 questions have their answers already"]
     assert said(ROWS[-1:]) == []
@@ -146,9 +146,9 @@ def test_a_question_that_is_the_same_has_no_difference(job_of):
 
 def test_questions_that_changed_are_named_up_to_five(job_of):
     store = job_of().store
-    refuse_changed([], store)
+    refuse_changed_questions([], store)
     with pytest.raises(QuestionsChanged) as error:
-        refuse_changed([f"{i}: prompt was 'p', is 'q'" for i in range(7)], store)
+        refuse_changed_questions([f"{i}: prompt was 'p', is 'q'" for i in range(7)], store)
     said = str(error.value)
     assert said.startswith(f"7 questions with an answer in {store}") and "name another --out" in said
     assert "\n  4: prompt" in said and "5: prompt" not in said
@@ -198,8 +198,8 @@ def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_jo
 
 def test_rows_under_other_prunings_are_not_counted(grid_job, grid_answers):
     job = grid_job()
-    assert under(live_of(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
-    said = describe_answered(live_of(job), job.n_questions, unanswered(job), job.options)
+    assert under(select_live_of(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
+    said = format_answered(select_live_of(job), job.n_questions, unanswered(job), job.options)
     assert said == ["2 of 6 questions have their answers already, 1 of them as errors (--retry-failed asks them again)"]
 
 
@@ -237,6 +237,6 @@ def test_seconds_of_a_batch_count_once(job_of):
     assert (summary.visual_tokens, summary.prompt_tokens, summary.new_tokens) == (10, 25, 6)
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
     assert summary.n_cut == 1 and "6 tokens generated; 1 answers were cut by max_new_tokens" in str(summary)
-    first = AnswersTable(job.store).live_of(job.questions.slice(0, 1), job.setup.prunings)
+    first = AnswersTable(job.store).select_live_of(job.questions.slice(0, 1), job.setup.prunings)
     part = summarise_answers(first, 1, {("ok", None)}, 2.0)
     assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.listings import expanded
+from pipeline.inputs.listings import expand_braces
 from pipeline.inputs.manifest import read_manifest
 
 PATTERNS = [
@@ -21,12 +21,12 @@ def test_patterns_mean_what_they_mean_to_bash(pattern):
     said = subprocess.run(
         ["bash", "-c", f'printf "%s\\n" s3://b/{pattern}'], capture_output=True, text=True, check=True
     )
-    assert expanded([f"s3://b/{pattern}"]) == said.stdout.splitlines()
+    assert expand_braces([f"s3://b/{pattern}"]) == said.stdout.splitlines()
 
 
 def test_a_pattern_without_end_is_refused():
     with pytest.raises(ManifestError, match="too many names"):
-        expanded(["s3://b/{0..99999999999}.tar"])
+        expand_braces(["s3://b/{0..99999999999}.tar"])
 
 
 def test_several_names_are_listed_one_after_the_other(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs import container
 from pipeline.inputs.container import Container, ContainerOptions, Member
-from pipeline.inputs.forms import FORMS, Containers, fetch_of, spot_of
+from pipeline.inputs.forms import FORMS, Containers, find_member, make_fetch
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.storage import downloads
@@ -39,7 +39,7 @@ def rows(place, column=None, objects=NOWHERE, **more):
 
 
 def spot(row):
-    return spot_of(row["uri"], row["source_offset"], row["size"])
+    return find_member(row["uri"], row["source_offset"], row["size"])
 
 
 def contents(found, objects=NOWHERE):
@@ -131,7 +131,7 @@ def test_ids_and_what_is_carried_may_be_of_any_type_of_text_and_numbers(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("column", "message"), [("film", "no column film; of bytes are video"), ("label", "not bytes")]
+    ("column", "message"), [("film", "no column film; columns of bytes: video"), ("label", "not bytes")]
 )
 def test_a_column_that_holds_no_videos_is_refused(tmp_path, column, message):
     with pytest.raises(ManifestError, match=message):
@@ -153,7 +153,11 @@ def test_a_column_of_paths_makes_a_table_a_manifest(server, tmp_path):
     pq.write_table(pa.table(paths), tmp_path / "t.parquet")
     found = rows(str(tmp_path / "t.parquet"), "clip")
     assert [row["video_id"] for row in found] == paths["clip"]
-    assert [row["uri"] for row in found] == [str(tmp_path / "a.mp4"), str(tmp_path / "b/c.mp4"), "/elsewhere/d.mp4"]
+    assert [row["uri"] for row in found] == [
+        str(tmp_path / "a.mp4"),
+        str(tmp_path / "b/c.mp4"),
+        "/elsewhere/d.mp4",
+    ]
     assert [row["policy"] is None for row in found] == [True, True, False]
     assert [row["source_offset"] for row in found] == [None] * 3 and json.loads(found[0]["manifest"]) == {"label": 1}
     uri = server.upload("c/t.parquet", (tmp_path / "t.parquet").read_bytes())
@@ -199,7 +203,7 @@ def test_tables_of_paths_and_of_bytes_are_refused_together(tmp_path):
     with pytest.raises(ManifestError, match=r"2\.parquet: no column video of paths, which .*1\.parquet has"):
         rows(str(tmp_path), "video")
     (tmp_path / "1.parquet").rename(tmp_path / "3.parquet")
-    with pytest.raises(ManifestError, match=r"3\.parquet: the column video holds string, not bytes; paths are read"):
+    with pytest.raises(ManifestError, match=r"3\.parquet: the column video has string, not bytes; paths are read"):
         rows(str(tmp_path), "video")
 
 
@@ -220,7 +224,7 @@ def test_containers_on_s3_give_the_same_for_few_requests(server, tmp_path):
         assert contents(found, server.objects()) == list(FILES.values())
         # A tar is one request for all of its members; of a table each row group is one.
         assert server.counts()["GET"] <= {"a.tar": 1, "a.zip": 1, "a.parquet": 4}[name], name
-        alone, before = fetch_of(spot(found[7]), server.objects()), server.counts()["GET"]
+        alone, before = make_fetch(spot(found[7]), server.objects()), server.counts()["GET"]
         parts: list[bytes] = []
         alone(parts.append, 2**30)
         assert server.counts()["GET"] - before <= (2 if name == "a.parquet" else 1)
@@ -290,7 +294,7 @@ HOSTILE = {
 def test_what_cannot_be_trusted_gives_the_same_rows_from_a_store(server, tmp_path, monkeypatch, sliced):
     """With slices of 4 KiB a header and carried member may begin in one and end in another."""
     monkeypatch.setattr(container, "_SLICE", sliced)
-    monkeypatch.setattr(container, "_LEAST", min(sliced, 2**14))
+    monkeypatch.setattr(container, "_MIN_READ_BYTES", min(sliced, 2**14))
     for name, data in HOSTILE.items():
         (tmp_path / "a.tar").write_bytes(member("good.mp4", b"good" * 500) + data)
         here = rows(str(tmp_path / "a.tar"))
@@ -310,7 +314,7 @@ def test_a_range_of_any_size_is_one_request_and_never_in_memory_as_a_whole(serve
             parts: list[bytes] = []
             opened.fetch(spot(row), parts.append, 2**30)
             assert b"".join(parts) == files[row["video_id"].removeprefix("a.tar/")]
-            held.append(len(opened._open[1]._ranges[0]._held))
+            held.append(len(opened._open[1]._ranges[0]._buffer))
     assert server.counts() == {"GET": 1} and max(held) < 2**21
 
 

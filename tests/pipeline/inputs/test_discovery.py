@@ -63,7 +63,7 @@ def gate(monkeypatch):
 
 def test_nothing_is_listed_first_and_a_part_is_there_before_the_next_one_is_indexed(tars, tmp_path, gate):
     before, indexing = listed(tars, tmp_path)
-    assert len(before) == 0 and [place.name for place in indexing.left] == ["0.tar", "1.tar", "2.tar"]
+    assert len(before) == 0 and [place.name for place in indexing.unindexed] == ["0.tar", "1.tar", "2.tar"]
     with discovery(indexing) as found:
         parts = found.parts()
         assert ids(next(parts).todo) == []
@@ -71,14 +71,18 @@ def test_nothing_is_listed_first_and_a_part_is_there_before_the_next_one_is_inde
         assert ids(first.todo) == [f"0.tar/{number}.mp4" for number in range(3)]
         assert first.later_bytes == sum((tars / f"{number}.tar").stat().st_size for number in (1, 2))
         sizes = [(tars / f"{number}.tar").stat().st_size for number in range(3)]
-        assert (len(found), found.n_left, found.expected()) == (3, 2, round(3 * sum(sizes) / sizes[0]))
+        assert (len(found), found.n_left, found.estimate_count()) == (
+            3,
+            2,
+            round(3 * sum(sizes) / sizes[0]),
+        )
         assert not found.is_complete
         gate.set()
         assert [ids(part.todo) for part in parts] == [["1.tar/0.mp4", "1.tar/1.mp4"], ["2.tar/0.mp4"]]
-        assert ids(found.all().videos) == ids(found.found().todo) and len(found) == 6 and found.n_left == 0
-        assert found.is_complete and found.expected() == 6 != round(3 * sum(sizes) / sizes[0])
+        assert ids(found.all().videos) == ids(found.list_found().todo) and len(found) == 6 and found.n_left == 0
+        assert found.is_complete and found.estimate_count() == 6 != round(3 * sum(sizes) / sizes[0])
     whole, indexing = listed(tars, tmp_path)
-    assert ids(whole) == ids(found.found().videos) and indexing.left == []  # all indexes were kept
+    assert ids(whole) == ids(found.list_found().videos) and indexing.unindexed == []  # all indexes were kept
 
 
 def test_what_has_a_kept_index_is_known_from_the_start(tars, tmp_path):
@@ -88,10 +92,13 @@ def test_what_has_a_kept_index_is_known_from_the_start(tars, tmp_path):
     write_tar(tars / "3.tar", {"new.mp4": bytes(9)})
     write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
     known, indexing = listed(tars, tmp_path)
-    assert [place.name for place in indexing.left] == ["3.tar"] and "1.tar/changed.mp4" in ids(known)
+    assert [place.name for place in indexing.unindexed] == ["3.tar"] and "1.tar/changed.mp4" in ids(known)
     with discovery(indexing, known=known) as found:
-        assert found.expected() == len(known) + 1 and ids(found.all().todo) == [*ids(known), "3.tar/new.mp4"]
-        assert ids(found.found().videos) == ["3.tar/new.mp4"]
+        assert found.estimate_count() == len(known) + 1 and ids(found.all().todo) == [
+            *ids(known),
+            "3.tar/new.mp4",
+        ]
+        assert ids(found.list_found().videos) == ["3.tar/new.mp4"]
 
 
 def test_a_stop_ends_it_in_mid_container_and_drops_what_is_no_whole_index(tars, tmp_path, gate):
@@ -100,9 +107,9 @@ def test_a_stop_ends_it_in_mid_container_and_drops_what_is_no_whole_index(tars, 
         next(parts := found.parts())
         next(parts)
         threading.Timer(0.2, gate.set).start()
-    assert len(found.found().todo) == 3 and found.n_left == 2 and list(parts) == [] and len(found) == 3
+    assert len(found.list_found().todo) == 3 and found.n_left == 2 and list(parts) == [] and len(found) == 3
     _, indexing = listed(tars, tmp_path)
-    assert "1.tar" in [place.name for place in indexing.left]
+    assert "1.tar" in [place.name for place in indexing.unindexed]
 
 
 def test_what_ends_the_run_is_told_to_whoever_waits(tars, tmp_path):
@@ -131,20 +138,20 @@ def test_containers_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, 
     if beside == "equal names":
         (tmp_path / "x" / "y.mp4").unlink()
     found, indexing = listed(place, tmp_path)
-    assert indexing.left == [] and len(found) == {"one tar": 3, "equal names": 7, "files": 7}[beside]
+    assert indexing.unindexed == [] and len(found) == {"one tar": 3, "equal names": 7, "files": 7}[beside]
 
 
 @pytest.mark.parametrize(("limit", "opened", "beyond"), [(1, 1, 2), (3, 1, 0), (4, 2, 1), (6, 3, 0), (9, 3, 0)])
 def test_a_limit_opens_no_container_behind_its_last_video(tars, tmp_path, limit, opened, beyond):
     _, indexing = listed(tars, tmp_path)
     with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), NONE, limit) as found:
-        assert len(list(found.parts())) == 4 and found.expected() <= limit
+        assert len(list(found.parts())) == 4 and found.estimate_count() <= limit
         assert (len(found), len(found.beyond), found.n_left) == (min(6, limit), beyond, 3 - opened)
     assert len(listed(tars, tmp_path)[0]) == [3, 5, 6][opened - 1]  # no other index was made
 
 
-def limited(place, tmp_path, limit, select=lambda videos: (videos, videos), column=None):
-    known, indexing = listed(place, tmp_path, column, limited=True)
+def has_limit(place, tmp_path, limit, select=lambda videos: (videos, videos), column=None):
+    known, indexing = listed(place, tmp_path, column, has_limit=True)
     assert len(known) == 0
     with Discovery(indexing, NOWHERE, select, known, limit) as found:
         return found.all().todo, found, indexing
@@ -161,20 +168,20 @@ def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypat
 
     monkeypatch.setitem(FORMS, ".tar", Noting)
     path = write_tar(tmp_path / "a.tar", {f"{number:04}.mp4": bytes(number % 7) for number in range(3000)})
-    todo, found, _ = limited(path, tmp_path, 3)
+    todo, found, _ = has_limit(path, tmp_path, 3)
     assert ids(todo) == [f"a.tar/{number:04}.mp4" for number in range(3)]
-    assert len(read) <= 257 and found.n_left == 1 and found.expected() == 3
+    assert len(read) <= 257 and found.n_left == 1 and found.estimate_count() == 3
     assert not (tmp_path / "cache").exists()  # half an index is not kept
 
     def undone(videos):
         return videos, videos.slice(1500)
 
-    todo, found, _ = limited(path, tmp_path, 3, undone)
+    todo, found, _ = has_limit(path, tmp_path, 3, undone)
     assert ids(todo) == [f"a.tar/{number}.mp4" for number in range(1500, 1503)] and found.n_left == 1
     assert len(read) < 3000
-    todo, found, _ = limited(path, tmp_path, 3000)
+    todo, found, _ = has_limit(path, tmp_path, 3000)
     assert len(todo) == 3000 and found.n_left == 0
-    assert len(listed(path, tmp_path, limited=True)[0]) == 3000  # the index is whole, and was kept
+    assert len(listed(path, tmp_path, has_limit=True)[0]) == 3000  # the index is whole, and was kept
 
 
 def test_a_limit_opens_no_table_that_it_does_not_need(tmp_path):
@@ -183,12 +190,12 @@ def test_a_limit_opens_no_table_that_it_does_not_need(tmp_path):
         write_table(tmp_path / f"tables/{number}.parquet", [f"{number}-{part}" for part in range(3)])
     (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
     for limit, left in ((1, 3), (3, 3), (4, 2), (9, 1)):
-        todo, found, indexing = limited(tmp_path / "tables", tmp_path, limit, column="video")
+        todo, found, indexing = has_limit(tmp_path / "tables", tmp_path, limit, column="video")
         assert ids(todo) == [f"{number}-{part}" for number in range(3) for part in range(3)][:limit]
         assert (found.n_left, indexing._n_read) == (left, 4 - left) and indexing.unit == 2
     write_table(tmp_path / "tables/1.parquet", ["1-0", "0-2"])
-    assert len(limited(tmp_path / "tables", tmp_path, 4, column="video")[0]) == 4
-    doubled = limited(tmp_path / "tables", tmp_path, 5, column="video")[0].to_pylist()[-1]
+    assert len(has_limit(tmp_path / "tables", tmp_path, 4, column="video")[0]) == 4
+    doubled = has_limit(tmp_path / "tables", tmp_path, 5, column="video")[0].to_pylist()[-1]
     assert doubled["video_id"] == f"0-2@{doubled['uri']}" and "earlier video has the id 0-2" in doubled["fault"]
 
 
@@ -210,7 +217,7 @@ def test_an_id_that_two_tars_give_is_an_error_row_with_and_without_a_limit(tmp_p
     own = f"0.tar/a.mp4@{places[1]}#a.mp4"
     expected = ["0.tar/a.mp4", "0.tar/b.mp4", "0.tar/c.mp4", own, "1.tar/a.mp4"]
     for limit in (2, 3, 4, 5, 9):  # those before it make and keep indexes
-        known, indexing = listed(places, tmp_path, limited=True)
+        known, indexing = listed(places, tmp_path, has_limit=True)
         with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, limit) as found:
             rows = found.all().todo.to_pylist()
         assert [row["video_id"] for row in rows] == expected[: max(limit, len(known))]
@@ -222,7 +229,7 @@ def test_an_id_that_two_tars_give_is_an_error_row_with_and_without_a_limit(tmp_p
 def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
     p, q, _ = doubled_tars(tmp_path)
     with pytest.raises(ManifestError, match=r"p/0\.tar: it is named 2 times; name it once"):
-        listed([p, q, p], tmp_path, limited=True)
+        listed([p, q, p], tmp_path, has_limit=True)
     write_tar(tmp_path / "q" / "0.tar", {"b.mp4": b"b", "a.mp4": b"a"})
     with pytest.raises(ManifestError, match=r"q/0\.tar: all of its 2 videos have ids of earlier ones, e\.g\. 0\.tar/b"):
         listed([p, q], tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from pipeline.errors import ManifestError
 from pipeline.inputs.container import ContainerOptions
 from pipeline.inputs.indexes import Indexing
-from pipeline.inputs.left_out import MAX_NAMES, LeftOut, say_counts
+from pipeline.inputs.left_out import MAX_NAMES, LeftOut, format_counts
 from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.inputs.manifest import read_manifest
 from pipeline.storage.s3 import Objects
@@ -48,7 +48,7 @@ def test_what_is_carried_is_found_wherever_in_the_tar_it_lies(tmp_path, apart):
     assert indexing.left_out.counts() == {}
     clips = {f"{n}.json": b'{"start": 1, "end": 2}' for n in range(300)}
     path = write_tar(tmp_path / "clips.tar", {**of(*(f"{n}.mp4" for n in range(300))), **clips})
-    options = {"asked": ContainerOptions(clips_from=("start", "end")), "enough": lambda videos: True}
+    options = {"options": ContainerOptions(clips_from=("start", "end")), "enough": lambda videos: True}
     rows, indexing = listed(path, **options)
     assert {(row["start_s"], row["end_s"], row["fault"]) for row in rows.values()} == {(1.0, 2.0, None)}
 
@@ -143,10 +143,10 @@ def test_names_beyond_a_thousand_are_counted_alone():
     for number in range(MAX_NAMES + 5):
         left_out.add("other files", str(number))
     assert len(left_out.as_record()["other files"]["names"]) == MAX_NAMES
-    assert say_counts(left_out.counts()) == "1,005 other files"
+    assert format_counts(left_out.counts()) == "1,005 other files"
     kinds = ("AppleDouble files", "archives beside videos", "json without a video", "other files")
     one = "1 AppleDouble file, 1 archive beside videos, 1 json without a video, 1 other file"
-    assert say_counts(dict.fromkeys(kinds, 1)) == one
+    assert format_counts(dict.fromkeys(kinds, 1)) == one
 
 
 class Raw(zipfile.ZipInfo):
@@ -176,7 +176,7 @@ GBK = NAME.encode("gbk")
 
 def test_names_in_zips_are_what_their_maker_wrote(tmp_path):
     said = []
-    plain, encoded = {"say": said.append}, {"asked": ContainerOptions(zip_encoding="gbk"), "say": said.append}
+    plain, encoded = {"say": said.append}, {"options": ContainerOptions(zip_encoding="gbk"), "say": said.append}
     unicode = NAME.encode(), zlib.crc32(GBK)
     for path, options in (
         (zip_of(tmp_path / "utf8.zip", NAME.encode()), plain),
@@ -191,7 +191,7 @@ def test_names_in_zips_are_what_their_maker_wrote(tmp_path):
     assert GBK.decode("cp437") in rows and "a.mp4" in rows
     (note,) = [line for line in said if line.startswith("note: ")]
     assert "are read as cp437, e.g. " in note and "--zip-encoding gbk" in note
-    wrong = {"asked": ContainerOptions(zip_encoding="ascii")}
+    wrong = {"options": ContainerOptions(zip_encoding="ascii")}
     rows, _ = listed(tmp_path / "two.zip", **wrong)
     (fault,) = [row["fault"] for row in rows.values() if row["fault"]]
     assert rows["a.mp4"]["fault"] is None and "the member's name is not valid ascii" in fault
@@ -202,7 +202,7 @@ def test_another_encoding_makes_the_kept_index_of_a_zip_anew(tmp_path):
     assert NAME not in listed(path, store=store, keeps=True)[0]
     for _ in range(2):
         asked = ContainerOptions(zip_encoding="gbk")
-        assert [*listed(path, store=store, keeps=True, asked=asked)[0]] == [NAME]
+        assert [*listed(path, store=store, keeps=True, options=asked)[0]] == [NAME]
 
 
 def test_a_damaged_table_of_paths_is_named_and_costs_no_other(tmp_path):
@@ -212,17 +212,17 @@ def test_a_damaged_table_of_paths_is_named_and_costs_no_other(tmp_path):
     for damaged in (tmp_path / "0.parquet", tmp_path / "2.parquet"):
         whole = damaged.read_bytes()
         damaged.write_bytes(whole[:-10])
-        rows, _ = listed(tmp_path, asked=ContainerOptions("path"))
+        rows, _ = listed(tmp_path, options=ContainerOptions("path"))
         faults = {row["uri"].partition("#")[0]: row["fault"] for row in rows.values() if row["fault"]}
         assert [*faults] == [str(damaged)] and "the table cannot be read" in faults[str(damaged)]
         assert len(rows) == 4
         damaged.write_bytes(whole)
     damaged.write_bytes(whole[:-10])
     with pytest.raises(ManifestError, match=r"2\.parquet.*cannot be read"):
-        listed(damaged, asked=ContainerOptions("path"))
+        listed(damaged, options=ContainerOptions("path"))
     pq.write_table(pa.table({"path": [1]}), damaged)
     with pytest.raises(ManifestError, match=r"2\.parquet: no column path of paths, which .*0\.parquet has"):
-        listed(tmp_path, asked=ContainerOptions("path"))
+        listed(tmp_path, options=ContainerOptions("path"))
 
 
 # Suffixes -> what FFmpeg is asked to write. Those that are missing here are another writer's names of one of these.

@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import FAULTS, ManifestError
 from pipeline.inputs.archives import Tar
 from pipeline.inputs.container import ContainerOptions, open_container
-from pipeline.inputs.forms import Containers, spot_of
+from pipeline.inputs.forms import Containers, find_member
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.storage.s3 import Objects
@@ -29,7 +29,7 @@ def rows(path, indexing=None):
 def bytes_of(row):
     parts: list[bytes] = []
     with Containers(NOWHERE) as opened:
-        size = opened.fetch(spot_of(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
+        size = opened.fetch(find_member(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
     assert size == len(b"".join(parts))
     return b"".join(parts)
 
@@ -92,7 +92,11 @@ def test_clips_come_from_the_json_where_that_is_asked_for(tmp_path):
     }  # fmt: skip
     found = rows(write_tar(tmp_path / "s.tar", files), CLIPS)
     assert [(row["start_s"], row["end_s"]) for row in found] == [(1.0, 2.5), (None, None), (None, None)]
-    assert [row["fault"] and row["fault"].partition(":")[0] for row in found] == [None, "unsupported", "unsupported"]
+    assert [row["fault"] and row["fault"].partition(":")[0] for row in found] == [
+        None,
+        "unsupported",
+        "unsupported",
+    ]
 
 
 def test_names_that_lead_elsewhere_are_errors(tmp_path):
@@ -204,13 +208,13 @@ def test_an_index_is_kept_and_made_anew_where_the_tar_changed(tmp_path):
         return rows(path, indexing), indexing
 
     first, _ = read()
-    assert len(store.names("sources", ".zlib")) == 1 and not store.taken()
+    assert len(store.names("sources", ".zlib")) == 1 and not store.has_other_files()
     path.chmod(0)
     again, indexing = read(only_known=True)
-    assert again == first and indexing.left == [] and indexing._n_read == 0
+    assert again == first and indexing.unindexed == [] and indexing._n_read == 0
     path.chmod(0o644)
     write_tar(path, {"a.mp4": b"1", "b.mp4": b"2"})
-    assert read(only_known=True)[0] == [] and [place.uri for place in read(only_known=True)[1].left] == [str(path)]
+    assert read(only_known=True)[0] == [] and [place.uri for place in read(only_known=True)[1].unindexed] == [str(path)]
     assert [row["video_id"] for row in read()[0]] == ["a.tar/a.mp4", "a.tar/b.mp4"]
     assert len(store.names("sources", ".zlib")) == 1
     (kept,) = (tmp_path / "cache" / "sources").iterdir()
@@ -244,7 +248,7 @@ def test_a_tar_that_cannot_be_opened_is_a_row(tmp_path):
     os.mkfifo(tmp_path / "b.tar")
     found = rows(tmp_path)
     assert [row["video_id"] for row in found] == ["a.tar/a.mp4", "b.tar"]
-    assert found[1]["fault"].startswith("io: the container cannot be read: not a regular file")
+    assert found[1]["fault"].startswith("io: the archive cannot be read: not a regular file")
 
 
 def test_a_linked_tar_outside_is_refused_like_a_video(tmp_path):

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from pipeline.generate.answers import commit_answers, write_answers_header
-from pipeline.inspect.answers import SHOWN, Answers, answers_report, question_report
+from pipeline.inspect.answers import MAX_SHOWN, Answers, answers_report, question_report
 from pipeline.storage.stores import LocalStore
 
 IDENTITY = {
@@ -50,11 +50,11 @@ def shown(report) -> str:
 
 
 def test_counts_failures_and_the_first_questions_are_shown(tmp_path):
-    rows = [row(f"q{n:02}", target="[/b]") for n in range(SHOWN + 2)]
+    rows = [row(f"q{n:02}", target="[/b]") for n in range(MAX_SHOWN + 2)]
     said = shown(answers_report(Answers.open(stored(tmp_path, *rows, failed("b", target=None)))))
-    assert f"{SHOWN + 2} answered, 1 failed" in said and "hub:x@1" in said and "gstep at 0.25" in said
+    assert f"{MAX_SHOWN + 2} answered, 1 failed" in said and "hub:x@1" in said and "gstep at 0.25" in said
     assert "failed: io" in said and "it cannot be read" in said and "--retry-failed" in said
-    assert "q00" in said and f"q{SHOWN:02}" not in said and "... and 3 more" in said
+    assert "q00" in said and f"q{MAX_SHOWN:02}" not in said and "... and 3 more" in said
     assert next(line for line in said.splitlines() if "q00" in line).split("│")[3:] == [" this       ", " [/b]   "]
 
 

@@ -12,11 +12,11 @@ import torch
 
 from gstep.types import budget_for
 from pipeline import TokenCache
-from pipeline.cache.header import header_bytes
+from pipeline.cache.header import serialise_header
 from pipeline.html_pages import environment
-from pipeline.inspect.page import draw_page, grid_of, tiers_of, video_page, write_page
+from pipeline.inspect.page import draw_page, grid_of, list_tiers, video_page, write_page
 from pipeline.inspect.thumbnails import Pictures, Thumbnails
-from pipeline.prune.decode_stage import decoded_columns
+from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
@@ -136,8 +136,8 @@ def test_temporal_patches_are_drawn_by_their_grid_over_their_first_frames(decode
     store = write_header(tmp_path / "c")
     header = json.loads(store.read("cache.json"))
     header["identity"]["sampling"] = {"num_frames": 7}
-    store.put("cache.json", header_bytes(header))
-    columns = {**decoded_columns(video, 1), "uri": str(decoded[0]), "model_extra": json.dumps({"grid": [5, 9]})}
+    store.put("cache.json", serialise_header(header))
+    columns = {**make_decoding_columns(video, 1), "uri": str(decoded[0]), "model_extra": json.dumps({"grid": [5, 9]})}
     write_shard(store, "run", encoded(VIDEO, random_tokens(0, (4, 45, 16)), 0.25, "gstep", **columns))
     html = video_page(TokenCache(tmp_path / "c"), VIDEO).html
     assert data_of(html)["grid"] == [5, 9] and data_of(html)["frames"] == 4
@@ -154,9 +154,9 @@ def test_temporal_patches_are_drawn_by_their_grid_over_their_first_frames(decode
 
 def test_tiers_end_at_what_is_stored():
     row = {"retention_ratio": 0.3, "nested": True, "n_total": 100, "n_tokens": 30}
-    assert tiers_of(row) == [(0.10, 10), (0.15, 15), (0.20, 20), (0.25, 25), (0.3, 30)]
-    assert tiers_of({**row, "retention_ratio": 0.05, "n_tokens": 5}) == [(0.05, 5)]
-    assert tiers_of({**row, "nested": False}, 0.1) == [(0.3, 30)]
+    assert list_tiers(row) == [(0.10, 10), (0.15, 15), (0.20, 20), (0.25, 25), (0.3, 30)]
+    assert list_tiers({**row, "retention_ratio": 0.05, "n_tokens": 5}) == [(0.05, 5)]
+    assert list_tiers({**row, "nested": False}, 0.1) == [(0.3, 30)]
     assert grid_of({"tokens_per_frame": 196}) == (14, 14) and grid_of({"tokens_per_frame": 195}) is None
     assert grid_of({"tokens_per_frame": 195, "model_extra": {"grid": [13, 15]}}) == (13, 15)
 

@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.inspect.page import video_page
 from pipeline.inspect.thumbnails import Thumbnails, source_pictures
-from pipeline.prune.decode_stage import decoded_columns
+from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
@@ -64,7 +64,7 @@ def test_thumbnails_fit_their_box_and_are_never_enlarged(height, width, size):
 def test_pictures_of_a_folder_of_frames_are_found_again_while_it_is_the_same(tmp_path):
     folder, clip = write_jpegs(tmp_path / "frames_fps3" / "x", 12), {"start_s": 1.0, "end_s": 3.0}
     video = decode_video(DecodeRequest(folder, Sampling(4), Thumbnails(64), **clip))
-    row = {"uri": str(folder), **clip, **decoded_columns(video, 1), "source_offset": None}
+    row = {"uri": str(folder), **clip, **make_decoding_columns(video, 1), "source_offset": None}
     by_time = {"fps": 2.0, "max_frames": 32, "min_frames": 4, "min_rule": "rounded", "time_rule": 2}
     assert len(source_pictures({**row, "frame_indices": [2, 3, 5, 6, 8]}, by_time, Objects()).jpegs) == 5
     pictures = source_pictures(row, {"num_frames": 4}, Objects())

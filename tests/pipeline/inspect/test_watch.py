@@ -55,7 +55,7 @@ def test_it_shows_what_comes_and_ends_with_the_run(store):
         wait_until(lambda: "r1 on " in shown.getvalue() and "is starting" in shown.getvalue(), shown.getvalue)
         with run_file(store):
             wait_until(lambda: "0 of 4 videos" in shown.getvalue(), shown.getvalue)
-            claim.tell(NOW)
+            claim.set_progress(NOW)
             wait_until(lambda: "the bottleneck" in shown.getvalue(), shown.getvalue)
             write_shard(store, "r1", encoded("a", random_tokens(0), 0.25, "gstep"))
             wait_until(lambda: "1 of 4 videos" in shown.getvalue(), shown.getvalue)
@@ -83,7 +83,7 @@ def test_a_log_gets_a_line_each_time(store):
     shown, cache = io.StringIO(), TokenCache(str(store), store=store)
     watcher = threading.Thread(target=lambda: watch(cache, Console(file=shown, width=60), 0.05))
     with Claim(store, "r1", print, heartbeat_s=0.05) as claim, run_file(store):
-        claim.tell(NOW)
+        claim.set_progress(NOW)
         watcher.start()
         for n_done in (0, 1):
             wait_until(lambda: f"{n_done} of 4 videos" in shown.getvalue(), shown.getvalue)  # noqa: B023 - called here

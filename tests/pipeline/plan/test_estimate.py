@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from pipeline.plan.estimate import Cluster, Interval, Prices, Workload, decode_seconds, estimate, mean_of, named_type
-from pipeline.plan.render import rows_of
+from pipeline.plan.estimate import Cluster, Interval, Prices, Workload, decode_seconds, estimate, find_gpu_type, mean_of
+from pipeline.plan.render import list_rows
 
 A100S = Cluster(4, "A100", 48.0)
 PRICED = Prices(gpu_hour=2.0)
@@ -64,13 +64,13 @@ def test_unreadable_videos_cost_their_decoding_alone():
     whole, half = estimate(work(), A100S, PRICED), estimate(work(failed=0.5), A100S, PRICED)
     assert half.output_bytes.expected == whole.output_bytes.expected / 2 and half.gpu_s.low == whole.gpu_s.low / 2
     assert half.decode_core_s == whole.decode_core_s
-    assert "50 % of them unreadable" in dict(rows_of(half))["videos"]
+    assert "50 % of them unreadable" in dict(list_rows(half))["videos"]
 
 
 def test_nothing_to_do_takes_nothing():
     plan = estimate(Workload(videos=0), A100S, PRICED)
     assert (plan.wall_s, plan.bottleneck) == (Interval.exactly(0.0), "nothing")
-    assert "nothing is left to do" in dict(rows_of(plan))["bottleneck"]
+    assert "nothing is left to do" in dict(list_rows(plan))["bottleneck"]
 
 
 def test_the_record_is_json_with_ranges_in_order():
@@ -112,4 +112,4 @@ def test_devices_are_found_by_the_names_that_libraries_give_them():
         "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100-40GB", "NVIDIA_H100": "H100",
         "NVIDIA L4": "L4", "NVIDIA L40S": "L40S", "NVIDIA A10G": "A10G", "NVIDIA GeForce RTX 4090": None,
     }  # fmt: skip
-    assert {name: named_type(name) for name in names} == names
+    assert {name: find_gpu_type(name) for name in names} == names

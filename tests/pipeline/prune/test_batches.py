@@ -14,13 +14,13 @@ from pipeline.errors import VideoFault
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import (
     BUNDLE,
-    WRITTEN,
+    WRITTEN_SCHEMA,
     pack,
-    unit_of,
-    unit_videos,
+    pack_unit,
+    pack_written,
     unpack,
-    written_batch,
-    written_records,
+    unpack_unit,
+    unpack_written,
 )
 from pipeline.rows import VideoRecord, failed_video
 from tests.pipeline.caches import encoded, random_tokens, source_record
@@ -157,11 +157,11 @@ def test_written_records_come_back_without_the_keys_that_were_absent():
         {**record("a"), "n_tokens": 0, "backend_note": "", "row_counts": [1, 2]},
         failed_video(record("bad"), VideoFault("corrupt", "torn")),
     ]
-    batch = written_batch(rows)
-    assert batch.schema.equals(WRITTEN) and batch["status"].to_pylist() == ["ok", "failed"]
-    assert written_records(batch) == rows
-    assert "start_s" not in written_records(batch)[0]  # a null is an absent key
-    assert written_records(written_batch([])) == []
+    batch = pack_written(rows)
+    assert batch.schema.equals(WRITTEN_SCHEMA) and batch["status"].to_pylist() == ["ok", "failed"]
+    assert unpack_written(batch) == rows
+    assert "start_s" not in unpack_written(batch)[0]  # a null is an absent key
+    assert unpack_written(pack_written([])) == []
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_written_records_come_back_without_the_keys_that_were_absent():
         lambda row: pack([VideoItem(record()), VideoItem(row, frames=FRAMES)]),
         lambda row: pack([VideoItem(row, kept())]),
         lambda row: pack([VideoItem(row)]),
-        lambda row: written_batch([record(), row]),
+        lambda row: pack_written([record(), row]),
     ],
 )
 def test_a_key_that_is_no_column_is_refused(make):
@@ -182,5 +182,5 @@ def test_a_unit_holds_its_rows_and_no_others():
     rows = [{"video_id": f"v{number}", "uri": "/v.mp4", "attempts": number, "size": number} for number in range(9)]
     todo = pa.Table.from_pylist(rows, TODO_SCHEMA)
     parts = pa.concat_tables([todo.slice(0, 4), todo.slice(4)])
-    assert unit_videos(unit_of(parts.slice(2, 5))).to_pylist() == todo.slice(2, 5).to_pylist()
-    assert len(unit_of(todo)) == 1 and len(unit_of(todo.slice(0, 1))["videos"][0].as_py()) < 2000
+    assert unpack_unit(pack_unit(parts.slice(2, 5))).to_pylist() == todo.slice(2, 5).to_pylist()
+    assert len(pack_unit(todo)) == 1 and len(pack_unit(todo.slice(0, 1))["videos"][0].as_py()) < 2000

@@ -7,7 +7,7 @@ import pytest
 from jobs.frame.flags import add_flags, from_flags
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.recipe import sampling_of
+from pipeline.prune.recipe import make_sampling
 from pipeline.video.sampling import Sampling
 
 
@@ -23,7 +23,7 @@ def test_flags_are_converted():
     )
     assert (config.videos, config.fps, config.max_frames) == (["v"], 0.5, 8)
     assert config.pruner_params() == {"alpha": "0.3", "radius": "2"}
-    assert sampling_of(config, 768) == Sampling(None, fps=0.5, max_frames=8)
+    assert make_sampling(config, 768) == Sampling(None, fps=0.5, max_frames=8)
 
 
 @pytest.mark.parametrize(

@@ -165,13 +165,13 @@ def test_two_calls_at_a_time_never_compute_at_a_time_and_one_loads_while_the_oth
         return {"encode": encode}
 
     encoder = changed(counting)
-    load = encoder.encoder._loaded
+    load = encoder.encoder._load_frames
 
     def counted_load(frames):
         loaded.release()
         return load(frames)
 
-    monkeypatch.setattr(encoder.encoder, "_loaded", counted_load)
+    monkeypatch.setattr(encoder.encoder, "_load_frames", counted_load)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(lambda name: only(encoder(decoded(name))), name) for name in "ab"]
         records = [call.result()[0] for call in calls]

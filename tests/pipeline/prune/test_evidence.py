@@ -17,7 +17,7 @@ from pipeline.cache.table import VideosTable
 from pipeline.errors import UsageError, VideoFault
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.recipe import evidence_sources
+from pipeline.prune.recipe import parse_evidence
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.checks import check_token_shard
@@ -113,9 +113,9 @@ def test_an_object_store_is_asked_for_nothing_else_either():
 def test_what_is_not_there_is_said(tmp_path):
     evidence_cache(tmp_path / "c", {"v": random_tokens(0, SHAPE)})
     make_cache(tmp_path / "plain", {"v": random_tokens(0)})
-    with pytest.raises(EvidenceNotCached, match=r"of evidence it has none.*--evidence image_embedding"):
+    with pytest.raises(EvidenceNotCached, match=r"it has none.*--evidence image_embedding"):
         TokenCache(tmp_path / "plain").get("v", evidence=["image_embedding"])
-    with pytest.raises(EvidenceNotCached, match=r"no token_key of its tokens .*has image_embedding, token_attention"):
+    with pytest.raises(EvidenceNotCached, match=r"no evidence token_key .*has image_embedding, token_attention"):
         TokenCache(tmp_path / "c").get("v", evidence=["image_embedding", "token_key"])
     store = LocalStore(tmp_path / "c")
     write_shard(store, "other", encoded("w", random_tokens(0, SHAPE), 0.25, "gstep"))
@@ -191,31 +191,29 @@ GSTEP, FASTVID, NONE = (gstep.make_pruner(name) for name in ("gstep", "fastvid",
         (["token_attention"], "llava_onevision", GSTEP, r"last_layer \(.*\) or pooling_head \(.*\): name one"),
         (["token_attention=x"], "llava_onevision", GSTEP, "gives it from last_layer or pooling_head"),
         (["image_embedding"], "llava_onevision", FASTVID, "--pruner fastvid merges tokens"),
-        (["image_embedding"], "qwen3_vl", GSTEP, "qwen3_vl does not give it; none is needed there: methods compare"),
+        (["image_embedding"], "qwen3_vl", GSTEP, "qwen3_vl does not give it; this model needs none: methods compare"),
         (["token_key"], "qwen2_5_vl", GSTEP, "qwen2_5_vl does not give it; models of type llava_onevision do"),
     ],
 )
 def test_what_cannot_be_stored_is_refused(asked, model, pruner, why):
     with pytest.raises(UsageError, match=why):
-        evidence_sources(asked, model, pruner)
+        parse_evidence(asked, model, pruner)
 
 
 def test_what_can_be_stored_is_found_where_it_lies():
     asked = ["image_embedding", "token_attention=last_layer, token_key", "token_attention=pooling_head"]
-    assert evidence_sources(asked, "llava_onevision", GSTEP) == {
+    assert parse_evidence(asked, "llava_onevision", GSTEP) == {
         "image_embedding_single_patches": SINGLE_PATCHES,
         "token_attention_last_layer": LAST_LAYER,
         "token_attention_pooling_head": POOLING_HEAD,
         "token_key_last_layer": LAST_LAYER,
     }
-    assert evidence_sources(["token_attention"], "qwen3_vl", GSTEP) == {
-        "token_attention_merged_queries": MERGED_QUERIES
-    }
-    assert evidence_sources([], "qwen3_vl", FASTVID) == {}
+    assert parse_evidence(["token_attention"], "qwen3_vl", GSTEP) == {"token_attention_merged_queries": MERGED_QUERIES}
+    assert parse_evidence([], "qwen3_vl", FASTVID) == {}
 
 
 def test_methods_name_what_they_look_at():
-    llava = evidence_sources(["gstep,fastvid", "visionzip", "cdpruner,fastv"], "llava_onevision", NONE)
+    llava = parse_evidence(["gstep,fastvid", "visionzip", "cdpruner,fastv"], "llava_onevision", NONE)
     assert llava == {
         "frame_feature_pooling_head": POOLING_HEAD,
         "image_embedding_single_patches": SINGLE_PATCHES,
@@ -223,15 +221,15 @@ def test_methods_name_what_they_look_at():
         "token_attention_pooling_head": POOLING_HEAD,
         "token_key_last_layer": LAST_LAYER,
     }
-    qwen = evidence_sources(["gstep,fastvid,cdpruner,fastv,visionzip"], "qwen2_5_vl", NONE)
+    qwen = parse_evidence(["gstep,fastvid,cdpruner,fastv,visionzip"], "qwen2_5_vl", NONE)
     assert qwen == {"token_attention_merged_queries": MERGED_QUERIES}
     with pytest.raises(UsageError, match="frame_feature is of frames"):
-        evidence_sources(["fastvid"], "llava_onevision", GSTEP)
+        parse_evidence(["fastvid"], "llava_onevision", GSTEP)
 
 
 def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(source, tmp_path):
     """Every method's evidence of LLaVA-OneVision beside all tokens; a name that has two sources must be told apart."""
-    asked = evidence_sources(["fastvid,visionzip"], "llava_onevision", NONE)
+    asked = parse_evidence(["fastvid,visionzip"], "llava_onevision", NONE)
     setup = EncodeSetup(source, "none", 1.0, device="cpu", evidence=asked)
     plain = EncodeSetup(source, "none", 1.0, device="cpu")
     more = setup.bytes_per_video(2, 384, 384) - plain.bytes_per_video(2, 384, 384)

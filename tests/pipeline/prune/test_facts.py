@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.errors import LimitReached, RunFailed
-from pipeline.prune.facts import Facts, video_seconds
+from pipeline.prune.facts import Facts, measure_seconds
 
 GOOD = {
     "status": "ok", "decode_s": 2.0, "encode_s": 0.5, "prune_s": 0.25, "n_tokens": 100, "duration_s": 60.0,
@@ -42,8 +42,8 @@ def test_machines_that_join_count_from_then_on():
 
 
 def test_a_clip_has_the_seconds_between_its_ends():
-    assert video_seconds({"duration_s": 60.0, "start_s": 50.0}) == 10
-    assert video_seconds({"duration_s": 60.0, "end_s": 5.0}) == 5 and video_seconds({}) == 0
+    assert measure_seconds({"duration_s": 60.0, "start_s": 50.0}) == 10
+    assert measure_seconds({"duration_s": 60.0, "end_s": 5.0}) == 5 and measure_seconds({}) == 0
 
 
 def test_the_limit_ends_a_run_at_its_time_and_not_before():
@@ -53,4 +53,4 @@ def test_the_limit_ends_a_run_at_its_time_and_not_before():
     clock.now += 0.2
     with pytest.raises(LimitReached, match=r"--max-hours .* is reached"):
         facts.check_limit()
-    assert facts.reached and issubclass(LimitReached, RunFailed)
+    assert facts.limit_reached and issubclass(LimitReached, RunFailed)

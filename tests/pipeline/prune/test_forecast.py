@@ -19,13 +19,13 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def config_of(folder: Path, **options) -> PruneConfig:
+def make_config(folder: Path, **options) -> PruneConfig:
     options = {"videos": str(folder / "videos"), "out": str(folder / "c"), "model": "tiny", "num_frames": 4, **options}
     return PruneConfig(dtype="float32", **options)
 
 
 def told(folder: Path, **options) -> Forecast:
-    return forecast(config_of(folder, **options), Console(quiet=True))
+    return forecast(make_config(folder, **options), Console(quiet=True))
 
 
 def shown(plan: Forecast) -> str:
@@ -54,7 +54,7 @@ def test_videos_that_are_known_to_fail_are_told_and_take_no_bytes(folder):
     assert f"about {plan.video_bytes:,} a video, {plan.video_bytes:,} in all" in said
     for line in (
         "1 of the 8 may not be read (policy), e.g. link: the path resolves outside",
-        f"2 of the 8 are not there, seen from this machine (io), e.g. gone 1: {folder}/videos/gone.mp4",
+        f"2 of the 8 do not exist on this machine (io), e.g. gone 1: {folder}/videos/gone.mp4",
         "4 of the 8 have a clip that starts before 0 or ends before it starts (unsupported), e.g. back: from 4 s to",
     ):
         assert line in said, said

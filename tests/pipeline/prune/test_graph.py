@@ -16,7 +16,7 @@ from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import build_graph
-from pipeline.prune.resources import BUNDLE_BYTES, PRUNING, Resources, plan_resources
+from pipeline.prune.resources import MAX_BUNDLE_BYTES, PRUNING, Resources, plan_resources
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, RESTARTS, TASK_RETRIES
 from pipeline.storage.stores import LocalStore
@@ -50,8 +50,8 @@ def test_memory_bounds_how_many_decode():
 
 
 def test_small_files_get_no_more_decoders_than_are_worth_their_start():
-    def decoders(files_bytes: float, **asked: int) -> int:
-        return plan_resources(8, 0, 100, files_bytes=files_bytes, **asked).decode.workers
+    def decoders(total_file_bytes: float, **asked: int) -> int:
+        return plan_resources(8, 0, 100, total_file_bytes=total_file_bytes, **asked).decode.workers
 
     assert [decoders(n * 2**20) for n in (0, 1, 4, 5, 17, 10**6)] == [1, 1, 1, 2, 5, 8]
     assert decoders(math.inf) == 8
@@ -60,10 +60,10 @@ def test_small_files_get_no_more_decoders_than_are_worth_their_start():
 
 def test_shards_shrink_to_what_the_object_stores_hold():
     plan = plan_resources(4, 1, 1000)
-    assert plan.fitting(10**12, 10**7, 10**7, 1000).videos_per_shard == 16
-    small = plan.fitting(10**9, 10**7, 26 * 10**6, 1000).videos_per_shard
+    assert plan.fit_to_stores(10**12, 10**7, 10**7, 1000).videos_per_shard == 16
+    small = plan.fit_to_stores(10**9, 10**7, 26 * 10**6, 1000).videos_per_shard
     assert 1 <= small < 16 and small * plan.shards_at_once * 26 * 10**6 <= 10**9 / 2
-    assert plan.fitting(1, 10**7, 10**9, 1000).videos_per_shard == 1
+    assert plan.fit_to_stores(1, 10**7, 10**9, 1000).videos_per_shard == 1
 
 
 FRAME = 384 * 384 * 3
@@ -71,16 +71,17 @@ FRAME = 384 * 384 * 3
 
 def fitted(n_videos: int, frames: int, store_bytes: float = 10**12, cpus: float = 64, gpus: float = 8) -> Resources:
     plan = plan_resources(cpus, gpus, n_videos)
-    return plan.fitting(store_bytes, frames * FRAME, frames * 350_000, n_videos)
+    return plan.fit_to_stores(store_bytes, frames * FRAME, frames * 350_000, n_videos)
 
 
 def test_videos_share_a_bundle_and_a_very_large_one_is_alone():
     sizes = {frames: fitted(10**5, frames).videos_per_bundle for frames in (1, 8, 16, 32, 64, 768)}
     assert sizes == {1: 16, 8: 16, 16: 8, 32: 4, 64: 2, 768: 1}  # 16 make a shard, and shards hold whole bundles
-    assert all(size * frames * FRAME <= BUNDLE_BYTES for frames, size in sizes.items() if size > 1)
+    assert all(size * frames * FRAME <= MAX_BUNDLE_BYTES for frames, size in sizes.items() if size > 1)
     assert fitted(100, 1).videos_per_bundle == 1  # all workers have some
     assert (
-        replace(plan_resources(64, 8, 10**5), videos_per_shard=3).fitting(1e12, FRAME, 1, 10**5).videos_per_bundle == 3
+        replace(plan_resources(64, 8, 10**5), videos_per_shard=3).fit_to_stores(1e12, FRAME, 1, 10**5).videos_per_bundle
+        == 3
     )
 
 
@@ -162,5 +163,9 @@ def test_what_a_worker_has_not_handed_over_is_not_waiting():
     """An encoder that stops before it hands over what it made holds that back: the writers are not to blame."""
     plan = plan_resources(2, 0, 64, videos_per_shard=2)
     assert (plan.decode.workers, plan.encode.workers, plan.videos_per_block, plan.videos_per_shard) == (2, 1, 4, 2)
-    assert [plan.collected(stage, waits=True) for stage in PRUNING.stages] == [1, 5, 4]  # of two calls at a time
-    assert [plan.collected(stage, waits=False) for stage in PRUNING.stages] == [1, 1, 1]
+    assert [plan.min_items_to_start(stage, more_expected=True) for stage in PRUNING.stages] == [
+        1,
+        5,
+        4,
+    ]  # of two calls at a time
+    assert [plan.min_items_to_start(stage, more_expected=False) for stage in PRUNING.stages] == [1, 1, 1]

@@ -7,7 +7,7 @@ from rich.console import Console
 
 import pipeline
 from gstep.backbones import family_of
-from pipeline.cache.header import HEADER, header_bytes
+from pipeline.cache.header import HEADER, serialise_header
 from pipeline.errors import ManifestError, TooManyFailed, UsageError, VideoFault
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.run import PruneRun
@@ -31,7 +31,7 @@ def clips(tmp_path):
     run = PruneRun(PruneConfig(out="c", num_frames=4), Console(quiet=True), paths)
     run.prepare()
     run.store.make()
-    run.store.put(HEADER, header_bytes(run.recipe.header("float32", family_of(run.recipe.source).static())))
+    run.store.put(HEADER, serialise_header(run.recipe.header("float32", family_of(run.recipe.source).static())))
     good = encoded("a.mp4", random_tokens(0, (4, 196, 64)), 0.25, "gstep", uri=str(paths[0]))
     write_shard(run.store, "run", good, encoded_failure("b.mp4", VideoFault("corrupt", "cut"), uri=str(paths[1])))
     return paths

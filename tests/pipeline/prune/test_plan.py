@@ -14,7 +14,7 @@ from jobs import prune
 from pipeline.errors import UsageError
 from pipeline.inputs.archives import Tar
 from pipeline.inputs.forms import FORMS
-from pipeline.plan.render import rows_of
+from pipeline.plan.render import list_rows
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import plan_run
 from tests.gstep.language.test_weights import LLMS
@@ -90,7 +90,7 @@ def test_a_limit_opens_the_tars_that_its_videos_lie_in_and_keeps_no_index(folder
         opened.clear()
     assert not (folder / "c").exists()
     write_tar(folder / "none.tar", {"a.txt": b"no video"})
-    with pytest.raises(UsageError, match="none of the 1 containers holds a video"):
+    with pytest.raises(UsageError, match="none of the 1 archives holds a video"):
         planned(folder, videos=[str(folder / "none.tar")], limit=1)
 
 
@@ -105,7 +105,7 @@ def test_unreadable_videos_are_a_rate(folder):
 
 def test_one_size_only_is_said(folder):
     (folder / "videos" / "c.mp4").unlink()
-    assert "all of them are 96 x 64: nothing is known of other sizes" in planned(folder).notes
+    assert "all of them are 96 x 64: other sizes were not measured" in planned(folder).notes
 
 
 def test_a_corpus_and_cluster_that_are_not_here(tmp_path, capsys, monkeypatch):
@@ -183,7 +183,7 @@ def test_the_table_of_the_page_is_what_plans_of_the_published_models_print(tmp_p
     plan = plan_run(
         PruneConfig(plan=True, model=str(tmp_path), out=str(tmp_path / "c"), **options), Console(quiet=True)
     )
-    shown = dict(rows_of(plan))
+    shown = dict(list_rows(plan))
     (row,) = re.findall(rf"^\| {model} \| 8 \| (.*) \|$", (ROOT / "pipeline/plan/README.md").read_text(), re.MULTILINE)
     wall, bottleneck, gpu_hours, output, cost = row.split(" | ")
     assert (shown["wall time"], shown["output"]) == (wall, output)

@@ -17,7 +17,7 @@ from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import IdentityMismatch
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.recipe import sampling_of
+from pipeline.prune.recipe import make_sampling
 from pipeline.prune.run import PruneRun
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
@@ -95,5 +95,5 @@ def test_the_limit_of_frames_is_the_model_familys():
     defaults = {name: backbone.default_max_frames for name, backbone in BACKBONES.items()}
     assert defaults == {name: 768 if name.startswith("qwen") else 32 for name in defaults}
     assert {32, 768} == set(defaults.values())
-    assert sampling_of(PruneConfig(fps=2.0), 768) == Sampling(None, fps=2.0, max_frames=768)
-    assert sampling_of(PruneConfig(), 768) == Sampling(32)
+    assert make_sampling(PruneConfig(fps=2.0), 768) == Sampling(None, fps=2.0, max_frames=768)
+    assert make_sampling(PruneConfig(), 768) == Sampling(32)

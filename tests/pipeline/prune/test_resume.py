@@ -12,7 +12,14 @@ from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import ManifestCounts, at_hand, remaining, retry_candidates, skipped_lines, unfinished
+from pipeline.prune.resume import (
+    ManifestCounts,
+    format_skipped,
+    select_existing,
+    select_remaining,
+    select_retries,
+    select_unfinished,
+)
 from pipeline.storage.stores import LocalStore
 from pipeline.video.frame_folders import source_state
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
@@ -40,7 +47,7 @@ def live(folder):
 
 
 def left(folder, live, **options) -> dict[str, int]:
-    todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(**options))
+    todo, _ = select_remaining(read_manifest(str(folder)), live, PruneConfig(**options))
     return dict(zip(todo["video_id"].to_pylist(), todo["attempts"].to_pylist(), strict=True))
 
 
@@ -54,26 +61,28 @@ def test_failed_videos_are_tried_again_on_demand(folder, live):
 
 
 def test_a_second_pass_has_what_failed_and_may_be_tried_again(folder, live):
-    todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
-    again = retry_candidates(todo, {"b.mp4": 2, "c.mp4": 1}, 2)
+    todo, _ = select_remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
+    again = select_retries(todo, {"b.mp4": 2, "c.mp4": 1}, 2)
     assert again.schema == TODO_SCHEMA
     assert (again["video_id"].to_pylist(), again["attempts"].to_pylist()) == (["c.mp4"], [2])
-    assert len(retry_candidates(todo, {}, 2)) == 0
+    assert len(select_retries(todo, {}, 2)) == 0
 
 
 def test_what_is_left_of_a_pass_is_what_has_no_row_of_its_attempt(folder, live):
-    todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
+    todo, _ = select_remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
     assert dict(zip(*(todo[name].to_pylist() for name in ("video_id", "attempts")), strict=True)) == {
         "b.mp4": 2,
         "c.mp4": 1,
     }
-    assert unfinished(todo, live, {}).equals(todo)
+    assert select_unfinished(todo, live, {}).equals(todo)
     store = LocalStore(folder / "cache")
     write_shard(store, "later", encoded_failure("b.mp4", VideoFault("crash", "x"), attempts=2))
-    assert unfinished(todo, live.refresh(), {})["video_id"].to_pylist() == ["c.mp4"]
-    assert len(unfinished(todo, live, {"c.mp4": 1})) == 0  # a redo that failed: its row does not count, but is there
+    assert select_unfinished(todo, live.refresh(), {})["video_id"].to_pylist() == ["c.mp4"]
+    assert (
+        len(select_unfinished(todo, live, {"c.mp4": 1})) == 0
+    )  # a redo that failed: its row does not count, but is there
     write_shard(store, "latest", encoded("c.mp4", TOKENS, 0.25, "gstep"))
-    assert len(unfinished(todo, live.refresh(), {})) == 0
+    assert len(select_unfinished(todo, live.refresh(), {})) == 0
 
 
 def test_a_changed_file_is_refused_skipped_or_redone(folder, live):
@@ -114,7 +123,7 @@ def s3_manifest(server, **columns):
 def s3_left(server, live, videos, **options):
     manifest = read_manifest(videos, (), server.objects())
     server.requests.clear()
-    return remaining(manifest, live, PruneConfig(**options), server.objects()).todo["video_id"].to_pylist()
+    return select_remaining(manifest, live, PruneConfig(**options), server.objects()).todo["video_id"].to_pylist()
 
 
 def test_a_listing_tells_sizes_for_nothing(server, s3_live):
@@ -204,9 +213,9 @@ def test_a_file_that_was_missing_is_mended_by_being_there(folder):
     for attempts in (1, 2):
         fail(folder, "b.mp4", attempts)
     manifest, config = read_manifest(str(folder / "m.csv")), PruneConfig(retry_failed=True, max_attempts=2)
-    assert len(remaining(manifest, Ledger(store).refresh(), config).todo) == 0
+    assert len(select_remaining(manifest, Ledger(store).refresh(), config).todo) == 0
     (folder / "b.mp4").write_bytes(b"there")
-    assert remaining(manifest, Ledger(store).refresh(), config).todo["attempts"].to_pylist() == [3]
+    assert select_remaining(manifest, Ledger(store).refresh(), config).todo["attempts"].to_pylist() == [3]
 
 
 def test_videos_that_could_not_be_read_in_earlier_runs_are_named_with_the_remedy(folder, live):
@@ -215,7 +224,7 @@ def test_videos_that_could_not_be_read_in_earlier_runs_are_named_with_the_remedy
 
     def lines(**options) -> str:
         config = PruneConfig(**options)
-        return "\n".join(skipped_lines(remaining(read_manifest(str(folder)), live, config).tally, config))
+        return "\n".join(format_skipped(select_remaining(read_manifest(str(folder)), live, config).tally, config))
 
     live.refresh()
     named = "note: 1 videos failed for infrastructure reasons (I/O) in earlier runs: --retry-failed tries them again"
@@ -232,7 +241,7 @@ def test_what_can_be_tried_again_is_there_now(server, folder):
         *({"video_id": name, "uri": f"{server.uri('x.tar')}#{name}.mp4", "source_offset": 512} for name in "ef"),
     ]
     server.upload("x.tar")
-    again = at_hand(pa.Table.from_pylist(rows, TODO_SCHEMA), server.objects())
+    again = select_existing(pa.Table.from_pylist(rows, TODO_SCHEMA), server.objects())
     assert again["video_id"].to_pylist() == ["a", "c", "e", "f"] and server.counts() == {"HEAD": 3}
 
 
@@ -250,7 +259,7 @@ def test_only_failed_objects_without_attempts_left_cost_a_request_more(server, s
 def test_parts_of_a_manifest_add_up(folder, live, in_the_first_part):
     others = [{"video_id": f"x{i}", "uri": f"/x{i}"} for i in range(ROWS_AT_ONCE - in_the_first_part)]
     manifest = pa.concat_tables([pa.Table.from_pylist(others, MANIFEST_SCHEMA), read_manifest(str(folder))])
-    todo, tally = remaining(manifest.combine_chunks(), live, PruneConfig(retry_failed=True))
+    todo, tally = select_remaining(manifest.combine_chunks(), live, PruneConfig(retry_failed=True))
     rows = todo.select(["video_id", "attempts"]).to_pylist()
     assert rows[len(others) :] == [{"video_id": "b.mp4", "attempts": 2}, {"video_id": "c.mp4", "attempts": 1}]
     assert tally == ManifestCounts(new=len(others) + 1, retried=1, done=1)

@@ -9,21 +9,21 @@ import pytest
 from rich.console import Console
 
 from pipeline import TokenCache
-from pipeline.cache.merging import WAITING
-from pipeline.cache.table import table_files
-from pipeline.cache.token_shard import token_shard_id
+from pipeline.cache.merging import MAX_WAITING_FILES
+from pipeline.cache.table import list_table_files
+from pipeline.cache.token_shard import parse_shard_id
 from pipeline.cache.writer import write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing, NamedContainer
 from pipeline.inputs.named_videos import TODO_SCHEMA
-from pipeline.prune.batches import written_batch
+from pipeline.prune.batches import pack_written
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import Facts
 from pipeline.prune.recipe import PruneStages
-from pipeline.prune.resources import FILES_LOOKED_AT, files_bytes, planned_workers, shortfalls
+from pipeline.prune.resources import MAX_MEASURED_FILES, list_shortfalls, plan_workers, total_file_bytes
 from pipeline.prune.run import PruneRun
 from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.monitor import Monitor
@@ -48,7 +48,7 @@ def setups(device: str, token_bytes: int, frame_bytes: int = 10**6) -> PruneStag
 def test_a_number_of_videos_a_shard_wins_over_its_size():
     def planned(**options):
         cluster = {"CPU": 64.0, "GPU": 8.0, "object_store_memory": 1e12}
-        wanted, _ = planned_workers(PruneConfig(**options), setups("cuda", 11_239_424), cluster, 10**5)
+        wanted, _ = plan_workers(PruneConfig(**options), setups("cuda", 11_239_424), cluster, 10**5)
         return wanted.videos_per_shard
 
     assert (planned(), planned(target_shard_mb=1000), planned(target_shard_mb=1)) == (22, 88, 1)
@@ -59,10 +59,10 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_said():
     def said(cluster_cpus: float, n_videos: int, store_bytes: float = 1e12, **options) -> list[str]:
         config = PruneConfig(**options)
         cluster = {"CPU": cluster_cpus, "object_store_memory": store_bytes}
-        return list(shortfalls(config, *planned_workers(config, setups("cpu", 10**6), cluster, n_videos), n_videos))
+        return list(list_shortfalls(config, *plan_workers(config, setups("cpu", 10**6), cluster, n_videos), n_videos))
 
     assert said(64, 10**4) == said(64, 10**4, decode_workers=4, encode_workers=2) == []
-    assert said(4, 10**4, decode_workers=9) == ["the cluster has room for 4 of --decode-workers 9"]
+    assert said(4, 10**4, decode_workers=9) == ["the cluster fits only 4 of --decode-workers 9"]
     assert said(64, 2, decode_workers=9) == []  # no more than videos are needed
     (note,) = said(64, 10**4, store_bytes=10**8)
     assert note == "shards get 5 videos: more would not fit Ray's object stores"
@@ -70,7 +70,7 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_said():
 
 def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp_path):
     def known(*rows: tuple[str, str | None, int | None]) -> float:
-        return files_bytes(
+        return total_file_bytes(
             pa.Table.from_pylist([dict(zip(("uri", "policy", "size"), row, strict=True)) for row in rows])
         )
 
@@ -81,8 +81,8 @@ def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp
     assert known(local, unlisted) == math.inf
     assert known(local, (str(tmp_path / "of_other_nodes.mp4"), None, None)) == math.inf
     assert known(local, (str(tmp_path), None, None)) == math.inf  # a folder of frames
-    assert known(*[listed] * FILES_LOOKED_AT) == 30 * FILES_LOOKED_AT
-    assert known(*[listed] * (FILES_LOOKED_AT + 1)) == math.inf
+    assert known(*[listed] * MAX_MEASURED_FILES) == 30 * MAX_MEASURED_FILES
+    assert known(*[listed] * (MAX_MEASURED_FILES + 1)) == math.inf
 
 
 @pytest.fixture
@@ -92,33 +92,33 @@ def run(tmp_path) -> PruneRun:
     run.store, run.run_id = write_header(tmp_path / "c"), "run"
     run.monitor, run.run_file = Monitor(run.store, "run", print), RunFile(run.store, {"run_id": "run"})
     run.facts = Facts(0.0)
-    run.hold_header()
+    run.remember_header()
     return run
 
 
 def written(store: LocalStore, *names: str) -> pa.Table:
     videos = [encoded(name, random_tokens(0), 0.25, "gstep") for name in names]
-    return written_batch(write_token_shard(videos, store=store, run_id="run"))
+    return pack_written(write_token_shard(videos, store=store, run_id="run"))
 
 
 def test_a_run_ends_where_its_cache_was_moved_away_and_another_one_begun(run, tmp_path):
     rows = written(run.store, "a")
     run.commit(0, rows)
     (tmp_path / "c").rename(tmp_path / "old")
-    with pytest.raises(RunFailed, match=r"cache\.json is gone since this run began"):
+    with pytest.raises(RunFailed, match=r"cache\.json was deleted during this run"):
         run.commit(1, rows)
     assert not (tmp_path / "c").exists()
     write_header(tmp_path / "c", ratio=0.5)
-    with pytest.raises(RunFailed, match="another cache was begun here"):
+    with pytest.raises(RunFailed, match="another cache was started here"):
         run.commit(1, rows)
     assert not (tmp_path / "c" / "videos").exists() and TokenCache(tmp_path / "old").video_ids == ["a"]
 
 
 def test_many_commits_are_merged_while_the_run_goes_on(run):
-    names = [f"v{number:02}" for number in range(WAITING + 2)]
+    names = [f"v{number:02}" for number in range(MAX_WAITING_FILES + 2)]
     for number, name in enumerate(names):
         run.commit(number, written(run.store, name))
-    levels = [file.level for file in table_files(run.store)]
+    levels = [file.level for file in list_table_files(run.store)]
     assert max(levels) > 0 and TokenCache(run.store.root).video_ids == names
 
 
@@ -127,7 +127,7 @@ def test_the_record_of_a_run_says_what_it_committed(run):
     run.commit(1, written(run.store, "c"))
     run.run_file.save()
     said = json.loads(run.store.read("runs/run.json"))["token_shards"]
-    assert sorted(said) == sorted(map(token_shard_id, run.store.names("tokens", ".parquet")))
+    assert sorted(said) == sorted(map(parse_shard_id, run.store.names("tokens", ".parquet")))
 
 
 def test_the_record_gets_the_number_of_videos_once_it_is_known(run, tmp_path):
@@ -137,18 +137,18 @@ def test_the_record_gets_the_number_of_videos_once_it_is_known(run, tmp_path):
     def take(videos):
         return videos, videos.append_column(attempts, pa.array([1] * len(videos), attempts.type))
 
-    run._todo, run._is_estimated = Discovery(Indexing(left=[place]), Objects(), take, todo), True
+    run._todo, run._is_estimated = Discovery(Indexing(unindexed=[place]), Objects(), take, todo), True
     run.run_file.save(videos=65, estimated=True)
     with run._todo:
         list(run._todo.parts())
-        assert run.give_up(WorkerReport()) is None
+        assert run.find_stop_reason(WorkerReport()) is None
     record = json.loads(run.store.read("runs/run.json"))
     assert (record["videos"], record["estimated"]) == (2, False)
 
 
 def test_a_video_that_failed_and_is_ok_later_counts_once(run):
     bad = [{"video_id": name, "uri": "u", "status": "failed", "attempts": 1, **IO} for name in ("a", "b")]
-    run.commit(0, written_batch(bad))
+    run.commit(0, pack_written(bad))
     assert run.failed == run.retryable == {"a": 1, "b": 1}
     run.commit(1, written(run.store, "a"))
     assert run.failed == {"b": 1}
@@ -161,7 +161,7 @@ def test_videos_that_can_no_longer_be_found_end_the_run(run, tmp_path):
         raise ValueError("they have changed")
 
     place = NamedContainer(str(write_tar(tmp_path / "a.tar", {"a.mp4": b"a"})), "a.tar")
-    with Discovery(Indexing(left=[place]), Objects(), refuse, TODO_SCHEMA.empty_table()) as discovery:
+    with Discovery(Indexing(unindexed=[place]), Objects(), refuse, TODO_SCHEMA.empty_table()) as discovery:
         list(discovery.parts())
         with pytest.raises(RunFailed, match="they have changed"):
-            discovery.expected()
+            discovery.estimate_count()

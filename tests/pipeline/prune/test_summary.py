@@ -145,7 +145,7 @@ def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
         assert summary.remarks == {"hdr": 2, "stretched": 1, "uneven": 2, "shared": 1} and summary.n_warned == 1
         lines = shown(summary)
         for said in (
-            f"5 videos by another decoder than asked, because {missing} (2); ",
+            f"5 videos by another decoder than requested, because {missing} (2); ",
             "warnings 1 videos decoded with warnings (v5): their frames may be damaged",
             "2 videos in HDR (PQ or HLG), 1 videos of pixels that are not square: taken as they are stored",
             "2 videos of unevenly spaced frames, 1 videos whose patches share positions",

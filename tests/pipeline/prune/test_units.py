@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.prune.resources import RANGE_BYTES, units
+from pipeline.prune.resources import MAX_UNIT_BYTES, cut_units
 
 
 def members(sizes, shard="a.tar"):
@@ -25,7 +25,7 @@ def rows_of_a_table(*places):
 
 def cut(videos, workers, most=256, **more):
     """The units, which are checked to be all of the videos, in order."""
-    found = list(units(videos, workers, most, **more))
+    found = list(cut_units(videos, workers, most, **more))
     assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])] and found[-1][1] == len(videos)
     assert all(stop - start > 0 for start, stop in found)
     return found
@@ -43,7 +43,7 @@ def test_units_are_bounded_and_shrink_towards_the_end(workers, bundle, largest):
     for start, stop in found:
         assert stop - start <= 256
         assert (stop - start) % bundle == 0 or stop == len(sizes)
-        assert sum(sizes[start : stop - bundle]) <= min(RANGE_BYTES, sum(sizes[start:]) / (4 * workers))
+        assert sum(sizes[start : stop - bundle]) <= min(MAX_UNIT_BYTES, sum(sizes[start:]) / (4 * workers))
     assert all(stop - start <= bundle for start, stop in found[-workers:])
 
 

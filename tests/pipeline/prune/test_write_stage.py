@@ -6,7 +6,7 @@ from pipeline import TokenCache
 from pipeline.cache.header import made_with
 from pipeline.cache.writer import commit
 from pipeline.errors import VideoFault
-from pipeline.prune.batches import WRITTEN, pack, written_records
+from pipeline.prune.batches import WRITTEN_SCHEMA, pack, unpack_written
 from pipeline.prune.resources import PRUNING
 from pipeline.prune.write_stage import Writer
 from pipeline.runner.heartbeats import Worker
@@ -20,8 +20,8 @@ def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
     good = [encoded(name, random_tokens(i), 0.25, "gstep") for i, name in enumerate("ab")]
     failure = encoded_failure("bad", VideoFault("corrupt", "torn"))
     written = Writer(store, "run").write(pack([good[0], failure]), pack([good[1]]))
-    assert written.schema.equals(WRITTEN)
-    rows = written_records(written)
+    assert written.schema.equals(WRITTEN_SCHEMA)
+    rows = unpack_written(written)
     assert [(row["video_id"], row["status"]) for row in rows] == [("a", "ok"), ("bad", "failed"), ("b", "ok")]
     assert len(store.names("tokens", ".parquet")) == 1 and "token_shard" not in rows[1]
     commit(store, "run", 0, rows, made_with=made_with(store))
@@ -35,7 +35,7 @@ def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
 def test_the_same_videos_again_are_the_same_file(tmp_path):
     store = write_header(tmp_path)
     batch = pack([encoded("a", random_tokens(0), 0.25, "gstep")])
-    first, again = (written_records(Writer(store, "run").write(batch))[0] for _ in range(2))
+    first, again = (unpack_written(Writer(store, "run").write(batch))[0] for _ in range(2))
     assert first["token_shard"] == again["token_shard"] and first["footer_hash"] == again["footer_hash"]
     assert len(store.names("tokens", ".parquet")) == 1
 

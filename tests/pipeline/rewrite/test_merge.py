@@ -8,11 +8,11 @@ import torch
 
 from pipeline import TokenCache
 from pipeline.cache.header import fingerprint
-from pipeline.cache.merging import merge_at_once
+from pipeline.cache.merging import merge_fully
 from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVideo, UsageError, VideoFault
 from pipeline.rewrite import merge as merge_module
 from pipeline.rewrite.merge import merge_caches
-from pipeline.runner.run_record import committed_shards
+from pipeline.runner.run_record import list_committed_shards
 from pipeline.storage.stores import LocalStore, ObjectStore, store_at
 from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
@@ -164,7 +164,7 @@ def test_the_same_command_ends_what_was_stopped_anywhere(two, tmp_path):
             break
     assert allowed > 3
     assert_whole(out, *two)
-    assert len(committed_shards(out)) == 4
+    assert len(list_committed_shards(out)) == 4
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -175,7 +175,7 @@ def test_a_cache_that_is_written_to_meanwhile_is_taken_as_of_one_moment(two, tmp
             write_shard(two[0], "later", encoded("later", random_tokens(9, SHAPE), 0.25, "gstep"))
             say_what_was_committed(two[0])
             if merged:
-                merge_at_once(two[0], fingerprint(TokenCache(two[0].root).identity))
+                merge_fully(two[0], fingerprint(TokenCache(two[0].root).identity))
 
     take = merge_module._take_live_tokens
     monkeypatch.setattr(merge_module, "_take_live_tokens", and_more)

@@ -13,7 +13,7 @@ import torch
 from jobs import recode, reprune
 from pipeline import FailedVideo, TokenCache
 from pipeline.cache.header import read_header
-from pipeline.cache.table import read_file, table_files
+from pipeline.cache.table import list_table_files, read_file
 from pipeline.errors import RemovedVideo, VideoFault
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.moves import remove_videos
@@ -205,6 +205,6 @@ def test_a_kill_at_any_write_doubles_and_loses_nothing(tmp_path, command):
     assert killed > 3
     same(once, now)
     store = LocalStore(tmp_path / "out")
-    rows = [row for file in table_files(store) for row in read_file(store, file, ("video_id",)).to_pylist()]
+    rows = [row for file in list_table_files(store) for row in read_file(store, file, ("video_id",)).to_pylist()]
     assert set(Counter(row["video_id"] for row in rows).values()) == {1}
     assert verified(store).exit_code == 0

@@ -11,10 +11,10 @@ from ray._private.utils import get_ray_address_file
 
 from pipeline.errors import RunFailed
 from pipeline.runner.access import (
-    address_to_join,
     check_answers,
+    describe_startup_failure,
+    find_address,
     set_cluster_token,
-    startup_failure,
     workers_import_this,
 )
 from tests.paths import ROOT
@@ -38,29 +38,29 @@ def left(own_machine):
 
 
 def test_a_cluster_is_joined_where_one_is_named_or_was_started(monkeypatch, left):
-    assert address_to_join() is None
+    assert find_address() is None
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         left(f"{address}\n")
-        assert address_to_join() == address
+        assert find_address() == address
         monkeypatch.setenv("RAY_ADDRESS", "local")
-        assert address_to_join() is None
+        assert find_address() is None
         monkeypatch.setenv("RAY_ADDRESS", f"ray://{address}")
-        assert address_to_join() == f"ray://{address}"
+        assert find_address() == f"ray://{address}"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nowhere.invalid:6379", "[::1]:1"])
 def test_a_cluster_that_does_not_answer_is_told_by_its_address(monkeypatch, left, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(RunFailed, match=r"no Ray cluster answers at .* \(RAY_ADDRESS\): .*or RAY_ADDRESS=local uses"):
-        address_to_join()
+        find_address()
     monkeypatch.delenv("RAY_ADDRESS")
     left(address)
     file = get_ray_address_file(None)
     dead = f"its head has ended without ray stop: delete {file}, or start a head, or RAY_ADDRESS=local"
     remedy = "start its head, or RAY_ADDRESS=local" if "invalid" in address else dead
-    with pytest.raises(RunFailed, match=rf"\(which ray start left in {file}\): .*; {remedy}"):
-        address_to_join()
+    with pytest.raises(RunFailed, match=rf"\(which ray start wrote to {file}\): .*; {remedy}"):
+        find_address()
 
 
 def test_the_token_of_a_cluster_of_ones_own_is_in_the_environment_alone(own_machine):
@@ -83,9 +83,9 @@ def test_why_there_is_no_cluster_is_one_line_with_the_remedy():
             "at h:1 asks for a token that was not given: set RAY_AUTH_MODE=token",
         ),
         (ConnectionError("a\nb"), "h:1", "cannot be joined at h:1: ConnectionError: a b; check the address"),
-        (RuntimeError("The current node timed out during startup."), None, "where the machine is busy, try again"),
+        (RuntimeError("The current node timed out during startup."), None, "if the machine is busy, try again"),
     ):
-        line = startup_failure(error, address)
+        line = describe_startup_failure(error, address)
         assert said in line and "\n" not in line
 
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from pipeline.prune.resources import plan_resources
-from pipeline.runner.cluster import resources_without
+from pipeline.runner.cluster import sum_resources
 from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.watchdog import ClusterChanged, Growth
 from tests.jobs.jobs import environment
@@ -74,7 +74,7 @@ def answers(head: subprocess.Popen[bytes]) -> bool:
 
 @pytest.mark.slow
 def test_an_autoscaling_cluster_is_asked_for_gpus_which_a_new_plan_takes_in(grows):
-    cluster = resources_without(())
+    cluster = sum_resources(())
     assert cluster["GPU"] == 1
 
     encoder = ray.remote(Encoder).options(num_cpus=0, num_gpus=1).remote()  # as the worker of a run holds it
@@ -83,7 +83,7 @@ def test_an_autoscaling_cluster_is_asked_for_gpus_which_a_new_plan_takes_in(grow
 
     def look() -> str:
         time.sleep(1)
-        now = resources_without((), 2)
+        now = sum_resources((), 2)
         try:
             growth.look(BUSY, Speed(2.0, 10_000, 10.0), plan_resources(now["CPU"], now["GPU"], 10_000))
         except ClusterChanged as changed:
@@ -91,7 +91,7 @@ def test_an_autoscaling_cluster_is_asked_for_gpus_which_a_new_plan_takes_in(grow
         return ""
 
     assert wait_until(look, "a node with a GPU").startswith("nodes joined")
-    assert resources_without(())["GPU"] == 2
+    assert sum_resources(())["GPU"] == 2
 
 
 class Encoder:

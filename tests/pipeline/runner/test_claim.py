@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from pipeline.errors import CacheLocked, UsageError
-from pipeline.runner.claim import Claim, holder
+from pipeline.runner.claim import Claim, find_holder
 from pipeline.storage.stores import LocalStore, ObjectStore, Store
 from tests.pipeline.s3 import S3Server
 from tests.waiting import wait_until
@@ -41,13 +41,13 @@ def note_of(store: Store, run_id: str = "r1", **facts: object) -> None:
 
 def test_a_second_run_is_refused_by_name_and_the_first_leaves_nothing(store):
     with Claim(store, "r1", print):
-        found = holder(store)
+        found = find_holder(store)
         assert found is not None and (found["run_id"], found["pid"]) == ("r1", os.getpid())
-        with pytest.raises(CacheLocked, match=rf'"pid": {os.getpid()}, "run_id": "r1".*--join writes beside it'):
+        with pytest.raises(CacheLocked, match=rf'"pid": {os.getpid()}, "run_id": "r1".*--join allows concurrent runs'):
             Claim(store, "r2", print).__enter__()
         with Claim(store, "r3", print, join=True):
             assert len(store.names("runs", ".running")) == 2
-    assert store.names("runs", ".running") == [] and holder(store) is None
+    assert store.names("runs", ".running") == [] and find_holder(store) is None
 
 
 def test_of_two_that_come_together_one_goes_on(store):
@@ -94,9 +94,9 @@ def test_a_note_that_is_no_note_is_told_of_and_forgotten(store):
 
 def test_it_shows_signs_of_life(store):
     with Claim(store, "r1", print, heartbeat_s=BEAT):
-        first = holder(store)
+        first = find_holder(store)
         assert first is not None
-        wait_until(lambda: (holder(store) or first)["beat"] > first["beat"] + 1, "beats")
+        wait_until(lambda: (find_holder(store) or first)["beat"] > first["beat"] + 1, "beats")
 
 
 def claimed(folder: str) -> None:
@@ -122,7 +122,7 @@ def test_a_killed_run_of_this_machine_holds_nobody_up(claimant, tmp_path):
     claimant.kill()
     claimant.join()
     said: list[str] = []
-    assert holder(LocalStore(tmp_path)) is None
+    assert find_holder(LocalStore(tmp_path)) is None
     with Claim(LocalStore(tmp_path), "r2", said.append):
         assert said == [] and not (tmp_path / "runs" / "killed.running").exists()
 
@@ -134,7 +134,7 @@ def shift(note: Path, days: int) -> None:
 
 def test_a_clock_that_jumps_forward_lets_nobody_past_a_run_of_this_machine(claimant, tmp_path):
     shift(tmp_path / "runs" / "killed.running", -1)
-    assert holder(LocalStore(tmp_path)) is not None
+    assert find_holder(LocalStore(tmp_path)) is not None
     with pytest.raises(CacheLocked, match=f'"pid": {claimant.pid}'):
         Claim(LocalStore(tmp_path), "r2", print).__enter__()
 
@@ -159,6 +159,6 @@ def test_a_place_that_takes_nothing_is_refused(tmp_path):
 
 def test_notes_are_nothing_that_takes_a_place(tmp_path):
     with Claim(LocalStore(tmp_path), "r", print):
-        assert not LocalStore(tmp_path).taken()
+        assert not LocalStore(tmp_path).has_other_files()
     (Path(tmp_path) / "runs" / "mine.txt").write_text("x")
-    assert LocalStore(tmp_path).taken()
+    assert LocalStore(tmp_path).has_other_files()

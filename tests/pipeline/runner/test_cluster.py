@@ -21,7 +21,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import plan_resources
-from pipeline.runner.cluster import at_most, choose_device, is_worth_showing, resources_without
+from pipeline.runner.cluster import cap_gpus, choose_device, is_worth_showing, sum_resources
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.jobs.faults import tiny_videos
@@ -71,7 +71,7 @@ def test_gpus_that_join_late_are_waited_for_and_at_most_so_many_are_counted():
             "cpu",
             "bfloat16",
         )  # as the cache has it already
-        assert "on CPUs, in float32, " in said[0] and "on CPUs, in bfloat16, " in said[1]
+        assert "on CPUs in float32, " in said[0] and "on CPUs in bfloat16, " in said[1]
         choose_device(PruneConfig(device="cpu"), "auto", said.append)
         assert len(said) == 2
         with pytest.raises(UsageError, match="--min-gpus 2: the cluster has 0 GPUs after 1 s"):
@@ -81,8 +81,8 @@ def test_gpus_that_join_late_are_waited_for_and_at_most_so_many_are_counted():
             wait_until(lambda: said[-1].endswith("waiting 300 s for 2"), "that it waits")
             add_node(num_cpus=1, num_gpus=2)
             assert settling.result() == ("cuda", "bfloat16")
-        assert [resources_without((), most)["GPU"] for most in (None, 1, 8)] == [2, 1, 2]
-    assert "GPU" not in at_most({"CPU": 4.0}, 2)
+        assert [sum_resources((), most)["GPU"] for most in (None, 1, 8)] == [2, 1, 2]
+    assert "GPU" not in cap_gpus({"CPU": 4.0}, 2)
     for wrong in ({"max_gpus": 0}, {"min_gpus": 4, "max_gpus": 3}):
         with pytest.raises(UsageError, match="--max-gpus must be at least"):
             PruneConfig(**wrong)

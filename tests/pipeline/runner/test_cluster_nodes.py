@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.runner.cluster import failing_nodes
+from pipeline.runner.cluster import find_failing_nodes
 from pipeline.runner.heartbeats import NodeTally
 
 
@@ -19,13 +19,13 @@ from pipeline.runner.heartbeats import NodeTally
     ],
 )
 def test_nodes_that_fail_more_often_than_all_together_are_left_out(decoded, left_out):
-    tried = {"decode": {node: NodeTally(f"host-{node}", *counts) for node, counts in decoded.items()}, "encode": {}}
-    assert failing_nodes(tried) == {node: f"host-{node}" for node in left_out}
+    tallies = {"decode": {node: NodeTally(f"host-{node}", *counts) for node, counts in decoded.items()}, "encode": {}}
+    assert find_failing_nodes(tallies) == {node: f"host-{node}" for node in left_out}
 
 
 def test_a_stage_that_does_well_hides_no_other():
-    tried = {
+    tallies = {
         "decode": {"a": NodeTally("h1", 50, 0), "b": NodeTally("h2", 50, 0)},
         "encode": {"a": NodeTally("h1", 60, 0), "b": NodeTally("h2", 10, 30)},
     }
-    assert failing_nodes(tried) == {"b": "h2"}
+    assert find_failing_nodes(tallies) == {"b": "h2"}

@@ -17,7 +17,7 @@ from rich.console import Console
 from pipeline.errors import CacheLocked, IdentityMismatch, RunFailed, UsageError
 from pipeline.options import RunOptions
 from pipeline.runner import driver, watchdog
-from pipeline.runner.claim import Claim, holder
+from pipeline.runner.claim import Claim, find_holder
 from pipeline.runner.driver import Driver
 from pipeline.runner.heartbeats import Heartbeats, WorkerReport
 from pipeline.runner.run_record import Outcome, RunFile
@@ -59,7 +59,7 @@ class WordRun(Driver[RunOptions, list[str], Outcome]):
         self.reason: str | None = None  # for which a worker gave up
 
     def step(self, name: str) -> None:
-        found = holder(self.place) if self.place.root.is_dir() else None
+        found = find_holder(self.place) if self.place.root.is_dir() else None
         self.steps.append((name, found["run_id"] if found else None))
 
     @property
@@ -74,9 +74,9 @@ class WordRun(Driver[RunOptions, list[str], Outcome]):
         self.step("match")
         self.words = tuple(word.lower() for word in self.words)
 
-    def remaining(self) -> list[str]:
+    def list_remaining(self) -> list[str]:
         self.step("remaining")
-        return self.unfinished(list(self.words))
+        return self.select_unfinished(list(self.words))
 
     def process(self, todo: list[str]) -> None:
         self.step("process")
@@ -87,7 +87,7 @@ class WordRun(Driver[RunOptions, list[str], Outcome]):
     def plan(self, items: list[str]) -> WordPlan:
         return WordPlan(Stage(0, 0, 1, ""))
 
-    def plan_again(self, n_items: int) -> None:
+    def replan(self, n_items: int) -> None:
         return None
 
     def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
@@ -101,7 +101,7 @@ class WordRun(Driver[RunOptions, list[str], Outcome]):
             self.store.put(f"words/{word}", f"{number} {status}".encode())
             self.n_failed += status != "ok"
 
-    def unfinished(self, items: list[str]) -> list[str]:
+    def select_unfinished(self, items: list[str]) -> list[str]:
         return [word for word in items if not self.store.exists(f"words/{word}")]
 
     def summarise(self, todo: list[str], wall_s: float) -> Outcome:
@@ -143,7 +143,7 @@ def test_the_steps_come_in_order_and_all_but_the_first_under_the_claim(tmp_path)
     assert run.steps == [("prepare", None), *((name, "r1") for name in steps)]
     assert (outcome.n_ok, outcome.n_new, outcome.n_new_failed, outcome.n_missing) == (2, 3, 1, 0)
     assert run.on_disk() == {"a": "0 ok", "b": "0 ok", "bad": "1 failed"}  # what match gave
-    assert holder(run.store) is None and "3/3 words, 1 failed" in run.said
+    assert find_holder(run.store) is None and "3/3 words, 1 failed" in run.said
 
 
 def test_the_record_has_the_summary_once_it_is_known(tmp_path):
@@ -181,7 +181,7 @@ def test_a_store_that_fails_ends_the_run_and_frees_the_place(tmp_path, step):
     with pytest.raises(RunFailed, match=r"OSError: .*No space left") as caught:
         run.run()
     assert isinstance(caught.value.__cause__, OSError)
-    assert run.steps[-1][0] == step and holder(run.place) is None
+    assert run.steps[-1][0] == step and find_holder(run.place) is None
 
 
 @pytest.mark.parametrize("refusal", [UsageError("no"), IdentityMismatch("other settings")])
@@ -242,7 +242,7 @@ def test_rows_that_are_missing_fail_the_run(tmp_path):
         def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
             return Words(items[:3], 2)
 
-    with pytest.raises(RunFailed, match="2 of 5 words have no row; run the same command again"):
+    with pytest.raises(RunFailed, match=r"2 of 5 words have no row\. Rerun the command"):
         Losing(tmp_path, *"abcde").run()
 
 
@@ -258,7 +258,7 @@ def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is
     run = WordRun(tmp_path, *"abc", "?", "d")
     with pytest.raises(RunFailed, match=rf"stopped after [02] of 5 words: .*{said}"):
         run.run()
-    assert "stopping: what is done is written first" in run.said and sorted(run.on_disk()) == list("abc")
+    assert "stopping: flushing finished work" in run.said and sorted(run.on_disk()) == list("abc")
 
 
 class Waiting(WordRun):
@@ -274,7 +274,7 @@ class Waiting(WordRun):
         self.graphs += 1
         return Endless(items[:3], 2) if self.graphs == 1 else Words(items, 2)
 
-    def give_up(self, report: WorkerReport) -> str | None:
+    def find_stop_reason(self, report: WorkerReport) -> str | None:
         return self.look() if self.graphs == 1 and len(self.on_disk()) == 2 else None
 
 
@@ -289,7 +289,7 @@ class Endless(Words):
 
 @pytest.fixture
 def looks_often(monkeypatch):
-    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.05)
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
 
 
 def test_what_is_left_is_planned_anew_where_the_cluster_changed(tmp_path, looks_often):
@@ -299,7 +299,7 @@ def test_what_is_left_is_planned_anew_where_the_cluster_changed(tmp_path, looks_
 
     run = Changing(tmp_path, *"abcde")
     assert run.run().n_missing == 0 and run.graphs == 2
-    assert "note: nodes were lost and nothing moves: 2 words are planned anew on those that are there" in run.said
+    assert "note: nodes were lost and nothing moves. Rescheduling 2 words on the current nodes" in run.said
     # What had come out of the first graph was written first; no number of a shard is used again.
     assert run.on_disk() == {"a": "0 ok", "b": "0 ok", "c": "1 ok", "d": "2 ok", "e": "2 ok"}
 

@@ -45,7 +45,7 @@ def test_a_statement_replaces_the_one_before():
     heartbeats.state("decode", worker("b", "h1"), [], ProgressDelta(1, 1))
     reading = heartbeats.read()
     assert reading.inside == {"decode": ["v2 on h2"], "encode": [], "write": []}
-    assert (reading.left["decode"], reading.moves) == (1, 4)
+    assert (reading.n_passed_on["decode"], reading.n_moves) == (1, 4)
 
 
 def test_what_a_worker_held_when_its_process_died_is_known_to_the_next_one():
@@ -74,8 +74,8 @@ def test_deaths_count_by_the_hour_and_not_over_the_run():
     assert heartbeats.start("encode", worker("b")) == 0  # another worker
     said = heartbeats.read().failure
     assert said is not None
-    assert said.startswith(f"{DEATHS + 1} processes of one encode worker died in ")
-    assert said.endswith(" s, the last one on h1 with v9 in hand")
+    assert said.startswith(f"{DEATHS + 1} processes of one encode worker crashed in ")
+    assert said.endswith(" s, the last process on h1 with v9 in hand")
 
 
 @pytest.fixture
@@ -103,23 +103,23 @@ def test_a_worker_says_what_it_holds_and_lets_go_of_it(actor):
     with mine.holding("v1", "v2") as held:
         inside = actor.read()
         assert inside.inside["decode"] == [f"{name} on {socket.gethostname()}" for name in ("v1", "v2")]
-        assert (inside.left["decode"], inside.moves) == (0, 2)
-        held.done(n=2)
+        assert (inside.n_passed_on["decode"], inside.n_moves) == (0, 2)
+        held.release(n=2)
     after = actor.read()
-    assert (after.inside["decode"], after.left["decode"], after.moves) == ([], 2, 4)
+    assert (after.inside["decode"], after.n_passed_on["decode"], after.n_moves) == ([], 2, 4)
 
 
 def test_how_it_went_is_known_by_node(actor):
     mine = Heartbeat("encode", handle(actor))
     for failed in (False, True, None, True):  # None: it came as a failure of another stage
         with mine.holding("v") as held:
-            held.done(failed)
-    actor.state("encode", worker("w2", "h2", "n2"), [], ProgressDelta(done=5))
+            held.release(failed)
+    actor.state("encode", worker("w2", "h2", "n2"), [], ProgressDelta(n_ok=5))
     with pytest.raises(OSError, match="away"), mine.holding("v"):
         raise OSError("away")  # it is tried again here
-    tried = actor.read().tried
-    assert tried["encode"] == {"n1": NodeTally(socket.gethostname(), 1, 2), "n2": NodeTally("h2", 5, 0)}
-    assert tried["decode"] == {}
+    tallies = actor.read().tallies
+    assert tallies["encode"] == {"n1": NodeTally(socket.gethostname(), 1, 2), "n2": NodeTally("h2", 5, 0)}
+    assert tallies["decode"] == {}
 
 
 def test_what_was_held_before_is_held_meanwhile_and_after(actor):
@@ -137,16 +137,16 @@ def test_of_several_items_those_that_are_done_are_let_go_and_told_with_the_last(
     """Except where something went wrong, which may put this worker out of service."""
     mine, here = Heartbeat("decode", handle(actor)), socket.gethostname()
     with mine.holding("v1", "v2", "v3", "v4") as held:
-        held.done(failed=False)
-        assert (actor.read().left["decode"], len(actor.read().inside["decode"])) == (0, 4)
-        held.done(failed=True, made=False)
+        held.release(is_failure=False)
+        assert (actor.read().n_passed_on["decode"], len(actor.read().inside["decode"])) == (0, 4)
+        held.release(is_failure=True, is_result=False)
         reading = actor.read()
         assert reading.inside["decode"] == [f"v3 on {here}", f"v4 on {here}"]
-        assert (reading.left["decode"], reading.made["decode"], reading.moves) == (2, 1, 6)
-        assert reading.tried["decode"]["n1"] == NodeTally(here, 1, 1)
-        held.done(failed=False)
+        assert (reading.n_passed_on["decode"], reading.n_results["decode"], reading.n_moves) == (2, 1, 6)
+        assert reading.tallies["decode"]["n1"] == NodeTally(here, 1, 1)
+        held.release(is_failure=False)
     reading = actor.read()
-    assert (reading.inside["decode"], reading.left["decode"], reading.moves) == ([], 3, 7)
+    assert (reading.inside["decode"], reading.n_passed_on["decode"], reading.n_moves) == ([], 3, 7)
 
 
 def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
@@ -160,8 +160,8 @@ def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
             mine.start()
             assert mine.deaths("v1") == []
             with mine.holding("v1") as held:
-                held.done(failed=True)
-            mine.rest()
+                held.release(is_failure=True)
+            mine.wait_while_excluded()
 
 
 class Clock:
@@ -175,34 +175,34 @@ def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
     clock = Clock()
     heartbeats, bad, good = Heartbeats(STAGES, clock), worker("bad"), worker("good", "h2", "n2")
 
-    def tried(who: Worker, done: int, failed: int) -> None:
-        heartbeats.state("decode", who, [], ProgressDelta(done=done, failed=failed))
+    def tallies(who: Worker, done: int, failed: int) -> None:
+        heartbeats.state("decode", who, [], ProgressDelta(n_ok=done, n_failed=failed))
 
-    tried(bad, 0, RECENT)
-    assert not heartbeats.rests("decode", bad)  # nobody does better
-    heartbeats.state("decode", good, ["its first"], ProgressDelta(moves=1))
-    assert heartbeats.rests("decode", bad)
-    tried(good, RECENT, 0)
-    assert heartbeats.rests("decode", bad) and not heartbeats.rests("decode", good)
-    assert not heartbeats.rests("encode", bad)
+    tallies(bad, 0, RECENT)
+    assert not heartbeats.is_excluded("decode", bad)  # nobody does better
+    heartbeats.state("decode", good, ["its first"], ProgressDelta(n_moves=1))
+    assert heartbeats.is_excluded("decode", bad)
+    tallies(good, RECENT, 0)
+    assert heartbeats.is_excluded("decode", bad) and not heartbeats.is_excluded("decode", good)
+    assert not heartbeats.is_excluded("encode", bad)
     for rest_s in (REST_S, 2 * REST_S, 4 * REST_S):
-        tried(good, 1, 0)
-        assert heartbeats.rests("decode", bad)
+        tallies(good, 1, 0)
+        assert heartbeats.is_excluded("decode", bad)
         clock.now += rest_s - 1
-        tried(good, 1, 0)
-        assert heartbeats.rests("decode", bad)
+        tallies(good, 1, 0)
+        assert heartbeats.is_excluded("decode", bad)
         clock.now += 1
-        assert not heartbeats.rests("decode", bad)  # one more try
-        tried(bad, 0, 1)
-    (named,) = heartbeats.read().out_of_service
+        assert not heartbeats.is_excluded("decode", bad)  # one more try
+        tallies(bad, 0, 1)
+    (named,) = heartbeats.read().excluded_workers
     assert named.startswith("a decode worker on h1: 8 of its last 8 failed")
-    tried(good, 1, 0)
-    assert heartbeats.rests("decode", bad)
+    tallies(good, 1, 0)
+    assert heartbeats.is_excluded("decode", bad)
     clock.now += 11
-    assert not heartbeats.rests("decode", bad)  # the others have nothing left to do
-    tried(good, 1, 0)
-    tried(bad, 2, 0)
-    assert not heartbeats.rests("decode", bad)
+    assert not heartbeats.is_excluded("decode", bad)  # the others have nothing left to do
+    tallies(good, 1, 0)
+    tallies(bad, 2, 0)
+    assert not heartbeats.is_excluded("decode", bad)
 
 
 def test_a_store_that_does_not_answer_workers_is_reported_since_the_first_noticed_until_none_does():
@@ -220,44 +220,44 @@ def test_a_store_that_does_not_answer_workers_is_reported_since_the_first_notice
 def test_files_that_nobody_has_put_nobody_out_of_service():
     heartbeats, workers = Heartbeats(STAGES, Clock()), [worker(name) for name in "abcd"]
     for who in workers:
-        heartbeats.state("decode", who, [], ProgressDelta(done=3, failed=RECENT))
-    assert not any(heartbeats.rests("decode", who) for who in workers)
-    assert (heartbeats.read().out_of_service, heartbeats.read().failing) == ([], ["decode"])
-    heartbeats.state("decode", worker("e"), ["its first"], ProgressDelta(moves=1))
+        heartbeats.state("decode", who, [], ProgressDelta(n_ok=3, n_failed=RECENT))
+    assert not any(heartbeats.is_excluded("decode", who) for who in workers)
+    assert (heartbeats.read().excluded_workers, heartbeats.read().failing) == ([], ["decode"])
+    heartbeats.state("decode", worker("e"), ["its first"], ProgressDelta(n_moves=1))
     assert heartbeats.read().failing == []
 
 
 def test_what_a_lost_node_held_is_nobodys_work():
     clock, living = Clock(), {"n1", "n2"}
     heartbeats = Heartbeats(STAGES, clock, living=lambda: set(living))
-    heartbeats.state("decode", worker("gone", "h2", "n2"), ["v"], ProgressDelta(moves=1))
-    heartbeats.state("decode", worker("a"), [], ProgressDelta(failed=RECENT))
-    assert heartbeats.rests("decode", worker("a")) and heartbeats.read().failing == []
+    heartbeats.state("decode", worker("gone", "h2", "n2"), ["v"], ProgressDelta(n_moves=1))
+    heartbeats.state("decode", worker("a"), [], ProgressDelta(n_failed=RECENT))
+    assert heartbeats.is_excluded("decode", worker("a")) and heartbeats.read().failing == []
     living.remove("n2")
     clock.now += 11
-    heartbeats.state("decode", worker("a"), [], ProgressDelta(failed=1))
-    assert not heartbeats.rests("decode", worker("a")) and heartbeats.read().failing == ["decode"]
+    heartbeats.state("decode", worker("a"), [], ProgressDelta(n_failed=1))
+    assert not heartbeats.is_excluded("decode", worker("a")) and heartbeats.read().failing == ["decode"]
 
 
 def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor):
     answers, asked = iter([True, False]), []
 
-    def rests(stage: str, me: Worker) -> bool:
+    def is_excluded(stage: str, me: Worker) -> bool:
         asked.append((stage, me.name))
         return next(answers)
 
-    mine = Heartbeat("decode", handle_of(actor.state, rests))
-    mine.rest()
+    mine = Heartbeat("decode", handle_of(actor.state, is_excluded))
+    mine.wait_while_excluded()
     with mine.holding("v1") as held:
-        held.done(failed=True)
+        held.release(is_failure=True)
     with mine.holding("v2") as held:
-        held.done()  # not tried here
+        held.release()  # not tried here
     assert asked == []
-    mine.rest()
+    mine.wait_while_excluded()
     assert asked == [("decode", "w1")] * 2
     with mine.holding("v3") as held:
-        held.done(failed=False)
-    mine.rest()
+        held.release(is_failure=False)
+    mine.wait_while_excluded()
     assert len(asked) == 2
 
 
@@ -278,10 +278,10 @@ def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idl
     clock.now += 2
     with mine.holding("v1", "v2") as held:
         clock.now += 3
-        held.done()
+        held.release()
         with mine.holding("v3"):  # of another call
             clock.now += 4
-        held.done()
+        held.release()
     reading = actor.read()
     assert (reading.up_s["encode"], reading.busy_s["encode"]) == (9, 7)
     assert (reading.up_s["decode"], reading.busy_s["decode"]) == (0, 0)
@@ -290,9 +290,9 @@ def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idl
 def test_failures_are_known_by_stage_host_and_class(actor):
     mine, here = Heartbeat("decode", handle(actor)), socket.gethostname()
     with mine.holding("v1", "v2", "v3") as held:
-        held.done(failed=True, made=False, fault="io")
-        held.done(failed=False, made=False, fault="corrupt")
-        held.done(failed=False)
+        held.release(is_failure=True, is_result=False, fault="io")
+        held.release(is_failure=False, is_result=False, fault="corrupt")
+        held.release(is_failure=False)
     actor.state("decode", worker("w2", "h2"), [], ProgressDelta(faults=("io", "io")))
     assert actor.read().faults == {("decode", here, "io"): 1, ("decode", here, "corrupt"): 1, ("decode", "h2", "io"): 2}
 
@@ -302,10 +302,10 @@ def test_processes_that_died_are_named_once_with_what_they_held():
     heartbeats = Heartbeats(STAGES, Clock(), living=lambda: set(living))
     for name, node in (("w1", "n1"), ("w2", "n2"), ("w3", "n2")):
         heartbeats.start("encode", worker(name, node=node))
-    heartbeats.state("encode", worker("w1"), ["v1", "v2"], ProgressDelta(moves=2))
+    heartbeats.state("encode", worker("w1"), ["v1", "v2"], ProgressDelta(n_moves=2))
     heartbeats.start("encode", worker("w1"))
     assert heartbeats.read().deaths == [("encode", worker("w1"), ("v1", "v2"))]
-    heartbeats.state("encode", worker("w2", node="n2"), ["v3"], ProgressDelta(moves=1))
+    heartbeats.state("encode", worker("w2", node="n2"), ["v3"], ProgressDelta(n_moves=1))
     living.remove("n2")
     heartbeats._clock.now += 11
     report = heartbeats.read()
@@ -325,7 +325,7 @@ def test_what_was_in_hand_on_lost_nodes_is_not_blamed_for_them():
     heartbeats = Heartbeats(STAGES, Clock(), living=lambda: set(living))
     for node in ("n1", "n2", "n3"):
         heartbeats.start("encode", worker("a", node, node))
-        heartbeats.state("encode", worker("a", node, node), ["v"], ProgressDelta(moves=1))
+        heartbeats.state("encode", worker("a", node, node), ["v"], ProgressDelta(n_moves=1))
         living.discard(node if node != "n3" else "")
     assert heartbeats.deaths("encode", "v") == []
     heartbeats.start("encode", worker("a", "n4", "n4"))  # a process that died on a node that lives
@@ -347,7 +347,7 @@ class Slow:
         self.held = ExitStack()
 
     def take(self):
-        self.held.enter_context(self.heartbeat.holding("first", "second")).done(failed=False)
+        self.held.enter_context(self.heartbeat.holding("first", "second")).release(is_failure=False)
 
     def end(self):
         """Ray Data ends a worker that has nothing left to do."""
@@ -362,7 +362,7 @@ def test_what_a_slow_worker_is_at_is_known_a_second_later(heartbeats):
     ray.get(worker.take.remote())
     at_the_second = [f"second on {socket.gethostname()}"]
     wait_until(lambda: ray.get(heartbeats.read.remote()).inside["decode"] == at_the_second, "the next statement")
-    assert ray.get(heartbeats.read.remote()).left["decode"] == 1
+    assert ray.get(heartbeats.read.remote()).n_passed_on["decode"] == 1
 
 
 class Dying:
@@ -385,7 +385,7 @@ def test_a_worker_whose_processes_die_again_and_again_is_given_up(heartbeats):
         wait_until(lambda: _begins(worker), "the next process")
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(worker.die.remote())
-    with pytest.raises(ray.exceptions.RayActorError, match="the processes of this write worker die again and again"):
+    with pytest.raises(ray.exceptions.RayActorError, match="the processes of this write worker crash again and again"):
         wait_until(lambda: _begins(worker), "the end")
 
 

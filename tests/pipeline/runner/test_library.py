@@ -10,7 +10,7 @@ import ray
 from ray.data import DataContext
 
 from pipeline.errors import UsageError
-from pipeline.runner.library import console_for, run_here
+from pipeline.runner.library import make_console, run_here
 from pipeline.runner.stages import configure_ray_data
 
 
@@ -58,7 +58,7 @@ def test_runs_beside_each_other_restore_the_process_when_the_last_one_ends(monke
 def test_progress_is_shown_or_told_or_neither(capsys):
     told = []
     for progress in (False, told.append, True):
-        console_for(progress).print("a note")
+        make_console(progress).print("a note")
     assert [one.note for one in told] == ["a note"] and capsys.readouterr().err == "a note\n"
     with pytest.raises(UsageError, match="--progress must be True, False or a function, got 'yes'"):
-        console_for("yes")
+        make_console("yes")

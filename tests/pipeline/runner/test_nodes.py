@@ -5,7 +5,7 @@ import ray
 
 from pipeline.prune.resources import plan_resources
 from pipeline.runner.heartbeats import WorkerReport
-from pipeline.runner.nodes import NodeLog, RayDisk, full_disks
+from pipeline.runner.nodes import NodeLog, RayDisk, find_full_disks
 from tests.pipeline.rays import PLAIN, ray_here
 
 GIB = 2**30
@@ -37,13 +37,13 @@ def test_nodes_that_are_lost_replaced_or_new_are_told_once_with_their_workers(mo
     log.look(report, plan)
     in_place, new = sorted(said[2:], key=lambda line: " in place of " not in line)
     assert in_place.endswith(" in place of host bbbbbb. Workers that wait for a node start there")
-    assert new.endswith(" and has no workers yet. What is left is planned anew if that saves time")
+    assert new.endswith(" and has no workers yet. Unfinished items are rescheduled if that saves time")
     assert {line.split(" joined ")[0] for line in said[2:]} == {"note: node host cccccc", "note: node host dddddd"}
 
 
 def test_a_disk_takes_no_more_than_up_to_rays_limit():
-    assert RayDisk("/t", 10 * GIB, 100 * GIB, 0.95).room == 5 * GIB
-    assert RayDisk("/t", 4 * GIB, 100 * GIB, 0.95).room == 0
+    assert RayDisk("/t", 10 * GIB, 100 * GIB, 0.95).writable_bytes == 5 * GIB
+    assert RayDisk("/t", 4 * GIB, 100 * GIB, 0.95).writable_bytes == 0
     assert str(RayDisk("/t", 4 * GIB, 100 * GIB, 0.95)) == "/t, 96% full"
 
 
@@ -59,6 +59,6 @@ def test_a_disk_takes_no_more_than_up_to_rays_limit():
 def test_a_node_is_full_by_the_limit_that_its_own_ray_has(limit, failed, says):
     env = {"env_vars": {"RAY_local_fs_capacity_threshold": limit}} if limit else {}
     with ray_here({"num_cpus": 1, **env}) if env else ray_here(*PLAIN) as nodes:
-        full = full_disks(spilling_failed=failed)
-        assert full_disks(without=nodes) == {}
+        full = find_full_disks(spilling_failed=failed)
+        assert find_full_disks(without=nodes) == {}
     assert (list(full) == nodes and says in full[nodes[0]]) if says else full == {}

@@ -18,7 +18,7 @@ def test_a_log_gets_lines_even_while_nothing_is_committed():
     with reporter(Console(file=text, width=120), 10, 0.02, PRUNING) as progress:
         wait_until(lambda: text.getvalue().count("\n") >= 3, "three lines")
         progress.advance(3, 1)
-        progress.stages(WorkerReport(made={"decode": 7, "encode": 5, "write": 4}))
+        progress.stages(WorkerReport(n_results={"decode": 7, "encode": 5, "write": 4}))
     lines = text.getvalue().splitlines()
     assert lines[0] == "0/10 videos, 0 failed, no estimate yet"
     assert lines[-1].startswith("4/10 videos, 1 failed, 7 decoded, 5 encoded, ")
@@ -27,7 +27,7 @@ def test_a_log_gets_lines_even_while_nothing_is_committed():
 def test_a_terminal_gets_a_bar():
     text = io.StringIO()
     with reporter(Console(file=text, force_terminal=True, width=120), 10, 30, PRUNING) as progress:
-        progress.stages(WorkerReport(made={"decode": 3, "encode": 2, "write": 0}))
+        progress.stages(WorkerReport(n_results={"decode": 3, "encode": 2, "write": 0}))
         progress.advance(9, 1)
     assert "10/10" in text.getvalue() and "1 failed, 9 decoded, 9 encoded" in text.getvalue()
 
@@ -35,9 +35,9 @@ def test_a_terminal_gets_a_bar():
 def test_a_line_stays_one_line_and_never_says_that_less_was_decoded_than_is_done():
     text = io.StringIO()
     with LineReporter(Console(file=text, width=40), 10_000, 60, PRUNING) as progress:
-        progress.stages(WorkerReport(made={"decode": 5, "encode": 4, "write": 3}))
-        progress.through(1)
-        progress.through(6)
+        progress.stages(WorkerReport(n_results={"decode": 5, "encode": 4, "write": 3}))
+        progress.count_computed(1)
+        progress.count_computed(6)
         progress.advance(6, 1)
     line = r"7/10000 videos, 1 failed, 6 decoded, 6 encoded, \d+\.\d\d videos/s, \d+ s left\n"
     assert re.fullmatch(line, text.getvalue())
@@ -46,7 +46,7 @@ def test_a_line_stays_one_line_and_never_says_that_less_was_decoded_than_is_done
 def test_files_that_cannot_be_read_were_neither_decoded_nor_encoded():
     text = io.StringIO()
     with LineReporter(Console(file=text, width=40), 6, 60, PRUNING) as progress:
-        progress.stages(WorkerReport(made={"decode": 0, "encode": 0, "write": 6}))
+        progress.stages(WorkerReport(n_results={"decode": 0, "encode": 0, "write": 6}))
         progress.advance(0, 6)
     assert text.getvalue() == "6/6 videos, 6 failed, 0 decoded, 0 encoded\n"
 
@@ -55,23 +55,23 @@ def test_rate_and_time_left_are_of_what_came_through_since_the_first_though_noth
     now = 30.0  # the workers have loaded their models by then
     pace = Pace(100, "video", lambda: now)
     assert str(pace) == "no estimate yet"
-    pace.through(1)
+    pace.count_computed(1)
     assert str(pace) == "no estimate yet"
     now = 40.0
-    pace.through(20)
+    pace.count_computed(20)
     assert str(pace) == "2.00 videos/s, 40 s left"
-    pace.done(5)
+    pace.count_written(5)
     assert str(pace) == "2.00 videos/s, 40 s left"
-    pace.through(79)
+    pace.count_computed(79)
     assert str(pace) == ""
 
 
 def test_where_nobody_says_what_came_through_what_is_done_counts():
     now = 0.0
     pace = Pace(11, "file", lambda: now)
-    pace.done(1)
+    pace.count_written(1)
     now = 10.0
-    pace.done(5)
+    pace.count_written(5)
     assert str(pace) == "0.50 files/s, 10 s left"
 
 
@@ -80,8 +80,8 @@ def test_a_function_is_told_numbers_and_notes():
     console = Listening(told.append)
     console.print("note: [a] long one " + "x" * 200, markup=False)
     with reporter(console, 3, 30.0, PRUNING) as progress:
-        progress.stages(WorkerReport(made={"decode": 2, "encode": 1, "write": 0}))
-        progress.stages(WorkerReport(made={"decode": 2, "encode": 1, "write": 0}))  # nothing new
+        progress.stages(WorkerReport(n_results={"decode": 2, "encode": 1, "write": 0}))
+        progress.stages(WorkerReport(n_results={"decode": 2, "encode": 1, "write": 0}))  # nothing new
         progress.advance(1, 1)
         progress.advance(1, 0)
     notes, numbers = [one for one in told if one.note], [one for one in told if not one.note]
@@ -98,7 +98,7 @@ def test_a_function_is_told_numbers_and_notes():
 def test_of_a_run_of_one_stage_its_own_is_told():
     told: list[Progress] = []
     with reporter(Listening(told.append), 2, 30.0, ANSWERING) as progress:
-        progress.stages(WorkerReport(made={"answer": 1}))
+        progress.stages(WorkerReport(n_results={"answer": 1}))
     assert (told[-1].item, dict(told[-1].ahead)) == ("question", {"asked": 1})
 
 

@@ -33,7 +33,7 @@ def of_three(clock: Clock) -> Shards:
 
 
 def given(shards: Shards) -> list[list[str]]:
-    return [shard.rows["id"].to_pylist() for shard in shards.written()]
+    return [shard.rows["id"].to_pylist() for shard in shards.iter_written()]
 
 
 def test_a_shard_is_full_by_its_number_of_items():
@@ -65,22 +65,22 @@ def test_what_has_waited_long_enough_is_a_shard_although_nothing_follows():
     clock.now = 178.0
     assert given(shards) == []
     clock.now = 179.0
-    assert given(shards) == [["c"]] and not shards.unwritten
+    assert given(shards) == [["c"]] and not shards.has_unwritten
 
 
 def test_a_shard_whose_commit_was_interrupted_is_given_again_under_its_number():
     shards = of_three(Clock())
     shards.take(batch("a", "b", "c"))
-    interrupted = shards.written()
+    interrupted = shards.iter_written()
     first = next(interrupted)
     assert (first.number, first.rows["id"].to_pylist()) == (0, ["a", "b", "c"])
     interrupted.close()
-    assert shards.unwritten
+    assert shards.has_unwritten
     shards.take(batch("d"))
-    (again, other) = shards.rest(within_s=60)
+    (again, other) = shards.iter_last(within_s=60)
     assert again.number == 0 and again.rows.equals(first.rows)
     assert (other.number, other.rows["id"].to_pylist()) == (1, ["d"])
-    assert not shards.unwritten
+    assert not shards.has_unwritten
 
 
 class Gated:
@@ -111,11 +111,11 @@ def test_no_more_is_taken_than_writers_have_to_do_and_one_that_is_killed_loses_n
             for number in range(6):  # a shard that is written, one that is next, and one that waits for its place
                 assert shards.has_room()
                 shards.take(GraphOutput([ray.put(batch(f"v{number}").tables[0])], 1))
-            assert not shards.has_room() and list(shards.written(wait_s=0)) == []
+            assert not shards.has_room() and list(shards.iter_written(wait_s=0)) == []
             (writer,) = shards._writers
             ray.kill(writer, no_restart=False)
             gate.touch()
-            done = sorted(shards.rest(within_s=60), key=lambda shard: shard.number)
+            done = sorted(shards.iter_last(within_s=60), key=lambda shard: shard.number)
         assert sorted(name for shard in done for name in shard.rows["id"].to_pylist()) == [f"v{n}" for n in range(6)]
         assert done[-1].number == 2
         wait_until(lambda: has_ended(writer), "the writer's end")  # which the end of the block asked for
@@ -132,12 +132,12 @@ def test_shards_that_are_written_meanwhile_are_committed_together_and_again_afte
             for gate in gates:
                 gate.touch()
             ray.wait(list(shards._writing), num_returns=4, timeout=60)
-            interrupted = shards.written()
+            interrupted = shards.iter_written()
             first = next(interrupted)
             assert (first.number, sorted(first.rows["id"].to_pylist())) == (3, ["v0", "v1", "v2", "v3"])
             interrupted.close()  # the driver was interrupted in its commit
-            (again,) = shards.rest(within_s=60)
-            assert again.rows.equals(first.rows) and not shards.unwritten
+            (again,) = shards.iter_last(within_s=60)
+            assert again.rows.equals(first.rows) and not shards.has_unwritten
 
 
 def gated(gate: Path):

@@ -38,7 +38,7 @@ def taken(items, timeout_s: float = 10) -> list:
     """What a fetcher hands over until its iterator ends."""
     with Fetcher(iter(items)) as fetcher:
         found = []
-        while not fetcher.ended:
+        while not fetcher.is_at_end:
             found.append(fetcher.next(timeout_s))
     assert found.pop() is None
     return found
@@ -51,7 +51,7 @@ def test_every_item_comes_in_order():
 def test_a_wait_ends_while_nothing_comes():
     with Fetcher(endless("a")) as fetcher:
         assert fetcher.next(10) == "a"
-        assert [fetcher.next(0.01) for _ in range(3)] == [None] * 3 and not fetcher.ended
+        assert [fetcher.next(0.01) for _ in range(3)] == [None] * 3 and not fetcher.is_at_end
     assert not threads()
 
 
@@ -94,12 +94,12 @@ def stalled(dataset, plan, n_videos, heartbeats, reached: Callable[[WorkerReport
     def look() -> None:
         if not reached(ray.get(heartbeats.read.remote())):
             assert time.monotonic() < deadline, "the graph never came so far"
-            watchdog.moved()
+            watchdog.record_movement()
         watchdog.read()
         watchdog.check()
 
     with pytest.raises(RunFailed) as failed:
-        rows_of(dataset, look, watchdog.every_s, watchdog.moved)
+        rows_of(dataset, look, watchdog.every_s, watchdog.record_movement)
     return str(failed.value)
 
 
@@ -115,7 +115,7 @@ def test_a_cluster_without_room_is_named(heartbeats, tmp_path):
 def test_a_missing_gpu_is_named(heartbeats, tmp_path):
     plan = plan_resources(1, 1, 8)
     dataset = graph_of(8, plan, tmp_path, heartbeats=heartbeats)
-    why = stalled(dataset, plan, 8, heartbeats, lambda reading: reading.left["decode"] == 8)
+    why = stalled(dataset, plan, 8, heartbeats, lambda reading: reading.n_passed_on["decode"] == 8)
     assert "encode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
     assert f"the plan needs {plan.cpus:g} and 1" in why
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.serve import CONFIG
 from pipeline.serve.gate import KEY, VIDEOS, RequestGate
-from pipeline.serve.prompts import ServedCache, prompts_of
+from pipeline.serve.prompts import ServedCache, find_prompts
 from tests.pipeline.asking import tiny_cache
 
 
@@ -73,7 +73,7 @@ class Server:
 def cache(tmp_path):
     tiny_cache(tmp_path / "c", ("a",))
     yield tmp_path / "c"
-    prompts_of.cache_clear()
+    find_prompts.cache_clear()
 
 
 def with_server(cache, use, **limits):

@@ -9,7 +9,7 @@ import torch
 from gstep.backbones import ModelSource
 from pipeline import TokenCache
 from pipeline.errors import UnknownVideo, UsageError
-from pipeline.generate.prompts import n_bytes
+from pipeline.generate.prompts import count_bytes
 from pipeline.serve.prompts import CachedPrompts, CacheLink, ServedCache
 from pipeline.serve.videos import StoreAway, TooLarge, VideoGone
 from tests.pipeline.asking import tiny_cache
@@ -55,7 +55,7 @@ def test_a_video_that_the_engine_has_no_room_for_names_the_remedies(cache):
     n_tokens = prompts.builder.n_visual([videos[0].visual])
     assert n_tokens == prompts.largest_video == 50  # 49 and the newline
     prompts.prompt(conversation, videos, n_tokens)
-    with pytest.raises(TooLarge, match=r"'a' has 50 tokens .* room for 49 at .*: restart the server.*retention_ratio"):
+    with pytest.raises(TooLarge, match=r"'a' has 50 tokens .* memory for 49: restart the server.*retention_ratio"):
         prompts.prompt(conversation, videos, n_tokens - 1)
 
 
@@ -170,7 +170,7 @@ def test_a_video_that_was_added_since_is_found_after_a_while(cache):
 
 def test_videos_that_were_asked_about_long_ago_are_let_go(cache):
     one = served(cache).find(CacheLink("a")).result()
-    prompts = served(cache, held_bytes=n_bytes(one.visual))
+    prompts = served(cache, held_bytes=count_bytes(one.visual))
     first = prompts.find(CacheLink("a")).result()
     assert prompts.find(CacheLink("a")).result() is first
     prompts.find(CacheLink("dir/b.mp4")).result()

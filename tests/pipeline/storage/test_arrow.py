@@ -29,10 +29,10 @@ def store(tmp_path) -> ObjectStore:
 
 
 def test_what_is_put_is_read_listed_and_deleted(store):
-    assert not store.taken()
+    assert not store.has_other_files()
     store.put("videos/b", b"hello")
     store.put("videos/a", b"")
-    assert store.listed("videos") == [FileInfo("videos/a", 0), FileInfo("videos/b", 5)] and store.taken()
+    assert store.list_files("videos") == [FileInfo("videos/a", 0), FileInfo("videos/b", 5)] and store.has_other_files()
     assert (store.read("videos/a"), store.read("videos/b")) == (b"", b"hello")
     assert store.read_slice("videos/b", -3) == (b"llo", 5) and store.read_slice("videos/b", 1, 3) == (b"el", 5)
     assert store.read_slice("videos/a", -3) == (b"", 0)

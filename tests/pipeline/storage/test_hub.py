@@ -18,7 +18,7 @@ _READ = """
 import hashlib, json, sys
 from pipeline.errors import UsageError
 from pipeline.inputs.container import ContainerOptions
-from pipeline.inputs.forms import Containers, spot_of
+from pipeline.inputs.forms import Containers, find_member
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.storage.hub import reach
@@ -33,7 +33,7 @@ except UsageError as error:
     print(json.dumps({"error": str(error)}))
     sys.exit()
 digests = {}
-spots = [spot_of(row["uri"], row["source_offset"], row["size"]) for row in rows]
+spots = [find_member(row["uri"], row["source_offset"], row["size"]) for row in rows]
 with Containers(objects, spots) as opened:
     for row, spot in zip(rows, spots):
         parts = []

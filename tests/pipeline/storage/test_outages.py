@@ -6,7 +6,7 @@ import time
 import pytest
 
 from pipeline.storage import outages, s3
-from pipeline.storage.outages import OUTAGES, Outage, Outages, saying_outages
+from pipeline.storage.outages import OUTAGES, Outage, Outages, announce_outages
 from tests.pipeline.flaky import FlakyProxy
 from tests.pipeline.s3 import REGION, S3Server
 
@@ -24,44 +24,44 @@ def lines() -> tuple[Outages, list[str]]:
 def test_an_outage_is_said_once_and_its_end_too(lines):
     noted, said = lines
     for _ in range(5):
-        noted.failed(OLD)
+        noted.note_failure(OLD)
     assert noted.report() == (OLD,) and len(said) == 1
     assert said[0].startswith("note: the store s3://b fails since 2") and "(503 SlowDown)" in said[0]
     for _ in range(2):
-        noted.answered("s3://b")
+        noted.note_answer("s3://b")
     assert noted.report() == () and len(said) == 2 and "s3://b answers again, after " in said[1]
 
 
 def test_a_busy_moment_is_not_spoken_of(lines):
     noted, said = lines
-    noted.failed(OLD._replace(since=time.time()))
-    noted.answered("s3://b")
+    noted.note_failure(OLD._replace(since=time.time()))
+    noted.note_answer("s3://b")
     assert (said, noted.report()) == ([], ())
 
 
 def test_an_outage_that_workers_and_driver_notice_is_one(lines):
     noted, said = lines
     noted.take_reports([OLD, OLD._replace(why="ReadTimeoutError")])
-    noted.failed(OLD)
+    noted.note_failure(OLD)
     noted.take_reports([])
     assert len(said) == 1
-    noted.answered("s3://b")
+    noted.note_answer("s3://b")
     assert len(said) == 2
 
 
 def test_an_outage_before_a_run_is_not_the_runs():
-    OUTAGES.failed(OLD)
+    OUTAGES.note_failure(OLD)
     said: list[str] = []
-    with saying_outages(said.append):
+    with announce_outages(said.append):
         OUTAGES.take_reports([])
     assert said == []
 
 
 def test_a_request_waits_for_a_store_that_comes_back_and_says_so(monkeypatch):
     monkeypatch.setattr(s3, "_MAX_DELAY_S", 0.02)
-    monkeypatch.setattr(outages, "NOTED_S", 0.0)
+    monkeypatch.setattr(outages, "MIN_OUTAGE_S", 0.0)
     said: list[str] = []
-    with S3Server() as server, FlakyProxy(server) as proxy, saying_outages(said.append):
+    with S3Server() as server, FlakyProxy(server) as proxy, announce_outages(said.append):
         uri, objects = server.upload("a", b"there"), proxy.objects()
         for kind in (503, "cut"):
             fault = proxy.fail("GET", f"/{kind}", kind, 15)  # more often than botocore would ask

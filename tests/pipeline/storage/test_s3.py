@@ -271,7 +271,7 @@ def test_credentials_that_expire_are_asked_for_again(server, monkeypatch):
         proxy.expired = "of this morning"
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         for ask in (objects.read, lambda uri: objects.put(uri, b"two")):
-            with pytest.raises(OSError, match=r"ExpiredToken.*run the same command again with new credentials"):
+            with pytest.raises(OSError, match=r"ExpiredToken.*rerun the command with new credentials"):
                 ask(uri)
         for name, value in {**server.environment(), "AWS_SESSION_TOKEN": "of this noon"}.items():
             monkeypatch.setenv(name, value)

@@ -64,7 +64,7 @@ def test_a_folder_is_listed_while_another_process_writes_to_it(tmp_path):
     listings: list[list[FileInfo]] = []
 
     def both_seen() -> bool:
-        listings.extend(store.listed("d") for _ in range(1000))
+        listings.extend(store.list_files("d") for _ in range(1000))
         return any(len(found) > 1 for found in listings)
 
     try:
@@ -125,21 +125,21 @@ def test_a_folder_whose_inode_number_changes_is_the_same_folder(tmp_path, monkey
     (tmp_path / "c").rename(tmp_path / "old")
     os.utime(tmp_path / "old", (1, 1))
     store.make()
-    with pytest.raises(FileNotFoundError, match="another one took its place"):
+    with pytest.raises(FileNotFoundError, match="replaced by another folder"):
         store.put("c", b"x")
     assert [path.name for path in tmp_path.glob("*/*")] in (["a", "b"], ["b", "a"])
 
 
 def test_threads_that_write_at_once_hold_one_descriptor(tmp_path, monkeypatch):
     """Two that opened the root at once closed each other's descriptor, whose number another file may have by then."""
-    opened, real = [], stores._HeldFolder
+    opened, real = [], stores._OpenFolder
 
     def slow(folder):
         opened.append(folder)
         time.sleep(0.05)
         return real(folder)
 
-    monkeypatch.setattr(stores, "_HeldFolder", slow)
+    monkeypatch.setattr(stores, "_OpenFolder", slow)
     store = LocalStore(tmp_path / "c")
     store.make()
     with ThreadPoolExecutor(8) as pool:

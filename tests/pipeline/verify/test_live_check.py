@@ -10,7 +10,7 @@ from pipeline import TokenCache
 from pipeline.cache.writer import KeptTokens
 from pipeline.errors import UsageError
 from pipeline.storage.s3 import Objects
-from pipeline.verify.live_check import LiveCheck, compare, config_of_run, suspicion
+from pipeline.verify.live_check import LiveCheck, compare, read_run_config, suspicion
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 
 TOKENS = random_tokens(0)
@@ -71,7 +71,7 @@ def test_nothing_in_common_and_another_size_are_told(stored):
 def test_options_of_a_run_that_are_none_here_are_left_out(tmp_path, stored):
     cache = TokenCache(tmp_path)
     run = {"config": {"pruner": "uniform", "decoder": "not_here:Mine", "device": "cuda", "of_later": 1}}
-    config = config_of_run(cache, run, "tiny")
+    config = read_run_config(cache, run, "tiny")
     assert (config.pruner, config.decoder, config.device, config.model) == ("uniform", "auto", "auto", "tiny")
     assert config.out == str(tmp_path)
 

@@ -59,8 +59,8 @@ class Growing(LocalStore):
         super().__init__(root)
         self.late = 2
 
-    def listed(self, folder: str) -> list[FileInfo]:
-        return super().listed(folder)[self._lacking(folder) :]
+    def list_files(self, folder: str) -> list[FileInfo]:
+        return super().list_files(folder)[self._lacking(folder) :]
 
     def names(self, folder: str, suffix: str) -> list[str]:
         return super().names(folder, suffix)[self._lacking(folder) :]

@@ -14,7 +14,7 @@ from pipeline import TokenCache
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import write_parquet
-from pipeline.cache.table import small_name
+from pipeline.cache.table import make_small_name
 from pipeline.errors import RunFailed, UsageError, VideoFault
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore, ObjectStore
@@ -118,7 +118,7 @@ def test_an_earlier_attempt_does_not_come_back_for_a_row_without_a_token_shard(s
     row = {**table.to_pylist()[0], "token_shard": None}
     data = write_parquet(table.from_pylist([row], schema=table.schema))
     file.unlink()
-    store.put(small_name("videos", "run2", 0, data), data)
+    store.put(make_small_name("videos", "run2", 0, data), data)
     verified(store, repair=True, keep=NOW)
     assert_same_without(store.root, whole, {"f"})
 
@@ -287,7 +287,7 @@ def test_the_same_on_s3(server, whole):
     store = ObjectStore(server.uri("repair"), server.objects())
     local = LocalStore(whole)
     for folder in ("", "tokens", "videos"):
-        for file in local.listed(folder):
+        for file in local.list_files(folder):
             store.put(file.name, local.read(file.name))
     name = TokenCache(str(store), store=store).metadata("a")["token_shard"]
     store.put(name, store.read(name)[:-20])

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from pipeline.errors import VideoFault
-from pipeline.video.containers import missing_bytes, sniff
+from pipeline.video.containers import count_missing_bytes, sniff
 from tests.pipeline.videos import write_clip
 
 CLIPS = {
@@ -93,10 +93,10 @@ def test_a_cut_off_file_is_told_by_its_own_lengths(name, tmp_path):
         muxer_options={"movflags": flags} if flags else None,
     )
     data, demuxer = path.read_bytes(), sniff(path)
-    assert missing_bytes(path, demuxer) == 0
+    assert count_missing_bytes(path, demuxer) == 0
     cut = len(data) * 6 // 10
     path.write_bytes(data[:cut])
-    missing = missing_bytes(path, demuxer)
+    missing = count_missing_bytes(path, demuxer)
     assert 0 < missing <= len(data) - cut  # a later box of an MP4 is not known to lack
     path.write_bytes(data + b"appended to the file")
-    assert missing_bytes(path, demuxer) == 0
+    assert count_missing_bytes(path, demuxer) == 0

@@ -80,13 +80,13 @@ def zeroed(path: Path, into: Path, first: int, stop: int) -> Path:
     return into
 
 
-def decoded(path: Path, *clip: float, num_frames: int = 8, **options) -> DecodedVideo:
+def decode_frames(path: Path, *clip: float, num_frames: int = 8, **options) -> DecodedVideo:
     return decode_video(DecodeRequest(path, Sampling(num_frames), KeepSize(), *clip, **options))
 
 
-def fault_of(path: Path, *clip: float, **options) -> VideoFault:
+def convert_error(path: Path, *clip: float, **options) -> VideoFault:
     with pytest.raises(VideoFault) as caught:
-        decoded(path, *clip, **options)
+        decode_frames(path, *clip, **options)
     return caught.value
 
 
@@ -102,18 +102,18 @@ def assert_true_frames(video: DecodedVideo) -> None:
 @pytest.mark.parametrize("name", CLIPS)
 def test_without_its_last_40_percent(name, clips, tmp_path):
     path = zeroed(clips(name), tmp_path / name, 60, COUNT)
-    before = decoded(path, 0.0, 2.0)
+    before = decode_frames(path, 0.0, 2.0)
     assert_true_frames(before)
     assert before.timestamps[-1] > 1.8
     for clip in ((), (2.8, 3.8), (3.2, 3.9)):
-        fault = fault_of(path, *clip)
+        fault = convert_error(path, *clip)
         assert (fault.fault_class, fault.retryable) == ("corrupt", False), (clip, fault.message)
         assert "the file is damaged" in fault.message
     if CLIPS[name].lists:
         assert re.search(
-            r"do not decode: the file is damaged from 2\.[0-4]\d s to [34]\.\d\d s", fault_of(path).message
+            r"do not decode: the file is damaged from 2\.[0-4]\d s to [34]\.\d\d s", convert_error(path).message
         )
-        wrong = fault_of(path, 9.0, 10.0)  # the file itself says that it never was so long
+        wrong = convert_error(path, 9.0, 10.0)  # the file itself says that it never was so long
         assert wrong.fault_class == "unsupported" and "starts behind the end" in wrong.message
 
 
@@ -124,13 +124,13 @@ def test_with_a_hole_in_the_middle(name, clips, tmp_path):
     left = len(shown(path).timestamps)
     assert left < COUNT - 10
     for clip in ((0.0, 1.2), (3.0, 3.9)):
-        assert_true_frames(decoded(path, *clip))
-    whole = decoded(path, num_frames=32)
+        assert_true_frames(decode_frames(path, *clip))
+    whole = decode_frames(path, num_frames=32)
     assert whole.timestamps[-1] > 3.8
     if CLIPS[name].lists:
         assert left - 3 <= whole.source_frames <= left and whole.decode_warnings > 0  # frames that come late are none
         assert whole.backend_note.startswith("index made by decoding") or name == "mpeg4.avi"
-    fault = fault_of(path, 1.76, 2.1)
+    fault = convert_error(path, 1.76, 2.1)
     assert (fault.fault_class, "the file is damaged" in fault.message) == ("corrupt", True), fault.message
 
 
@@ -140,7 +140,7 @@ def test_a_clip_behind_the_end_of_a_sound_file_is_no_damage(name, clips):
     index.packets.close()
     assert not any(hole.end - hole.start > 0.1 for hole in index.holes)
     for clip in ((index.duration_s + 0.1, index.duration_s + 0.5), (9.0, 10.0)):
-        fault = fault_of(path, *clip)
+        fault = convert_error(path, *clip)
         assert fault.fault_class == "unsupported" and "starts behind the end of the video" in fault.message
 
 
@@ -153,7 +153,7 @@ def test_a_late_start_and_padding_are_no_damage(name, tmp_path):
     index = probe(str(path), sniff(path))
     index.packets.close()
     assert index.holes == ()
-    assert fault_of(path, index.duration_s + 0.1, index.duration_s + 0.5).fault_class == "unsupported"
+    assert convert_error(path, index.duration_s + 0.1, index.duration_s + 0.5).fault_class == "unsupported"
 
 
 @pytest.mark.parametrize("name", ["png.mov", "mjpeg.avi", "h264.mp4", "hevc.mp4", "av1.mp4"])
@@ -161,7 +161,7 @@ def test_a_frame_that_does_not_decode_costs_no_other(name, clips, tmp_path):
     """Whatever error the decoder has for it: some answer with EPERM, or an error of zlib's."""
     path = zeroed(clips(name), tmp_path / name, 50, 51)
     truth = shown(path)
-    video = decoded(path, num_frames=COUNT)
+    video = decode_frames(path, num_frames=COUNT)
     assert (video.source_frames, video.decode_warnings > 0) == (len(truth.timestamps), True)
     assert np.abs(video.frames[:40].astype(int) - truth.frames[video.frame_indices[:40]]).mean() < 2
 
@@ -175,12 +175,12 @@ def test_av1_goes_on_behind_an_error_that_its_decoder_does_not_recover_from(tmp_
     at = box + 4 + int.from_bytes(data[box - 4 : box], "big") // 2
     data[at : at + 2048] = bytes(2048)
     path.write_bytes(data)
-    video = decoded(path, num_frames=32)
+    video = decode_frames(path, num_frames=32)
     assert (video.source_frames, video.timestamps[-1]) == (275, pytest.approx(11.96))
     assert video.backend_note.endswith("nothing decodes from 6.00 s to 7.00 s") and video.decode_warnings > 0
-    clip = decoded(path, 8.0, 12.0, num_frames=32)
+    clip = decode_frames(path, 8.0, 12.0, num_frames=32)
     assert (clip.timestamps[-1], clip.decode_warnings) == (pytest.approx(11.96), 0)
-    assert fault_of(path, 5.8, 7.0).fault_class == "corrupt"
+    assert convert_error(path, 5.8, 7.0).fault_class == "corrupt"
 
 
 @pytest.mark.parametrize(("name", "first"), [("av1.mp4", 0), ("av1.mp4", 20), ("av1.webm", 21), ("av1.webm", 55)])
@@ -189,7 +189,7 @@ def test_av1_loses_no_frame_by_going_on(name, first, clips, tmp_path):
     path = zeroed(clips(name), tmp_path / name, first, first + 2)
     packets = VideoPackets(str(path), sniff(path))
     try:
-        assert len(list(packets.decoded(0, len(packets.table)))) >= len(shown(path).timestamps)
+        assert len(list(packets.decode_frames(0, len(packets.table)))) >= len(shown(path).timestamps)
     finally:
         packets.close()
 
@@ -203,9 +203,9 @@ def test_a_file_whose_end_was_never_written(name, clips, tmp_path):
     index = probe(str(path), sniff(path))
     index.packets.close()
     assert len(index.timestamps) >= len(shown(path).timestamps) > 30
-    assert_true_frames(decoded(path, 0.0, 1.0))
+    assert_true_frames(decode_frames(path, 0.0, 1.0))
     for clip in ((), (3.2, 3.9)):
-        fault = fault_of(path, *clip)
+        fault = convert_error(path, *clip)
         assert (fault.fault_class, "the file is damaged" in fault.message) == ("corrupt", True), (clip, fault.message)
 
 
@@ -214,9 +214,9 @@ def test_what_is_missing_in_front_of_the_first_frame_is_no_damage(clips, tmp_pat
     path = zeroed(clips("hevc.mp4"), tmp_path / "a.mp4", 0, 40)
     first = shown(path).timestamps[0]
     assert first > 1.2
-    video = decoded(path)
+    video = decode_frames(path)
     assert video.timestamps[0] == pytest.approx(first) and video.timestamps[-1] == pytest.approx(3.96)
-    fault = fault_of(path, 0.0, 0.3)
+    fault = convert_error(path, 0.0, 0.3)
     assert fault.fault_class == "corrupt" and "0.30 s of the clip [0 s, 0.3 s) do not decode" in fault.message
 
 
@@ -263,10 +263,10 @@ def test_frames_that_come_late_behind_damage_shift_no_other(clips, tmp_path):
     """Behind an error H.264 gives some frames after later ones; counted, all others would be taken for earlier ones."""
     path = zeroed(clips("h264.mp4"), tmp_path / "a.mp4", 40, 55)
     packets = VideoPackets(str(path), sniff(path))
-    times = [frame.pts for frame in packets.decoded(0, len(packets.table))]
+    times = [frame.pts for frame in packets.decode_frames(0, len(packets.table))]
     packets.close()
     assert times != sorted(times)
-    video = decoded(path, num_frames=len(times))
+    video = decode_frames(path, num_frames=len(times))
     assert video.source_frames == sum(time == max(times[: i + 1]) for i, time in enumerate(times))
     assert video.timestamps[-1] == pytest.approx((COUNT - 1) / RATE)
     late = np.array(numbers(video.frames)) != np.round(video.timestamps * RATE)

@@ -22,7 +22,7 @@ def request(path, num_frames=8, **options):
     return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), **options)
 
 
-def fault_of(path, **options):
+def convert_error(path, **options):
     with pytest.raises(VideoFault) as caught:
         decode_video(request(path, **options))
     fault = caught.value
@@ -61,7 +61,7 @@ def test_a_clip_and_repeats(tmp_path):
     assert video.frame_indices.tolist() == [10, 10, 11, 11, 12, 12, 13, 14]
     assert numbers(video.frames) == video.frame_indices.tolist()
     assert (video.n_repeated, video.clip_frames, video.source_frames) == (3, 5, 30)
-    assert fault_of(path, start_s=9.0).fault_class == "unsupported"
+    assert convert_error(path, start_s=9.0).fault_class == "unsupported"
 
 
 def test_what_decord_cannot_read_pyav_does(tmp_path):
@@ -100,7 +100,7 @@ def test_damaged_data_is_counted_and_ends_no_decoding(tmp_path, capfd):
 def test_a_truncated_file_is_corrupt(moov, tmp_path):
     path = write_clip(tmp_path / "a.mp4", muxer_options={"movflags": "faststart"} if moov == "first" else None)
     path.write_bytes(path.read_bytes()[:-900])
-    assert fault_of(path).fault_class == "corrupt"
+    assert convert_error(path).fault_class == "corrupt"
 
 
 def test_files_that_are_no_video(tmp_path):
@@ -108,16 +108,16 @@ def test_files_that_are_no_video(tmp_path):
     text.write_text("no video", encoding="utf-8")
     playlist.write_text(f"#EXTM3U\n#EXTINF:1,\nfile://{sample('bikes.mp4')}\n", encoding="utf-8")
     os.mkfifo(tmp_path / "c.mp4")
-    assert fault_of(text).fault_class == "unsupported"
-    assert fault_of(playlist).fault_class == "policy"
-    assert fault_of(tmp_path / "c.mp4").fault_class == "policy"
-    assert fault_of(tmp_path / "missing.mp4").fault_class == "io"
-    assert fault_of(audio_with_cover(tmp_path / "d.mp4")).fault_class == "unsupported"
+    assert convert_error(text).fault_class == "unsupported"
+    assert convert_error(playlist).fault_class == "policy"
+    assert convert_error(tmp_path / "c.mp4").fault_class == "policy"
+    assert convert_error(tmp_path / "missing.mp4").fault_class == "io"
+    assert convert_error(audio_with_cover(tmp_path / "d.mp4")).fault_class == "unsupported"
 
 
 def test_the_unforeseen_in_a_users_decoder_is_its_own_printable_and_keeps_no_credentials(tmp_path):
     path = write_clip(tmp_path / "a.mp4", count=5)
-    fault = fault_of(path, decoder="tests.pipeline.videos:Raising")
+    fault = convert_error(path, decoder="tests.pipeline.videos:Raising")
     assert fault.fault_class == "own-code" and fault.backend == "tests.pipeline.videos:Raising"
     assert "ValueError" in fault.message and "s3://host" in fault.message and "secret" not in fault.message
 

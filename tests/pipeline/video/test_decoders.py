@@ -12,7 +12,7 @@ import torch
 
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest
-from pipeline.video.decoders import DECODERS, PyavDecoder, decoder_version, decoders_for, load_decoder
+from pipeline.video.decoders import DECODERS, PyavDecoder, choose_decoders, decoder_version, load_decoder
 from pipeline.video.decord_decoder import DecordDecoder
 from pipeline.video.probe import IndexMismatch, probe, scan
 from pipeline.video.sampling import Sampling
@@ -207,7 +207,7 @@ def test_decoders_go_by_name_or_import_path():
     assert list(DECODERS) == ["pyav", "decord", "torchcodec", "nvdec"]
     assert decoder_version("torchcodec") == version("torchcodec")
     assert decoder_version("nvdec") == decoder_version("pyav") == version("av")
-    assert [decoders_for(name) for name in ("auto", "pyav", "decord")] == [("pyav",), ("pyav",), ("decord", "pyav")]
+    assert [choose_decoders(name) for name in ("auto", "pyav", "decord")] == [("pyav",), ("pyav",), ("decord", "pyav")]
     assert load_decoder("pyav") is PyavDecoder
     assert load_decoder("tests.pipeline.videos:Aborting").version == "0"
     with pytest.raises(KeyError, match="known: pyav, decord, torchcodec, nvdec"):

@@ -20,7 +20,7 @@ def request(path, num_frames=8, **options):
     return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), **options)
 
 
-def fault_of(path, **options):
+def convert_error(path, **options):
     with pytest.raises(VideoFault) as caught:
         decode_video(request(path, **options))
     assert caught.value.message.isprintable()
@@ -78,7 +78,7 @@ def test_a_clip_goes_from_the_frame_nearest_to_its_start_to_the_one_nearest_to_i
 
 @pytest.mark.parametrize(("start_s", "end_s"), [(11.0, 12.0), (5.0, 4.0), (-1.0, 4.0), (10.5, None)])
 def test_a_clip_that_holds_no_frame_is_refused(frames, start_s, end_s):
-    assert fault_of(frames, start_s=start_s, end_s=end_s).fault_class == "unsupported"
+    assert convert_error(frames, start_s=start_s, end_s=end_s).fault_class == "unsupported"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_how_many_a_second_is_said_by_the_path(path, rate):
 
 def test_a_folder_that_does_not_say_it_is_no_video(tmp_path):
     folder = write_jpegs(tmp_path / "frames" / "x", 2)
-    fault = fault_of(folder)
+    fault = convert_error(folder)
     assert fault.fault_class == "unsupported" and "how many a second they are" in fault.message
     assert not is_frame_folder(str(folder))
     assert not is_frame_folder(str(tmp_path / "frames_fps3"))
@@ -125,7 +125,7 @@ def test_only_frames_count(few):
 )
 def test_what_is_wrong_with_a_folder_is_said_by_the_frame(few, spoil, fault_class, said):
     spoil(few)
-    fault = fault_of(few)
+    fault = convert_error(few)
     assert fault.fault_class == fault_class and said in fault.message
 
 

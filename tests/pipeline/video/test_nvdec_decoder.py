@@ -46,7 +46,7 @@ def index(request, tmp_path_factory):
 def test_frames_in_a_gpu_s_layout_have_the_pixels_of_a_core(index):
     plain, ours = PyavDecoder(index), without_gpu(index)
     layout = LAYOUTS[index.pixel_format]
-    for number, frame in enumerate(plain._chosen(np.arange(0, len(index.timestamps), 3))):
+    for number, frame in enumerate(plain._iter_frames(np.arange(0, len(index.timestamps), 3))):
         packed = frame.reformat(format=layout)
         assert packed.format.name == layout
         assert np.array_equal(ours._pixels(packed), plain._pixels(frame)), number

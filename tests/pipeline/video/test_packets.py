@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.video.containers import sniff
 from pipeline.video.decoders import PyavDecoder
-from pipeline.video.packets import MOST_KEPT, open_container
+from pipeline.video.packets import MAX_KEPT_BYTES, open_container
 from pipeline.video.probe import IndexMismatch, probe
 from tests.pipeline.ffmpeg import make_clip
 from tests.pipeline.videos import numbers, write_clip
@@ -39,8 +39,8 @@ GROUPS = {
 }
 
 
-def index_of(path, most_kept=MOST_KEPT):
-    return probe(str(path), sniff(path), most_kept)
+def index_of(path, max_kept_bytes=MAX_KEPT_BYTES):
+    return probe(str(path), sniff(path), max_kept_bytes)
 
 
 def chosen(seed, count=90):
@@ -65,7 +65,7 @@ def test_frames_are_those_of_decoding_everything(name, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.video.decoders._without_fields", lambda frame: frame)  # compared before conversion
     path = make_clip(tmp_path / name, *GROUPS[name], count=90, size=SIZE)
     everything = straight(path)
-    kept, again = index_of(path), index_of(path, most_kept=0)
+    kept, again = index_of(path), index_of(path, max_kept_bytes=0)
     assert len(everything) == len(kept.timestamps) == len(again.timestamps) == 90
     for index, wanted in product((kept, again), chosen(3)):
         try:
@@ -77,7 +77,7 @@ def test_frames_are_those_of_decoding_everything(name, tmp_path, monkeypatch):
 def decoded_count(index, wanted):
     """How many frames came out of the decoder for those that were wanted."""
     times = index.pts[wanted].tolist()
-    return sum(1 for run in index.packets.runs(times) for _ in index.packets.decoded(*run))
+    return sum(1 for run in index.packets.runs(times) for _ in index.packets.decode_frames(*run))
 
 
 def test_what_no_frame_needs_is_not_decoded(tmp_path):
@@ -93,7 +93,7 @@ def test_what_no_frame_needs_is_not_decoded(tmp_path):
 def test_where_it_is_not_known_what_nothing_refers_to_all_is_decoded(name, tmp_path):
     index = index_of(make_clip(tmp_path / name, *GROUPS[name], count=90, size=SIZE))
     (run,) = index.packets.runs([int(index.pts[10])])
-    assert run.start == 0 and sum(1 for _ in index.packets.decoded(*run)) == run.stop
+    assert run.start == 0 and sum(1 for _ in index.packets.decode_frames(*run)) == run.stop
 
 
 def test_a_file_is_opened_once(tmp_path):
@@ -113,8 +113,8 @@ def test_a_packet_that_is_wrongly_called_a_keyframe_is_found_out(tmp_path):
 
 
 def test_where_seeking_misses_a_group_the_file_is_read_on(tmp_path, monkeypatch):
-    index = index_of(write_clip(tmp_path / "a.mp4", count=60, gop=10), most_kept=0)
-    monkeypatch.setattr(index.packets, "_again", Astray(open_container(index.path, index.demuxer)))
+    index = index_of(write_clip(tmp_path / "a.mp4", count=60, gop=10), max_kept_bytes=0)
+    monkeypatch.setattr(index.packets, "_second_file", Astray(open_container(index.path, index.demuxer)))
     assert numbers(read(index, np.array([25, 45]))) == [25, 45]
 
 

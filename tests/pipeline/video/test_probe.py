@@ -31,6 +31,6 @@ def test_an_index_is_found_without_decoding_and_decoding_finds_the_same(tmp_path
     places = np.searchsorted(index.pts, index.keyframes)  # an encoder may set more than one every 10 frames
     assert len(index.pts) == 30 and np.array_equal(index.pts[places], index.keyframes)
     assert places[0] == 0 and np.diff([*places, 30]).max() <= 10
-    decoded = scan(index)
-    assert np.array_equal(decoded.timestamps, index.timestamps) and decoded.duration_s == index.duration_s
-    assert decoded.pts is None  # frames that were counted cannot be told by their times
+    decode_frames = scan(index)
+    assert np.array_equal(decode_frames.timestamps, index.timestamps) and decode_frames.duration_s == index.duration_s
+    assert decode_frames.pts is None  # frames that were counted cannot be told by their times

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import VideoFault
-from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated, snapped
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated, snap_frames
 
 TS = np.arange(250) / 25  # 10 s at 25 frames a second
 
@@ -103,18 +103,18 @@ def test_rounding_is_of_the_clip_and_differs_from_cutting():
 
 def test_frames_move_to_keyframes_and_never_two_to_one():
     times, keyframes = np.arange(100) / 10, np.array([0, 20, 40, 60, 80])
-    assert snapped(np.array([0, 33, 66, 99]), times, keyframes, 1.0).tolist() == [0, 40, 60, 99]
-    assert snapped(np.array([0, 33, 66, 99]), times, keyframes, 5.0).tolist() == [0, 40, 60, 80]
-    assert snapped(np.array([0, 33, 66, 99]), times, keyframes, 0.5).tolist() == [0, 33, 66, 99]
-    assert snapped(np.array([39, 40]), times, keyframes, 1.5).tolist() == [39, 40]  # the nearer one has it
-    assert snapped(np.array([38, 41]), times, keyframes, 1.0).tolist() == [38, 40]
-    assert snapped(np.array([38, 41]), times, keyframes, 2.0).tolist() == [20, 40]
+    assert snap_frames(np.array([0, 33, 66, 99]), times, keyframes, 1.0).tolist() == [0, 40, 60, 99]
+    assert snap_frames(np.array([0, 33, 66, 99]), times, keyframes, 5.0).tolist() == [0, 40, 60, 80]
+    assert snap_frames(np.array([0, 33, 66, 99]), times, keyframes, 0.5).tolist() == [0, 33, 66, 99]
+    assert snap_frames(np.array([39, 40]), times, keyframes, 1.5).tolist() == [39, 40]  # the nearer one has it
+    assert snap_frames(np.array([38, 41]), times, keyframes, 1.0).tolist() == [38, 40]
+    assert snap_frames(np.array([38, 41]), times, keyframes, 2.0).tolist() == [20, 40]
 
 
 @given(st.sets(st.integers(0, 99), min_size=1), st.sets(st.integers(0, 99)), st.floats(0.01, 20))
 def test_snapping_keeps_frames_apart_and_near(chosen, keys, within_s):
     times, places, keyframes = np.arange(100) / 10, np.array(sorted(chosen)), np.array(sorted(keys), dtype=np.int64)
-    moved = snapped(places, times, keyframes, within_s)
+    moved = snap_frames(places, times, keyframes, within_s)
     assert len(set(moved.tolist())) == len(places) and (np.diff(moved) > 0).all()
     assert np.abs(times[moved] - times[places]).max() <= within_s + 1e-9
     assert set(moved.tolist()) <= keys | chosen

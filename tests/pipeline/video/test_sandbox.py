@@ -39,7 +39,7 @@ def request(path, decoder="auto", num_frames=8):
     return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), decoder=name)
 
 
-def fault_of(sandbox, wanted):
+def convert_error(sandbox, wanted):
     with pytest.raises(VideoFault) as caught:
         sandbox.decode(wanted)
     return caught.value
@@ -64,7 +64,7 @@ def test_the_child_returns_what_decoding_here_does(sandbox):
 )
 def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit_signal, message):
     for _ in range(2):
-        fault = fault_of(sandbox, request(clip, decoder))
+        fault = convert_error(sandbox, request(clip, decoder))
         assert (fault.fault_class, fault.exit_signal, fault.attempts) == (fault_class, exit_signal, 1)
         assert message in fault.message and fault.backend == f"tests.pipeline.videos:{decoder}"
         assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
@@ -73,18 +73,18 @@ def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit
 def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(clip):
     """A CUDA context reserves more addresses than any machine has memory."""
     with DecodeSandbox(timeout_s=30, memory_mb=1024, on_gpu=True) as sandbox:
-        assert json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["limits"][0] == -1
-        assert fault_of(sandbox, request(clip, "Spacious")).message == "1099511627776 bytes reserved"
-        assert fault_of(sandbox, request(clip, "Hungry")).fault_class == "out-of-memory"
+        assert json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["limits"][0] == -1
+        assert convert_error(sandbox, request(clip, "Spacious")).message == "1099511627776 bytes reserved"
+        assert convert_error(sandbox, request(clip, "Hungry")).fault_class == "out-of-memory"
         assert sandbox.decode(request(clip)).source_frames == 30
     with DecodeSandbox(timeout_s=30, memory_mb=1024) as sandbox:
-        assert fault_of(sandbox, request(clip, "Spacious")).fault_class == "out-of-memory"
+        assert convert_error(sandbox, request(clip, "Spacious")).fault_class == "out-of-memory"
 
 
 def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
     with DecodeSandbox(timeout_s=1.0) as sandbox:
         sandbox.decode(request(clip))  # the child is up: only the limit counts below
-        fault = fault_of(sandbox, request(clip, "Hanging"))
+        fault = convert_error(sandbox, request(clip, "Hanging"))
         assert (fault.fault_class, fault.attempts) == ("timeout", 1) and "1 s" in fault.message
         assert sandbox.decode(request(clip)).source_frames == 30
 
@@ -113,7 +113,7 @@ def test_the_child_is_confined(clip, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("HF_TOKEN", "x")
     with DecodeSandbox(memory_mb=1024) as sandbox:
-        seen = json.loads(fault_of(sandbox, request(clip, "Revealing")).message)
+        seen = json.loads(convert_error(sandbox, request(clip, "Revealing")).message)
         niceness = os.getpriority(os.PRIO_PROCESS, seen["pid"])
     assert seen["env"] == [] and seen["threads"] == 1
     assert os.nice(0) < niceness or niceness == 19  # whoever launches a GPU's kernels goes first
@@ -124,7 +124,7 @@ def test_the_child_is_confined(clip, monkeypatch):
 def test_a_child_sees_the_gpus_that_its_worker_was_given_after_the_fork_server_began(clip, monkeypatch):
     def seen(on_gpu):
         with DecodeSandbox(on_gpu=on_gpu) as sandbox:
-            return json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["gpus"]
+            return json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["gpus"]
 
     before = seen(on_gpu=False)  # the server runs from now on
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -160,7 +160,7 @@ def test_credentials_of_the_parent_are_not_in_what_the_kernel_shows_of_the_child
 
 
 def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
-    pid = json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["pid"]
+    pid = json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["pid"]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the fork server reaps it")
     assert sandbox.decode(request(clip)).source_frames == 30
@@ -168,7 +168,7 @@ def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
 
 def test_closing_leaves_no_process_and_can_be_undone(clip):
     sandbox = DecodeSandbox()
-    pid = json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["pid"]
+    pid = json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["pid"]
     sandbox.close()
     assert not alive(pid)
     sandbox.close()

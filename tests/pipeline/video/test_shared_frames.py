@@ -41,19 +41,19 @@ def test_memory_is_filled_again_once_nothing_refers_to_its_frames():
     first, told = handed_over(shared, received, 1)
     assert told == Handover(1, True, ())
     second, told = handed_over(shared, received, 2)
-    assert told.new and received.done() == []
+    assert told.new and received.list_freed() == []
     part, values = memoryview(first[1:, ::2]), first[2].tolist()
     del first
     gc.collect()
-    assert received.done() == []  # a view is left
-    shared.reuse(received.done())
+    assert received.list_freed() == []  # a view is left
+    shared.reuse(received.list_freed())
     other, told = handed_over(shared, received, 3)
     assert told.new and part.tolist()[1][0] == values[0]
     del part, second, other
     gc.collect()
-    done = received.done()
-    assert sorted(done) == [1, 2, 3] and received.done() == []
-    shared.reuse(done)
+    list_freed = received.list_freed()
+    assert sorted(list_freed) == [1, 2, 3] and received.list_freed() == []
+    shared.reuse(list_freed)
     third, told = handed_over(shared, received, 4, (1, 4, 6, 3))
     assert not told.new and (third == 4).all()
 
@@ -62,7 +62,7 @@ def test_no_more_memory_is_kept_than_the_next_videos_need():
     shared, received, shape = SharedFrames(), ReceivedFrames(), (1, 3000, 4000, 3)  # 36 MB each
     held = [handed_over(shared, received, n, shape)[0] for n in range(3)]
     del held
-    shared.reuse(received.done())
+    shared.reuse(received.list_freed())
     frames, told = handed_over(shared, received, 9, shape)
     assert not told.new and len(told.dropped) == 1 and (frames == 9).all()
     assert set(received._pieces) == {told.number, *shared._idle}

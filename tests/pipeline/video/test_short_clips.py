@@ -10,7 +10,7 @@ from gstep.backbones import ModelSource, family_of
 from gstep.errors import ModelError
 from pipeline.errors import FAULTS, VideoFault
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.recipe import sampling_of
+from pipeline.prune.recipe import make_sampling
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling, choose_frames
 from tests.gstep.stock import stock_frames
@@ -25,7 +25,7 @@ FAMILIES = ["tiny", *STOCK]
 
 def sampling_for(model: str, **options) -> Sampling:
     family = family_of(ModelSource.resolve(model))
-    return sampling_of(PruneConfig(**options), family.default_max_frames, family.min_frames(), family.min_rule)
+    return make_sampling(PruneConfig(**options), family.default_max_frames, family.min_frames(), family.min_rule)
 
 
 def with_least(model: str, min_frames: int | None) -> ModelSource:

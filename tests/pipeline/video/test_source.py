@@ -56,7 +56,7 @@ def decode(sandbox, server, uri, wanted):
         return source.decode(sandbox, wanted)
 
 
-def fault_of(sandbox, server, uri, wanted):
+def convert_error(sandbox, server, uri, wanted):
     with pytest.raises(VideoFault) as caught:
         decode(sandbox, server, uri, wanted)
     return caught.value
@@ -77,8 +77,10 @@ def test_an_object_decodes_like_its_file_in_one_request(server, place, decoder):
 def test_faults_name_the_object_and_not_where_it_lies(server, place, clip):
     texts = {"text.mp4": b"no video" * 99, "empty.mp4": b"", "cut.mp4": clip.read_bytes()[:-500]}
     with DecodeSandbox() as sandbox:
-        faults = {name: fault_of(sandbox, server, server.upload(name, data), request()) for name, data in texts.items()}
-        told = fault_of(sandbox, server, server.upload("a.mp4", clip.read_bytes()), request("Leaving"))
+        faults = {
+            name: convert_error(sandbox, server, server.upload(name, data), request()) for name, data in texts.items()
+        }
+        told = convert_error(sandbox, server, server.upload("a.mp4", clip.read_bytes()), request("Leaving"))
     assert {name: fault.fault_class for name, fault in faults.items()} == {
         "text.mp4": "unsupported", "empty.mp4": "unsupported", "cut.mp4": "corrupt",
     }  # fmt: skip
@@ -106,16 +108,16 @@ def test_nothing_stays_open_in_parent_or_child(server, clip, tmp_path):
         before = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(5):
             decode(sandbox, server, good, request())
-            fault_of(sandbox, server, text, request())
-            fault_of(sandbox, server, good, request("Raising"))
-        told = fault_of(sandbox, server, good, request("Leaving"))
+            convert_error(sandbox, server, text, request())
+            convert_error(sandbox, server, good, request("Raising"))
+        told = convert_error(sandbox, server, good, request("Leaving"))
         assert json.loads(told.message)["files"] == [good, good]  # handed over and opened, and none of an earlier video
         decode(sandbox, server, killer, request("decord"))
-        assert fault_of(sandbox, server, good, request("Aborting")).fault_class == "crash"
+        assert convert_error(sandbox, server, good, request("Aborting")).fault_class == "crash"
         decode(sandbox, server, good, request())
         assert sandbox._child is not None and memory_files(sandbox._child.process.pid) == []
         sandbox._timeout_s = 0.5
-        assert fault_of(sandbox, server, good, request("Hanging")).fault_class == "timeout"
+        assert convert_error(sandbox, server, good, request("Hanging")).fault_class == "timeout"
         sandbox._timeout_s = 60
         decode(sandbox, server, good, request())
         assert memory_files(os.getpid()) == []
@@ -127,8 +129,8 @@ def test_a_child_can_neither_change_the_bytes_nor_fetch_others(server, clip, mon
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     uri = server.upload("a.mp4", clip.read_bytes())
     with DecodeSandbox() as sandbox:
-        assert "Operation not permitted" in fault_of(sandbox, server, uri, request("Vandal")).message
-        assert json.loads(fault_of(sandbox, server, uri, request("Revealing")).message)["env"] == []
+        assert "Operation not permitted" in convert_error(sandbox, server, uri, request("Vandal")).message
+        assert json.loads(convert_error(sandbox, server, uri, request("Revealing")).message)["env"] == []
 
 
 def test_what_cannot_be_fetched_is_a_fault_with_its_remedy(server, place):
@@ -189,7 +191,7 @@ def stalling(mode):
     [
         ("stalling", 5, "ReadTimeoutError"),
         ("hanging up", 5, ""),
-        ("restarting", 2, "cannot go on where a download broke"),
+        ("restarting", 2, "cannot resume a broken download"),
     ],
 )
 def test_a_store_that_stalls_or_hangs_up_in_mid_body_is_an_io_fault(monkeypatch, mode, requests, reason):

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.prune.decode_stage import decoded_columns
-from pipeline.prune.encode_stage import without_pixels
+from pipeline.prune.decode_stage import make_decoding_columns
+from pipeline.prune.encode_stage import to_sampled_video
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.probe import VideoIndex, probe
-from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, tolerances
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, find_tolerances
 from tests.gstep.backbones.encoders import FLOAT32
 from tests.pipeline.ffmpeg import ffmpeg
 
@@ -59,12 +59,12 @@ FAST_S, SLOW_S = 2, 10  # a video of 30 frames a second for two seconds, then of
 
 
 def range_of(index: VideoIndex, start: float | None, end: float | None) -> tuple[int, int]:
-    times, *duration = index.unrounded()
+    times, *duration = index.find_true_times()
     return clip_range(times, start, end, *duration)
 
 
 def chosen_of(index: VideoIndex, sampling: Sampling, start: float | None = None, end: float | None = None) -> list[int]:
-    times, *duration = index.unrounded()
+    times, *duration = index.find_true_times()
     return choose_frames(times, sampling, start, end, *duration).tolist()
 
 
@@ -169,7 +169,7 @@ def test_the_rate_of_a_regular_file_is_exact(even, name, rate):
     assert index.fps == pytest.approx(float(Fraction(rate)), rel=stated.get(Path(name).suffix, 1e-15), abs=0)
     exact = np.arange(COUNT) / float(Fraction(rate))
     assert np.abs(index.timestamps - exact).max() <= 1.5 * index.tick_s + 1e-6
-    times, end, tick_s = index.unrounded()
+    times, end, tick_s = index.find_true_times()
     assert np.abs(times - exact).max() < 1e-4 and end == pytest.approx(COUNT / Fraction(rate), rel=1e-4)
     assert tick_s == 0
 
@@ -224,8 +224,8 @@ def extra_of(path: Path, model: str, sampling: Sampling, *clip: float | None) ->
     family = family_of(ModelSource.resolve(model))
     video = decode_video(DecodeRequest(path, sampling, family.preprocessor(), *clip))
     start = {} if not clip or clip[0] is None else {"start_s": clip[0]}
-    record = json.loads(json.dumps(decoded_columns(video, 1)))
-    return dict(family.load(FLOAT32).model_extra(without_pixels({**record, **start})))
+    record = json.loads(json.dumps(make_decoding_columns(video, 1)))
+    return dict(family.load(FLOAT32).model_extra(to_sampled_video({**record, **start})))
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.ts"])
@@ -253,7 +253,7 @@ def test_positions_at_a_constant_rate_are_the_stock_ones_to_the_bit(even, name):
 def test_no_tolerance_reaches_another_frame(steps, tick_s, data):
     """A bound within half a millisecond of a frame means that frame, where frames are two apart; and only its own."""
     times = np.concatenate([[0.0], np.cumsum(steps)]) * (tick_s or 0.001)
-    allowed = tolerances(times, tick_s)
+    allowed = find_tolerances(times, tick_s)
     assert (times[:-1] + allowed[:-1] < times[1:] - allowed[1:]).all()
     number = data.draw(st.integers(0, len(times) - 1))
     for bound in (times[number] - 0.9 * allowed[number], times[number] + 0.9 * allowed[number]):

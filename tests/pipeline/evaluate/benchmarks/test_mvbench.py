@@ -87,7 +87,7 @@ def test_results_of_both_layouts_never_share_a_place(data, tmp_path):
     given = {"benchmark": "mvbench", "out": str(tmp_path / "r"), "method": ["none"], "draws": 100}
     commit_replies(prepare(EvaluateConfig(data=str(data), **given), QUIET))
     write_revision_video(tmp_path / "v")
-    with pytest.raises(QuestionsChanged, match="are others now"):
+    with pytest.raises(QuestionsChanged, match="have changed"):
         evaluate(EvaluateConfig(data=str(tmp_path / "v"), **given), QUIET)
     assert evaluate(EvaluateConfig(data=str(data), **given), QUIET).table.original.tally.n_failed == 0
 

@@ -119,7 +119,7 @@ def test_the_same_questions_again_need_no_model_and_no_ray(model, monkeypatch):
     first = model().ask(*docs)
     forbid_models(monkeypatch)
     assert model().ask(*docs) == first and len(first) == 2
-    with pytest.raises(UsageError, match="are others now"):
+    with pytest.raises(UsageError, match="have changed"):
         model().ask({"videoID": "a", "q": "another question"})
 
 

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.lmms.questions import MAX_NEW_TOKENS, CachedIds, asked, video_key
+from pipeline.evaluate.lmms.questions import MAX_NEW_TOKENS, CachedIds, make_question, video_key
 
 STOCK = {"max_new_tokens": 16, "temperature": 0, "top_p": 1.0, "num_beams": 1, "do_sample": False, "until": ["\n\n"]}
 
 
 def of(**settings):
-    return asked("t/test/0", "t", 0, "v", " a prompt\n", settings)
+    return make_question("t/test/0", "t", 0, "v", " a prompt\n", settings)
 
 
 def test_a_question_has_the_prompt_as_it_came_and_the_settings_of_its_task():

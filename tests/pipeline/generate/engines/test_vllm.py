@@ -16,7 +16,7 @@ from gstep.errors import ModelError
 from gstep.language import Decoding, Visual, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from pipeline.generate.answerer import Answerer
-from pipeline.generate.engines import EngineDied, load_engine
+from pipeline.generate.engines import EngineCrashed, load_engine
 from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
@@ -319,7 +319,7 @@ def test_an_engine_that_breaks_says_that_it_is_dead(family, monkeypatch):
         raise RuntimeError("the scheduler is lost")
 
     monkeypatch.setattr(ours._engine, "step", broken)
-    with pytest.raises(EngineDied, match="RuntimeError: the scheduler is lost"):
+    with pytest.raises(EngineCrashed, match="RuntimeError: the scheduler is lost"):
         ours.generate(prompts_of(name)[:1], [Decoding(4)])
     monkeypatch.undo()
-    ours._engine.abort_request([f"{ours._n_asked - 1}"], internal=False)
+    ours._engine.abort_request([f"{ours._n_requests - 1}"], internal=False)

@@ -3,14 +3,14 @@
 import pytest
 
 from pipeline.runner.heartbeats import WorkerReport
-from pipeline.runner.progress import Load, bottleneck
+from pipeline.runner.progress import Load, find_bottleneck
 
 
-def report(left=(0, 0, 0), up_s=(0.0, 0.0, 0.0), busy_s=(0.0, 0.0, 0.0)) -> WorkerReport:
+def report(n_passed_on=(0, 0, 0), up_s=(0.0, 0.0, 0.0), busy_s=(0.0, 0.0, 0.0)) -> WorkerReport:
     def by_stage(numbers):
         return dict(zip(("decode", "encode", "write"), numbers, strict=True))
 
-    return WorkerReport(left=by_stage(left), up_s=by_stage(up_s), busy_s=by_stage(busy_s))
+    return WorkerReport(n_passed_on=by_stage(n_passed_on), up_s=by_stage(up_s), busy_s=by_stage(busy_s))
 
 
 def test_shares_are_of_the_time_in_which_workers_could_work():
@@ -37,9 +37,9 @@ def test_a_stage_whose_workers_are_dead_is_not_busy():
 
 def test_queues_hold_what_the_stage_before_is_through_with():
     load = Load()
-    load.add(report(left=(7, 4, 4)))
+    load.add(report(n_passed_on=(7, 4, 4)))
     assert load.waiting(10) == {"decode": 3, "encode": 3, "write": 0}
-    load.add(report(left=(11, 4, 5)))  # an item was decoded again on another node
+    load.add(report(n_passed_on=(11, 4, 5)))  # an item was decoded again on another node
     assert load.waiting(10) == {"decode": 0, "encode": 7, "write": 0}
 
 
@@ -57,4 +57,4 @@ def test_queues_hold_what_the_stage_before_is_through_with():
     ],
 )
 def test_the_last_stage_that_is_always_busy_limits_the_run(busy, limits):
-    assert bottleneck(busy) == limits
+    assert find_bottleneck(busy) == limits

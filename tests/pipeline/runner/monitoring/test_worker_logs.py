@@ -45,7 +45,7 @@ def test_the_last_lines_of_the_dead_and_of_nobody_else():
         logs.close()
         assert logs.n_deaths == 1 and len(saved) == 1
     text = saved[0].decode()
-    assert f"a worker of encode on h (process {lost[1]}, node {second}) died with v1, v2 in hand" in text
+    assert f"a worker of encode on h (process {lost[1]}, node {second}) crashed with v1, v2 in hand" in text
     assert "its node was lost: " in text
     assert f"    {lost[1]} is here" in text and f"    {lost[1]} leaves" in text
     assert f"{kept[1]} is here" not in text

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.runner.prefork.server import SOCKET
-from pipeline.runner.prefork.worker import ask
+from pipeline.runner.prefork.worker import request_worker
 from tests.interpreter import run_python
 from tests.jobs.jobs import environment, fork_server
 from tests.jobs.processes import assert_all_gone, family
@@ -146,20 +146,20 @@ def program(tmp_path, monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "PYTHONPATH"])
 def test_a_server_of_other_variables_that_imports_read_forks_nothing(program, monkeypatch, variable):
-    assert ask(fork_server(), program)
+    assert request_worker(fork_server(), program)
     wait_until(Path("ran").exists, "the program runs")
     monkeypatch.setenv(variable, "default")
-    assert not ask(fork_server(), program)
+    assert not request_worker(fork_server(), program)
 
 
 def test_of_raylets_that_have_ended_the_server_keeps_no_process(program, monkeypatch):
     place, before = fork_server(), family(os.getpid())
     with subprocess.Popen(["sleep", "600"]) as raylet:
         monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
-        assert ask(place, program)
+        assert request_worker(place, program)
         raylet.kill()
     of_it = [pid for pid, title in family(os.getpid()).items() - before.items() if "server.py" in title]
     assert of_it
     monkeypatch.setenv("RAY_RAYLET_PID", str(os.getpid()))
-    assert ask(place, program)
+    assert request_worker(place, program)
     assert_all_gone(of_it)
