@@ -30,8 +30,8 @@ def write_last(ending: BaseException, write: Callable[[], object], spare_s: floa
     def run() -> None:
         try:
             write()
-        except Exception as error:  # noqa: BLE001 - it must not hide what ended the run
-            failures.append(printable(str(error)))
+        except BaseException as error:  # noqa: BLE001 - it must not hide what ended the run
+            failures.append(printable(str(error)) or type(error).__name__)
 
     thread = threading.Thread(target=run, name="last-write", daemon=True)
     left_s = max(0.0, seconds_left(ending) - spare_s)

@@ -122,7 +122,7 @@ class Driver:
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for something that comes about while it runs; one that ended before fails the test."""
         wait_until(lambda: condition() or not self.running(), lambda: f"{what}: {self.output}")
-        assert self.running(), f"it ended before: {what}: {self.output}"
+        assert self.running(), f"it ended with {self._process.exitcode} before: {what}: {self.output}"
 
     def wait(self, timeout: float = 120) -> int:
         """Wait for the driver and return its exit code, negative for a signal."""

@@ -1,9 +1,12 @@
-"""Pruning methods that fail or kill the process they run in, by the number of a video's frames."""
+"""Pruning methods that take their time, fail or kill the process they run in, by the number of a video's frames."""
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.fastv import FastV
@@ -25,6 +28,18 @@ class Poison(Pruner):
         if len(visual.tokens) == BREAKS_THE_GPU:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return Selection(index=visual.tokens.flatten(0, 1).norm(dim=1).argsort()[:budget].sort().values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Pruner):
+    """Takes a second, while decoded videos gather; keeps the first tokens."""
+
+    name: ClassVar[str] = "slow"
+    nested: ClassVar[bool] = False
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        time.sleep(1)
+        return Selection(index=torch.arange(budget))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 ONE_WORKER = ["--encode-workers", "1", "--decode-workers", "1", "--videos-per-shard", "2"]
+ENCODER = "ray::MapWorker(MapBatches(Encoder))"
 KILLS = 5
 STARTING = [("", 0, 3.0)] * 4  # while the driver writes its note, the header and starts its workers
 
@@ -171,23 +172,30 @@ def test_a_driver_killed_again_and_again_on_one_cache_and_run_again_completes_it
 
 
 def test_three_drivers_fill_one_cache_while_one_of_them_and_two_encoders_are_killed(cluster, videos, visible, tmp_path):
-    """The part of the killed driver is done by the same command, beside the others."""
-    cache = tmp_path / "c"
-    options = ["--out", str(cache), *OPTIONS, *ONE_WORKER, "--decoder", COUNTED, "--join"]
+    """The part of the killed driver is done by the same command, beside the others.
+
+    None of them comes to its end before the kills: until then a video takes seconds.
+    """
+    cache, quick = tmp_path / "c", videos / "quick"
+    options = ["--out", str(cache), *OPTIONS, *ONE_WORKER, "--join"]
+    options += ["--decoder", "tests.jobs.hostile:PatientDecoder", "--flush-seconds", "1"]
     argv = [[str(videos), *options, "--shard", f"{part}/3"] for part in range(3)]
+    left = titled_so(ENCODER)  # of drivers that were killed before
     drivers = [Driver(one, tmp_path / f"log{part}", RAY_ADDRESS=cluster) for part, one in enumerate(argv)]
 
     def encoders() -> list[int]:
-        return [pid for pid, title in family(os.getpid()).items() if "(MapBatches(Encoder))" in title]
+        return [pid for pid in titled_so(ENCODER) if pid not in left]
 
     drivers[0].until(lambda: len(encoders()) == 3, "an encoder of each driver")
     drivers[0].until(lambda: len(files(cache, "videos")) >= 2, "two commits")
     for encoder in encoders()[:2]:
         os.kill(encoder, signal.SIGKILL)
     drivers[0].kill()
+    quick.touch()
     again = run_here(prune, argv[0])
     assert again.returncode == 0, again.stdout
     assert [driver.wait() for driver in drivers[1:]] == [0, 0], [driver.output for driver in drivers]
+    quick.unlink()
     visible.assert_complete(cache)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import ray
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
@@ -53,7 +54,7 @@ def _plain_ids() -> list[str]:
     if not _plain:
         stack = ExitStack()
         with _environment_of_nodes():
-            _plain.append((stack, stack.enter_context(_connected(*PLAIN, no_monitor=True))[1]))
+            _plain.append((stack, stack.enter_context(_connected(*PLAIN))[1]))
         atexit.register(end_plain)
     return _plain[0][1]
 
@@ -87,12 +88,17 @@ def _environment_of_nodes() -> Iterator[None]:
 
 
 @contextmanager
-def _connected(*nodes: dict[str, Any], **options: Any) -> Iterator[tuple[Callable[..., Any], list[str]]]:
-    """Start and join a cluster, every node with ``options``; yield a function that adds a node, and the nodes' ids."""
+def _connected(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], list[str]]]:
+    """Start and join a cluster; yield a function that adds a node, and the nodes' ids.
+
+    Its head has no autoscaler, and no dashboard, which Ray starts even where none is included.
+    """
     cluster = Cluster()
     try:
-        add = partial(cluster.add_node, include_dashboard=False, include_log_monitor=False, **options)
-        ids = [add(**node).node_id for node in nodes]
+        add = partial(cluster.add_node, include_dashboard=False, include_log_monitor=False, no_monitor=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Node, "start_api_server", lambda *args, **options: None)
+            ids = [add(**node).node_id for node in nodes]
         ray.init(cluster.address, logging_level="error", log_to_driver=False)
         configure_ray_data()
         yield add, ids

@@ -95,7 +95,7 @@ def draw_rows(draw: random.Random, run: str) -> list[Row]:
     ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_commits_merges_and_kills_in_any_order_converge(tmp_path_factory, seed):
     """Three runs that commit late and twice, mergers that are killed anywhere, readers that look meanwhile."""
@@ -159,12 +159,12 @@ def drawn_rows(videos: int, seed: int) -> pa.Table:
     return pa.table(columns)
 
 
-@pytest.mark.parametrize("videos", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-def test_a_million_sets_converge_in_whatever_order_their_files_are_merged(videos):
+def test_many_sets_converge_in_whatever_order_their_files_are_merged():
     """Each video is a set of rows. They come in six files, some of them twice, which are merged pair by pair."""
+    videos = 20_000
     rows, draw = drawn_rows(videos, 0), np.random.default_rng(1)
     wanted = surviving(rows)
-    for _ in range(20 if videos < 1_000_000 else 1):
+    for _ in range(8):
         place = draw.integers(0, 6, len(rows))
         files = [rows.filter(pa.array((place == i) | (draw.random(len(rows)) < 0.1))) for i in range(6)]
         while len(files) > 1:

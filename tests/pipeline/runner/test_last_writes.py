@@ -1,6 +1,7 @@
 """The last writes before an error leaves a run: one bound for all, and nothing raised."""
 
 import threading
+from functools import partial
 
 import pytest
 
@@ -12,10 +13,12 @@ def test_a_write_is_done_or_says_why_not():
     ending, done = KeyboardInterrupt(), list[int]()
     assert write_last(ending, lambda: done.append(1)) == "" and done == [1]
 
-    def fail() -> None:
-        raise OSError(5, "Input/output error", "s3://b/x")
+    def fail(error: BaseException) -> None:
+        raise error
 
-    assert "Input/output error" in write_last(ending, fail)
+    assert "Input/output error" in write_last(ending, partial(fail, OSError(5, "Input/output error", "s3://b/x")))
+    for silent in (TimeoutError(), KeyboardInterrupt()):
+        assert write_last(ending, partial(fail, silent)) == type(silent).__name__
 
 
 def test_writes_that_hang_share_one_bound_and_leave_a_part_to_others(monkeypatch):
