@@ -1,5 +1,5 @@
-"""The examples of ``pipeline/examples`` run as they stand; own_llm.py in cache/test_own_llm.py, own_stages.py in
-test_from_python.py."""
+"""The examples of ``pipeline/examples`` run as they stand; own_llm.py in cache/test_own_llm.py, read_coded.py in
+cache/test_codecs.py, own_stages.py in test_from_python.py."""
 
 import itertools
 from contextlib import suppress
@@ -15,7 +15,7 @@ from tests.pipeline.videos import sample
 
 
 def test_each_example_has_a_test():
-    known = {"own_llm.py", "own_stages.py", "one_video.py", "train.py"}
+    known = {"own_llm.py", "own_stages.py", "one_video.py", "read_coded.py", "train.py"}
     assert {path.name for path in (ROOT / "pipeline" / "examples").glob("*.py")} == known
 
 

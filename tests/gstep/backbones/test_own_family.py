@@ -1,4 +1,4 @@
-"""A model family of one's own, from the page of gstep: the blocks there are the files that this test runs."""
+"""A model family of one's own, from gstep/examples/family and the line of the page of gstep."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tests.paths import ROOT
 from tests.pipeline.videos import sample
 
 SECTION = (ROOT / "gstep/README.md").read_text().split("## Add a model family\n")[1].split("\n## ")[0]
-CODE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+EXAMPLE = ROOT / "gstep/examples/family"
 SIDE, PATCH, HIDDEN = 32, 8, 6
 USE = """
 import sys
@@ -39,9 +39,8 @@ def test_two_files_and_a_line_make_a_family(tmp_path):
     copy = tmp_path / "copy"
     for room in ("gstep", "pipeline"):
         shutil.copytree(ROOT / room, copy / room, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
-    backbone, prompts = CODE
-    (copy / "gstep/backbones/patches.py").write_text(backbone)
-    (copy / "gstep/language/patches.py").write_text(prompts)
+    shutil.copy(EXAMPLE / "backbone.py", copy / "gstep/backbones/patches.py")
+    shutil.copy(EXAMPLE / "prompts.py", copy / "gstep/language/patches.py")
     (line,) = re.findall(r'`("patches": Family.*?,)`', SECTION, re.DOTALL)
     table = copy / "gstep/families.py"
     table.write_text(table.read_text().replace("] = {\n", f"] = {{\n    {line}\n", 1))

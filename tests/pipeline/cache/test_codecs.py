@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,7 @@ from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 from pipeline.cache.header import CHECKSUM, HEADER, codec_of, header_bytes, read_header
 from pipeline.cache.merging import merge
 from pipeline.verify.moves import remove_videos
-from tests.paths import ROOT
+from tests.examples import run_example
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.verifying import verified
 
@@ -173,16 +172,15 @@ def test_a_program_from_before_codecs_refuses_by_the_version(tmp_path):
 
 
 @by_name
-def test_the_readme_reads_them_without_this_package(tmp_path, codec):
+def test_the_example_reads_them_without_this_package(tmp_path, codec, capsys):
     hidden = 256
-    store = make_cache(tmp_path, {"v": random_tokens(0, (2, 10, hidden))}, codec=codec.name)
+    store = make_cache(tmp_path, {"v": random_tokens(0, (2, 10, hidden))}, codec=codec.name, hidden_size=hidden)
     (name,) = store.names("tokens", ".parquet")
     video = TokenCache(tmp_path).get("v", order="selection").tokens.float()
 
-    names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "pipeline/cache/README.md").read_text(), re.DOTALL)
-    (block,) = (text for text in blocks if "def floats" in text)
-    exec(block, names)  # noqa: S102 - the page's own code
+    names = run_example("pipeline/examples/read_coded.py", tmp_path)
+    lengths = capsys.readouterr().out.rpartition(" ")[2]
+    assert float(lengths) == pytest.approx(video.norm(dim=1).mean().item(), rel=1e-2)
     for read in (pq.read_table, pd.read_parquet):
         floats = names["floats"](read(tmp_path / name), hidden, codec.name)
         assert torch.equal(torch.from_numpy(floats).to(torch.bfloat16).float(), video)

@@ -1,0 +1,19 @@
+"""Prompts of Patches: the kept tokens, renumbered (gstep/language/patches.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from gstep.language import Visual
+from gstep.language.prompt import PromptBuilder, Segment
+
+
+class PatchesPrompts(PromptBuilder):
+    """Prompts with one-dimensional positions."""
+
+    default_positions = "contiguous"
+    axes = 1
+
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        kept = len(visual.index)
+        return Segment(self._placeholders(kept), torch.arange(kept)[None], kept)
