@@ -114,7 +114,7 @@ def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
     """Compute Eq. (3): each token's distance to its frame's centre over the frame's largest, [T,N] float64 in [0, 1].
 
     All tokens of a constant frame have 0. A frame is constant if its largest deviation is at most 8 eps of the work
-    dtype times its largest token norm: below that the quotient would be a quotient of rounding errors.
+    dtype times its largest token norm. Smaller deviations are rounding errors.
     """
     deviation_TN = mean_TD.new_empty(tokens_TND.shape[:2])
     norm_TN = torch.empty_like(deviation_TN)

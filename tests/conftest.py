@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+# Where PYTHONDONTWRITEBYTECODE is set each worker of -n would rewrite the assertions of all files in every run. Code
+# that a test writes and changes within a second must not be kept, so the setting holds again behind the collection.
+_KEEPS_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 # Before torch loads. Threads of several processes that share the cores wait for each other longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As tests.jobs.jobs.environment has it for processes of their own. Ray reads it once in a process: after a cluster with
@@ -48,6 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _SLOW.update(item.path for item in items if item.get_closest_marker("slow"))
     _ALL.update(item.path for item in items)
     items.sort(key=lambda item: (item.path not in own, -_SLOW[item.path], -_ALL[item.path], item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Keep bytecode as the environment says from here on."""
+    sys.dont_write_bytecode = _KEEPS_NO_BYTECODE
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -344,10 +344,10 @@ class Backbone(ABC):
     def encode(self, frames: Tensor | NDArray[np.uint8], evidence: Mapping[str, str] = _NOTHING) -> VisualTokens:
         """Encode one video of resized frames, [t,h,w,3] uint8, to tokens [T,N,D] in the compute dtype.
 
-        T is t, or the number of temporal patches. Frames are encoded in fixed chunks of this one video, so its tokens
-        do not depend on other videos nor on the requested evidence; on a CPU not on ``frame_batch`` either. Other kinds
-        of CPU or GPU round differently. If GPU memory runs out, the video is encoded again in chunks of half the size,
-        and so on.
+        T is t, or the number of temporal patches. Frames are encoded in fixed chunks of this video alone. Its tokens
+        therefore depend neither on other videos nor on the requested evidence, and on a CPU not on ``frame_batch``.
+        Other kinds of CPU or GPU round differently. If GPU memory runs out, the video is encoded again in chunks of
+        half the size, and so on.
 
         Args:
             frames: frames as ``preprocessor.resize`` makes them.

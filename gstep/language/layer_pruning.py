@@ -164,8 +164,8 @@ class PruneInside:
 def check_layer(method: Pruner, config: Any) -> int:
     """Check that the method can prune inside a model of this configuration; return its layer K.
 
-    Raises ValueError if the method has no layer, merges, or needs other evidence than INSIDE_EVIDENCE, and if the model
-    has linear attention, no layer K, or deepstack levels at or after it.
+    Raises ValueError if the method has no layer, merges, or needs other evidence than INSIDE_EVIDENCE. Raises it too if
+    the model has linear attention, no layer K, or deepstack levels at or after it.
     """
     text = config.get_text_config()
     n_layers, deepstack_levels = (

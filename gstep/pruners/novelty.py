@@ -34,7 +34,7 @@ class Novelty(Pruner):
         rho_{t,i} = (n_{t,i} / mean(n) + floor) * s_{t,i}
 
     GSTEP measures the change of a whole frame, before and after it. If an object appears and stays, all frames with it
-    count the same. Here a token counts by how new it is at its position: the first sight of an object has the largest
+    count the same. Here a token counts by how new it is at its position. The first sight of an object has the largest
     density, and sampling by distance skips later tokens that resemble it. The density looks back one frame. Its
     normalisation over the video changes only the weight of ``floor`` and of the first frame. A single frame, and a
     video without changes, are ranked by s alone.

@@ -1,6 +1,6 @@
 """The timed parts of answering a question about a video, from the video itself and from a cache of its tokens.
 
-Decoding and encoding do not depend on the question or on the retention ratio: they are measured once for each video,
+Decoding and encoding do not depend on the question or on the retention ratio. They are measured once for each video,
 repeat and kind of evidence, and count for every online question. A cache is read from files that were just written and
 are still in the system's memory.
 """

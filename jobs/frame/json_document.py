@@ -66,8 +66,8 @@ def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
 def stdout_as_stderr() -> Iterator[TextIO]:
     """Redirect stdout to stderr, for C libraries and child processes too; yield the real stdout as a file.
 
-    If Python's stdout is the process's own, the redirection stays after the context: a thread of Ray may print until
-    the process ends, for example that a worker has crashed. Otherwise stdout is restored.
+    If Python's stdout is the process's own, the redirection stays after the context, because a thread of Ray may print
+    until the process ends. Otherwise stdout is restored.
     """
     sys.stdout.flush()
     stream, stdout_copy = sys.stdout, os.dup(1)

@@ -15,5 +15,5 @@ class PatchesPrompts(PromptBuilder):
     axes = 1
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        kept = len(visual.index)
-        return Segment(self._placeholders(kept), torch.arange(kept)[None], kept)
+        count = len(visual.index)
+        return Segment(self._make_placeholders(count), torch.arange(count)[None], count)

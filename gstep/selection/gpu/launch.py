@@ -42,8 +42,8 @@ def select_on_gpu(
 ) -> Tensor:
     """Select as ``density_guided_fps`` does, on a GPU: the same arguments, the same picks up to near-ties, [B] int64.
 
-    Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in float32. float32 tokens are multiplied
-    in float32, never TF32. float64 tokens, alpha below 0.05 and extreme beta are left to the plain form.
+    Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in float32. Tokens of float32 are
+    multiplied in float32, never TF32. Tokens of float64, alpha below 0.05 and extreme beta go to the plain form.
 
     If the kernels fail, a warning is issued once a process and the plain form selects instead. Only an error that the
     GPU reports after the launches (a sticky CUDA error) is raised: no further work on that GPU would succeed.

@@ -8,7 +8,6 @@ import time
 import urllib.request
 from collections import Counter
 from contextlib import suppress
-from functools import partial
 
 import pytest
 
@@ -53,10 +52,14 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
         wait_until(lambda: second.info("two")["status"] in ENDED, lambda: second.logs("two"), 240, meanwhile=pause)
         assert second.info("two")["status"] == "SUCCEEDED", second.logs("two")
         said, n_left = second.logs("two"), len(ids) - len(kept)
-        select_ok = partial(values, name="ray_gstep_rows_total", status="ok", item="video")
-        wait_until(lambda: select_ok(scrape(second)) == [n_left], lambda: scrape(second), 60, meanwhile=pause)
-        time.sleep(3)  # what the driver reported last is scraped
-        after = scrape(second)
+        counted = {"ok": [n_left], "failed": [2]}  # by the last report of the driver
+
+        def whole() -> str:
+            text = scrape(second)
+            rows = {status: values(text, "ray_gstep_rows_total", status=status, item="video") for status in counted}
+            return text if rows == counted and values(text, "ray_gstep_failures_total", stage="decode") else ""
+
+        after = wait_until(whole, lambda: scrape(second), 60, meanwhile=pause)
     assert f"{len(kept)} of {len(ids) + 2} videos are in the cache already" in said
     assert re.search(rf"{n_left + 2}/{n_left + 2} videos, .*busy: decode \d+% encode \d+%.* \(bottleneck: ", said), said
     opened = TokenCache(cache)

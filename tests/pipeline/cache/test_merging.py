@@ -309,6 +309,19 @@ def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
     assert len(merge(store, None, everything=True, keep=NOW).read) == 2 and len(live_in(store)) == 60
 
 
+def test_sorted_files_that_share_one_video_are_merged_on_demand(tmp_path):
+    """The last video of the one is the first of the other."""
+    store = write_header(tmp_path)
+    for attempts in (1, 2):
+        commit_rows(store, f"r{attempts}", [{"video_id": "v", "status": "failed", "attempts": attempts}])
+        for _ in range(2):
+            merge(store, None, keep=NOW, max_rows=0)
+    assert [file.level for file in list_table_files(store)] == [1, 1]
+    for _ in range(2):
+        merge(store, None, everything=True, keep=NOW)
+    assert len(list_table_files(store)) == 1 and live_in(store)["v"][1] == 2
+
+
 def test_rows_of_another_identity_are_left_out_and_counted(tmp_path):
     store = write_header(tmp_path)
     commit_rows(store, "mine", [{"video_id": "a", "status": "failed", "attempts": 1}], made_with(store))
