@@ -99,7 +99,7 @@ def half(one_ray, clip, tmp_path_factory):
 
 def test_a_limit_does_a_share_of_which_the_exit_code_speaks(half):
     folder, ((bad, first), (good, second)) = half
-    assert bad == 1 and "1 of 6 videos that are left to do (--limit 1)" in first
+    assert bad == 1 and "1 of 6 videos still to do (--limit 1)" in first
     assert "0 ok, 1 failed, 0 without a row, 5 wait for another run" in first
     assert good == 0 and "2 ok, 1 failed, 0 without a row, 3 wait for another run" in second
     assert TokenCache(folder / "cache").video_ids == ["b.mp4", "c.mp4"]

@@ -67,7 +67,7 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
     assert re.search(r"note: node \S+ \w{6} was lost.*\. The videos that it had in hand run again", lost)
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["status"] == "finished"
-    anew = "note: nodes were lost and nothing moves: " in done.stdout
+    anew = "note: nodes were lost and nothing moves. Rescheduling " in done.stdout
     assert record["resources"]["cluster"]["CPU"] == (stays if anew else stays + goes)
 
 
@@ -98,7 +98,7 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
     with ray_here({"num_cpus": 1}, {"num_cpus": 2}):
         done = _run_that_loses_a_node(cache, [*argv, "--flush-seconds", "1"])
     assert done.returncode == 0, done.stdout
-    assert gate.is_set() and "note: nodes were lost and nothing moves: " in done.stdout
+    assert gate.is_set() and "note: nodes were lost and nothing moves. Rescheduling " in done.stdout
     assert_complete(cache, ids)
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     assert record["resources"]["cluster"]["CPU"] == 1 and record["videos"] == len(ids)
