@@ -130,7 +130,7 @@ def test_other_code_is_refused_with_its_file_and_redo_makes_the_whole_cache_agai
     pruned(videos, out, "--on-changed", "redo", "--dry-run")
     assert kept_largest(out) == {True}
     alone = pruned(videos / "v000.mp4", out, "--on-changed", "redo", code=2)
-    assert "contains 1 videos that" in alone and "e.g. v001.mp4: name them too, or another --out" in alone
+    assert "has 1 videos that" in alone and "e.g. v001.mp4: name them too, or another --out" in alone
 
     with monkeypatch.context() as patch:
         commit = PruneRun.commit
