@@ -77,7 +77,10 @@ def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> CommandResult:
-    """Open the folder or prefix as a cache or as answers, and show it. Raises NotACache if it is neither."""
+    """Open the folder or prefix as a cache or as answers, and show it; ``--watch`` first waits for a cache.
+
+    Raises NotACache if it is neither, with a hint if it holds results of jobs.evaluate.
+    """
     from pipeline.cache.header import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
@@ -148,7 +151,10 @@ def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -
 
 
 def _show_run(cache: TokenCache, arguments: argparse.Namespace) -> CommandResult:
-    """Show the cache's run until it ends, and return its last state; the exit code is 1 if it did not finish."""
+    """Show the cache's run until it ends, and return its last state.
+
+    The exit code is 1 if the run did not finish, and 0 if the cache has no run.
+    """
     from pipeline.inspect.watch import watch  # noqa: PLC0415
 
     run = watch(cache, Console(stderr=arguments.json))

@@ -105,7 +105,7 @@ class FusedSteps:
         return query, key, value
 
     def gate(self, gate_up_S2I: Tensor) -> Tensor:
-        """Return SiLU(gate) * up, [S,I], of rows that hold the gate and then up."""
+        """Return SiLU(gate) * up, [S,I], of rows that hold the gate and then up; in one kernel where kernels serve."""
         width = gate_up_S2I.shape[-1] // 2
         if not self.kernels:
             gated: Tensor = silu(gate_up_S2I[..., :width]) * gate_up_S2I[..., width:]

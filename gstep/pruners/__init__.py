@@ -219,8 +219,8 @@ def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
     for value in _candidate_values(text):
         if type(value) in accepted and _convert(type(value), value)[0]:
             return value
-    is_object = not (choices or set(accepted) & _WORDS.keys())
-    hint = " and cannot be given as text" if is_object else ""
+    is_s3 = not (choices or set(accepted) & _WORDS.keys())
+    hint = " and cannot be given as text" if is_s3 else ""
     raise ValueError(f"method {label!r}: {name} must be {_describe_types(accepted)}{hint}; got {text!r}")
 
 

@@ -87,7 +87,8 @@ class HoliTom(Pruner):
         def add(index_X: Tensor, rows_XD: Tensor, kept_S: Tensor, n_peaks: int, *, is_mean: bool) -> None:
             """Append the rows ``kept_S`` unchanged, and ``n_peaks`` density peaks with all other rows merged in.
 
-            ``is_mean`` marks all of them as merged, because the rows are means over frames.
+            Peaks that took rows in are marked as merged; with ``is_mean``, rows that are means over frames, all are.
+            The next values of ``noise`` are used up.
             """
             nonlocal n_drawn
             is_free_X = torch.ones(len(index_X), dtype=torch.bool, device=index_X.device)

@@ -148,13 +148,13 @@ class _Search:
     """The state of a lazy greedy selection on a CPU.
 
     Attributes:
-        nearest: [M], each token's distance to the nearest of its first ``mark`` picks (and of some later picks).
-        mark: [M], the number of picks that ``nearest`` includes.
+        nearest: [M], each token's distance to the nearest of its first ``n_included`` picks (and of some later picks).
+        n_included: [M], the number of picks that ``nearest`` includes.
         score: [M], the score that follows from ``nearest``, -inf once the token is selected. It is the key of
-            ``gstep.selection.reference`` if ``by_key``, else Eq. (11).
-        term: [M], the density's part of the score: the weight of the key, or the logarithm of Eq. (11).
+            ``gstep.selection.reference`` if ``uses_key``, else Eq. (11).
+        density_term: [M], the density's part of the score: the weight of the key, or the logarithm of Eq. (11).
         block: K, the candidates of a round.
-        by_bound: True while candidates are compared by the bound first.
+        uses_bound: True while candidates are compared by the bound first.
     """
 
     def __init__(
@@ -172,14 +172,14 @@ class _Search:
         self.picks = Picks(budget, survey)
         self.block = block or (256 if n_tokens < 16384 else 512 if n_tokens < 49152 else 1024)
         weight_M = density_weight(density_M, alpha, beta)
-        self.by_key = weight_M is not None
-        self.term: Floats = (
+        self.uses_key = weight_M is not None
+        self.density_term: Floats = (
             (1 - alpha) * np.log(density_M.double().numpy() + beta) if weight_M is None else weight_M.numpy()
         )
         self.nearest = np.full(n_tokens, np.inf)
-        self.mark = np.zeros(n_tokens, np.int64)
+        self.n_included = np.zeros(n_tokens, np.int64)
         self.score = np.empty(n_tokens)
-        self.by_bound = survey.coordinates is not None
+        self.uses_bound = survey.coordinates is not None
         self.n_bounded = self.n_unresolved = 0  # candidates that went through the bound, and that it did not rule out
         self._bounds = np.empty(0, np.float32)
 
@@ -190,9 +190,9 @@ class _Search:
             products = self._multiply_all(rows, self.picks.rows[:1])[:, 0]
             self.nearest[part] = _compute_distance(products, self.survey.inverse[part] * self.picks.inverse[0])
         self.counts.products += len(self.nearest)
-        self.mark[:] = 1
-        self.term[first] = -np.inf
-        self.score = self._compute_scores(self.nearest, self.term)
+        self.n_included[:] = 1
+        self.density_term[first] = -np.inf
+        self.score = self._compute_scores(self.nearest, self.density_term)
 
     def round(self) -> None:
         """Run one round: refresh the best candidates, then select as many of them as are certain, perhaps none."""
@@ -200,7 +200,7 @@ class _Search:
         rows = _RoundRows(self.survey.rows, indices)
         self._refresh(rows, indices, rival)
         self.score[indices] = scores = self._compute_scores_of(indices)
-        certain = (self.mark[indices] == self.picks.count) & (scores >= rival.score) & (scores > -np.inf)
+        certain = (self.n_included[indices] == self.picks.count) & (scores >= rival.score) & (scores > -np.inf)
         # The score of a candidate that was not compared with all picks is only an upper bound, and a candidate below
         # the rival cannot be next. If no candidate is certain, the refresh has lowered scores, and the next round takes
         # other candidates.
@@ -208,14 +208,14 @@ class _Search:
             self._select(rows, indices[certain], scores[certain], rival)
 
     def _compute_scores(self, nearest: Floats, term: Floats) -> Floats:
-        """Compute Eq. (11), or its key if ``by_key``; a selected token, whose density term is -inf, gets -inf."""
+        """Compute Eq. (11), or its key if ``uses_key``; a selected token, whose density term is -inf, gets -inf."""
         distance = nearest + self.beta
-        scores: Floats = distance * term if self.by_key else self.alpha * np.log(distance) + term
+        scores: Floats = distance * term if self.uses_key else self.alpha * np.log(distance) + term
         return scores
 
     def _compute_scores_of(self, indices: Indices) -> Floats:
         """Compute the current scores of the tokens ``indices``."""
-        return self._compute_scores(self.nearest[indices], self.term[indices])
+        return self._compute_scores(self.nearest[indices], self.density_term[indices])
 
     def _choose_candidates(self) -> tuple[Indices, _Rival]:
         """Find the K tokens of the highest known scores, equals by lowest index, and the best token outside of them."""
@@ -238,15 +238,15 @@ class _Search:
         """
         # Picks go in blocks: a candidate that falls behind the rival in a block is spared the later blocks. Products in
         # full cost more than bounds, so without a bound the blocks are smaller.
-        count, block = self.picks.count, _PICKS if self.by_bound else _PICKS // 4
-        for start in range(int(self.mark[indices].min()) // block * block, count, block):
+        count, block = self.picks.count, _PICKS if self.uses_bound else _PICKS // 4
+        for start in range(int(self.n_included[indices].min()) // block * block, count, block):
             picks = slice(start, min(start + block, count))
-            mark = self.mark[indices]
+            mark = self.n_included[indices]
             waiting = (mark >= picks.start) & (mark < picks.stop)
             candidates = indices[waiting & (self._compute_scores_of(indices) >= rival.score)]
             if len(candidates) == 0:
                 continue
-            if self.by_bound:
+            if self.uses_bound:
                 self._compare_by_bound(rows, candidates, picks, rival)
             else:
                 self._compare(rows, candidates, picks)
@@ -257,7 +257,7 @@ class _Search:
         distance = _compute_distance(self._multiply_all(rows.tokens_of(candidates), self.picks.rows[picks]), scale)
         self.counts.products += scale.size
         self.nearest[candidates] = np.minimum(self.nearest[candidates], distance.min(axis=1))
-        self.mark[candidates] = picks.stop
+        self.n_included[candidates] = picks.stop
 
     def _multiply_all(self, a_XD: Tensor, b_YD: Tensor) -> NDArray[np.floating]:
         """Multiply each row of ``a`` with each row of ``b``; copies of a row get bit-equal products."""
@@ -281,7 +281,7 @@ class _Search:
         for _ in range(_LIKELIEST):
             likeliest = bounds[row].argmax(axis=1) if len(row) < len(candidates) else bounds.argmax(axis=1)
             nearer = bounds[row, likeliest] > _cosine_threshold(self.nearest[candidates[row]])
-            self.mark[candidates[row[~nearer]]] = picks.stop
+            self.n_included[candidates[row[~nearer]]] = picks.stop
             row, likeliest = row[nearer], likeliest[nearer]
             if len(row) == 0:
                 return
@@ -292,7 +292,7 @@ class _Search:
         if len(row):
             self._compare_pairs(rows, candidates[row], bounds[row], picks)
         if self.n_bounded > _TRIAL * self.block and self.n_unresolved > _USELESS * self.n_bounded:
-            self.by_bound, self.counts.gave_up = False, True
+            self.uses_bound, self.counts.gave_up = False, True
 
     def _compare_pairs(self, rows: _RoundRows, candidates: Indices, bounds: NDArray[np.float32], picks: slice) -> None:
         """Update candidates with every pick that ``bounds`` does not rule out, and move their marks."""
@@ -301,7 +301,7 @@ class _Search:
             self._compare(rows, candidates, picks)
         elif len(row):
             self._measure(rows, candidates[row], column, picks)
-        self.mark[candidates] = picks.stop
+        self.n_included[candidates] = picks.stop
 
     def _bound_cosines(self, candidates: Indices, picks: slice) -> NDArray[np.float32]:
         """Compute upper bounds of cosines, [candidates, picks]; -3 for pairs that were compared already.
@@ -319,7 +319,7 @@ class _Search:
             rows = slice(start, start + _ROWS)
             torch.mm(coordinates[rows], columns, out=torch.from_numpy(bounds[rows]))
         self.counts.bounds += size
-        mark = self.mark[candidates]
+        mark = self.n_included[candidates]
         if mark.max() > picks.start:
             bounds[np.arange(picks.start, picks.stop) < mark[:, None]] = -_OUT_OF_REACH
         return bounds
@@ -341,7 +341,7 @@ class _Search:
 
         It updates their distances, scores and marks with these picks.
         """
-        nearest, term = self.nearest[finalists], self.term[finalists]
+        nearest, term = self.nearest[finalists], self.density_term[finalists]
         distance_LL = self._measure_mutual_distances(rows, finalists)
         winners: list[int] = []
         n_free = len(self.picks.order) - self.picks.count
@@ -356,14 +356,14 @@ class _Search:
             # No other score changes.
             score[closer] = self._compute_scores(nearest[closer], term[closer])
         self.picks.add(finalists[winners])
-        self.nearest[finalists], self.term[finalists], self.score[finalists] = nearest, term, score
-        self.mark[finalists] = self.picks.count
+        self.nearest[finalists], self.density_term[finalists], self.score[finalists] = nearest, term, score
+        self.n_included[finalists] = self.picks.count
 
     def _measure_mutual_distances(self, rows: _RoundRows, finalists: Indices) -> Floats:
         """Compute the finalists' mutual distances [L,L]; inf for a pair that cannot change either's nearest pick."""
         scale, size = self.survey.inverse[finalists], len(finalists)
         row, column = np.triu_indices(size, 1) if self.survey.has_copies else (None, None)
-        if self.by_bound:
+        if self.uses_bound:
             coordinates = self._get_coordinates(finalists)
             self.counts.bounds += size * (size - 1) // 2
             threshold = _cosine_threshold(self.nearest[finalists])

@@ -299,12 +299,15 @@ def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, a
 
 
 def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None]) -> str:
-    """Return the label of an arm's answers; answers of a seed were once labelled without the seed."""
-    plain = replace(spec, seed=0).label
-    if (old := prunings.get(plain)) is None:
+    """Return the label of an arm's answers.
+
+    Older answers were labelled without their seed. Their label is kept for their seed; any other seed is named.
+    """
+    unseeded_label = replace(spec, seed=0).label
+    if (unseeded := prunings.get(unseeded_label)) is None:
         return spec.label
-    if old.get("seed", 0) == spec.seed:
-        return plain
+    if unseeded.get("seed", 0) == spec.seed:
+        return unseeded_label
     return replace(spec, params={**spec.params, "seed": str(spec.seed)}, seed=0).label
 
 

@@ -380,7 +380,10 @@ def _to_json_lines(table: pa.Table) -> bytes:
 
 
 def _parse(store: Store, name: str, data: bytes) -> pa.Table:
-    """Read one shard in either format: ANSWER_SCHEMA, then carried columns. Raises CorruptShard."""
+    """Convert one shard's bytes, of either format, to a table: ANSWER_SCHEMA, then carried columns.
+
+    Raises CorruptShard if the bytes are not those that the shard's name promises.
+    """
     check_content(store, name, data)
     metadata: dict[bytes, bytes] = {}
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:

@@ -84,7 +84,7 @@ def parse_pruning_grid(
 ) -> list[PruningSpec]:
     """Parse each METHOD[,NAME=VALUE...] and pair it with each ratio from the largest; seed=0..4 is five methods.
 
-    ``positions`` among the parameters are those of the kept tokens. Raises UsageError for a malformed one.
+    The parameter ``positions`` says which positions the kept tokens get. Raises UsageError for a malformed method.
     """
     specs = []
     largest_first = sorted(set(ratios), reverse=True)
@@ -94,13 +94,15 @@ def parse_pruning_grid(
         positions = params.pop("positions", None)
         if positions not in (None, *POSITIONS):
             raise UsageError(f"--method {text}: positions must be {' or '.join(POSITIONS)}")
-        several = [params]
+        param_sets = [params]
         if ends := re.fullmatch(r"(\d+)\.\.(\d+)", params.get("seed", "")):
-            several = [{**params, "seed": str(number)} for number in range(int(ends[1]), int(ends[2]) + 1)]
-        if not several:
+            param_sets = [{**params, "seed": str(number)} for number in range(int(ends[1]), int(ends[2]) + 1)]
+        if not param_sets:
             raise UsageError(f"--method {text}: the first seed is larger than the last")
         specs += [
-            PruningSpec(method, ratio, values, siglip, seed, positions) for values in several for ratio in largest_first
+            PruningSpec(method, ratio, values, siglip, seed, positions)
+            for values in param_sets
+            for ratio in largest_first
         ]
     return specs
 

@@ -38,7 +38,7 @@ from pipeline.inputs.tables import (
     parquet_types,
     read_rows,
 )
-from pipeline.storage.s3 import Objects, check_uri, is_object
+from pipeline.storage.s3 import Objects, check_uri, is_s3
 
 # ``decoding`` is ``AnswerMode.describe()``, as JSON: all settings for the answer to this question.
 QUESTION_SCHEMA = pa.schema(
@@ -214,12 +214,12 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
     if find_suffix(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
     try:
-        if is_object(place):
+        if is_s3(place):
             check_uri(place)
             return io.BytesIO((objects or Objects.from_environment()).read(place))
         return Path(place).open("rb")
     except OSError as error:
-        near = "" if is_object(place) else near_file(Path(place))
+        near = "" if is_s3(place) else near_file(Path(place))
         raise QuestionsError(f"{place}: cannot be read: {error.strerror}{near}") from error
 
 

@@ -113,7 +113,7 @@ class Containers(AbstractContextManager["Containers"]):
         return self._open_container(spot.shard).sample(spot.member)
 
     def _open_container(self, shard: str) -> Container:
-        """Open an archive in place of the open archive, and plan requests for its members.
+        """Return the archive, opened in place of another one unless it is open already, with requests planned.
 
         Raises VideoFault for an unknown suffix, or OSError.
         """

@@ -234,7 +234,10 @@ class Indexing:
         return self.store is not None and find_suffix(place.uri) not in OF_COLUMNS
 
     def _kept_index(self, place: NamedContainer) -> _Index | None:
-        """Return the kept index of an archive; None without one."""
+        """Return the kept index of an archive; None if none is kept.
+
+        An index that is damaged or of another version is empty, so that a new index replaces it.
+        """
         if self.store is None or not self._is_kept(place):
             return None
         try:

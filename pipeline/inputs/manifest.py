@@ -38,7 +38,7 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Ro
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, mark_key
 from pipeline.storage.hub import is_remote, reach
-from pipeline.storage.s3 import Objects, check_uri, is_object
+from pipeline.storage.s3 import Objects, check_uri, is_s3
 
 
 class Listed(NamedTuple):
@@ -134,7 +134,7 @@ def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Li
     if videos == "sample":
         return _from_files(_sample_folder(), videos, roots.folders, forms, LeftOut())
     if is_remote(videos):
-        if is_object(videos):
+        if is_s3(videos):
             check_uri(videos)
         return _from_store(videos, roots, objects, forms, left_out)
     if "://" in videos and not videos.startswith("file://"):
@@ -242,8 +242,8 @@ _ONE_BY_ONE = "several VIDEOS (an id is the path in the folder that was named; n
 def _roots(video_roots: Sequence[str]) -> Roots:
     """Sort ``--video-root`` into folders and prefixes on S3. Raises ManifestError for a folder that is not there."""
     roots = Roots(
-        [Path(root) for root in video_roots if not is_object(root)],
-        [root_prefix(root) for root in video_roots if is_object(root)],
+        [Path(root) for root in video_roots if not is_s3(root)],
+        [root_prefix(root) for root in video_roots if is_s3(root)],
     )
     for root in roots.folders:
         if not root.is_dir():
@@ -396,5 +396,5 @@ def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, 
     if count > 1:
         raise ManifestError(f"videos: {count} paths end in {name!r}: give dicts with a video_id and a uri each")
     folders = [Path(path).parent for path in paths if "://" not in path]
-    prefixes = [root_prefix(path.rpartition("/")[0]) for path in paths if is_object(path)]
+    prefixes = [root_prefix(path.rpartition("/")[0]) for path in paths if is_s3(path)]
     return rows, Roots([*folders, *roots.folders], [*prefixes, *roots.prefixes])

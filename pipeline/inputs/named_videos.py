@@ -21,7 +21,7 @@ from pipeline.inputs.listings import BAD_ADDRESS, CONTROL, OUTSIDE, check_named
 from pipeline.inputs.tables import TableRows, UserRow, carried_json, number_of, text_in
 from pipeline.keys import column_keys, find_repeated
 from pipeline.rows import ManifestRow
-from pipeline.storage.s3 import is_object
+from pipeline.storage.s3 import is_s3
 
 # ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
 # listing on S3 said, or the manifest's size_bytes; null elsewhere, where it costs a request or a look at the file.
@@ -179,12 +179,15 @@ class NamedVideos:
         }
 
     def _locate(self, uri: str) -> tuple[str, str | None]:
-        """Resolve a uri: (absolute path or the uri without its secrets, why it must not be read or None)."""
+        """Resolve a uri: (absolute path or object URI, the reason to refuse it or None).
+
+        A URI that is refused as malformed or unsupported loses its secrets.
+        """
         base = self._base
-        if is_object(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
-            full_uri = uri if is_object(uri) else f"{base}{uri}"
-            policy = check_named(full_uri, self._prefixes)
-            return (printable(without_secrets(full_uri)) if policy == BAD_ADDRESS else full_uri), policy
+        if is_s3(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
+            full_uri = uri if is_s3(uri) else f"{base}{uri}"
+            refusal = check_named(full_uri, self._prefixes)
+            return (printable(without_secrets(full_uri)) if refusal == BAD_ADDRESS else full_uri), refusal
         if "://" in uri and not uri.startswith("file://"):
             shown = without_secrets(uri)
             return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files and s3:// objects are"

@@ -76,7 +76,10 @@ class RunProgress:
 
 
 def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
-    """Find the progress of the run that is writing to the cache, else of the newest; None without any run."""
+    """Find the progress of the run that is writing to the cache, else of the newest run; None without any run.
+
+    A run that has no record yet is "starting". Raises CorruptShard for a record that cannot be read.
+    """
     names, note = store.names(RUNS, ".json"), find_holder(store)
     if note:
         record_name = f"{RUNS}/{note['run_id']}.json"

@@ -189,7 +189,10 @@ def _first_record(row: TodoRow, source: Source) -> VideoRecord:
 
 
 def _find_size(row: TodoRow, source: Source) -> int | None:
-    """Return the bytes of a failed video's file: measured, or the listed size if it could not be fetched."""
+    """Return the size in bytes of a failed video's file, or None if it is not known.
+
+    A remote file or a member of an archive that could not be fetched has the size of the list.
+    """
     if is_remote(row["uri"]) or row["source_offset"] is not None:
         return source.size if source.size is not None else row["size"]
     try:

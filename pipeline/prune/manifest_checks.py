@@ -20,7 +20,7 @@ from pipeline.inputs.tables import TABLE_SUFFIXES
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.rows import TodoRow
 from pipeline.storage.hub import is_remote, reach
-from pipeline.storage.s3 import SCHEME, Objects, is_object
+from pipeline.storage.s3 import SCHEME, Objects, is_s3
 from pipeline.video.containers import HEAD_BYTES, recognise, sniff
 
 _MAX_REASONS = 5  # reasons that a refusal lists
@@ -71,10 +71,10 @@ def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
     """Yield a folder and a prefix that would allow the forbidden files, unless it is the root of everything."""
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE, OUTSIDE_FOLDERS])))
     paths: list[str] = outside["uri"].slice(0, _MAX_ROOT_PATHS).to_pylist()
-    folders = [os.path.dirname(os.path.realpath(path)) for path in paths if not is_object(path)]  # noqa: PTH120
+    folders = [os.path.dirname(os.path.realpath(path)) for path in paths if not is_s3(path)]  # noqa: PTH120
     if folders and (root := os.path.commonpath(folders)) != "/":
         yield root
-    prefixes = [path.removeprefix(SCHEME).rpartition("/")[0] for path in paths if is_object(path)]
+    prefixes = [path.removeprefix(SCHEME).rpartition("/")[0] for path in paths if is_s3(path)]
     if prefixes and (prefix := os.path.commonpath(prefixes)):
         yield f"{SCHEME}{prefix}"
 

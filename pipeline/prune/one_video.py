@@ -18,7 +18,7 @@ from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, make_pruning_columns, to_sampled_video
 from pipeline.prune.recipe import resolve
 from pipeline.rows import VideoRecord, todo_row
-from pipeline.storage.s3 import is_object
+from pipeline.storage.s3 import is_s3
 from pipeline.video.sandbox import InThisProcess
 
 #: The options of ``python -m jobs.prune`` that concern one video.
@@ -111,7 +111,7 @@ class LocalEncoder:
 
     def _decode(self, path: str, start_s: float | None, end_s: float | None) -> tuple[VideoRecord, NDArray[np.uint8]]:
         """Decode a video or clip. Raises VideoFault."""
-        place = path if is_object(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
+        place = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
         row = todo_row(path, place, start_s, end_s)
         with self._decoder.open(row) as source:
             record, frames = self._decoder.decode_one(row, source)

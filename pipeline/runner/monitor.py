@@ -244,7 +244,7 @@ class WorkerLogs:
             self._save(self._text.encode())
 
     def _describe_death(self, death: Death, node: _Node) -> list[str]:
-        """Return the log lines about a process that crashed on ``node``."""
+        """Return log lines: the crashed process, its items in hand, the loss of its node, its last lines by Ray."""
         stage, worker, items = death
         having = f" with {', '.join(items)} in hand" if items else ""
         where = f"on {worker.host} (process {worker.pid}, node {worker.node})"

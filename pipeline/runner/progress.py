@@ -81,7 +81,7 @@ class Load:
         self._reports.append(report)
 
     def busy(self) -> dict[str, float]:
-        """Return the share of their time in which each stage's workers had items in hand, 0 to 1.
+        """Return the share of time in which each stage's workers had items in hand, 0 to 1, over the reports in memory.
 
         A stage without a ready worker is left out. A stage without news since the last report is not busy: busy workers
         report each second, crashed ones do not.

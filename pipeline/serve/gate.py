@@ -21,7 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KEY = "VLLM_API_KEY"
-OPEN = frozenset(("/health", "/ping"))  # routes that load balancers ask without a key, also while the server ends
+OPEN_PATHS = frozenset(("/health", "/ping"))  # routes that load balancers ask without a key, also while the server ends
 RETRY_AFTER_S = 10
 _MAX_SKIPPED_BODIES = (
     16  # of a body that is too large, up to so many times the limit is read, so that the client gets the error
@@ -52,11 +52,14 @@ class RequestGate:
         self._draining: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer or pass on one ASGI connection."""
+        """Refuse a request without the key (401) or while the server drains (503), else pass it on and count it.
+
+        Paths of ``OPEN_PATHS`` need no key.
+        """
         if scope["type"] == "lifespan":
             self._start(scope["app"].state)
             await self._app(scope, receive, send)
-        elif scope.get("path") in OPEN:
+        elif scope.get("path") in OPEN_PATHS:
             await self._app(scope, receive, send)
         elif self._key and not self._has_key(scope):
             if scope["type"] == "websocket":

@@ -71,7 +71,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         except (ValueError, KeyError, TypeError, UnknownVideo) as error:
             raise VLLMValidationError(str(error), parameter="messages") from error
         if (names := VIDEOS.get()) is not None:
-            names[:] = [video.name for video in videos]
+            names[:] = [video.content_name for video in videos]
         return ready
 
     def process_for_engine(self, prompt: Any, arrival_time: float, *, skip_mm_cache: bool = False, **more: Any) -> Any:

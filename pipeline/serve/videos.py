@@ -36,12 +36,12 @@ class ServedVideo(NamedTuple):
     """A video as prompts take it.
 
     Attributes:
-        name: of its stored content; it changes when the video is encoded again.
+        content_name: changes when the video is encoded again.
         snapshot: the number of the snapshot whose row had that content.
     """
 
     visual: Visual
-    name: str
+    content_name: str
     snapshot: int
 
 
@@ -91,7 +91,7 @@ class ServedVideos:
         """
         self._open = open_cache
         cache = open_cache()
-        self._now = _Snapshot(cache, _file_names(cache), 0)
+        self._snapshot = _Snapshot(cache, _file_names(cache), 0)
         self._identity = cache.identity
         method = read_declared_method(cache.identity)
         self._order: TokenOrder = "selection" if method is not None and method.reorders else "index"
@@ -105,7 +105,7 @@ class ServedVideos:
     @property
     def cache(self) -> TokenCache:
         """The cache as of the last refresh."""
-        return self._now.cache
+        return self._snapshot.cache
 
     def close(self) -> None:
         """Stop refreshing the cache."""
@@ -120,7 +120,7 @@ class ServedVideos:
         key = (video_id, retention_ratio)
         with self._lock:
             video = self._videos_in_memory.get(key)
-            if video is None or video.snapshot != self._now.number:
+            if video is None or video.snapshot != self._snapshot.number:
                 return self._reads.find(key)
             in_memory: Future[ServedVideo] = Future()
             in_memory.set_result(video)
@@ -129,7 +129,7 @@ class ServedVideos:
     def refresh(self) -> None:
         """Open the table again if its files changed; while the store is away, videos in memory are still served."""
         try:
-            if self.away or _file_names(self.cache) != self._now.files:
+            if self.away or _file_names(self.cache) != self._snapshot.files:
                 self._look_again()
             self.away = False
         except (OSError, NotACache, CorruptShard, UnknownVideo):
@@ -145,7 +145,7 @@ class ServedVideos:
             raise NotACache(f"{cache.store} has another cache now: restart the server")
         files = _file_names(cache)
         with self._lock:
-            self._now = _Snapshot(cache, files, self._now.number + 1)
+            self._snapshot = _Snapshot(cache, files, self._snapshot.number + 1)
 
     def _keep_looking(self, seconds: float) -> None:
         """Refresh at intervals until closed; runs in a thread."""
@@ -174,16 +174,16 @@ class ServedVideos:
 
     def _load(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
         """Read a video's tokens, unless its row says that those in memory are still its own."""
-        now, key = self._now, (video_id, retention_ratio)
-        name = _content_name(now.cache.metadata(video_id))
+        snapshot, key = self._snapshot, (video_id, retention_ratio)
+        content_name = _content_name(snapshot.cache.metadata(video_id))
         with self._lock:
             video = self._videos_in_memory.get(key)
-        if video is None or video.name != name:
-            cached = now.cache.get(video_id, retention_ratio, self._order)
-            video = ServedVideo(cached.visual, _content_name(cached.metadata), now.number)
+        if video is None or video.content_name != content_name:
+            cached = snapshot.cache.get(video_id, retention_ratio, self._order)
+            video = ServedVideo(cached.visual, _content_name(cached.metadata), snapshot.number)
             _ = video.visual.placeholder_hash  # computed here once, so that no prompt waits for it
         with self._lock:
-            return self._videos_in_memory.put(key, video._replace(snapshot=now.number))
+            return self._videos_in_memory.put(key, video._replace(snapshot=snapshot.number))
 
     def _explain_error(self, error: Exception) -> Exception:
         """Return the error that a request gets."""

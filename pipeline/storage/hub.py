@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.storage.s3 import ObjectInfo, Objects, Slice, is_object
+from pipeline.storage.s3 import ObjectInfo, Objects, Slice, is_s3
 
 SCHEME = "hf://"
 _PIECE = 2**26
@@ -19,7 +19,7 @@ _PIECE = 2**26
 
 def is_remote(uri: str) -> bool:
     """Return True if a URI names a file that is fetched: an object of S3 or a file of the hub."""
-    return is_object(uri) or uri.startswith(SCHEME)
+    return is_s3(uri) or uri.startswith(SCHEME)
 
 
 class HubFiles:
@@ -95,7 +95,7 @@ Files = Objects | HubFiles
 
 def reach(uri: str, objects: Objects) -> Files:
     """Return the client that reads the file of a URI. Raises UsageError for an unknown kind of address."""
-    if is_object(uri):
+    if is_s3(uri):
         return objects
     if uri.startswith(f"{SCHEME}datasets/"):
         return HubFiles()

@@ -42,7 +42,7 @@ _AWAY_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "RequestLimitExceeded", "BandwidthLimitExceeded", "RequestThrottled"}
     | {"Throttling", "ThrottlingException", "ThrottledException", "TooManyRequestsException"}
 )
-_NUMBERS: Mapping[int, int] = {
+_ERRNO_BY_STATUS: Mapping[int, int] = {
     401: errno.EACCES,
     403: errno.EACCES,
     404: errno.ENOENT,
@@ -318,7 +318,7 @@ class Objects:
             if error_fields.get("Code") in _EXPIRED_CODES:
                 text += "; rerun the command with new credentials"
             # OSError makes its subclasses (FileNotFoundError and so on) by the number.
-            raise OSError(_NUMBERS.get(status, errno.EIO), text, uri) from None
+            raise OSError(_ERRNO_BY_STATUS.get(status, errno.EIO), text, uri) from None
         except (BotoCoreError, HTTPError, ValueError) as error:  # the original text names the endpoint
             name = type(error).__name__
             remedy = _REMEDIES.get(name, "check --s3-endpoint (AWS_ENDPOINT_URL) and the network")
@@ -327,7 +327,7 @@ class Objects:
             raise OSError(error.errno or errno.EIO, self.redact(error.strerror or str(error)), uri) from None
 
 
-def is_object(uri: str) -> bool:
+def is_s3(uri: str) -> bool:
     """Return True if a URI names an object in S3."""
     return uri.startswith(SCHEME)
 

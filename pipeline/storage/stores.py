@@ -22,7 +22,7 @@ import pyarrow as pa
 from pipeline.errors import UsageError
 from pipeline.storage.arrow import SCHEMES, ArrowObjects
 from pipeline.storage.random_access import LocalFile, RangedObject
-from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_object
+from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_s3
 
 NOTE = ".running"  # how the notes of runs end; see pipeline.runner.claim
 TEMPORARY = ".tmp-"  # how the name of a file begins that is not complete yet
@@ -52,12 +52,14 @@ class FileInfo(NamedTuple):
 def store_at(place: str | Path, objects: Objects | None = None) -> Store:
     """Return the store at a folder, ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
 
+    A folder may be written ``file:///folder``. ``objects`` serves ``s3://`` alone.
+
     Raises UsageError for any other address, and for an empty one: an unset variable of a shell is not this folder.
     """
     text = str(place)
     if not text.strip():
         raise UsageError("the name of a cache or of results is empty: name a folder or s3://bucket/prefix")
-    if is_object(text):
+    if is_s3(text):
         check_uri(text)
         return ObjectStore(text, objects or Objects.from_environment())
     if text.startswith(SCHEMES):

@@ -214,7 +214,10 @@ def _true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, 
 
 
 def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPackets) -> bool:
-    """Return True if each packet is one frame and has a presentation time of its own."""
+    """Return True if the packets' presentation times can be trusted.
+
+    Every packet has its own time, decode times never go back, and the file is no AVI with reordered frames.
+    """
     if packets.demuxer == "avi" and packets.stream.codec_context.has_b_frames:
         return False  # AVI stores no presentation times: what the demuxer makes up for reordered frames is off
     pts = [p.pts for p in shown_packets]

@@ -135,9 +135,9 @@ def gram_width(n_tokens: int) -> int:
 
 
 def pair_distances(task: Task, row_R: Tensor) -> Tensor:
-    """Compute the distances of tokens ``row_R`` to each other: [S,S] float64, zero from column R on.
+    """Compute the cosine distances of tokens ``row_R`` to each other: [S,S] float64, S the padded width of R.
 
-    Rows from R on are uninitialised.
+    Columns from R on are zero; rows from R on are uninitialised.
     """
     n_rows, width = len(row_R), gram_width(len(row_R))
     gram_SS = torch.empty(width, width, dtype=torch.float32, device=row_R.device)

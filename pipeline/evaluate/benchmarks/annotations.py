@@ -18,7 +18,7 @@ from pipeline.generate.questions import MAX_LETTERS, list_letters
 from pipeline.inputs.named_videos import Judge
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, is_text, read_rows
 from pipeline.rows import JsonObject
-from pipeline.storage.s3 import is_object
+from pipeline.storage.s3 import is_s3
 from pipeline.video.frame_folders import FIRST_FRAME, is_frame_folder
 
 #: The JSON objects beside the annotations, by file name; a missing file is an empty object.
@@ -127,7 +127,7 @@ class NotAskable(Exception):  # noqa: N818
 
 def data_folder(data: Path | str, remedy: str) -> Path:
     """Return the folder that ``--data`` names. Raise UsageError, with the remedy, if it does not exist."""
-    if is_object(str(data)) or re.match(r"[a-z0-9]+:/", str(data)):  # a Path drops one of the two slashes
+    if is_s3(str(data)) or re.match(r"[a-z0-9]+:/", str(data)):  # a Path drops one of the two slashes
         raise UsageError(f"--data {data}: only local folders are read; copy the data onto this machine, or mount it")
     folder = Path(data)
     if not folder.is_dir():
