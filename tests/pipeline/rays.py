@@ -116,13 +116,13 @@ def rows_of(
     """Run a graph to its end; returns the rows of its shards. ``moved`` is called for each of these."""
     rows, looked_at = list[dict[str, Any]](), time.monotonic()
     with Shards(flow, age_s=60) as shards, Fetcher(flow.batches()) as batches:
-        while not batches.ended or shards.finish():
+        while not batches.is_at_end or shards.finish():
             if time.monotonic() - looked_at >= every_s:
                 look()
                 looked_at = time.monotonic()
-            if not batches.ended and shards.has_room() and (batch := batches.next(min(every_s, TICK_S))) is not None:
+            if not batches.is_at_end and shards.has_room() and (batch := batches.next(min(every_s, TICK_S))) is not None:
                 shards.take(batch)
-            for shard in shards.written():
+            for shard in shards.iter_written():
                 moved()
                 rows += shard.rows.to_pylist()
     return rows
