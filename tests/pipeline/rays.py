@@ -120,7 +120,11 @@ def rows_of(
             if time.monotonic() - looked_at >= every_s:
                 look()
                 looked_at = time.monotonic()
-            if not batches.is_at_end and shards.has_room() and (batch := batches.next(min(every_s, TICK_S))) is not None:
+            if (
+                not batches.is_at_end
+                and shards.has_room()
+                and (batch := batches.next(min(every_s, TICK_S))) is not None
+            ):
                 shards.take(batch)
             for shard in shards.iter_written():
                 moved()
