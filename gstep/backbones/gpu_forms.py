@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -165,7 +165,9 @@ def suit_internvl(tower: Any) -> FusedSteps:
         _fold_scale(layer.mlp.fc2, layer.lambda_2)
         layer.forward = partial(_run_internvl_layer, layer, steps)
         if tower.config._attn_implementation == "sdpa" and not tower.config.use_qk_norm:
-            layer.attention.forward = partial(_attend_to_frame, layer.attention, _join_qkv(layer.attention))
+            attention = layer.attention
+            joined = _join_layers((attention.q_proj, attention.k_proj, attention.v_proj))
+            attention.forward = partial(_attend_to_frame, attention, joined)
     if kernel_CK.is_cuda:
         first = tower.encoder.layer[0]
         hidden_1SC = _example(first.layernorm_before.weight)[None]
@@ -269,18 +271,6 @@ def _fold_scale(product: nn.Linear, scale_C: Tensor) -> None:
     scale_C.detach().fill_(1.0)
 
 
-def _join_qkv(attention: Any) -> nn.Linear:
-    """Return the three products of an attention as one layer."""
-    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-    weight = torch.cat([part.weight.detach() for part in parts])
-    biases = [part.bias.detach() for part in parts if part.bias is not None]
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
-    if biases:
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return joined
-
-
 def _attend_to_frame(attention: Any, joined: nn.Linear, hidden_states: Tensor) -> tuple[Tensor, None]:
     """Compute InternVLVisionAttention.forward without norms of queries and keys."""
     frames, rows, width = hidden_states.shape
@@ -320,24 +310,29 @@ def _run_gated_mlp(steps: FusedSteps, joined: nn.Linear, down: nn.Linear, hidden
 def _join_gate_and_up(mlp: Any) -> nn.Linear:
     """Pad a gated MLP with zeros, and return its gate and up as one layer, of which they become views."""
     missing = -mlp.gate_proj.out_features % _INNER_MULTIPLE if mlp.gate_proj.out_features % _ALIGNED else 0
-    inner = mlp.gate_proj.out_features + missing
-    parts = (mlp.gate_proj, mlp.up_proj)
-    weight = torch.cat([pad(part.weight.detach(), (0, 0, 0, missing)) for part in parts])
+    joined = _join_layers((mlp.gate_proj, mlp.up_proj), missing)
+    mlp.down_proj.in_features = mlp.gate_proj.out_features
+    mlp.down_proj.weight = nn.Parameter(pad(mlp.down_proj.weight.detach(), (0, missing)), requires_grad=False)
+    return joined
+
+
+def _join_layers(layers: Sequence[nn.Linear], missing: int = 0) -> nn.Linear:
+    """Return layers of one size as one layer, each with ``missing`` more outputs of zeros; they become views of it."""
+    outputs = layers[0].out_features + missing
+    weight = torch.cat([pad(layer.weight.detach(), (0, 0, 0, missing)) for layer in layers])
     bias = None
-    if mlp.gate_proj.bias is not None:
-        bias = torch.cat([pad(part.bias.detach(), (0, missing)) for part in parts])
-    joined = nn.Linear(weight.shape[1], 2 * inner, bias=bias is not None, device="meta")
+    if layers[0].bias is not None:
+        bias = torch.cat([pad(layer.bias.detach(), (0, missing)) for layer in layers])
+    joined = nn.Linear(weight.shape[1], len(weight), bias=bias is not None, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         joined.bias = nn.Parameter(bias, requires_grad=False)
-    for place, part in enumerate(parts):
-        rows = slice(place * inner, (place + 1) * inner)
-        part.out_features = inner
-        part.weight = nn.Parameter(weight[rows], requires_grad=False)
+    for rank, layer in enumerate(layers):
+        rows = slice(rank * outputs, (rank + 1) * outputs)
+        layer.out_features = outputs
+        layer.weight = nn.Parameter(weight[rows], requires_grad=False)
         if bias is not None:
-            part.bias = nn.Parameter(bias[rows], requires_grad=False)
-    mlp.down_proj.in_features = inner
-    mlp.down_proj.weight = nn.Parameter(pad(mlp.down_proj.weight.detach(), (0, missing)), requires_grad=False)
+            layer.bias = nn.Parameter(bias[rows], requires_grad=False)
     return joined
 
 

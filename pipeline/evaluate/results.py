@@ -48,7 +48,7 @@ _OPTIONAL = {"finish", "weak"}  # columns that older scores do not have
 
 @dataclass(frozen=True, kw_only=True)
 class Presentation:
-    """How the results of one evaluation are presented.
+    """The settings by which the results of one evaluation are presented.
 
     Attributes:
         title: of tables and page.

@@ -87,7 +87,7 @@ class Cell:
 
     @property
     def difference_text(self) -> str:
-        """What stands beside the number: its difference to the reference with the interval; "" without one."""
+        """The text beside the number: its difference to the reference with the interval; "" without a difference."""
         if self.difference is None:
             return ""
         if self.low is None or self.high is None:
@@ -171,7 +171,7 @@ class ResultsTable:
 
     @property
     def made_of(self) -> list[tuple[str, list[str]]]:
-        """What each column's numbers were made of: (name, a text a column); questions as n of N."""
+        """The data behind each column's numbers: (name, a text a column); questions as n of N."""
         rows = {
             "Questions": list(map(_asked, self.columns)),
             "Videos": [f"{column.n_videos:,}" for column in self.columns],
