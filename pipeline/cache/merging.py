@@ -215,9 +215,8 @@ class _Step:
         for text, files in merges.items():
             merge_record = json.loads(text)
             sources = present.intersection(merge_record.get("of", ()))
-            if (
-                not sources or len(files) != merge_record["parts"]
-            ):  # the merge was interrupted, so its rows are merged again
+            # Rows of an interrupted merge are merged again.
+            if not sources or len(files) != merge_record["parts"]:
                 continue
             with suppress(FileNotFoundError):
                 if all(self._store.age(file.file.name) >= self._keep for file in files):

@@ -235,9 +235,8 @@ class GraphRun(Generic[T]):
             try:
                 self._drain(graph, shards)
             except (RunFailed, ClusterChanged, KeyboardInterrupt) as ending:
-                if shards.has_unwritten and not isinstance(
-                    ending.__cause__, OSError
-                ):  # a failed store would fail again
+                is_store_away = isinstance(ending.__cause__, OSError)  # a failed store would fail again
+                if shards.has_unwritten and not is_store_away:
                     self._flush(shards, ending)
                 raise
             finally:

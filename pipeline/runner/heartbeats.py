@@ -296,9 +296,8 @@ class Heartbeats:
         """Count the processes of lost nodes as crashed, before Ray starts new processes elsewhere."""
         for stage, workers in self._processes.items():
             for name, worker in workers.items():
-                is_lost = (
-                    not self._node_lives(worker.node) and worker.node in self._nodes_seen
-                )  # not one that has joined
+                # A node that has joined just now may not be known yet.
+                is_lost = not self._node_lives(worker.node) and worker.node in self._nodes_seen
                 if is_lost and worker not in self._lost_processes:
                     self._lost_processes.add(worker)
                     self._dead.append(Death(stage, worker, tuple(self._in_hand[stage].get(name, ()))))

@@ -51,9 +51,8 @@ def _add_letters(row: UserRow) -> UserRow:
     """Move the options of an authors' row into the question, and replace the answer with its letter."""
     options, answer = row.get("candidates"), row.get("answer")
     more: dict[str, UserValue] = {"task_type": row["question_type"], "video_name": row.get("video")}
-    if isinstance(options, list) and all(
-        isinstance(text, str) for text in options
-    ):  # otherwise the row is recorded as bad
+    # A row with other options is recorded as bad.
+    if isinstance(options, list) and all(isinstance(text, str) for text in options):
         pairs = zip(list_letters(len(options)), options, strict=False)
         more["question"] = f"{row.get('question')}\n" + "".join(f"({letter}) {text}\n" for letter, text in pairs)
         index = answer_index("text", answer, options) if isinstance(answer, str) else None
