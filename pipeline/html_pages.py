@@ -11,7 +11,10 @@ from markupsafe import Markup
 
 
 def environment(package: str) -> Environment:
-    """Return a Jinja environment of a package's templates: values are escaped, and missing ones are errors."""
+    """Return a Jinja environment of a package's templates: values are escaped, and missing ones are errors.
+
+    Templates of ``pipeline`` are found too, unless the package has one of the same name.
+    """
     templates = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # the latter has the head of all
         autoescape=True,

@@ -117,6 +117,7 @@ def build_video(
         return torch.from_numpy((values if order is None else values[order]).astype(dtype))
 
     def vectors(name: str, *, frames: bool = False) -> Tensor:
+        """Return a column as [K,width] bfloat16 in ``order``; with ``frames`` its values without nulls, as stored."""
         if name in vectors_in_order:
             return torch.from_numpy(vectors_in_order[name]).view(torch.bfloat16)
         column = table[name].drop_null() if frames else table[name]

@@ -48,7 +48,10 @@ _RULE_NAMES = ("high", "low", "state", "attempts", "rewritten", "tie", "clip", "
 
 
 def select_live_rows(rows: pa.Table) -> pa.Table:
-    """Select each video's live row among rows with RULE_COLUMNS and video_id, sorted by video_id."""
+    """Select each video's live row among rows with RULE_COLUMNS and video_id, sorted by video_id.
+
+    Text columns of 2 GiB and more become large_string.
+    """
     order, _ = find_live(make_rule_columns(rows))
     if rows.nbytes >= _MAX_TEXT_BYTES:
         wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in rows.schema]
@@ -57,7 +60,7 @@ def select_live_rows(rows: pa.Table) -> pa.Table:
 
 
 def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find each id's live row: return the rows' indices by key, and each id's attempts on other files.
+    """Find each id's live row: (the indices of the live rows, each id's most attempts on another file), sorted by id.
 
     Args:
         columns: [n] each of high, low, state, attempts, rewritten and tie, by which rows are compared; clip, size and
@@ -201,9 +204,10 @@ class Ledger:
     """
 
     def __init__(self, store: Store, made_with: str | None = None) -> None:
-        """Start empty, call ``refresh`` to read; ``made_with``.
+        """Start without rows; ``refresh`` reads them.
 
-        The fingerprint of the identity to read, None for all.
+        Args:
+            made_with: the fingerprint of the identity whose rows count; None for all rows.
         """
         self._store = store
         self._table = VideosTable(store, made_with, keep=2)  # all files are read once, and few rows again
@@ -226,7 +230,10 @@ class Ledger:
         return self._table.foreign
 
     def refresh(self) -> Ledger:
-        """Read the files committed since the last call, and return this ledger. Raises CorruptShard, OSError."""
+        """Read the files committed since the last call, and return this ledger. Raises CorruptShard, OSError.
+
+        Rows stay if their file was deleted meanwhile, as after a merge.
+        """
         known_names = {*self.names, *self.foreign}
         new = [file for file in list_table_files(self._store) if file.name not in known_names]
         n_known = len(self.names)
@@ -248,7 +255,10 @@ class Ledger:
         return self
 
     def _read_sorted(self, files: Sequence[TableFile]) -> Columns:
-        """Read sorted files into columns that are allocated once: the files' names have their numbers of rows."""
+        """Read sorted files into ledger columns, and note each file; files of another identity are skipped.
+
+        The columns are allocated once: the files' names have their numbers of rows.
+        """
         columns, end = _empty_columns(sum(file.rows for file in files)), 0
         for file in files:
             sorted_file = self._table.open_sorted(file.name)
@@ -268,7 +278,10 @@ class Ledger:
         self.starts.append(self.n_rows)
 
     def _to_columns(self, rows: pa.Table, first: int) -> Columns:
-        """Convert rows to ledger columns; ``first`` is the number of the first row. Call right after ``_note_file``."""
+        """Convert rows to ledger columns; ``first`` is the number of the first row. Call right after ``_note_file``.
+
+        Adds new texts to ``runs``, ``classes``, ``notes`` and ``decoders``, and sets ``hidden_size`` while it is 0.
+        """
         self.hidden_size = self.hidden_size or pc.max(rows["hidden_size"]).as_py() or 0
         numbers = make_rule_columns(rows)
         classes = pc.if_else(pc.equal(rows["status"], "failed"), pc.fill_null(rows["error_class"], "internal"), "ok")
@@ -292,7 +305,10 @@ class Ledger:
         }
 
     def _number_notes(self, notes: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """Return the number in ``notes`` of each row's reason for another decoder, [n]; 0 without one."""
+        """Return the number in ``notes`` of each row's reason for another decoder, [n]; new reasons are added.
+
+        0 without a reason, and where the requested decoder served after all.
+        """
         notes = pc.fill_null(notes, "")
         if not pc.any(pc.not_equal(notes, "")).as_py():
             return np.zeros(len(notes), np.uint8)
@@ -301,7 +317,10 @@ class Ledger:
         return _assign_numbers(notes, self.notes, _MAX_NOTES).astype(np.uint8)
 
     def _number_decoders(self, names: pa.ChunkedArray, versions: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """Return the number in ``decoders`` of each row's own decoder of the user, [n]; 0 for built-in decoders."""
+        """Return the number in ``decoders`` of each row's own decoder of the user, [n]; 0 for built-in decoders.
+
+        New decoders are added. An own decoder has a ":" in its name.
+        """
         is_own = pc.fill_null(pc.match_substring(names, ":"), False)
         if not pc.any(is_own).as_py():
             return np.zeros(len(names), np.uint8)
@@ -309,7 +328,10 @@ class Ledger:
         return _assign_numbers(texts, self.decoders, _MAX_NOTES).astype(np.uint8)
 
     def _keep_live(self) -> None:
-        """Sort the rows by their keys and drop superseded rows: such a row never becomes live again."""
+        """Sort the rows by their keys and drop superseded rows: such a row never becomes live again.
+
+        Sets the column ``earlier``: attempts on other files under the id, at most 255.
+        """
         high = self.columns["high"]
         if (high[1:] > high[:-1]).all():  # rows of one level of sorted files are in order already
             return
@@ -484,7 +506,10 @@ class LiveVideos:
         return min(places, key=lambda place: place.rank, default=None)
 
     def _search_file(self, video_id: str, high: int, file: TableFile) -> RowPlace | None:
-        """Find a video's row in one sorted file, or None; ``high`` is the first half of its id's hash."""
+        """Find a video's row in one sorted file; None if it is not there, or if the file has another identity.
+
+        ``high`` is the first half of the id's hash.
+        """
         sorted_file = self.table.open_sorted(file.name)
         if sorted_file is None:
             return None
@@ -553,7 +578,11 @@ class LiveVideos:
         return pa.Table.from_pylist(with_places, schema=empty_rows(columns).schema)
 
     def widths(self) -> set[int]:
-        """Return the widths D of the tokens: one number, except in old caches, which could mix widths."""
+        """Return the widths D of the tokens: one number, except in old caches, which could mix widths.
+
+        Looks at the small files and at the first row group of one sorted file only; an empty set if these have no
+        tokens.
+        """
         for file in self.sorted:
             if self.table.open_sorted(file.name) is not None:
                 return find_widths(self.table.group(file.name, 0)) | find_widths(self.small)
@@ -590,7 +619,10 @@ class LiveShards:
         return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), _to_places(rows))
 
     def find_places(self, rows: pa.Table) -> bool:
-        """Replace ``places`` by the places in ``rows`` (ID_COLUMNS, shard, row); return False if a video is missing."""
+        """Replace ``places`` by the places in ``rows`` (ID_COLUMNS, shard, row).
+
+        If a video is missing there, return False and keep the old places.
+        """
         order = self.places.select(ID_COLUMNS).append_column("order", pa.array(range(len(self.places))))
         places = _to_places(order.join(rows, list(ID_COLUMNS), join_type="inner").sort_by("order"))
         complete = len(places) == len(self.places)

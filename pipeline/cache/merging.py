@@ -109,7 +109,10 @@ def merge_fully(store: Store, made_with: str | None) -> None:
 
 
 def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge if there are more than ``at_least`` small files. An error loses no row: ``say`` gets a warning."""
+    """Merge if there are more than ``at_least`` small files, without levels of more than two million rows.
+
+    An error loses no row and is not raised: ``say`` gets a warning.
+    """
     try:
         if sum(not file.level for file in list_table_files(store)) > at_least:
             merge(store, made_with, max_rows=_MAX_ROWS_WHILE_RUNNING)
@@ -129,6 +132,10 @@ class _Step:
         keep: timedelta,
         max_rows: float,
     ) -> None:
+        """List the table, and delete the sources of merges that are ``keep`` old.
+
+        ``result`` gets the counts of each step.
+        """
         self._store, self._made_with, self._result = store, made_with, result
         self._everything, self._keep, self._max_rows = everything, keep, max_rows
         self._table = VideosTable(store, made_with)
@@ -140,7 +147,10 @@ class _Step:
         self._small = [file for file in files if not file.level and file.name not in absent]
 
     def carry_out(self) -> bool:
-        """Merge once; return True if small files are left for another step."""
+        """Merge once if there is anything to merge; return True if small files are left for another step.
+
+        Call it once; ``result`` gets the files and counts.
+        """
         tables, names, has_more = self._read_small()
         self._result.foreign = list(self._table.foreign)
         self._result.waiting = len(self._merged_names)
@@ -204,9 +214,9 @@ class _Step:
             self._result.written.append(name)
 
     def _delete_old_sources(self, present: set[str]) -> set[str]:
-        """Delete the sources of merges that are ``keep`` old.
+        """Delete the sources of merges that are ``keep`` old, and drop them from the sorted files.
 
-        Return the sources of younger merges, to be left alone.
+        Return the sources of younger merges, to be left alone. ``present`` are the names of all files.
         """
         merges: dict[bytes, list[SortedFile]] = defaultdict(list)
         for file in self._sorted:

@@ -67,6 +67,7 @@ class TokenShard:
     """
 
     def __init__(self, store: Store, name: str, footer_hash: str) -> None:
+        """Open the shard, read its footer, and compare it with ``footer_hash``."""
         self.name = name
         self._label = f"{store}/{name}"
         try:
@@ -96,18 +97,24 @@ class TokenShard:
     def fetch_all(self, videos: Sequence[TokenRows]) -> Fetched | None:
         """Fetch the bytes of several videos, in the order of their row groups, for ``read``; one request a span.
 
-        Returns None for a local file, which is read in place.
+        Returns None for a local file, which is read in place. Raises CorruptShard, OSError.
         """
         spans = join_spans(span for rows in videos for span in self.spans(rows))
         with self._faults():
             return self._source.fetch(spans)
 
     def read(self, rows: TokenRows, fetched: Fetched | None = None) -> pa.Table:
-        """Read the rows in order of selection; ``fetched`` has their bytes already, and belongs to one thread."""
+        """Read the rows as stored, in order of selection; ``fetched`` has their bytes already, and belongs to one thread.
+
+        Raises CorruptShard, OSError.
+        """
         return self._read_columns(rows, rows.columns, fetched or self.fetch_all([rows]))
 
     def read_by_index(self, rows: TokenRows, fetched: Fetched | None = None) -> ByIndex:
-        """Read the rows, with the vector columns in order of ``index``. The columns must include ``index``."""
+        """Read the rows, with the vector columns in order of ``index``. The columns must include ``index``.
+
+        Raises CorruptShard, OSError.
+        """
         fetched = fetched or self.fetch_all([rows])
         table = self._read_columns(rows, [name for name in rows.columns if name not in self._plain_columns], fetched)
         order = sort_by_index(table)

@@ -70,7 +70,7 @@ class Outages:
         self._note()
 
     def _note(self) -> None:
-        """Print a line for each outage that is new or over."""
+        """Print a line for each outage that is new or over; an own outage is new once it lasts MIN_OUTAGE_S."""
         lasting = {**self._workers, **{outage.place: outage for outage in self.report()}}
         for place, outage in lasting.items():
             if place not in self._announced:
@@ -89,7 +89,7 @@ OUTAGES = Outages()
 
 @contextmanager
 def announce_outages(say: Callable[[str], object]) -> Iterator[None]:
-    """Print the lines about outages with ``say`` inside the context."""
+    """Print the lines about outages with ``say`` inside the context; outages before it are forgotten."""
     OUTAGES.clear()
     before, OUTAGES.say = OUTAGES.say, say
     try:

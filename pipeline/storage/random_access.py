@@ -65,7 +65,10 @@ class RangedObject:
         return self._size
 
     def stretch(self, start: int, end: int) -> Stretch:
-        """Return bytes [start, end), or those of them that there are; at most one request. Raises OSError."""
+        """Return a stretch with bytes [start, end), cut at the object's end; at most one request.
+
+        It is the whole tail if the bytes lie there. Raises OSError.
+        """
         end = min(end, self._size)
         if start >= end:
             return Stretch(start, b"")
@@ -157,6 +160,10 @@ class LoadedOnce(Generic[V]):
         self._by_process: dict[int, _Values[V]] = {}
 
     def __call__(self, *key: Hashable) -> V:
+        """Return the value of a key: from memory, from another thread that loads it, or by loading it now.
+
+        The value that was not used for the longest time may be dropped. Raises an error of ``load``, which is not kept.
+        """
         values = self._by_process.setdefault(os.getpid(), _Values())
         with values.lock:
             loading = values.by_key.get(key)

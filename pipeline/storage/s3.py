@@ -109,10 +109,10 @@ class Objects:
     """
 
     def __init__(self, *, patience: float = 1.0, answered: bool = False, **settings: str | None) -> None:
-        """Take ``settings``, keywords of boto3 (see ``_ENVIRONMENT``).
+        """Take ``settings``, keywords of boto3 (see ``_ENVIRONMENT``); boto3 searches for other settings itself.
 
-        boto3 searches for what is missing. ``patience`` scales how long a store may take; below 1 it is asked twice.
-        ``answered`` is whether it has ever answered these settings.
+        No request is sent. ``patience`` scales the time that a store may take; below 1 a request is sent twice at most.
+        ``answered`` is True if the store has ever answered these settings.
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
@@ -267,7 +267,10 @@ class Objects:
             return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
 
     def _client(self) -> Any:
-        """Return this process's boto3 client; one inherited by a fork would share connections with the parent."""
+        """Return this process's boto3 client, made at the first call.
+
+        A forked process makes its own: an inherited client would share connections with the parent.
+        """
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             client = _connect(dict(self._settings), self._patience)
             client.meta.events.register("before-call.s3", _note_start)
@@ -286,7 +289,8 @@ class Objects:
     ) -> float | None:
         """Return the seconds until botocore sends a request again; None where its answer stands.
 
-        botocore's own policy ends after seconds, and sooner where many requests of a process fail.
+        Notes the store's answer or its failure for ``OUTAGES``. botocore's own policy ends after seconds, and sooner
+        where many requests of a process fail.
         """
         place: str = request_dict["context"][_PLACE]
         sent: float = request_dict["context"][_SENT]
@@ -365,7 +369,7 @@ def _slice(answer: Any, start: int) -> Slice:
 
 
 def _connect(settings: dict[str, str], patience: float) -> Any:
-    """Make a boto3 client with these settings."""
+    """Make a boto3 client with these settings; "profile_name" is taken out of the mapping."""
     import boto3  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
 
@@ -421,7 +425,10 @@ def _renew(
     attempts: int,
     **_: object,
 ) -> float | None:
-    """Return 0 to make botocore retry at once after credentials expired and new ones were found; else None."""
+    """Return 0 to make botocore retry at once after credentials expired and new ones were found; else None.
+
+    The new credentials are set in ``client``. Only temporary credentials are renewed, at the first two attempts.
+    """
     if response is None or attempts > 2 or "aws_session_token" not in settings:
         return None
     signer = client._request_signer
