@@ -104,9 +104,9 @@ class TokenShard:
             return self._source.fetch(spans)
 
     def read(self, rows: TokenRows, fetched: Fetched | None = None) -> pa.Table:
-        """Read the rows as stored, in order of selection; ``fetched`` has their bytes already, and belongs to one thread.
+        """Read the rows as stored, in order of selection. Raises CorruptShard, OSError.
 
-        Raises CorruptShard, OSError.
+        ``fetched`` has their bytes already, and belongs to one thread.
         """
         return self._read_columns(rows, rows.columns, fetched or self.fetch_all([rows]))
 

@@ -164,6 +164,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return sum(shard.n_videos for shard in self._shares(self._ranks(), int(self._shared[_EPOCH])))
 
     def __iter__(self) -> Iterator[CachedVideo]:
+        """Begin a pass over this process's videos of the epoch, at the loaded position if there is one.
+
+        The loaded end of an epoch begins the next epoch. Raises ValueError if the loaded state is of other data.
+        """
         state, self._start = self._start, None
         worker, ranks = worker_of_loader(), self._ranks()
         epoch, n_done, n_removed = int(self._shared[_EPOCH]), 0, 0
@@ -211,9 +215,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return self._state(now.ranks, now.epoch, n_done, n_done >= now.n_videos, now.n_removed)
 
     def load_state_dict(self, state: DatasetState) -> None:
-        """Set the position that the next iteration starts from; it raises ValueError if the state is of other data.
+        """Set the position that the next iteration starts from.
 
-        The state must be of the same ids, seed, and numbers of ranks and workers. A finished epoch's begins the next.
+        That iteration raises ValueError if the state is of other data: other ids, another seed, or other numbers of
+        ranks and workers in mid-epoch. The state of a finished epoch begins the next epoch.
         """
         self._start, self._start_of_worker, self._pass = state.copy(), worker_of_loader() is not None, None
         self._shared[_EPOCH], self._shared[_BY_WORKERS] = state["epoch"], self._start_of_worker
@@ -226,7 +231,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._shared.share_memory_()  # with workers of this process
 
     def _read(self, now: EpochPass) -> Iterator[CachedVideo]:
-        """Yield the videos of a pass in order, without those that are done."""
+        """Yield the videos of a pass in order, without those that are done, and count them in ``now``.
+
+        Removed videos are left out, with a warning at the end. With ``even`` the last video is yielded again for each.
+        """
         worker, _ = worker_of_loader() or (0, 1)
         to_skip, last = now.done, None
         for start in range(0, len(now.shares), self._mix):
@@ -283,7 +291,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return videos
 
     def _shares(self, ranks: Ranks, epoch: int) -> list[ShardShare]:
-        """Return the shards of a rank in an epoch in order, each with the number of its videos that are read."""
+        """Return the shards of a rank in an epoch in order, each with the number of its videos that are read.
+
+        Raises ValueError where ``even`` would leave no rank a video.
+        """
         counts, world_size = self._shards.counts, ranks.world_size
         if self._even and 0 < len(counts) < world_size:
             raise ValueError(
@@ -310,7 +321,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return [items[i] for i in order.permutation(len(items))]
 
     def _ranks(self) -> Ranks:
-        """Return the share of this process among the ranks, as given or as it is now."""
+        """Return the share of this process among the ranks, as given or as it is now.
+
+        Raises ValueError if ranks were given and the loader divides batches, too.
+        """
         ranks = ranks_of_process(self._parent)
         if self._given_ranks is None:
             return ranks

@@ -53,7 +53,7 @@ class Packed:
 
 
 def pack(videos: Sequence[CachedVideo]) -> Packed:
-    """Concatenate the tokens of a batch of videos without padding: a ``collate_fn`` for DataLoader."""
+    """Concatenate the tokens of a batch of one or more videos without padding: a ``collate_fn`` for DataLoader."""
     lengths = [len(video.index) for video in videos]
     return Packed(
         video_ids=tuple(video.video_id for video in videos),

@@ -74,9 +74,9 @@ def look_at_nodes() -> dict[str, Node | Finding]:
 
 
 def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S) -> dict[str, T | Finding]:
-    """Run ``work`` once on each living node that has so many GPUs; return by host what it returned.
+    """Run ``work`` once on each living node with ``gpus`` GPUs; return its results by host.
 
-    For a node where it raised, or that does not answer, that is a finding.
+    The result is a Finding for a node where ``work`` raised, or that does not answer in ``wait_s``.
     """
     answers = {
         host: task_on(node_id, gpus).remote(work)

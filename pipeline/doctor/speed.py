@@ -50,7 +50,10 @@ def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[T
 
 
 def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Finding], float | None]:
-    """Decode videos as a run does, for a minute at most; return findings, and the median core-seconds of a video."""
+    """Decode videos as a run does, for a minute at most; return findings, and the median core-seconds of a video.
+
+    The seconds are None if no video decodes.
+    """
     decoder, faults, codecs, seconds = VideoDecoder(setup), Counter[str](), Counter[str](), list[float]()
     start = time.perf_counter()
     try:
@@ -80,7 +83,7 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
 def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[Finding], float | None]:
     """Check the device that an encoder would use here; return findings, and the seconds of encoding a video.
 
-    The video is made up, of [frames, height, width].
+    The video is made up, of [frames, height, width]. The seconds are None if encoding fails.
     """
     seconds: list[float] = []
     if torch.cuda.is_available() and setup.device != "cpu":

@@ -55,7 +55,10 @@ class Tar(Container):
         self._file, self._left_out, self._sidecars = file, LeftOut(), _Sidecars()
 
     def members(self, options: ContainerOptions) -> Iterator[Member]:
-        """Yield the videos in their order; ``pair_sidecars`` adds what is carried with each."""
+        """Yield the videos in their order; broken parts of the tar come as members with a fault.
+
+        Carried and left-out members are collected for ``pair_sidecars``.
+        """
         self._left_out, self._sidecars = LeftOut(), _Sidecars()
         for entry in self._entries():
             name = entry.name.removeprefix("./")
@@ -101,7 +104,10 @@ class Tar(Container):
         return sample_key(size, [self._file.read(*span) for span in spans])
 
     def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
-        """Return the content of a .json, .txt or .cls member; None if it is too large to be carried."""
+        """Return the content of a .json, .txt or .cls member; None if it is too large to be carried.
+
+        Content that is not JSON is returned as text.
+        """
         if entry.size > _MAX_CARRIED_BYTES:
             return None
         text = self._file.read(entry.offset, entry.offset + entry.size).decode("utf-8", "backslashreplace")
@@ -161,7 +167,10 @@ class Tar(Container):
         return _MemberEntry(records.get("path") or extended_header.name or header.name, data, size, header.type, wrong)
 
     def _next_header(self, place: int) -> int:
-        """Return the offset of the next header behind a broken header, or the end of the file."""
+        """Return the offset of the next header behind a broken header.
+
+        The end of the file is returned if there is none in the next 256 MiB.
+        """
         end = self._file.size
         for start in range(place, min(place + _MAX_RESYNC_BYTES, end), _BLOCK):
             block = self._file.read(start, start + _BLOCK)
@@ -255,6 +264,10 @@ class _Sidecars:
         return (name for name, _ in self._values.values() if name not in self._paired_names)
 
     def _pair(self, video: str, stems: set[str]) -> str | None:
+        """Return the carried members of one video as JSON, or None, and note that they have a video.
+
+        ``stems`` are the stems of all videos.
+        """
         stem, key, values = _stem(video), _key(video), dict[str, UserValue]()
         for suffix in _CARRIED_SUFFIXES:
             places = [(stem, suffix)]
@@ -291,7 +304,11 @@ class Zip(Container):
         self._file, self._left_out = file, LeftOut()
 
     def members(self, options: ContainerOptions) -> Iterator[Member]:
-        """Yield the videos that the directory at the end lists. Raises OSError without a directory."""
+        """Yield the videos that the directory at the end lists. Raises OSError if the file cannot be read.
+
+        A zip without a sound directory gives a single member with a fault. Sets ``note`` for names of an unknown
+        encoding.
+        """
         self._left_out = LeftOut()
         try:
             entries = zipfile.ZipFile(SeekableFile(self._file)).infolist()
@@ -318,7 +335,7 @@ class Zip(Container):
         return member.offset, member.offset + (member.size or 0) + _MIN_READ_BYTES
 
     def read(self, member: Member) -> Iterator[bytes]:
-        """Yield a member's bytes. Raises VideoFault if the zip has changed, or the data is damaged."""
+        """Yield a member's bytes, decompressed. Raises VideoFault if the zip has changed, or the data is damaged."""
         header = self._file.read(member.offset, member.offset + _HEADER.size)
         if len(header) < _HEADER.size or header[:4] != _SIGNATURE:
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
@@ -349,7 +366,7 @@ class Zip(Container):
 
 
 def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool, str | None]:
-    """Return the name of a member, whether its encoding is known, and what is wrong with it.
+    """Return (the name of a member, True if its encoding is known, its fault or None).
 
     A name with the flag of UTF-8, or with the field of Info-ZIP that states it in Unicode, is exact. Other names are
     read as UTF-8 where they are valid UTF-8, else by ``encoding`` (--zip-encoding), else by the format's own cp437.

@@ -31,6 +31,7 @@ class Table(Container):
     """An open table. The offset of a video is its row."""
 
     def __init__(self, file: RandomFile) -> None:
+        """Hash the end of the file, for the names of the videos; the table itself is opened when it is read."""
         self._file, self.unit = file, 1
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
@@ -91,7 +92,10 @@ class Table(Container):
         return self._pieces
 
     def _names(self, schema: pa.Schema, options: ContainerOptions) -> list[str]:
-        """Return the columns that the index needs. Raises ManifestError."""
+        """Return the columns that the index needs: small ones, and ``video_id``.
+
+        Raises ManifestError if the column of videos is missing or not of bytes.
+        """
         if options.column is None or options.column not in schema.names:
             able = [field.name for field in schema if _holds_bytes(field.type)]
             raise ManifestError(
@@ -137,6 +141,7 @@ class _RecordBatches:
     """The record batches of an Arrow file, or of a stream, as the datasets library writes them."""
 
     def __init__(self, file: RandomFile) -> None:
+        """Map the file into memory and open it. Raises ManifestError for a file in a store, ArrowException, OSError."""
         if "://" in file.uri:
             raise ManifestError(f"{file.uri}: an Arrow file is read from disk alone; copy it here, or make it Parquet")
         source = pa.memory_map(file.uri)  # of which only the rows in hand are read

@@ -166,6 +166,7 @@ class PlainFile:
     fetched = 0
 
     def __init__(self, path: str) -> None:
+        """Open the file. Raises OSError, also for a path that is no regular file."""
         self.uri = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block
         status = os.fstat(self._descriptor)
@@ -212,7 +213,7 @@ class _Range:
         self.size = self.fetched = 0
 
     def read(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end) of the range. Raises OSError."""
+        """Read bytes [start, end) of the range; the first read sends the request. Raises OSError."""
         if not self.whole:
             self._stream(start, end)
         elif not self._buffer:
@@ -261,6 +262,7 @@ class RemoteFile:
     """
 
     def __init__(self, uri: str, objects: Objects, info: ObjectInfo | None = None) -> None:
+        """Prepare to read the object; nothing is requested yet."""
         self.uri = uri
         self._files, self._info = reach(uri, objects), info
         self._ranges: list[_Range] = []  # planned ranges
@@ -291,7 +293,10 @@ class RemoteFile:
         return self._info
 
     def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
-        """Plan the ranges to read: each in ascending order, or in any order with ``keep``, which buffers them whole."""
+        """Plan the ranges to read, and drop the ranges planned before; nothing is requested yet.
+
+        Each range is read in ascending order, or in any order with ``keep``, which buffers it whole.
+        """
         self._end(self._ranges)
         self._ranges = [_Range(self._files, self.uri, *span, whole=keep) for span in spans]
 
@@ -310,7 +315,10 @@ class RemoteFile:
         return self._read_range(self._last, start, end)
 
     def _read_range(self, coming: _Range, start: int, end: int) -> bytes:
-        """Read bytes [start, end), which begin in a range and may end behind it. Raises OSError."""
+        """Read bytes [start, end), which begin in a range and may end behind it.
+
+        Raises OSError, with ESTALE if the object has changed.
+        """
         until = min(end, coming.end)
         try:
             data = coming.read(start, until)

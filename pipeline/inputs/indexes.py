@@ -117,9 +117,10 @@ class Indexing:
     _counting: threading.Lock = field(default_factory=threading.Lock)  # several threads index
 
     def rows(self, places: Sequence[NamedContainer], objects: Objects) -> Generator[pa.Table, None, None]:
-        """Yield the videos of each archive, as MANIFEST_SCHEMA; several archives are read in parallel.
+        """Yield the videos of each archive in order, as MANIFEST_SCHEMA; several archives are read in parallel.
 
-        Raises ManifestError for an impossible request.
+        An archive that is skipped gives an empty table, and is added to ``unindexed``. Raises ManifestError for an
+        impossible request, RunFailed if an index cannot be kept.
         """
         last_line_at = time.monotonic()
         n_videos = 0
@@ -150,7 +151,7 @@ class Indexing:
     def _rows(self, place: NamedContainer, objects: Objects) -> pa.Table | None:
         """Return the videos of one archive, as MANIFEST_SCHEMA; None if it is skipped.
 
-        Raises ManifestError, RunFailed.
+        An archive that must not or cannot be read is a single row, with the reason. Raises ManifestError, RunFailed.
         """
         if "#" in place.uri:
             raise ManifestError(f"{place.uri}: rename it: uris put a # between an archive's name and its members'")
@@ -175,7 +176,10 @@ class Indexing:
         return _table(place, index.members, self.options, index.mark)
 
     def _index(self, place: NamedContainer, file: RandomFile, kept_index: _Index | None) -> _Index | None:
-        """Return the index of an open archive; None if it is skipped. Raises as ``_rows``, and OSError."""
+        """Return the kept index of an open archive if it fits, else a new index, which is kept; None if it is skipped.
+
+        Raises as ``_rows``, and OSError.
+        """
         if kept_index is not None and kept_index.mark and kept_index.mark == self._mark(place, file):
             return kept_index
         if self.only_known:
@@ -200,7 +204,10 @@ class Indexing:
         return f"{file.mark} {encoding}" if encoding and file.mark else file.mark
 
     def _members(self, place: NamedContainer, container: Container) -> tuple[_Index, bool]:
-        """Return the members of an archive, and True if these are all; False once there are ``enough``."""
+        """Return the members of an archive, and True if these are all.
+
+        It is False if there are ``enough``, and after ``stop``, which gives no members.
+        """
         members, look_at = list[Member](), _FIRST_CHECK
         for member in container.members(self.options):
             if self._is_stopped:
@@ -236,7 +243,7 @@ class Indexing:
     def _kept_index(self, place: NamedContainer) -> _Index | None:
         """Return the kept index of an archive; None if none is kept.
 
-        An index that is damaged or of another version is empty, so that a new index replaces it.
+        A damaged index, or an index of another version, is returned as an empty index, so that a new index replaces it.
         """
         if self.store is None or not self._is_kept(place):
             return None
@@ -385,15 +392,18 @@ class Ids:
         self._high, self._low = np.empty(0, np.uint64), np.empty(0, np.uint64)  # sorted by the first
 
     def find_repeated(self, videos: pa.Table) -> NDArray[np.bool_]:
-        """Return a mask.
+        """Return a mask [n] of the videos (MANIFEST_SCHEMA) with the id of an earlier video, here or of ``add``.
 
-        The videos (MANIFEST_SCHEMA) with the id of an earlier video; files come before all members.
+        Files come before all members.
         """
         keys, member = column_keys(videos["video_id"]), pc.is_valid(videos["source_offset"]).to_numpy()
         return find_repeated(keys, member) | (find(keys, self._high, self._low) >= 0)
 
     def separate_ids(self, videos: pa.Table, is_repeated: NDArray[np.bool_] | None = None) -> pa.Table:
-        """Return the videos, with an error and an id of its own (ID@URI) for each that is ``find_repeated``."""
+        """Return the videos, with an error and an id of its own (ID@URI) for each that is ``find_repeated``.
+
+        The ids are not added: ``add`` does that.
+        """
         is_repeated = self.find_repeated(videos) if is_repeated is None else is_repeated
         if not is_repeated.any():
             return videos

@@ -34,7 +34,7 @@ from pipeline.inputs.listings import (
     list_videos,
     root_prefix,
 )
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, require_unique_ids, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, mark_key
 from pipeline.storage.hub import is_remote, reach
@@ -57,9 +57,12 @@ def read_manifest(
     """List the videos that ``videos`` names, as MANIFEST_SCHEMA, in a stable order.
 
     Several names are listed one after the other; brace patterns in them are expanded. On S3 a manifest is one GET,
-    whatever it names; for anything else see ``list_videos``. Containers are read for their indexes, as ``indexing``
-    says. Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an
-    unreadable manifest, a missing or duplicate ``video_id``.
+    whatever it names; for anything else see ``list_videos``. Archives and tables are read for their indexes, as
+    ``indexing`` says. Videos of archives that it skips are missing: ``indexing.unindexed`` has these archives.
+    ``indexing`` is changed too: ``ids``, ``later`` and the files that were left out.
+
+    Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an unreadable
+    manifest, a missing or duplicate ``video_id``.
     """
     roots, indexing = _roots(video_roots), indexing or Indexing()
     objects = objects or Objects.from_environment()
@@ -90,13 +93,14 @@ def read_manifest(
     if len(table) == len(parts) == 1 and (wrong := table["fault"][0].as_py()) is not None:
         raise ManifestError(f"{table['uri'][0]}: {wrong}")
     if files := [listing.videos for listing in listings if listing.videos is not None]:
-        unique(pa.concat_tables(files), _ONE_BY_ONE if column is None else _TABLES)
+        require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if column is None else _TABLES)
     return table if indexing.ids is None else _separate_ids(table, parts, indexing.ids, indexing)
 
 
 def _separate_ids(table: pa.Table, parts: Sequence[pa.Table], ids: Ids, indexing: Indexing) -> pa.Table:
     """Return the videos of files and archives, with errors for members that repeat an earlier id.
 
+    ``parts`` are the pieces of ``table``. The ids are added to ``ids`` if archives are left to index.
     Raises ManifestError if all videos of an archive repeat earlier ids, unless a limit may hide that.
     """
     is_repeated = ids.find_repeated(table)
@@ -124,7 +128,7 @@ def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedContainer])
 
 
 def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Listed:
-    """List the videos, or else the archives, of one name; a table counts as an archive if ``column`` is set.
+    """List the videos, or else the archives, of one name; a table counts as an archive if a column of videos is given.
 
     ``indexing.left_out`` counts the other files. Raises ManifestError.
     """
@@ -214,7 +218,7 @@ def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRo
         raise ManifestError(str(error)) from error
     if not tables:
         raise ManifestError(f"{name}: {none}")
-    return unique(pa.Table.from_batches(tables, MANIFEST_SCHEMA), name)
+    return require_unique_ids(pa.Table.from_batches(tables, MANIFEST_SCHEMA), name)
 
 
 def _refuse_compressed(videos: str) -> None:
@@ -275,7 +279,10 @@ def _from_files(folder: Path, name: str, roots: Sequence[Path], forms: frozenset
 def _videos_or_containers(
     paths: Iterable[Path], root: Path, judge: Judge, forms: frozenset[str], left_out: LeftOut
 ) -> Listed | None:
-    """List the videos among some files, or else the archives; None without either."""
+    """List the videos among some files, or else the archives; None without either.
+
+    Archives beside videos, and other files, are counted in ``left_out``.
+    """
     videos, containers, suffixes = list[Path](), list[Path](), VIDEO_SUFFIXES | forms
     for path in paths:
         suffix = path.suffix.lower()
@@ -295,7 +302,10 @@ def _and_left(left_out: LeftOut) -> str:
 
 
 def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
-    """Count the archives beside videos: the same videos may lie in both, and encoding them twice helps nobody."""
+    """Count the archives beside videos, with a remedy for the user.
+
+    The same videos may lie in both, and encoding them twice helps nobody.
+    """
     for uri in uris:
         left_out.add(ARCHIVES, uri)
     if uris:
@@ -305,7 +315,7 @@ def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
 
 
 def _make_listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
-    """Return files as videos, a part at a time, or as containers. Raises ManifestError for a repeated ``video_id``."""
+    """Return files as videos, or as containers. Raises ManifestError for a repeated ``video_id``."""
     if not videos:
         return Listed(None, [*places])
     unindexed, parts = iter(places), []
@@ -316,7 +326,7 @@ def _make_listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
             for _, size, mark in (place.info or (place.uri, None, ""),)
         ]
         parts.append(pa.RecordBatch.from_pylist(rows, schema=MANIFEST_SCHEMA))
-    return Listed(unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
+    return Listed(require_unique_ids(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -375,8 +385,8 @@ def given_manifest(rows: object, video_roots: Sequence[str] = ()) -> pa.Table:
     """List the videos that a caller has at hand, as ``read_manifest`` does those of a file.
 
     Args:
-        rows: paths or s3:// objects, each of which may be read and is called by its name; or rows (dicts, or a table
-            that Arrow takes) with video_id and uri, as of a manifest that lies in the current folder.
+        rows: paths or s3:// objects, each of which may be read, with its last segment as ``video_id``; or rows (dicts,
+            or a table that Arrow takes) with video_id and uri, as of a manifest that lies in the current folder.
 
     Raises ManifestError as ``read_manifest`` does.
     """
@@ -390,7 +400,10 @@ def given_manifest(rows: object, video_roots: Sequence[str] = ()) -> pa.Table:
 
 
 def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:
-    """Build rows for paths that were named one by one, and the roots that let them be read."""
+    """Return rows for paths that were named one by one, and the roots with their folders, so that they may be read.
+
+    Raises ManifestError if two paths have the same name.
+    """
     rows = [{"video_id": path.rstrip("/").rpartition("/")[2], "uri": path} for path in paths]
     (name, count), *_ = Counter(row["video_id"] for row in rows).most_common(1)
     if count > 1:

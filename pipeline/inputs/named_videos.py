@@ -179,9 +179,10 @@ class NamedVideos:
         }
 
     def _locate(self, uri: str) -> tuple[str, str | None]:
-        """Resolve a uri: (absolute path or object URI, the reason to refuse it or None).
+        """Resolve a uri: (its address, the reason to refuse it or None).
 
-        A URI that is refused as malformed or unsupported loses its secrets.
+        The address is an absolute path or an object URI, also when it is refused. A malformed or unsupported URI is
+        returned without its secrets instead, and is not resolved.
         """
         base = self._base
         if is_s3(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
@@ -211,7 +212,7 @@ def without_secrets(uri: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{tail}"
 
 
-def unique(table: pa.Table, list_name: str = "") -> pa.Table:
+def require_unique_ids(table: pa.Table, list_name: str = "") -> pa.Table:
     """Return the table as it is. Raises ManifestError, about the manifest ``list_name``, if a ``video_id`` repeats."""
     again = find_repeated(column_keys(table["video_id"]))
     if again.any():

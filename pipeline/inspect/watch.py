@@ -76,9 +76,12 @@ class RunProgress:
 
 
 def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
-    """Find the progress of the run that is writing to the cache, else of the newest run; None without any run.
+    """Return the progress of the run that is writing to the cache, else of the newest run.
 
-    A run that has no record yet is "starting". Raises CorruptShard for a record that cannot be read.
+    A writing run that has no record yet is "starting". Jobs that record no progress, such as jobs.remove, are skipped.
+    None without a run, and while a job that records no progress is writing.
+
+    Raises CorruptShard for a record that cannot be read.
     """
     names, note = store.names(RUNS, ".json"), find_holder(store)
     if note:
@@ -143,10 +146,10 @@ def wait_for_cache(store: Store, say: Callable[[str], object], every_s: float = 
 
 
 def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> RunProgress | None:
-    """Show the run that writes to a cache, else its newest one, until that ends; return its last state.
+    """Show the run that writes to a cache, else its newest run, until that ends; return its last state.
 
-    It is looked at ``every_s`` seconds, by default more often in a folder on a terminal than in a store or for a log,
-    which gets a line each time.
+    Looks at the run every ``every_s`` seconds. The default is shorter for a folder on a terminal than for a store or a
+    log; a log gets a line each time.
 
     Returns None where the cache has no run. Raises OSError, CorruptShard, and KeyboardInterrupt at Ctrl-C.
     """
@@ -170,7 +173,10 @@ def _line(run: RunProgress, rate: float) -> str:
 
 
 def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunProgress, float]]:
-    """Yield a run's state with its videos a second of late, every ``every_s`` seconds until the run has ended."""
+    """Yield the run to watch with its videos a second of late, every ``every_s`` seconds until the run has ended.
+
+    The run is that of ``latest_run``; nothing is yielded without a run.
+    """
     ledger, recent = Ledger(store, made_with), deque[tuple[float, int]]()
     while (run := latest_run(store, ledger.refresh())) is not None:
         at = time.monotonic()

@@ -56,8 +56,8 @@ def total(*parts: Interval) -> Interval:
 def mean_of(values: Sequence[float], population: int, least: float = 0.0) -> Interval:
     """Estimate the mean of a corpus of ``population`` values from a sample: two standard errors to both sides.
 
-    The range holds at least the share ``least`` of the mean on both sides. One value alone stands for a corpus that may
-    be half or twice as much, unless it is all of it.
+    The range holds at least the share ``least`` of the mean on both sides. A single value stands for a corpus with half
+    or twice that mean, unless it is the whole corpus.
     """
     mean, left_out = fmean(values), 1 - len(values) / population
     if len(values) == 1:
@@ -230,7 +230,10 @@ class RunEstimate:
 
 
 def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> RunEstimate:
-    """Estimate a run of these videos on this cluster; ``notes`` are added to the plan's own."""
+    """Estimate a run of these videos on this cluster; ``notes`` are added to the notes of ``work``.
+
+    Without prices there is no cost, and a note says so.
+    """
     n, n_good = work.videos, work.videos * (1 - work.failed)
     # Videos that travel together, as pipeline.prune.graph bundles them.
     bundle = int(max(1.0, min(32.0, 64 * 2**20 / max(1.0, work.frame_bytes.expected))))
@@ -287,7 +290,7 @@ def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> s
 
 
 def _cost(videos: int, prices: Prices, cluster: Cluster, wall: Interval, output: Interval) -> dict[str, Interval]:
-    """Return the cost of the run and of keeping its cache, as far as prices are given."""
+    """Return the cost of the run and of keeping its cache, as far as prices are given; {} without prices."""
     cost = {}
     parts = (cluster.gpus, prices.gpu_hour), (cluster.cores, prices.core_hour)
     if hourly := sum(number * price for number, price in parts if price is not None):

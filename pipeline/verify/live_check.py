@@ -85,7 +85,10 @@ class LiveCheck:
                     report.problems.append(Problem(Kind.LIVE, why, row["token_shard"], video_id))
 
     def _compare(self, row: VideoRow, decoder: VideoDecoder) -> LiveResult:
-        """Encode one video again and compare its tokens with the stored ones."""
+        """Encode one video again and compare its tokens with the stored tokens.
+
+        Nothing is raised for a source that is gone, changed, or cannot be encoded: the result says so.
+        """
         video_id = row["video_id"]
         try:
             encoded = self._encode_again(row, decoder)
@@ -126,7 +129,11 @@ class LiveCheck:
 
 
 def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
-    """Compare a stored video, in order of selection, with newly kept tokens, over the positions that both have."""
+    """Compare a stored video, read in order of selection, with newly kept tokens.
+
+    The state is "same" only if all bits are equal, evidence and deepstack levels too. Differences are taken over the
+    positions that both have.
+    """
     names = sorted(cached.evidence)
     old = [cached.tokens, *cached.deepstack, *(cached.evidence[name] for name in names)]
     old = [part.reshape(len(part), -1) for part in old]

@@ -87,6 +87,8 @@ class Verification:
 def verify(store: Store, request: Verification, console: Console) -> Report:
     """Read all of the cache at ``store`` and check it; nothing is written there without ``clean`` or ``repair``.
 
+    ``repair`` also cleans, but orphans stay if damaged or lost files of the table may be restored.
+
     Raises NotACache where there is none, CacheLocked where it is to be changed and a run writes to it, UsageError where
     videos cannot be encoded again, RunFailed where nothing would be left, and OSError where the store fails as a whole.
     """
@@ -138,7 +140,7 @@ class _Verification:
         if 0 < request.sample < sum(map(len, places.values())):
             places = self._sample(places)
         self._check_tokens(header, places, bad)
-        self._sort(files, rows, live)
+        self._report_leftovers(files, rows, live)
         report.seconds = time.monotonic() - start
         if encoder is not None:
             encoder.run(_without_problems(live, report), request.live, request.seed, report)
@@ -232,7 +234,10 @@ class _Verification:
         return {name: sorted(ids) for name, ids in drawn.items()}
 
     def _check_tokens(self, header: CacheHeader, places: dict[str, list[Place]], bad: set[Place]) -> None:
-        """Check the token shards in ``places``, which has the rows that name each, except those known to be sound."""
+        """Check the token shards in ``places``, which has the rows that name each, except those known to be sound.
+
+        Adds shards without a problem to ``sound``, and the rest to the report.
+        """
         # Neighbours in the order of commits share a videos shard, which is in memory then.
         names = sorted(places, key=lambda name: places[name][0])
         table = VideosTable(self.store, keep=8 * self.request.jobs)
@@ -257,7 +262,7 @@ class _Verification:
                     report.problems.append(Problem(Kind.SCHEMA, message, name))
         report.counts |= {"token_shards": len(names), "tokens": n_tokens}
 
-    def _sort(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
+    def _report_leftovers(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
         """Report files that were left behind, and rows that are missing from the table."""
         store, report = self.store, self.report
         all_shards, live_shards = _token_shards(rows), _token_shards(live)
@@ -278,7 +283,7 @@ class _Verification:
             )
 
     def _combine(self, report: Report, result: Repaired) -> Report:
-        """Return the report after the repair, which also holds the problems found before it."""
+        """Complete the report after the repair by the problems, notes and times of this one, and return it."""
         before = self.report
         report.found, report.repaired = before.problems, result
         stay = [_ORPHANS_STAY] * _may_come_back(before)
@@ -288,7 +293,7 @@ class _Verification:
         return report
 
     def _check_all(self, work: Callable[[str], R], names: Sequence[str], item: str) -> Iterator[tuple[str, R]]:
-        """Check every file in several threads, with progress; yield (name, result) in order."""
+        """Check every file in several threads, and show progress; yield (name, result) in order."""
         if not names:
             return
         wording = Wording("verifying", item, {}, "")
@@ -343,7 +348,10 @@ def _token_shards(rows: pa.Table) -> set[str]:
 
 
 def _list_places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
-    """Return a row of each video in each token shard that a live row names, by shard, superseded rows too."""
+    """Return the places of the rows to check by token shard: a row of each video in each shard that a live row names.
+
+    A superseded row stands for a video whose live row names another shard.
+    """
     places: dict[str, dict[str, Place]] = {name: {} for name in sorted(_token_shards(live) - {None})}
     for table in (live, rows):  # a row that stands in several files counts once
         for row in select_ok(table).select(["token_shard", "video_id", "shard", "row"]).to_pylist():
@@ -353,7 +361,7 @@ def _list_places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
 
 
 def _without_problems(live: pa.Table, report: Report) -> pa.Table:
-    """Select the live rows of videos that have no problem."""
+    """Select the live rows of videos that have no problem themselves, nor their token shard."""
     ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
     shards = [problem.shard for problem in report.problems if problem.video_id is None]
     has_problem = pc.is_in(live["video_id"], value_set=pa.array(ids, pa.string()))
