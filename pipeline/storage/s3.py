@@ -190,23 +190,24 @@ class Objects:
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
         """Read bytes [start, end) in one request; a negative ``start`` counts from the object's end.
 
-        A connection that breaks is tried again. Raises OSError where the store answers with other bytes.
+        An empty object has an empty end. A connection that breaks is tried again. Raises OSError where the store
+        answers with other bytes.
         """
-        byte_range = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
         try:
-            return self._read_range(uri, byte_range, start)
+            return self._read_range(uri, start, end)
         except OSError as error:
             if error.errno == errno.ERANGE and start < 0:
                 return Slice(b"", 0)  # an empty object has no last byte, which stores answer with 416
             raise
 
-    def _read_range(self, uri: str, byte_range: str, start: int) -> Slice:
-        """Request a range, and again if the download breaks off."""
+    def _read_range(self, uri: str, start: int, end: int | None) -> Slice:
+        """Request bytes [start, end), and again if the download breaks off, up to _RETRIES times."""
+        byte_range = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
         with self._errors(uri):
             for retries in range(_RETRIES + 1):
                 answer = self._request("get_object", uri, Range=byte_range)
                 try:
-                    return _slice(answer, start)
+                    return _slice(answer, start, end)
                 except _broken_downloads():
                     if retries == _RETRIES:
                         raise
@@ -354,14 +355,14 @@ def _split(uri: str) -> tuple[str, str]:
     return bucket, key
 
 
-def _slice(answer: Any, start: int) -> Slice:
-    """Return the bytes of a range answer. Raise OSError if the store answered with another range.
+def _slice(answer: Any, start: int, end: int | None) -> Slice:
+    """Return the bytes [start, end) of a range answer. Raise OSError if the store answered with another range.
 
-    A store may know no ranges and send the whole object.
+    A store may know no ranges and send the whole object, which is cut here.
     """
     data, content_range = answer["Body"].read(), answer.get("ContentRange")
     if content_range is None:
-        return Slice(data[start:], len(data))
+        return Slice(data[start:end], len(data))
     first, size = int(content_range.split()[1].split("-")[0]), int(content_range.rpartition("/")[2])
     if first != (start if start >= 0 else max(0, size + start)):
         raise OSError(errno.EIO, f"the store answered with another range than was asked for: {content_range}")
