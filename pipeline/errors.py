@@ -323,7 +323,10 @@ def printable(message: str, limit: int = 1024) -> str:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Convert errors of gstep about an unusable model or method (ModelError, ValueError) to UsageError."""
+    """Convert each ValueError of the context to UsageError, such as gstep's ModelError for an unusable model or method.
+
+    A UsageError stays as it is.
+    """
     try:
         yield
     except UsageError:  # it is a ValueError too, and its class says more

@@ -167,7 +167,7 @@ class _Sources:
         return self._modules[name]
 
     def _named_by(self, module: _Module, statement: ast.stmt) -> Iterator[tuple[str, str]]:
-        """Yield the (module, name) of what a statement names in modules of the user."""
+        """Yield (module, name) for each name that a statement uses and that a module of the user may bind."""
         own_imports = module.imported_in(statement)
         for root, *attributes in _chains(statement):
             if root in own_imports:
@@ -179,7 +179,10 @@ class _Sources:
                 yield module.name, root  # which may be a variable, or a name that a star imports
 
     def _find(self, path: str) -> Iterator[tuple[str, str]]:
-        """Yield the (module, name) of a dotted path into a module of the user; the name "" is the whole module."""
+        """Yield the (module, name) that a dotted path leads to; nothing if it is in no module of the user.
+
+        The name "" is the whole module.
+        """
         module, *attributes = path.split(".")
         if not self.is_own(module):
             return
@@ -274,7 +277,10 @@ def _is_docstring(node: object) -> bool:
 
 
 def _bytecode(kind: type) -> Iterator[str]:
-    """Yield the bytecode and plain attributes, as text, of a class, of its bases of the user, and of what they name."""
+    """Yield as text the bytecode and plain attributes of a class and of its bases, as far as they are the user's.
+
+    Functions and classes of the user that their code names follow, and the plain values of global names.
+    """
     sources, waiting, visited = _Sources(kind.__module__), list[Any]([kind]), set[int]()
     while waiting:
         item = waiting.pop(0)

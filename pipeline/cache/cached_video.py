@@ -101,12 +101,12 @@ def build_video(
     """Build a CachedVideo from a video's token rows; ``row`` is its row of the videos table.
 
     Args:
-        table: the token rows, with the columns that were asked for.
+        table: the token rows, with the columns of tokens and of ``evidence``.
         header: the cache's header.
         evidence: name in the result -> column.
-        order: [K] the rows of ``table`` in the order that they get; None for that of ``table``. Evidence of frames
-            keeps its own.
-        vectors_in_order: [K,width] columns that are in that order already, and need not be in ``table``.
+        order: [K] the row of ``table`` for each row of the result; None keeps the order. Evidence of frames stays as it
+            is stored.
+        vectors_in_order: [K,width] columns that have the order of the result already, and need not be in ``table``.
     """
     import torch  # noqa: PLC0415 - two seconds, for whoever wants tokens
 

@@ -35,8 +35,8 @@ def match_identity(
 ) -> list[str]:
     """Return the own methods whose code is another in the ``new`` identity than in the ``old`` one.
 
-    If an identity that was made before there were hashes of code says nothing of it, the code counts as the same;
-    with ``redo`` it counts as another. The caller refuses the methods: this function does not.
+    An old identity without a hash of the code counts as the same code, with ``redo`` as other code. Nothing is refused
+    for code: the caller does that with ``refuse_changed_code``.
 
     Args:
         refusal: the beginning of the error, which says what was made with other settings.

@@ -105,7 +105,10 @@ def sort_by_rule(
 
 
 def make_rule_columns(rows: pa.Table) -> Columns:
-    """Convert rows with RULE_COLUMNS to the arrays that ``find_live`` takes; a column that rows may lack is 0."""
+    """Convert rows with RULE_COLUMNS to the arrays that ``find_live`` takes.
+
+    A null is 0, and so is a column that rows may lack.
+    """
     zeros = np.zeros(len(rows), np.int64)
     optional = {"clip": "clip_key", "size": "source_size", "earlier": "earlier_attempts"}
     present = {name: column for name, column in optional.items() if column in rows.schema.names}
@@ -406,7 +409,7 @@ def _assign_numbers(texts: pa.ChunkedArray, numbered: list[str], limit: int) -> 
 
 
 def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.uint8]:
-    """Return the bits HDR to OUTSIDE of rows, [n]; ``classes`` are their fault classes."""
+    """Return the remarks on each row as bits, HDR to OUTSIDE, [n]; ``classes`` are the fault classes of the rows."""
     on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), _is_among(rows["error_stage"], ON_THE_GPU))
     remarks = {
         HDR: _is_among(rows["color_transfer"], _HDR_TRANSFERS).to_numpy(),

@@ -86,12 +86,12 @@ def merge(
     keep: timedelta = KEEP,
     max_rows: float = math.inf,
 ) -> Merged:
-    """Merge the small files with fitting levels of sorted files, or ``everything`` into one level.
+    """Merge the small files with fitting levels of sorted files, or ``everything`` into one level; return the counts.
 
-    ``made_with`` is the fingerprint of the cache's identity; levels of more than ``max_rows`` are not merged. Deletes
-    the sources of merges that are ``keep`` old.
+    ``made_with`` is the fingerprint of the cache's identity; levels of more than ``max_rows`` are not merged. Files
+    that were merged stay for readers: a merge deletes the sources of earlier merges that are ``keep`` old.
 
-    Raises CorruptShard for a damaged file (nothing changes), FileNotFoundError if another merge deleted a file
+    Raises CorruptShard for a damaged file (no row is lost), FileNotFoundError if another merge deleted a file
     meanwhile, and OSError.
     """
     start = time.monotonic()
@@ -181,7 +181,10 @@ class _Step:
         return tables, names, False
 
     def _choose_levels(self, n_rows: int, *, whole: bool) -> list[SortedFile]:
-        """Choose the sorted files to merge with ``n_rows`` rows of small files; all of them for ``whole``."""
+        """Choose the sorted files to merge with ``n_rows`` rows of small files; none without rows, all for ``whole``.
+
+        Sources of merges that are not ``keep`` old yet are never chosen.
+        """
         waiting = [file for file in self._sorted if file.file.name not in self._merged_names]
         if whole:
             return waiting
@@ -200,7 +203,10 @@ class _Step:
         return files
 
     def _write(self, small: pa.Table, sorted_files: Sequence[SortedFile], names: list[str], total: int) -> None:
-        """Write the live rows of all sources as sorted files, a range of hashes a file."""
+        """Write the live rows of all sources as sorted files, a range of hashes a file, and count them in the result.
+
+        ``names`` are the names of the sources, for the metadata; ``total`` is the number of their rows, for the level.
+        """
         cuts = _choose_cuts(small, sorted_files)
         merge = json.dumps({"of": names, "parts": len(cuts)})
         for first, end in zip(cuts, [*cuts[1:], 2**64], strict=True):
@@ -274,9 +280,9 @@ def _select_range(rows: pa.Table, first: int, last: int) -> pa.Table:
 
 
 def select_surviving(rows: pa.Table) -> pa.Table:
-    """Return the live row of each video in the order of keys, with the attempts on other files under its id.
+    """Return the live row of each video in the order of keys; superseded rows are dropped.
 
-    After several merges of rows of three files the count is a lower bound.
+    ``earlier_attempts`` gets the attempts on other files under the id. After several merges it is a lower bound.
     """
     order, earlier = find_live(make_rule_columns(rows))
     live = rows.take(pa.array(order))

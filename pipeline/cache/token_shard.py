@@ -124,9 +124,9 @@ class TokenShard:
         return ByIndex(table, order, {name: self._read_vectors(rows, name, order, places, fetched) for name in large})
 
     def read_checked(self, row: VideoRow) -> pa.Table:
-        """Read all of a video's token rows with all columns, and compare the checksum of its row.
+        """Read all of a video's token rows with all columns, and compare their id and checksum with its ``row``.
 
-        Raises CorruptShard.
+        Raises CorruptShard, OSError.
         """
         table = self.read(TokenRows(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:

@@ -110,7 +110,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Take ``rank`` of ``world_size``, by default torch.distributed's, else all videos; each of ``ids`` once.
+        """Take the videos ``ids``, each once, or all that have tokens, for ``rank`` of ``world_size``.
+
+        Without a rank it is that of torch.distributed when the dataset is read, else this process has all videos.
+        ``retention_ratio``, ``order`` and ``evidence`` are as in TokenCache.get.
 
         Raises ValueError where ``even`` would leave no rank a video; for torch.distributed's when the dataset is read.
         """
@@ -143,7 +146,9 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return self._ranks().world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, and with it another order from the next iteration on; another epoch begins at its start.
+        """Set the epoch, and with it another order from the next iteration on.
+
+        Another epoch begins at its start, and a loaded state is dropped; the same epoch changes nothing.
 
         Raises ValueError where a loader of Accelerate begins with its own count of epochs after a state was loaded.
         """

@@ -111,7 +111,10 @@ def _check_kernels() -> Iterator[Finding]:
 
 
 def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: list[float]) -> Iterator[Finding]:
-    """Load the encoder, and encode and prune a made-up video; add the seconds of each time to ``seconds``."""
+    """Load the encoder, and encode and prune a made-up video three times, after a first time that does not count.
+
+    The seconds of each time are added to ``seconds``.
+    """
     start = time.perf_counter()
     encoder = setup.encoder()
     loaded_s = time.perf_counter() - start

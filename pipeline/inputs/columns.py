@@ -124,7 +124,10 @@ class _RowGroups:
         self.lengths = [self._table.metadata.row_group(group).num_rows for group in range(self._table.num_row_groups)]
 
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
-        """Yield the named columns of row group ``piece``, ``at_once`` rows a batch."""
+        """Yield the named columns of row group ``piece``, ``at_once`` rows a batch.
+
+        Plans the requests of the file for it. Without columns the only batch has all rows.
+        """
         group = self._table.metadata.row_group(piece)
         spans = sorted(_chunks(group, columns))
         small = (

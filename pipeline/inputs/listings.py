@@ -42,14 +42,14 @@ class Listing(NamedTuple):
 def list_videos(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut | None = None) -> Listing:
     """List the videos that an address on S3 names, in the order of their keys.
 
-    ``s3://bucket/folder/`` and ``s3://bucket/folder`` mean every object below it with one of ``suffixes``; a glob those
-    that match it too (``*`` and ``[..]`` stay within a segment, a segment ``**`` stands for any number of them); any
-    other address the one object with this key.
+    - ``s3://bucket/folder/`` and ``s3://bucket/folder`` name every object below it with one of ``suffixes``.
+    - A glob names the objects with such a suffix that match it. ``*`` and ``[..]`` stay within a segment; a segment
+      ``**`` stands for any number of segments.
+    - Any other address names the object with this key.
 
-    Requests: one LIST a thousand keys below the folder, for a glob a thousand keys that begin like it up to its first
-    magic character; one HEAD for an object with one of ``suffixes``. Both are needed only where a name misleads: an
-    object without such a suffix, a folder with one. A video costs none. ``left_out`` counts the objects of the listing
-    that are no videos.
+    It sends one LIST for each thousand keys below the folder or the literal beginning of a glob, and one HEAD for an
+    address with one of ``suffixes``. It sends both only where a name misleads: an object without such a suffix, a
+    folder with one. ``left_out`` counts the listed objects that are no videos.
 
     Raises ManifestError, with the store's reason, for no video, no such bucket, no access.
     """

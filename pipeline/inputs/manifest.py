@@ -160,9 +160,9 @@ def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Li
 
 
 def _parts(listing: Listed, column: str | None, roots: Roots, objects: Objects) -> list[Listed]:
-    """Return the listing in its order, with tables as manifests if the ``column`` of the first table is of paths.
+    """Return the listing in its order, with tables as manifests if the ``column`` of the first table holds paths.
 
-    A table that cannot be read stays a container, whose index says what is wrong with it. Raises ManifestError.
+    A table that cannot be read stays a container, whose index has the reason. Raises ManifestError.
     """
     tables = [place for place in listing.containers if find_suffix(place.uri) == ".parquet" and place.policy is None]
     if column is None or not tables:
@@ -192,9 +192,10 @@ def _names_paths(table: NamedContainer, column: str, objects: Objects) -> bool |
 
 
 def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
-    """Read a manifest on disk or in a store; its folder or prefix is what it may name and what relative uris are to.
+    """Read a manifest on disk or in a store. Raises ManifestError.
 
-    ``paths`` is the column of its uris, if that has another name.
+    Relative uris begin at its folder or prefix, and it may name videos there and below ``roots`` only. ``paths`` is the
+    column of its uris, if that has another name.
     """
     remote = is_remote(uri)
     try:

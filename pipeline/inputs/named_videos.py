@@ -239,7 +239,7 @@ def _seconds(row: UserRow, name: str, where: str) -> float | None:
 
 
 def _all_sizes(values: pa.Array | None) -> pa.Array | None:
-    """Return numbers of bytes as int64, or None where one of them is no whole number."""
+    """Return numbers of bytes as int64; None without ``values``, and if a value is no whole number."""
     if values is None:
         return None
     whole = pc.and_(

@@ -88,8 +88,8 @@ def merge_caches(
     If several caches have a video, the rule of live rows takes one row, removed rows first. With ``refuse`` a video
     whose tokens differ is an error.
 
-    Raises NotACache, IdentityMismatch, UsageError for equal ids, all before anything is written; CorruptShard where a
-    file is damaged, and OSError.
+    Raises NotACache, IdentityMismatch, UsageError for equal ids, all before anything is written; CacheLocked where a
+    run writes to ``out``, CorruptShard where a file is damaged, and OSError. Rerun it to resume.
     """
     stores = [*[out] * out.exists(HEADER), *(source for source in sources if source.root != out.root)]
     header = _common_header(stores)

@@ -150,10 +150,11 @@ def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
 
 
 def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False) -> Rewritten:
-    """Bring ``out`` up to date with the source of a rewrite; with ``redo`` also where other code made what is there.
+    """Bring ``out`` up to date with the source of a rewrite, and return the counts.
 
-    Raises UsageError before anything is written, CorruptShard where the source is damaged, RunFailed and OSError; what
-    was committed stays.
+    Videos that ``out`` has already are not done again, unless other code made them and ``redo`` is set. Raises
+    UsageError before anything is written, CorruptShard where the source is damaged, RunFailed and OSError; committed
+    videos stay.
     """
     check_place(out, job.header, redo=redo)
     start = time.monotonic()

@@ -217,7 +217,10 @@ class LocalStore:
         return sorted(finished)
 
     def list_files(self, folder: str) -> list[FileInfo]:
-        """List all files of a folder ("" is the root) with their sizes, unfinished ones too, sorted."""
+        """List all files of a folder ("" is the root) with their sizes, unfinished ones too, sorted.
+
+        Files of its subfolders are not in the list. It is empty if there is no such folder.
+        """
         root = self.root / folder
         files = []
         for path in root.iterdir() if root.is_dir() else ():

@@ -269,7 +269,7 @@ def check_token_shard(
 
 
 def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
-    """Yield the columns of a token shard that differ from what the header demands."""
+    """Yield the differences between a token shard's columns and the columns that the header demands."""
     evidence = header["identity"].get("evidence", {})
     plain = token_schema(hidden_size, deepstack_levels(header), codec=find_codec(header["identity"]))
     if sorted(schema.names) != sorted([*plain.names, *evidence]):

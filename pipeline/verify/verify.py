@@ -222,7 +222,7 @@ class _Verification:
         return LiveCheck(cache, self.request.model, self.request.objects or Objects.from_environment())
 
     def _sample(self, places: dict[str, list[Place]]) -> dict[str, list[Place]]:
-        """Draw the rows whose tokens are read, and note how much damage would have been missed."""
+        """Draw the rows whose tokens are read, and note the chance that they miss damage."""
         every = [(name, place) for name in sorted(places) for place in places[name]]
         n = self.request.sample
         drawn: dict[str, list[Place]] = defaultdict(list)
@@ -312,7 +312,7 @@ def _may_come_back(report: Report) -> bool:
 def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_record: bool) -> Iterator[str]:
     """Yield the orphans that a run's record says it had committed: their rows were replaced, or are lost.
 
-    With ``without_record`` also those of runs whose record is gone, of which nobody can tell.
+    With ``without_record`` also the orphans of runs whose record is gone.
     """
     by_run: dict[str, list[str]] = defaultdict(list)
     for file in orphans:
