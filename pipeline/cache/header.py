@@ -176,7 +176,7 @@ def list_differences(
     old_subject: str = "the cache has",
     new_subject: str = "this run",
 ) -> list[str]:
-    """Return a line for each leaf in which two nested mappings differ.
+    """Return a line for each leaf in which two nested mappings differ; a missing key counts as None.
 
     ``old_subject`` and ``new_subject`` go before the old and the new value: ``pruner.params.alpha: the cache has 0.5,
     this run 0.3``.

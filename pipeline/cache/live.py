@@ -469,7 +469,10 @@ class LiveVideos:
 
     @classmethod
     def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
-        """List the table, and read its small files: one LIST, and a GET each. Raises CorruptShard, OSError."""
+        """List the table, and read its small files: one LIST, and a GET each. Raises CorruptShard, OSError.
+
+        If another run merges the files meanwhile, it is tried again, _TRIES times in all.
+        """
         for attempt in range(_TRIES):
             table, files = VideosTable(store, made_with, _MAX_OPEN_FILES), list_table_files(store)
             small = table.read_small([file.name for file in files if not file.level], LIVE_COLUMNS)
@@ -530,7 +533,10 @@ class LiveVideos:
         return None if place is None else self.table.read_row(place.shard, place.row)
 
     def live(self, columns: Sequence[str]) -> pa.Table:
-        """Read ``columns`` of every live row with ``shard`` and ``row``, by video_id. All files are read."""
+        """Read ``columns`` of every live row with ``shard`` and ``row``, by video_id. All files are read.
+
+        Raises as ``find``.
+        """
         read_columns = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
         tables = [self._live_in_small(read_columns)]
         for file in self.sorted:
@@ -568,7 +574,8 @@ class LiveVideos:
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
         """Return ``columns`` of the live rows of these videos, with ``shard`` and ``row``, in any order.
 
-        Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is read.
+        Raises as ``find``. Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is
+        read.
         """
         ids = sorted(set(video_ids))
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:

@@ -357,7 +357,7 @@ class TokenCache:
         return TokenRows(row, count_tokens(row, reading.retention_ratio), reading.columns, reading.near)
 
     def _read_videos(self, videos: Sequence[TokenRows], reading: Reading) -> list[CachedVideo]:
-        """Read videos run by run, and return them in their order."""
+        """Read videos run by run, and return them in their order; an object store fetches the next runs meanwhile."""
         runs = group_runs(videos)
         neighbours = [[videos[place] for place in run] for run in runs]
         fetch = partial(self._fetch, reading)

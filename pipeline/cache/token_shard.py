@@ -142,7 +142,7 @@ class TokenShard:
             raise CorruptShard(f"{self._label}: it has no column {', '.join(lacking)}", "schema")
 
     def _read_columns(self, rows: TokenRows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
-        """Read the rows with Arrow, which checks every page's checksum."""
+        """Read the rows with Arrow, which checks every page's checksum, as stored. Raises CorruptShard, OSError."""
         groups = self._groups(rows)
         with self._faults():
             table = self._parquet(fetched).read_row_groups(groups, columns=list(columns), use_threads=READ_THREADS)

@@ -355,7 +355,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         }
 
     def _check(self, state: DatasetState, ranks: Ranks, goes_on: bool) -> None:
-        """Raise ValueError if a state is of other ids or seed, or ``goes_on`` in an epoch of other ranks or workers."""
+        """Raise ValueError if a state is of other ids or seed, or ``goes_on`` in an epoch of other ranks or workers.
+
+        With ``goes_on`` a worker also refuses a state that it did not load itself.
+        """
         if goes_on and worker_of_loader() is not None and not self._start_of_worker:
             raise ValueError(
                 "the state is of a dataset that no worker process read: resume without workers, or save and load the "

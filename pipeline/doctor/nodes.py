@@ -104,7 +104,7 @@ def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[F
 
 
 def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
-    """Compare the versions of all nodes with those of the driver; a difference is "wrong"."""
+    """Compare the versions of Python and PACKAGES on all nodes with those of the driver; a difference is "wrong"."""
     differing = [
         f"{name} {node.versions[name]} on {host}, {driver.versions[name]} here"
         for host, node in nodes.items()

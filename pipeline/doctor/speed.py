@@ -130,7 +130,10 @@ def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: li
 
 
 def check_balance(decode_s: float | None, encode_s: float | None, cores: float, gpus: float) -> Finding:
-    """Compare the decode cores that an encoder needs with the cores that the cluster has."""
+    """Compare the decode cores that an encoder needs with the cores that the cluster has.
+
+    The finding is "unknown" without GPUs, and if one of the two times is not known.
+    """
     if decode_s is None or encode_s is None:
         return Finding("balance", "unknown", "needs a video that decodes and a model that encodes")
     if gpus < 1:

@@ -122,7 +122,8 @@ class Tar(Container):
     def _entries(self) -> Iterator[_MemberEntry]:
         """Yield the members by their headers.
 
-        A part without a valid header becomes an entry named by its offset, "@512".
+        A part without a valid header becomes an entry named by its offset, "@512", and so does a missing end of the
+        tar.
         """
         place, size, cut = 0, self._file.size, False
         extended_header = _Extended()
@@ -149,7 +150,10 @@ class Tar(Container):
             )
 
     def _entry(self, block: bytes, header: tarfile.TarInfo, data: int, extended_header: _Extended) -> _MemberEntry:
-        """Return the member of a header ``block`` whose data begins at ``data``, or behind more headers."""
+        """Return the member of a header ``block`` whose data begins at ``data``, or behind more headers.
+
+        A member that is sparse, cut off or has two sizes gets a fault in ``wrong``.
+        """
         wrong, records = extended_header.wrong, extended_header.records
         if header.type == tarfile.GNUTYPE_SPARSE or any(word.startswith("GNU.sparse.") for word in records):
             wrong = wrong or fault("unsupported", "a sparse member is not read; pack the tar without --sparse")
@@ -187,7 +191,10 @@ class _Extended:
         self.wrong: str | None = None
 
     def take(self, header: tarfile.TarInfo, file: RandomFile, data: int) -> None:
-        """Read a header whose data begins at ``data``; an absurdly long header is left unread."""
+        """Read a header whose data begins at ``data``, as far as it tells the name or the size.
+
+        An absurdly long header is left unread, and the member gets a fault in ``wrong``.
+        """
         if header.size > _MAX_HEADER_BYTES:
             self.wrong = fault("unsupported", f"its extended header has {header.size:,} bytes; pack the tar again")
         elif header.type == _LONG_NAME:

@@ -40,7 +40,11 @@ class Table(Container):
         self._rows: Iterator[pa.Scalar] = iter(())
 
     def members(self, options: ContainerOptions) -> Iterator[Member]:
-        """Yield each row that holds a video, in order. Raises ManifestError without such a column of bytes."""
+        """Yield a member for each row in order, also for a row without bytes.
+
+        Raises ManifestError without a column of bytes. A part that cannot be read ends the list with a fault. Sets
+        ``unit``.
+        """
         number = 0
         try:
             batches = self._open_pieces()
@@ -58,7 +62,10 @@ class Table(Container):
         return 0, 0  # what is fetched is a row group
 
     def read(self, member: Member) -> Iterator[bytes]:
-        """Yield the bytes of a row. Rows of a piece that are asked for in order are read once."""
+        """Yield the bytes of a row in one piece. Raises VideoFault.
+
+        Rows that are asked for in order are read once.
+        """
         stamp, _, column = member.name.partition("/")
         if stamp != self._hash:
             raise VideoFault("io", f"{self._file.uri} has changed since it was listed; rerun the command")

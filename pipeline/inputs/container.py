@@ -301,7 +301,7 @@ class RemoteFile:
         self._ranges = [_Range(self._files, self.uri, *span, whole=keep) for span in spans]
 
     def read(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end), or those of them that there are; one request or none. Raises OSError."""
+        """Read bytes [start, end), cut at the object's end; as a rule one request or none. Raises OSError."""
         end = end if self._info is None else min(end, self._info.size)
         if start >= end:
             return b""

@@ -324,7 +324,10 @@ def _name(uri: str) -> str:
 
 
 def _table(place: NamedContainer, members: Sequence[Member], options: ContainerOptions, mark: str = "") -> pa.Table:
-    """Return the members of an archive as MANIFEST_SCHEMA; ``mark`` is the archive's, for members without a mark."""
+    """Return the members of an archive as MANIFEST_SCHEMA, with their clips.
+
+    ``mark`` is the archive's, for members without a mark. A clip or a size that makes no sense becomes a fault.
+    """
     rows = find_suffix(place.uri) in OF_COLUMNS
     members = [_check_bounds(member) for member in members]
     if options.clips_from is not None or rows:

@@ -352,7 +352,10 @@ def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
 
 
 def _place(path: Path, root: Path, judge: Judge) -> NamedContainer:
-    """Return the NamedContainer of a file found below ``root``; its name is the POSIX path relative to it."""
+    """Return the NamedContainer of a file found below ``root``; its name is the POSIX path relative to it.
+
+    A path that is not UTF-8 is escaped, and gets a policy that refuses it.
+    """
     absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
     name = path.relative_to(root).as_posix()
     policy = judge(absolute)

@@ -127,7 +127,10 @@ class NamedVideos:
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
     def _all_objects(self, uris: pa.Array) -> Located | None:
-        """Locate all uris as objects on S3 at once, or return None where one of them needs a closer look."""
+        """Locate all uris as objects on S3 at once, or return None where one of them needs a closer look.
+
+        An object outside the prefixes gets a policy.
+        """
         relative = pc.invert(pc.or_(pc.match_substring(uris, "://"), pc.starts_with(uris, "/")))
         uri_column = uris
         if isinstance(self._base, str):
@@ -143,7 +146,10 @@ class NamedVideos:
         return Located(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE))
 
     def _all_files(self, uris: pa.Array) -> Located | None:
-        """Locate all uris as local files at once, or return None where one of them needs a closer look."""
+        """Locate all uris as local files at once, or return None where one of them needs a closer look.
+
+        A file outside the folders gets a policy. Links are followed for that, on the disk.
+        """
         absolute = pc.starts_with(uris, "/")
         if pc.any(pc.match_substring_regex(uris, _DOTS)).as_py() or pc.any(pc.match_substring(uris, "://")).as_py():
             return None

@@ -127,7 +127,7 @@ def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProg
 
 
 def wait_for_cache(store: Store, say: Callable[[str], object], every_s: float = _LOCAL_S) -> None:
-    """Wait until a run that was just started has begun its cache.
+    """Wait until a run that was just started has begun its cache; ``say`` gets a line about it.
 
     Returns at once where there is a cache, or something else. Raises NotACache where the run ends without one, OSError,
     and KeyboardInterrupt at Ctrl-C.

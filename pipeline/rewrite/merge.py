@@ -170,7 +170,8 @@ def _take_videos(
 ) -> None:
     """Bring tokens and then the rows that name them into ``out``, and complete ``result``.
 
-    If files of a cache that others write to were merged away meanwhile, all caches are read again.
+    If files of a cache that others write to were merged away meanwhile, all caches are read again, _TRIES times in all.
+    Raises CorruptShard, OSError.
     """
     for tries_left in reversed(range(_TRIES)):
         try:

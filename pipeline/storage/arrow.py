@@ -38,7 +38,10 @@ class ArrowObjects:
 
     @classmethod
     def at(cls, uri: str) -> ArrowObjects:
-        """Return the client for the store of a URI. Raises UsageError where the environment lacks its settings."""
+        """Return the client for the store of a URI.
+
+        Raises UsageError for a malformed URI, and where the environment lacks the store's settings.
+        """
         scheme, bucket = uri[:5], uri[5:].partition("/")[0]
         if not bucket or "?" in uri or "@" in uri:
             raise UsageError(f"{scheme}...: expected {scheme}BUCKET/PREFIX without user, host or query")

@@ -64,7 +64,10 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         start: int = 0,
         end: int | None = None,
     ) -> None:
-        """Send the request, and wait until the store answers. Raises OSError."""
+        """Send the request, and wait until the store answers.
+
+        Raises OSError, also if the store gives another range or does not say the size.
+        """
         self._ask, self._errors, self._broken = ask, errors, broken
         self._at, self._last = start, "" if end is None else str(end - 1)
         self._resumes, self._since, self._spent_s = 0, 0, 0.0

@@ -338,7 +338,7 @@ def is_s3(uri: str) -> bool:
 
 
 def check_uri(uri: str) -> None:
-    """Raise UsageError if the URI is incomplete, or boto3 is not installed."""
+    """Raise UsageError if the URI is incomplete or has a user, host or query, or if boto3 is not installed."""
     bucket, _ = _split(uri)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or "?" in uri:
         shown_uri = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # what should not be there may be a secret

@@ -260,7 +260,10 @@ class LocalStore:
 
 
 def _make_folders(path: PurePosixPath, root: int) -> int:
-    """Make the folders between the open root and a file, never the root itself; return the root's mode."""
+    """Make the folders between the open root and a file, never the root itself; return the root's mode.
+
+    New folders get this mode.
+    """
     mode = stat.S_IMODE(os.fstat(root).st_mode)
     for folder in reversed(path.parents[:-1]):  # a root that is gone took all its rows with it
         with suppress(FileExistsError):

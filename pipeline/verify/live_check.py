@@ -160,7 +160,10 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
 
 
 def suspicion(result: LiveResult) -> str:
-    """Return the reason why a difference cannot come from rounding; "" if it can, or without a difference."""
+    """Return the reason why rounding cannot explain a difference; "" if it can, or without a difference.
+
+    It cannot if the difference is too large, or if the same versions and devices made both.
+    """
     if result.state != "different":
         return ""
     share, relative = result.same_indices or 0.0, result.relative_difference

@@ -151,7 +151,7 @@ class _Removal:
     def mark(self, reason: str) -> None:
         """Commit a "removed" row for each video without such a row, also for unknown ids, and read the rows again.
 
-        ``unknown`` and ``likely`` of the result get the unknown ids and similar ids.
+        ``unknown`` of the result gets the unknown ids, and ``likely`` similar ids for the first of them.
         """
         live = {row["video_id"]: row for row in select_live_rows(self._rows).to_pylist()}
         self._result.unknown = sorted(self._ids - live.keys())

@@ -186,7 +186,7 @@ class _Verification:
             self.report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
 
     def _check_table(self, header: CacheHeader) -> tuple[pa.Table, set[Place]]:
-        """Check every file of the videos table.
+        """Check every file of the videos table, and add problems and counts to the report.
 
         Return JUDGED_COLUMNS of all rows of this identity with shard and row, and the places of rows that contradict
         themselves.
@@ -236,7 +236,7 @@ class _Verification:
     def _check_tokens(self, header: CacheHeader, places: dict[str, list[Place]], bad: set[Place]) -> None:
         """Check the token shards in ``places``, which has the rows that name each, except those known to be sound.
 
-        Adds shards without a problem to ``sound``, and the rest to the report.
+        Rows of ``bad`` are left out. Adds shards without a problem to ``sound``, and problems and counts to the report.
         """
         # Neighbours in the order of commits share a videos shard, which is in memory then.
         names = sorted(places, key=lambda name: places[name][0])
@@ -326,7 +326,7 @@ def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_r
 
 
 def _header_faults(header: CacheHeader) -> Iterator[str]:
-    """Yield the faults of the cache's header."""
+    """Yield the faults of the header's retention ratio and newline row."""
     identity, hidden = header["identity"], header.get("hidden_size")
     ratio = identity.get("retention_ratio")
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
