@@ -16,7 +16,7 @@ def environment(package: str) -> Environment:
     Templates of ``pipeline`` are found too, unless the package has one of the same name.
     """
     templates = Environment(
-        loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # the latter has the head of all
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # pipeline has the head of all pages
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

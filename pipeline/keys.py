@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 Keys = NDArray[np.uint64]
-ROWS_AT_ONCE = 2**16  # rows that are Python objects at a time
-_SAMPLE_BYTES = 2**14  # of each of the three pieces of a file that are looked at
+ROWS_AT_ONCE = 2**16  # rows that are converted to Python objects at a time
+_SAMPLE_BYTES = 2**14  # bytes of each of the three pieces that stand for a file
 
 
 def keys_of(texts: pa.Array | pa.ChunkedArray) -> Keys:

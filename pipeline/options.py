@@ -313,7 +313,7 @@ def _count_or_share(text: str, total: int) -> int:
 _TEXT = (str, os.PathLike)
 _ACCEPTED_TYPES = {int: (Integral,), float: (Real,), bool: (bool,), str: (*_TEXT, Real)}
 _LIST_NAMES = {str: "texts", float: "numbers"}
-# Options that ask a command for something else than its work; from Python they would be passed over.
+# Options by which a command does something else than its work; from Python they would have no effect.
 _OF_COMMANDS = frozenset(
     {"dry_run", "index", "plan", "probe", "gpus", "gpu_type", "decode_cores", "price"}
     | {"corpus_videos", "seconds", "size"}
@@ -423,7 +423,7 @@ def _check_value(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, list | tuple) or (of is str and not all(isinstance(item, _TEXT) for item in value)):
             raise UsageError(f"{where} must be a list of {_LIST_NAMES[of]}, got {value!r}")
         return [_check_value(item, of, where) for item in value]
-    with suppress(OverflowError):  # of a number beyond all floats
+    with suppress(OverflowError):  # a number beyond all floats
         if isinstance(value, _ACCEPTED_TYPES[kind]) and (kind is bool or not isinstance(value, bool)):
             return kind(value)
     raise UsageError(f"{where} must be {_WORDS[kind]}, got {value!r}")

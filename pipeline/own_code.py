@@ -87,7 +87,7 @@ class _Module:
         self.imports: dict[str, str] = {}
         self.stars: list[str] = []
         for node in self.body:
-            if not isinstance(node, _DEFINITIONS):  # what a function imports is its own
+            if not isinstance(node, _DEFINITIONS):  # an import in a function binds no name of the module
                 self.imports |= self.imported_in(node)
             for bound in _names_bound(node):
                 self.statements.setdefault(bound, []).append(node)

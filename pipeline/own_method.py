@@ -15,7 +15,7 @@ from gstep.pruners.base import Pruner
 from pipeline.errors import MethodFails, OwnCodeError
 from pipeline.own_code import locate_own_error
 
-_DRAWN_FRAMES = (8, 4)  # of the drawn tokens; the second where the video has as many as the first
+_DRAWN_FRAMES = (8, 4)  # frames of the drawn tokens; the second number if the video has as many as the first
 _working_methods: set[type[Pruner]] = set()  # methods that have pruned a video in this process
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a cache is opened, listed and asked for metadata without to
 
     from gstep.types import Visual
 
-#: Evidence of one number a token: its labels begin so.
+#: Evidence of one number a token, by the beginning of its labels.
 ONE_NUMBER = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes == ("T", "N"))
 
 

@@ -41,7 +41,7 @@ REMOVED, OK, FAILED = 0, 1, 2
 _STATES = {"removed": REMOVED, "ok": OK}
 # Columns that verify and generate keep in memory for each video; other columns are read from the file on demand.
 INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
-_MAX_TEXT_BYTES = 2**31  # that 32-bit offsets can address
+_MAX_TEXT_BYTES = 2**31  # bytes of text that 32-bit offsets can address
 
 Columns = dict[str, np.ndarray]  # rows as numbers, by name
 _RULE_NAMES = ("high", "low", "state", "attempts", "rewritten", "tie", "clip", "size", "earlier")  # in ``find_live``
@@ -171,13 +171,13 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "remarks": (np.uint8, ()),  # the bits HDR to OUTSIDE
     "note": (np.uint8, ()),  # 0, or the reason for another decoder than requested: its number in ``notes``
     "decoder": (np.uint8, ()),  # 0, or the user's own decoder and its version: their number in ``decoders``
-    "seconds": (np.float32, (4,)),  # seconds of each step in TIMED
+    "seconds": (np.float32, (4,)),  # seconds of each of TIMED_STAGES
 }
 # The remarks of rows on their videos: colours, pixels, positions in time (two bits), warnings of the decoder, and an
 # infrastructure error (io, internal, memory of a GPU).
 HDR, STRETCHED, UNEVEN, SHARED, WARNED, OUTSIDE = 1, 2, 4, 8, 16, 32
 _HDR_TRANSFERS = ("smpte2084", "arib-std-b67")  # PQ and HLG
-_MAX_RUNS, _MAX_NOTES, _MAX_CLASSES = 2**16, 2**8 - 1, 2**8  # all further texts share the last number
+_MAX_RUNS, _MAX_NOTES, _MAX_CLASSES = 2**16, 2**8 - 1, 2**8  # further texts share the last number
 # Columns of the videos table that the ledger reads.
 _LEDGER_READS = (
     *KEY_COLUMNS,

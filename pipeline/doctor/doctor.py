@@ -17,7 +17,7 @@ from pipeline.runner.nodes import iter_alive_nodes
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_VIDEOS, _VIDEOS_PER_NODE = 8, 2  # that are decoded: here, and on every node
+_VIDEOS, _VIDEOS_PER_NODE = 8, 2  # videos that are decoded here, and on every node
 _STORED_VIDEOS = 4  # videos whose frames an object store should hold
 _DEVICE_S = 400.0  # to load the model, compile the kernels and encode
 

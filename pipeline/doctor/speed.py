@@ -25,7 +25,7 @@ from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.rows import TodoRow
 from pipeline.storage.s3 import Objects
 
-_MAX_DECODE_S = 60.0  # in all
+_MAX_DECODE_S = 60.0  # for all videos
 _KERNEL_WIDTH = 3584  # D of a 7B model's tokens
 _ROUNDS = 3
 

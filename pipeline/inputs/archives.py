@@ -31,7 +31,7 @@ _PIECE_BYTES = 2**20  # bytes of a video that are read at once
 _MIN_PAX_SIZE = 2**33  # bytes from which on a size stands in an extended header
 _LONG_NAME, _PAX = b"L", (b"x", b"X")
 _EXTENDED = (_LONG_NAME, b"K", *_PAX, b"g")  # kinds of headers that say more of the next member
-_UNKNOWN = b"?"  # of what is no member
+_UNKNOWN = b"?"  # the kind of a place that is no member
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 _CARRIED_SUFFIXES = (".json", ".txt", ".cls")  # suffixes of members that are carried along
@@ -255,7 +255,7 @@ class _Sidecars:
 
     def __init__(self) -> None:
         self._values = dict[tuple[str, str], tuple[str, UserValue]]()  # (stem, suffix) -> name and value
-        self._paired_names = set[str]()  # names
+        self._paired_names = set[str]()
 
     def add(self, name: str, value: UserValue) -> None:
         """Add a member; the last member with a name counts."""

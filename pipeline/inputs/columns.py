@@ -59,7 +59,7 @@ class Table(Container):
             yield Member("@0", number, fault=fault("corrupt", f"the table cannot be read: {error}"))
 
     def span(self, member: Member) -> tuple[int, int]:
-        return 0, 0  # what is fetched is a row group
+        return 0, 0  # ``read`` plans its requests, by row group
 
     def read(self, member: Member) -> Iterator[bytes]:
         """Yield the bytes of a row in one piece. Raises VideoFault.
@@ -137,9 +137,8 @@ class _RowGroups:
         """
         group = self._table.metadata.row_group(piece)
         spans = sorted(_chunks(group, columns))
-        small = (
-            sum(end - start for start, end in spans) <= _MAX_GROUP_BYTES
-        )  # columns are read in turns, and each in its order
+        # Columns are read in turns, and each in its order.
+        small = sum(end - start for start, end in spans) <= _MAX_GROUP_BYTES
         self._file.plan(merge_spans(spans) if small else spans, keep=small)
         if columns:
             yield from self._table.iter_batches(at_once, row_groups=[piece], columns=columns, use_threads=False)
@@ -154,7 +153,7 @@ class _RecordBatches:
         """Map the file into memory and open it. Raises ManifestError for a file in a store, ArrowException, OSError."""
         if "://" in file.uri:
             raise ManifestError(f"{file.uri}: an Arrow file is read from disk alone; copy it here, or make it Parquet")
-        source = pa.memory_map(file.uri)  # of which only the rows in hand are read
+        source = pa.memory_map(file.uri)  # the system reads only the rows in hand
         try:
             reader = pa.ipc.open_file(source)
             self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]

@@ -27,8 +27,8 @@ _MAX_NAME_CHARS = 1024  # characters of a member's name
 _MAX_GAP_BYTES = 2**20  # bytes between two spans that cost less than another request
 _TAIL = 2**16  # bytes at the end of an object that are fetched together
 _MIN_READ_BYTES = 2**14  # bytes of a single request that was not planned
-# Bytes of a slice, which comes in one request where reads that were not planned go forward in steps of at most _STEP on
-# the mean. At 130 MB/s so many bytes take as long as another request, 30 ms. A longer step counts as one of a slice.
+# Bytes of a slice: one request for unplanned reads that go forward by at most _STEP bytes on average. At 130 MB/s so
+# many bytes take as long as another request, 30 ms. A step longer than a slice counts as a slice.
 _SLICE, _STEP = 2**25, 2**22
 
 
@@ -208,7 +208,7 @@ class _Range:
 
     def __init__(self, files: Files, uri: str, start: int, end: int, *, whole: bool, gap: int = _MAX_GAP_BYTES) -> None:
         self._files, self._uri, self.start, self.end, self.whole, self._gap = files, uri, start, end, whole, gap
-        self._first, self._buffer = start, bytearray()  # what is held begins at ``_first``
+        self._first, self._buffer = start, bytearray()  # the buffer begins at ``_first``
         self._coming: Download | HubDownload | None = None
         self.size = self.fetched = 0
 

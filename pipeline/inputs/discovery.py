@@ -184,7 +184,7 @@ class Discovery(AbstractContextManager["Discovery"]):
                         self._new_part.notify_all()
                     if n_allowed <= 0:
                         break
-        except Exception as error:  # noqa: BLE001 - it is the main thread's
+        except Exception as error:  # noqa: BLE001 - the main thread raises it in ``check``
             self.fail(error)
         self._end()
 

@@ -45,7 +45,7 @@ _FIRST_CHECK = 256  # members, after which it is first looked whether they are e
 _VERSION: Final = 2  # of kept indexes; other versions are made again
 _SUFFIX: Final = ".json.zlib"
 _MAX_KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
-_BEYOND: Final = 2**53  # bytes that no file has, as of a manifest; sums of fewer stay numbers of 64 bits
+_BEYOND: Final = 2**53  # bytes that no file has; sums of smaller numbers fit 64 bits
 _CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
 
 
@@ -212,7 +212,7 @@ class Indexing:
         for member in container.members(self.options):
             if self._is_stopped:
                 return _Index([], LeftOut()), False
-            # Here all that lies before the next video was seen, and with it what side by side belongs to the last one.
+            # The archive was read up to this video, so the members between it and the last video are known.
             if len(members) == look_at and self.enough is not None:
                 look_at *= 2
                 index = self._make_index(place, container, members)
@@ -225,7 +225,7 @@ class Indexing:
     def _make_index(self, place: NamedContainer, container: Container, members: list[Member]) -> _Index:
         """Return the index of the members read so far, with checked names."""
         pair_sidecars, left_out = container.pair_sidecars(members)
-        if find_suffix(place.uri) in OF_COLUMNS:  # whose names are no part of an id
+        if find_suffix(place.uri) in OF_COLUMNS:  # names of rows are no part of an id
             return _Index(pair_sidecars, left_out)
         seen_names = set[str]()
         return _Index([check_name(member, seen_names) for member in pair_sidecars], left_out)

@@ -288,7 +288,7 @@ def _videos_or_containers(
     for path in paths:
         suffix = path.suffix.lower()
         if suffix not in suffixes and path.is_dir():
-            continue  # which a glob matches too
+            continue  # a glob matches folders, too
         if is_taken(str(path.relative_to(root)), suffixes, left_out, str(path)):
             (videos if suffix in VIDEO_SUFFIXES else containers).append(path)
     if videos:

@@ -43,7 +43,7 @@ MANIFEST_SCHEMA = pa.schema(
 )
 #: A row to process: a manifest's row and the number of this attempt.
 TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=False))
-#: Why a file must not be read that lies elsewhere; ``listings.OUTSIDE`` of an object.
+#: The policy of a file outside the folders; ``listings.OUTSIDE`` is the policy of an object.
 OUTSIDE_FOLDERS = "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
 _OWN_COLUMNS = ("video_id", "uri", "start_s", "end_s", "size_bytes")
 _MAX_SIZE_BYTES = 2**53  # whole numbers of float64

@@ -31,7 +31,7 @@ _PART_ROWS = 2**16  # rows of a part of a file
 _SHOWN = 200  # bytes of a header that a message shows
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer)
-# What reading one may raise; all of it is the file's fault.
+# Errors of reading a table; the file is at fault.
 UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
 
 

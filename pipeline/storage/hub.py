@@ -99,7 +99,7 @@ class HubDownload(Iterator[bytes]):
         """Drop nothing: each piece is a request of its own."""
 
 
-#: What reads videos from a store.
+#: A client that reads videos from a store.
 Files = Objects | HubFiles
 
 

@@ -37,7 +37,7 @@ class Outages:
 
     def __init__(self) -> None:
         self.say: Callable[[str], object] = logging.getLogger(__name__).warning
-        self._own_outages: dict[str, Outage] = {}  # by place: since the last answer that this process got
+        self._own_outages: dict[str, Outage] = {}  # by place, of this process's requests
         self._workers: dict[str, Outage] = {}
         self._announced: dict[str, Outage] = {}
 
@@ -78,12 +78,12 @@ class Outages:
                 since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(outage.since))
                 self.say(f"note: the store {place} fails since {since} ({outage.why}). Requests are tried again")
         for place in self._announced.keys() - lasting.keys():
-            with suppress(KeyError):  # another thread has said it
+            with suppress(KeyError):  # another thread has printed the line
                 took_s = time.time() - self._announced.pop(place).since
                 self.say(f"note: the store {place} answers again, after {took_s:.0f} s")
 
 
-#: Those of this process.
+#: The outages of this process.
 OUTAGES = Outages()
 
 

@@ -52,7 +52,7 @@ class RangedObject:
     It has no position, so that threads may share it; it holds no connection.
     """
 
-    mapped = None  # Arrow reads what ``fetch`` has brought
+    mapped = None  # Arrow reads the result of ``fetch``
 
     def __init__(self, objects: _Slices, uri: str) -> None:
         self._objects, self._uri = objects, uri

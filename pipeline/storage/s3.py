@@ -65,7 +65,7 @@ _ENVIRONMENT = {
     "aws_session_token": ("AWS_SESSION_TOKEN",),
     "profile_name": ("AWS_PROFILE",),
 }
-#: What a store says of credentials that were good once; a reply to HEAD has no text to say it in.
+#: Codes of a store's reply about expired credentials; a reply to HEAD has no code.
 _EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
 _SECRET = ("endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _ADDRESS = re.compile(r"\bhttps?://[^\s\"'<>]+")
@@ -341,7 +341,7 @@ def check_uri(uri: str) -> None:
     """Raise UsageError if the URI is incomplete or has a user, host or query, or if boto3 is not installed."""
     bucket, _ = _split(uri)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or "?" in uri:
-        shown_uri = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # what should not be there may be a secret
+        shown_uri = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # a user or a query may hold a secret
         raise UsageError(f"{shown_uri}: expected s3://BUCKET/KEY without user, host or query")
     try:
         import boto3  # noqa: F401, PLC0415
@@ -375,7 +375,7 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
     from botocore.config import Config  # noqa: PLC0415
 
     session = boto3.session.Session(profile_name=settings.pop("profile_name", None))
-    # Stores that are not Amazon's: each takes addresses by path, and not each the checksums that boto3 adds by itself.
+    # Stores that are not Amazon's: all take addresses by path, but not all take the checksums that boto3 adds.
     options: dict[str, str | dict[str, str]] = {
         "s3": {"addressing_style": "path"},
         "request_checksum_calculation": "when_required",
@@ -385,7 +385,7 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
         retries={"mode": "standard", "total_max_attempts": 1},  # ``Objects._delay`` decides
         connect_timeout=_CONNECT_S * patience,
         read_timeout=_SILENT_S * patience,
-        max_pool_connections=64,  # above every pool of threads here: urllib3 logs the endpoint where it is passed
+        max_pool_connections=64,  # more than any pool of threads here: beyond it urllib3 logs the endpoint
         **(options if "endpoint_url" in settings else {}),
     )
     return session.client("s3", config=config, **settings)
@@ -441,7 +441,7 @@ def _renew(
     credentials = boto3.session.Session(profile_name=settings.get("profile_name")).get_credentials()
     if credentials is None:
         return None
-    signer._credentials = credentials  # perhaps as another thread has set them already, after this request was signed
+    signer._credentials = credentials  # another thread may have set the same after this request was signed
     return 0.0
 
 

@@ -24,8 +24,8 @@ from pipeline.storage.arrow import SCHEMES, ArrowObjects
 from pipeline.storage.random_access import LocalFile, RangedObject
 from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_s3
 
-NOTE = ".running"  # how the notes of runs end; see pipeline.runner.claim
-TEMPORARY = ".tmp-"  # how the name of a file begins that is not complete yet
+NOTE = ".running"  # suffix of the notes of runs; see pipeline.runner.claim
+TEMPORARY = ".tmp-"  # prefix of the name of a file that is not complete yet
 INDEXES = "sources"  # the folder of a cache with the indexes of archives, a file each
 _READERS = 16
 
@@ -182,7 +182,7 @@ class LocalStore:
         _make_folders(path, root)
         try:
             os.link(file, name, dst_dir_fd=root)
-        except OSError as error:  # another file system, one without links, or a file of another user
+        except OSError as error:  # another file system, a file system without links, or a file of another user
             if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}:
                 raise
             return False
@@ -291,7 +291,7 @@ class _OpenFolder:
 
     def __init__(self, folder: Path) -> None:
         self.descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        weakref.finalize(self, os.close, self.descriptor).atexit = False  # of this process the end closes it
+        weakref.finalize(self, os.close, self.descriptor).atexit = False  # the end of the process closes it anyway
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # another process opens the folder itself

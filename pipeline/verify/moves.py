@@ -180,7 +180,9 @@ class _Removal:
         These are shards of earlier attempts, whose rows merges drop, and of killed runs, which have no rows.
         """
         names = self._store.names(TOKENS, ".parquet")
-        if (pc.max(self._read_removed()["attempts"]).as_py() or 0) <= 1:  # then rows name all but those of killed runs
+        if (
+            pc.max(self._read_removed()["attempts"]).as_py() or 0
+        ) <= 1:  # rows name all shards but those of killed runs
             names = sorted(set(names).difference(self._rows["token_shard"].to_pylist()))
         for name, ids in zip(names, map_in_order(partial(read_footer_ids, self._store), names, 8, 16), strict=True):
             for video_id in self._ids.intersection(ids):
@@ -264,9 +266,8 @@ def join_tokens(
             run_file = RunFile(store, {**provenance(run_id, _VERSIONS), "joins": len(bundles)})
             with run_file:
                 for number, names in enumerate(bundles):
-                    run_file.save(
-                        **{_EMPTIED_KEY: [*result.read, *names]}
-                    )  # before they are, so that none is forgotten
+                    # Saved before the shards are emptied, so that none is forgotten.
+                    run_file.save(**{_EMPTIED_KEY: [*result.read, *names]})
                     _join(store, run_id, number, live, names, made_with, result)
                     run_file.note(**{COMMITTED_KEY: [parse_shard_id(name) for name in result.written]})
                     say(f"{number + 1:,} of {len(bundles):,} token shards written")

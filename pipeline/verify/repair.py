@@ -85,7 +85,7 @@ class Repair:
         """
         if mismatch := next((problem for problem in self._report.problems if problem.kind is Kind.SCHEMA), None):
             raise RunFailed(f"{self._store} has a file with other settings: move {mismatch.shard} away first")
-        present = live.filter(pc.not_equal(live["status"], "removed"))  # what was removed stays so
+        present = live.filter(pc.not_equal(live["status"], "removed"))  # removed videos stay removed
         wrong = dict.fromkeys(set(bad).intersection(_places(present)), _CONTRADICTS)
         ok = select_ok(live)
         places = _places(ok)
