@@ -31,8 +31,8 @@ from pipeline.rows import VideoRow
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _READ_AHEAD = 8  # videos that are read together: neighbours of a shard, where nothing is shuffled
-# Numbers that a dataset shares with its workers: the epoch, whether workers read it, and the epochs that a worker
-# loaded the end of, and the middle of.
+# Numbers that a dataset shares with its workers: the epoch, whether workers read it, and the epochs of which a worker
+# loaded the end, and the middle.
 _EPOCH, _BY_WORKERS, _ENDED, _LEFT = range(4)
 
 
@@ -124,7 +124,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._shuffle, self._mix, self._seed, self._even = shuffle, max(1, mix), seed, even
         self._given_ranks = _check_ranks(rank, world_size)
         self._parent: ParentRanks | None = None
-        # Workers that persist see set_epoch too; and this process sees that workers read, and what they resumed.
+        # So persistent workers see set_epoch, and this process sees whether workers read and where they resumed.
         self._shared = torch.tensor([0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
         id_text = "".join(f"{video_id}\0" for video_id in ids or ())
         shards = (f"{name}\0".encode() for name in self._shards.names.to_pylist())
@@ -208,7 +208,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         now = self._pass
         if now is None:
             return self._state(self._ranks(), int(self._shared[_EPOCH]), 0, False, 0)
-        # StatefulDataLoader asks before a loader of Accelerate reads ahead, and all others behind that.
+        # StatefulDataLoader asks before a loader of Accelerate reads ahead, other callers ask after that.
         asks_early = find_caller("StatefulDataLoader") is not None
         n_done = now.done if asks_early else now.given_by_loader()
         if now.ranks.divided and n_done < now.n_videos:

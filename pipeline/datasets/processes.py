@@ -69,7 +69,7 @@ def find_caller(*class_names: str, method: str | None = None) -> Any:
     for frame, _ in walk_stack(None):
         if frame.f_code.co_varnames[:1] == ("self",) and method in (None, frame.f_code.co_name):
             owner = frame.f_locals.get("self")
-            # Not isinstance: Accelerate's loaders state another __class__.
+            # Not isinstance: Accelerate's loaders claim another __class__.
             if any(base.__name__ in class_names for base in type(owner).__mro__):
                 return owner
     return None

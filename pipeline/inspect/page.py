@@ -21,7 +21,7 @@ from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 
 PACKAGE = "pipeline.inspect"
-_LONG_HASH = re.compile(r"([0-9a-f]{12})[0-9a-f]{8,}$")  # of weights: About has all of it
+_LONG_HASH = re.compile(r"([0-9a-f]{12})[0-9a-f]{8,}$")  # of weights; the part About of the page has the whole hash
 
 
 class Page(NamedTuple):

@@ -25,7 +25,10 @@ from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
 
-_LOCAL_S, _STORE_S = 2.0, 10.0  # between two looks into a folder, and at an object store, where each look is requests
+_LOCAL_S, _STORE_S = (
+    2.0,
+    10.0,
+)  # seconds between two looks into a folder; and at an object store, where a look costs requests
 _RECENT_S = 60.0  # the rate is that of the last minute
 
 
@@ -108,7 +111,7 @@ def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProg
         until = datetime.fromisoformat(note["since"]) + timedelta(seconds=note["seconds"])
     seconds = (until - datetime.fromisoformat(record["started"])).total_seconds()
     try:
-        workers = Progress(**note["progress"]) if note else None  # type: ignore[arg-type]  # what it lacks raises
+        workers = Progress(**note["progress"]) if note else None  # type: ignore[arg-type]  # a missing number raises TypeError
     except (KeyError, TypeError):
         workers = None  # the note has no numbers, or those of another version of this program
     return RunProgress(

@@ -180,9 +180,8 @@ class _Removal:
         These are shards of earlier attempts, whose rows merges drop, and of killed runs, which have no rows.
         """
         names = self._store.names(TOKENS, ".parquet")
-        if (
-            pc.max(self._read_removed()["attempts"]).as_py() or 0
-        ) <= 1:  # rows name all shards but those of killed runs
+        # After one attempt, rows name all shards but those of killed runs.
+        if (pc.max(self._read_removed()["attempts"]).as_py() or 0) <= 1:
             names = sorted(set(names).difference(self._rows["token_shard"].to_pylist()))
         for name, ids in zip(names, map_in_order(partial(read_footer_ids, self._store), names, 8, 16), strict=True):
             for video_id in self._ids.intersection(ids):
