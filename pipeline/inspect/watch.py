@@ -25,10 +25,8 @@ from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
 
-_LOCAL_S, _STORE_S = (
-    2.0,
-    10.0,
-)  # seconds between two looks into a folder; and at an object store, where a look costs requests
+# Seconds between two looks into a folder; and at an object store, where a look costs requests.
+_LOCAL_S, _STORE_S = 2.0, 10.0
 _RECENT_S = 60.0  # the rate is that of the last minute
 
 

@@ -68,8 +68,8 @@ def mean_of(values: Sequence[float], population: int, least: float = 0.0) -> Int
 
 
 HOUR = 3600.0
-# CPU seconds outside decoding, in all processes: for each video, byte of frames, and bundle of videos. Then those of the
-# driver alone, which is one process and reads all records. Measured on two cores (jobs/benchmark/README.md).
+# CPU seconds outside decoding, in all processes: for each video, byte of frames, and bundle of videos. Then the seconds
+# of the driver alone, a single process that reads all records. Measured on two cores (jobs/benchmark/README.md).
 _HOST_S, _HOST_S_PER_BYTE, _HOST_S_PER_BUNDLE = 1.5e-3, 0.6e-9, 10e-3
 _DRIVER_S, _DRIVER_S_PER_BUNDLE = 0.4e-3, 4.5e-3
 _WAITING = Interval(0.7, 1.3, 3.0)  # factor on these seconds in a run, where stages wait for each other
