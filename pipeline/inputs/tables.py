@@ -181,7 +181,10 @@ class _ArrowRows:
         return None if place < 0 else self._batch.column(place)
 
     def texts(self, name: str) -> pa.Array | None:
-        """Return a column as text; None for another type, and if the column is missing or has a null."""
+        """Return a column as text; None for another type, and if the column is missing or has a null.
+
+        Raises ArrowInvalid for text that is not UTF-8.
+        """
         column = self._column(name)
         if column is None or column.null_count:
             return None

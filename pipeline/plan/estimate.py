@@ -271,7 +271,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
 
 
 def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> str:
-    """Return a remedy for the bottleneck, and the next bottleneck after it."""
+    """Return a text: the remedy for the bottleneck, and the stage that is the bottleneck after it."""
     if slowest == "nothing":
         return "nothing is left to do"
     if slowest == "cpus":

@@ -133,7 +133,7 @@ def _common_header(stores: Sequence[Store]) -> CacheHeader:
 
 
 def _read_union(stores: Sequence[Store], identity: str) -> _Union:
-    """Read the live rows of each cache. Raises CorruptShard, OSError."""
+    """Read the live rows of each cache, as their tables are now. Raises CorruptShard, OSError."""
     tables, files, foreign = [], [], list[str]()
     for number, store in enumerate(stores):
         videos = LiveVideos.open(store, identity)

@@ -113,7 +113,10 @@ class LiveCheck:
         return replace(result, versions=versions_of(row, run, encoded.record))
 
     def _encode_again(self, row: VideoRow, decoder: VideoDecoder) -> VideoItem:
-        """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone, and ReplacedSource."""
+        """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone, else "internal".
+
+        Raises ReplacedSource where the source is another file now.
+        """
         where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
         todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
         with same_source(row, self._objects, fetch_again(row, self._objects)) as source:

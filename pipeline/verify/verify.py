@@ -123,7 +123,10 @@ class _Verification:
         self.report = Report(str(store))
 
     def carry_out(self) -> Report:
-        """Check the cache, and clean or repair it where asked. Raises as ``verify``."""
+        """Check the cache, and clean or repair it where asked; return the report. Raises as ``verify``.
+
+        After a repair the cache is checked once more, and the report is that of the second check.
+        """
         store, request, report = self.store, self.request, self.report
         start = time.monotonic()
         header = self._check_header()
@@ -154,7 +157,7 @@ class _Verification:
         return report
 
     def _check_header(self) -> CacheHeader | None:
-        """Read the header and report its faults; return None if the rows cannot be checked by it."""
+        """Read the header, report its faults, and note a run that writes now; return None if the rows cannot be checked by it."""
         store, report = self.store, self.report
         try:
             header = read_header(store)
