@@ -174,7 +174,7 @@ def _line(run: RunProgress, rate: float) -> str:
 
 
 def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunProgress, float]]:
-    """Yield (the run to watch, its videos a second in the last minute) every ``every_s`` seconds until the run has ended.
+    """Yield (the run to watch, its videos a second in the last minute) every ``every_s`` seconds until it has ended.
 
     The run is that of ``latest_run``; nothing is yielded without a run.
     """

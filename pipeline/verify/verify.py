@@ -157,7 +157,10 @@ class _Verification:
         return report
 
     def _check_header(self) -> CacheHeader | None:
-        """Read the header, report its faults, and note a run that writes now; return None if the rows cannot be checked by it."""
+        """Read the header, report its faults, and note a run that writes now.
+
+        Returns None if the rows cannot be checked by it.
+        """
         store, report = self.store, self.report
         try:
             header = read_header(store)
