@@ -13,7 +13,7 @@ from markupsafe import Markup
 def environment(package: str) -> Environment:
     """Return a Jinja environment of a package's templates: values are escaped, and missing ones are errors.
 
-    Templates of ``pipeline`` are found too, unless the package has one of the same name.
+    Templates of ``pipeline`` are found too, unless the package has a template of the same name.
     """
     templates = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # pipeline has the head of all pages

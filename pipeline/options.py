@@ -360,7 +360,7 @@ def make_config(
 ) -> C:
     """Make a configuration of class ``kind`` from the keyword arguments ``options`` of ``function``.
 
-    Only the fields ``accepted_names`` are accepted. None accepts every field but those that only commands have, such as
+    Only the fields ``accepted_names`` are accepted. None accepts every field but fields for commands alone, such as
     ``dry_run`` and ``plan``.
 
     Raises UsageError for another field, an unknown name and a wrong value.

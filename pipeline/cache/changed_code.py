@@ -96,7 +96,7 @@ def refuse_changed_code(place: object, methods: Iterable[str], result_name: str)
 
     Args:
         place: the cache or the answers.
-        result_name: what the old code made: "tokens" or "answers".
+        result_name: the results of the old code: "tokens" or "answers".
     """
     lines = [f"{name}{_where(name)}" for name in dict.fromkeys(methods)]
     if lines:

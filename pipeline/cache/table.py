@@ -322,7 +322,7 @@ class VideosTable:
     def read_rows(self, places: pa.Table) -> Iterator[VideoRow]:
         """Read the row at each of ``places``, a table with ``shard`` and ``row``, when it is iterated.
 
-        Raises as for one row.
+        Raises as ``read_row``.
         """
         return map(self.read_row, places["shard"].to_pylist(), places["row"].to_pylist())
 

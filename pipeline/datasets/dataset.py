@@ -236,7 +236,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._shared.share_memory_()  # with workers of this process
 
     def _read(self, now: EpochPass) -> Iterator[CachedVideo]:
-        """Yield the videos of a pass in order, without those that are done, and count them in ``now``.
+        """Yield the videos of a pass in order, without videos that are done, and count them in ``now``.
 
         Removed videos are left out, with a warning at the end. With ``even`` the last video is yielded again for each.
         """

@@ -49,7 +49,7 @@ def list_videos(videos: str, suffixes: frozenset[str], objects: Files, left_out:
 
     It sends one LIST for each thousand keys below the folder or the literal beginning of a glob, and one HEAD for an
     address with one of ``suffixes``. It sends both only where a name misleads: an object without such a suffix, a
-    folder with one. ``left_out`` counts the listed objects that are no videos.
+    folder with such a suffix. ``left_out`` counts the listed objects that are no videos.
 
     Raises ManifestError, with the store's reason, for no video, no such bucket, no access.
     """

@@ -114,7 +114,7 @@ def recoding(source: TokenCache, codec: str, out: str) -> Rewrite:
 
 
 def check_source(cache: TokenCache, verb: str) -> None:
-    """Raise UsageError unless a cache stores its tokens as bfloat16; ``verb`` says what is to be done with it."""
+    """Raise UsageError unless a cache stores its tokens as bfloat16; ``verb`` names the work in the message."""
     if cache.codec is not BFLOAT16:
         raise UsageError(
             f"{cache.store} holds tokens as {cache.codec.name} already: {verb} the cache of bfloat16 tokens that it "
@@ -234,7 +234,7 @@ def _ranks(rows: pa.Table) -> list[tuple[int, int]]:
 
 
 def _change_videos(job: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
-    """Yield the videos of ``todo`` as they are written; failed and removed ones are copied.
+    """Yield the videos of ``todo`` as they are written; failed and removed videos are copied.
 
     A VideoFault of a video makes it a failed row. Raises CorruptShard, OSError.
     """

@@ -67,7 +67,7 @@ class ArrowObjects:
             raise OSError(error.errno or errno.EIO, str(error).partition(" Details:")[0], uri) from None
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the objects of a folder in order of their names, with ``deep`` also those of its subfolders.
+        """Yield the objects of a folder in order of their names, with ``deep`` also the objects of its subfolders.
 
         Nothing is yielded if there is no such folder. All are listed before the first is yielded.
         """

@@ -114,7 +114,7 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         return piece
 
     def _piece(self) -> bytes:
-        """Read the next piece, from a new connection where the last one broke.
+        """Read the next piece, from a new connection where the last connection broke.
 
         Raises the client's error after _RESUMES breaks or without a mark, and OSError if the store cannot resume.
         """

@@ -426,7 +426,7 @@ def _renew(
     attempts: int,
     **_: object,
 ) -> float | None:
-    """Return 0 to make botocore retry at once after credentials expired and new ones were found; else None.
+    """Return 0 to make botocore retry at once after credentials expired and new credentials were found; else None.
 
     The new credentials are set in ``client``. Only temporary credentials are renewed, at the first two attempts.
     """

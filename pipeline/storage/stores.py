@@ -217,7 +217,7 @@ class LocalStore:
         return sorted(finished)
 
     def list_files(self, folder: str) -> list[FileInfo]:
-        """List all files of a folder ("" is the root) with their sizes, unfinished ones too, sorted.
+        """List all files of a folder ("" is the root) with their sizes, unfinished files too, sorted.
 
         Files of its subfolders are not in the list. It is empty if there is no such folder.
         """

@@ -192,7 +192,7 @@ class _Removal:
         return forget_videos(self._store, self._ids, set(self._read_removed()["uri"].to_pylist()) - {""})
 
     def move_others(self) -> None:
-        """Copy the other videos of token shards that hold a removed one to new shards, and commit their rows."""
+        """Copy the other videos of token shards that hold a removed video to new shards, and commit their rows."""
         live = select_live_rows(self._rows)
         full = VideosTable(self._store)
         names = pa.array(sorted(set().union(*self._shards_by_video.values())), pa.string())

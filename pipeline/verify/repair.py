@@ -221,7 +221,7 @@ def clean(
 
     Files younger than ``keep`` stay, and uploads younger than an hour. All orphans stay if a file of the videos table
     may name them: a file that is unreadable or lost, or that is not among ``commits``, the files that were read (None:
-    all). ``report`` gets the names of what was deleted, and notes on what stays.
+    all). ``report`` gets the names of deleted files, and notes on files that stay.
     """
     files = _find_removable(store, report, commits)
     for file in [*report.leftovers, *files]:

@@ -240,7 +240,7 @@ class _Verification:
         return {name: sorted(ids) for name, ids in drawn.items()}
 
     def _check_tokens(self, header: CacheHeader, places: dict[str, list[Place]], bad: set[Place]) -> None:
-        """Check the token shards in ``places``, which has the rows that name each, except those known to be sound.
+        """Check the token shards in ``places``, which has the rows that name each, except shards known to be sound.
 
         Rows of ``bad`` are left out. Adds shards without a problem to ``sound``, and problems and counts to the report.
         """
@@ -289,7 +289,7 @@ class _Verification:
             )
 
     def _combine(self, report: Report, result: Repaired) -> Report:
-        """Complete the report after the repair by the problems, notes and times of this one, and return it."""
+        """Complete the report after the repair by the problems, notes and times of this check, and return it."""
         before = self.report
         report.found, report.repaired = before.problems, result
         stay = [_ORPHANS_STAY] * _may_come_back(before)
