@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 
 def environment(package: str) -> Environment:
-    """Return a Jinja environment of a package's templates: values are escaped, and missing ones are errors.
+    """Return a Jinja environment of a package's templates: values are escaped, and missing values are errors.
 
     Templates of ``pipeline`` are found too, unless the package has a template of the same name.
     """

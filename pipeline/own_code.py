@@ -279,7 +279,7 @@ def _is_docstring(node: object) -> bool:
 def _bytecode(kind: type) -> Iterator[str]:
     """Yield as text the bytecode and plain attributes of a class and of its bases, as far as they are the user's.
 
-    Functions and classes of the user that their code names follow, and the plain values of global names.
+    The functions and classes of the user that this code names come next, with the plain values of its global names.
     """
     sources, waiting, visited = _Sources(kind.__module__), list[Any]([kind]), set[int]()
     while waiting:

@@ -112,7 +112,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     ) -> None:
         """Take the videos ``ids``, each once, or all that have tokens, for ``rank`` of ``world_size``.
 
-        Without a rank it is that of torch.distributed when the dataset is read, else this process has all videos.
+        The default is the rank of torch.distributed when the dataset is read; without torch.distributed this process
+        has all videos.
         ``retention_ratio``, ``order`` and ``evidence`` are as in TokenCache.get.
 
         Raises ValueError where ``even`` would leave no rank a video; for torch.distributed's when the dataset is read.

@@ -99,7 +99,7 @@ class Table(Container):
         return self._pieces
 
     def _names(self, schema: pa.Schema, options: ContainerOptions) -> list[str]:
-        """Return the columns that the index needs: small ones, and ``video_id``.
+        """Return the columns that the index needs: small columns, and ``video_id``.
 
         Raises ManifestError if the column of videos is missing or not of bytes.
         """

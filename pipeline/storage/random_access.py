@@ -162,7 +162,7 @@ class LoadedOnce(Generic[V]):
     def __call__(self, *key: Hashable) -> V:
         """Return the value of a key: from memory, from another thread that loads it, or by loading it now.
 
-        The value that was not used for the longest time may be dropped. Raises an error of ``load``, which is not kept.
+        The value that was not used for the longest time may be dropped. An error of ``load`` is raised, and not kept.
         """
         values = self._by_process.setdefault(os.getpid(), _Values())
         with values.lock:

@@ -190,7 +190,7 @@ class Objects:
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
         """Read bytes [start, end) in one request; a negative ``start`` counts from the object's end.
 
-        An empty object has an empty end. A connection that breaks is tried again. Raises OSError where the store
+        The end of an empty object is empty. A connection that breaks is tried again. Raises OSError where the store
         answers with other bytes.
         """
         try:
