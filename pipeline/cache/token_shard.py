@@ -152,7 +152,10 @@ class TokenShard:
         return table.slice(0, rows.keep)
 
     def _parquet(self, fetched: Fetched | None) -> pq.ParquetFile:
-        """Return a reader for this thread: Arrow does not promise that threads may share a reader."""
+        """Return a reader for this thread: a new reader of ``fetched``, or the thread's own reader of the local file.
+
+        Arrow does not promise that threads may share a reader.
+        """
         if fetched is not None:
             return open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
         reader: pq.ParquetFile | None = getattr(self._thread_local, "parquet", None)
