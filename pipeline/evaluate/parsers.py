@@ -66,7 +66,8 @@ def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
 def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
     """Return a reply without what stands between pairs of tags (``strip_reasoning_tags`` of lmms-eval 0.7.3).
 
-    A closing tag whose opening one stood in the prompt takes all before it; an opening tag that is never closed stays.
+    A closing tag without an opening tag before it takes all text before it: the opening tag stood in the prompt. An
+    opening tag that is never closed stays. White space around the rest is removed.
     """
     for opening, closing in tags:
         while (start := reply.find(opening)) >= 0 and (end := reply.find(closing, start)) >= 0:
@@ -87,9 +88,9 @@ _INTRODUCTIONS = [*_ENGLISH, *_FIRST_PERSON, *_KOREAN, *_CHINESE, *_JAPANESE]
 def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
     """Read as ``extract_mcq_answer`` of ``tasks/_task_utils/mcq_extract.py``, which VideoMME and MLVU call with A to D.
 
-    The first of these that is there: a letter that begins the reply; one that ends it; one behind words such as "the
-    answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. The last of several of a kind counts, hence A in "The
-    answer is B because A shows a cat"; small letters never count.
+    The first of these rules that finds a letter decides: a letter that begins the reply; a letter that ends it; a
+    letter behind words such as "the answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. If a rule finds
+    several letters the last counts: "The answer is B because A shows a cat" is A. Small letters never count.
     """
     letters = list_letters(4)
     text = _pad_marks(reply, ",.!?;:'\"")
@@ -159,9 +160,10 @@ def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _strip_punctuation(text: str) -> str:
-    """Remove punctuation marks; one that touches no space anywhere is replaced with a space.
+    """Remove punctuation marks; replace a mark with a space if it touches no space anywhere in the text.
 
-    A number such as 1,000 takes all marks away without a space.
+    If the text has a number such as 1,000, no mark becomes a space. The first 32 full stops without a digit behind them
+    are removed too.
     """
     thousands = re.search(r"\d,\d", text)
     result = text
@@ -172,9 +174,11 @@ def _strip_punctuation(text: str) -> str:
 
 
 def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
-    """Apply MMMU's rule: "(B)", "B " or "B." anywhere, even "AND "; of several, the one whose last place is first.
+    """Apply MMMU's rule: "(B)", "B " or "B." anywhere in the reply, even at the end of "AND ".
 
-    Without one, and from six words on, an option's text with its letter, in any case; else drawn: "B) a dog" is.
+    If several letters occur, the letter whose last place comes first counts. Without a letter, a reply of more than
+    five words is searched for an option's text with its letter, in any case. Otherwise an option is drawn, as for "B) a
+    dog".
     """
     text = _pad_marks(reply, ",.!?;:'")
     names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in list_letters(len(options))]

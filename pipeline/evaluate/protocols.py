@@ -169,7 +169,7 @@ class Protocol:
         return self.models.get(model_type, ModelRules())
 
     def describe(self, model_type: str) -> JsonObject:
-        """Return the whole protocol for a model type, JSON-able, as part of the results' identity."""
+        """Return the protocol for a model type, JSON-able, for the results' identity; ``reasoning`` is left out."""
         return {
             "protocol": self.name,
             "prompt": asdict(self._prompt(model_type)),
@@ -197,13 +197,15 @@ def lmms_eval(
     newer_prompts: Mapping[str, PromptTemplate] = MappingProxyType({}),
     **shared: Any,
 ) -> tuple[Protocol, Protocol]:
-    """Return the protocols of lmms-eval 0.7.3 and 0.5 for a benchmark, which have the same prompts unless told.
+    """Return the protocols of lmms-eval 0.7.3 and 0.5 for a benchmark, in this order.
+
+    Both have the same prompts, except as ``newer_prompts`` says. Only the first has ``reasoning``.
 
     Args:
-        newer: the rule for replies in 0.7.3.
-        older: that in 0.5.
-        newer_prompts: by model type, where 0.7.3 has other words.
-        shared: other fields of both.
+        newer: the rule that reads replies in 0.7.3.
+        older: the rule that reads replies in 0.5.
+        newer_prompts: model type -> prompt, where 0.7.3 differs from ``prompt``.
+        shared: other fields of both protocols.
     """
     return (
         Protocol(

@@ -64,7 +64,7 @@ def write_submissions(store: Store, scored: ScoredQuestions, console: Console) -
     for arm, submission in submissions(scored.loaded.items, scored.scores).items():
         names.append(f"{FOLDER}/{submission_name(arm)}.json")
         store.put(names[-1], json.dumps(submission.choices, indent=1).encode())
-        for line in _said(submission, len(scored.loaded.items)):
+        for line in _describe_gaps(submission, len(scored.loaded.items)):
             console.print(f"note: {names[-1]}: {line}", highlight=False, markup=False, soft_wrap=True)
     form = {**dict.fromkeys(map(submission_name, arms_of(scored.scores))), **server_scores(store)}
     store.put(FORM, json.dumps(form, indent=1).encode())
@@ -125,7 +125,7 @@ def _draw(item: Item) -> int:
     return int.from_bytes(blake2b(item.question_id.encode(), digest_size=8).digest()) % len(item.options)
 
 
-def _said(submission: Submission, n_questions: int) -> Iterator[str]:
+def _describe_gaps(submission: Submission, n_questions: int) -> Iterator[str]:
     """Yield lines about drawn options and failed questions."""
     if submission.n_drawn:
         yield f"{submission.n_drawn} replies name no option; one is drawn for each, by the question's id"

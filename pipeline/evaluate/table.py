@@ -173,7 +173,7 @@ class ResultsTable:
     def made_of(self) -> list[tuple[str, list[str]]]:
         """The data behind each column's numbers: (name, a text a column); questions as n of N."""
         rows = {
-            "Questions": list(map(_asked, self.columns)),
+            "Questions": list(map(_format_count, self.columns)),
             "Videos": [f"{column.n_videos:,}" for column in self.columns],
         }
         for name in dict.fromkeys(name for column in self.columns for name in column.made_of):
@@ -256,7 +256,7 @@ def _heading(ratio: float, positions: str) -> str:
     return f"Pruning Ratio (↓ {100 * (1 - ratio):g}%)" + (f", {positions} positions" if positions else "")
 
 
-def _asked(column: Column) -> str:
+def _format_count(column: Column) -> str:
     """Return the number of a column's questions, "n of N" if the benchmark has more."""
     partly = column.n_whole is not None and column.n_whole != column.n_questions
     return f"{column.n_questions:,}" + (f" of {column.n_whole:,}" if partly else "")
