@@ -56,8 +56,8 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, 
 def write_submissions(store: Store, scored: ScoredQuestions, console: Console) -> list[str]:
     """Write the scores without a score, a file for each method and ratio, and the form for what the server returns.
 
-    Numbers that were typed into the form stay. Returns the names of the files. Raises OSError; UsageError where
-    somebody made the form unreadable.
+    Numbers that were typed into the form stay. Prints the number of drawn options and of failed questions. Returns the
+    names of the files. Raises OSError; UsageError where somebody made the form unreadable.
     """
     store.put(SCORES, write_parquet(scored.scores))
     names = [SCORES]
@@ -77,10 +77,10 @@ def submission_name(arm: MethodAtRatio) -> str:
 
 
 def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
-    """Return scores whose means are the percentages typed into the form; arms without one stay unscored.
+    """Return the scores of arms as the percentages typed into the form; arms without a percentage have no score.
 
-    The server returns only the mean, and counts a missing reply as wrong: all questions count as about one video, from
-    which no interval is drawn, and as answered. Raises UsageError for a form with anything but percentages.
+    Every row of an arm gets the arm's mean, since the server returns only that. Every row counts as answered, and as
+    about one video, so that no interval is drawn. Raises UsageError for a form with anything but percentages.
     """
     typed = server_scores(store)
     of_row = [typed.get(submission_name(arm)) for arm in arm_by_row(scores)]
@@ -102,7 +102,10 @@ def unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:
 
 
 def server_scores(store: Store) -> dict[str, float | None]:
-    """Read the percentages that were typed into the form, by submission; {} without a form. Raises UsageError."""
+    """Read the form: the percentage typed for each submission, None where none is typed; {} without a form.
+
+    Raises UsageError for anything but percentages.
+    """
     if not store.exists(FORM):
         return {}
     try:

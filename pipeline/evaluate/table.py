@@ -212,7 +212,7 @@ class ResultsTable:
             )
 
     def as_record(self) -> JsonObject:
-        """Return the whole table, JSON-able."""
+        """Return the table, JSON-able. Each column's ``made_of`` is among its entries; the notes are all remarks."""
         return {
             "title": self.title,
             "columns": [

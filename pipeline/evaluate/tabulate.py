@@ -109,12 +109,13 @@ def results_table(
         reference: the method that others are compared with; None: gstep, else the first, and full retention where there
             is one method alone.
         ours: the method that LaTeX marks as ours.
-        draws: of whole videos. A benchmark's draws depend on the seed and its title alone.
+        draws: the number of bootstrap draws of whole videos. A benchmark's draws depend on the seed and its title
+            alone.
         seed: of the draws.
         notes: sentences that belong below the table.
 
-    Raises ValueError where two benchmarks share a title, or the scores of one are not paired (score_matrix); UsageError
-    for a reference or ``ours`` that is no row.
+    Raises ValueError for no benchmark, for two of one title, and if the scores of a benchmark are not paired
+    (score_matrix). Raises UsageError for a reference or ``ours`` that is no row.
     """
     titles = [benchmark.title for benchmark in benchmarks]
     if not titles or len(set(titles)) < len(titles):
@@ -211,9 +212,10 @@ def marks(shown: Sequence[Cell | None]) -> list[Mark]:
 def _group_arms(
     benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None
 ) -> tuple[list[MethodAtRatio], list[_Group]]:
-    """Return the arms and their rows: full retention, then by falling ratio, by positions and in the order of methods.
+    """Return all arms and their rows: full retention, then by falling ratio, positions and order of methods.
 
-    A method without a seed stands for all of its seeds.
+    The seeds of a method share a row, and their arms are neighbours. A name in ``methods`` without a seed takes all
+    seeds.
     """
     seeds: dict[tuple[float, str, str], dict[int, MethodAtRatio]] = {}
     for arm in (arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL):
@@ -232,7 +234,10 @@ def _group_arms(
 
 
 def _choose_reference(groups: Sequence[_Group], name: str | None) -> str:
-    """Return the method of the rows that others are compared with. Raises UsageError where it has none."""
+    """Return the method that rows are compared with: ``name``, else GSTEP, else the first method.
+
+    A single method is compared with full retention. Raises UsageError if ``name`` is no row.
+    """
     if name is not None:
         return _find_method(groups, name, "reference")
     methods = list(dict.fromkeys(group.method for group in groups[FULL_ROW + 1 :]))
@@ -249,9 +254,10 @@ def _find_method(groups: Sequence[_Group], name: str, option: str) -> str:
 
 
 def _find_reference_row(groups: Sequence[_Group], row: int, reference: str) -> int | None:
-    """Return the row of the reference that a row is compared with, at its ratio and positions; None for no row.
+    """Return the row of the reference that a row is compared with: at its ratio, and at its positions. None for no row.
 
-    A method that prunes inside the model has one row, whatever the positions of others.
+    If the reference has only one row at the ratio, that row serves for all positions. Rows of the reference itself, and
+    full retention, are compared with no row. If full retention is the reference, all other rows are compared with it.
     """
     if reference == ORIGINAL.method or row == FULL_ROW:
         return None if row == FULL_ROW else FULL_ROW
@@ -273,7 +279,10 @@ def _row_title(group: _Group, names: Mapping[str, str]) -> str:
 
 
 def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Ints]]:
-    """Return (key, title, part of each question) of each column of a benchmark, the overall score last."""
+    """Return (key, title, part of each question) of each column of a benchmark, the overall score last.
+
+    Raises ValueError for a column that is no SPLIT=VALUE.
+    """
     parts = []
     for key, title in benchmark.columns:
         name, is_split, value = key.partition("=")
@@ -290,7 +299,10 @@ def _make_cell(score: float) -> Cell | None:
 
 
 def _add_spread(groups: Sequence[_Group], shown: Sequence[Cell | None], value_A: Floats) -> list[Cell | None]:
-    """Return a column's cells with the spread of the seeds' numbers, given as shares for each arm."""
+    """Return a column's cells; a row of several seeds gets the standard deviation of their numbers, in points.
+
+    ``value_A`` has the number of each arm, as a share.
+    """
     return [
         replace(cell, spread=100 * float(np.std(value_A[group.arms], ddof=1)))
         if cell and len(group.seeds) > 1
@@ -300,7 +312,7 @@ def _add_spread(groups: Sequence[_Group], shown: Sequence[Cell | None], value_A:
 
 
 def _average_cells(cells: Sequence[Cell | None]) -> Cell | None:
-    """Return the plain mean of printed numbers, as the paper's Table 4 has it; None where one is missing."""
+    """Return the cell of the plain mean of printed numbers, as in the paper's Table 4; None if one is missing."""
     values = [float(cell.printed) for cell in cells if cell is not None]
     if len(values) < len(cells):
         return None
@@ -309,7 +321,10 @@ def _average_cells(cells: Sequence[Cell | None]) -> Cell | None:
 
 
 def _add_marks(groups: Sequence[_Group], shown: Sequence[Cell | None]) -> list[Cell | None]:
-    """Return a column's cells with their marks in each block, rows of the same ratio and positions."""
+    """Return a column's cells with their marks in each block, rows of the same ratio and positions.
+
+    Full retention gets no mark.
+    """
     cells = list(shown)
     other_rows = range(FULL_ROW + 1, len(groups))
     for _, block in groupby(other_rows, key=lambda i: (groups[i].ratio, groups[i].positions)):
@@ -322,7 +337,10 @@ def _add_marks(groups: Sequence[_Group], shown: Sequence[Cell | None]) -> list[C
 def _add_differences(
     against: Sequence[int | None], numbers: Estimate, shown: Sequence[Cell | None]
 ) -> list[Cell | None]:
-    """Return a column's cells with the difference of each row to the row that it is compared with."""
+    """Return a column's cells with the difference of each row to the row in ``against``, in points, and its interval.
+
+    A cell without a row to compare with, or without a difference, stays as it is.
+    """
     cells = list(shown)
     for i, (cell, reference) in enumerate(zip(shown, against, strict=True)):
         if cell is None or reference is None or math.isnan((by := numbers.difference(i, reference)).value):
