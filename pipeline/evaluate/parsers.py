@@ -136,9 +136,9 @@ def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
-    """Take the first capital A to E, even inside a word, whatever the options; draw if there is none.
+    """Take the first capital A to E, even inside a word, whatever options there are; draw if there is no letter.
 
-    The code removes phrases before; only these two contain such a letter.
+    The code removes phrases before; only these two contain a letter of these.
     """
     text = reply.replace("Best answer:", "").replace("Best option:", "")
     place = _find_first(text, "ABCDE")
@@ -214,7 +214,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def _find_letter(letter: str, options: Sequence[str]) -> Parsed:
-    """Return the option of this letter, or none where the question has no such option."""
+    """Return the option of this letter, or no option where the question has fewer."""
     letters = list_letters(len(options))
     return Parsed(letters.index(letter) if letter in letters else None)
 

@@ -345,8 +345,8 @@ def _describe_methods(
 ) -> dict[str, LateIdentity | None]:
     """Return each arm's description by its label, after a check that cache and engine can serve the methods.
 
-    Raises UsageError if there is no cache to be read or made, if the cache does not have all tokens, and for a method
-    that cannot prune its tokens or does not run on this engine.
+    Raises UsageError if there is no cache and none to be made, or if the cache lacks tokens. Raises it also for a
+    method that cannot prune these tokens, or not with this engine.
     """
     if cache_identity is None:
         raise UsageError(
@@ -432,9 +432,9 @@ def videos_of(
 
 
 def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSource) -> dict[str, Any]:
-    """Return the options of jobs.prune for frames and their sizes: the named options, else those of the protocol.
+    """Return the options of jobs.prune for frames and their sizes: the named options, else the protocol's.
 
-    A protocol's limits of pixels go with a number of frames; with ``--fps`` the checkpoint's own limits hold.
+    A protocol's limits of pixels go with a number of frames; ``--fps`` has the checkpoint's own limits.
     """
     if config.fps is not None:
         most = config.max_frames or family_of(source).default_max_frames
@@ -447,7 +447,7 @@ def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSourc
 
 
 def passed_on(config: EvaluateConfig, *more: str) -> dict[str, Any]:
-    """Return the options that a run takes over unchanged: those of encoding and of answering, and ``more``."""
+    """Return the options that a run takes over unchanged: the options of encoding and answering, and ``more``."""
     return {name: getattr(config, name) for name in (*_PASSED_ON, *more)}
 
 
@@ -499,7 +499,7 @@ def _evidence(
 
 
 def frame_rule(rule: FrameRule) -> str:
-    """Return a protocol's frame rule as jobs.prune names it. Raise UsageError if jobs.prune has no such rule."""
+    """Return a protocol's frame rule as jobs.prune names it. Raise UsageError if jobs.prune lacks the rule."""
     names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
     if (rule.rounding, rule.even) not in names:
         raise UsageError(f"frames that are {rule} are not sampled here")

@@ -221,8 +221,9 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
 
     The results of a single place get a table for each split, as its evaluation wrote them. ``method`` and
     ``retention_ratio`` choose rows and their order. A method or ratio that a place lacks becomes a line of ``missing``.
-    Raises UsageError (nothing was written) for a place without results or with damaged ones, for two of one benchmark,
-    for unlike models, frames or protocols, for a reference that is no row, and if ``out`` holds something else.
+
+    Raises UsageError (nothing was written) for missing or damaged results, or an ``out`` that holds something else.
+    Raises it also for two places of one benchmark, unlike models, frames or protocols, and a reference that is no row.
     """
     objects = Objects.from_environment(config.s3_endpoint)
     store = store_at(config.out, objects)

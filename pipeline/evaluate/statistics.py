@@ -129,7 +129,7 @@ class ScoreMatrix:
     def by(self, name: str) -> Ints:
         """Return each question's part for the mean over the parts of a split, such as MLVU's tasks.
 
-        Raises ValueError where a question has no such split.
+        Raises ValueError if a question is in no part of the split.
         """
         if n_missing := sum(name not in splits for splits in self.splits):
             raise ValueError(

@@ -38,8 +38,8 @@ class Submission(NamedTuple):
 def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, Submission]:
     """Return the submission of every method and ratio.
 
-    If a reply names no option, one is drawn as lmms-eval does, by the question's id: it is the same for all methods
-    and in every run.
+    If a reply names no option, an option is drawn as lmms-eval does. The draw depends on the question's id alone, so it
+    is the same for all methods and in every run.
     """
     items_by_id = {item.question_id: item for item in items}
     submission_of = {arm: Submission({}, 0) for arm in arms_of(scores)}

@@ -263,5 +263,5 @@ def _format_count(column: Column) -> str:
 
 
 def signed(points: float) -> str:
-    """Format points to one decimal with their sign, except what rounds to 0."""
+    """Format points to one decimal with their sign; points that round to 0 have no sign."""
     return f"{points:+.1f}" if abs(points) >= PRINTED_0 else "0.0"

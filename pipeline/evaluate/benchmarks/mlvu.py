@@ -48,7 +48,10 @@ def _row(row: UserRow, place: AnnotationRow) -> UserRow:
 
 
 def _add_letters(row: UserRow) -> UserRow:
-    """Move the options of an authors' row into the question, and replace the answer with its letter."""
+    """Move the options of an authors' row into the question, and replace the answer with its letter.
+
+    Options that are not a list of texts stay where they are. An answer that is not among the options stays, too.
+    """
     options, answer = row.get("candidates"), row.get("answer")
     more: dict[str, UserValue] = {"task_type": row["question_type"], "video_name": row.get("video")}
     # A row with other options is recorded as bad.

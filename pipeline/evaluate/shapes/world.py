@@ -104,6 +104,7 @@ class Hardness:
     fade: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a range outside its limits, two camera movements, or ``standing`` outside 0 to 1."""
         for name in (*_LIMITS, "specks", "noise", "fade"):
             low, high = getattr(self, name)
             if not 0 <= low <= high:
@@ -236,7 +237,7 @@ class Video:
 
     @property
     def things(self) -> tuple[Thing, ...]:
-        """The named things, then the extra ones."""
+        """The named things, then the extras."""
         return (*self.named, *self.extras)
 
     @property
