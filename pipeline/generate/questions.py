@@ -106,14 +106,14 @@ class AnswerMode:
         return self.method != "generate"
 
     def describe(self) -> str:
-        """Return the mode as JSON; options without effect are left out, so they make no difference."""
+        """Return the mode as JSON for ``parse``; options of decoding that have no effect are left out."""
         options = {} if self.scores_choices else describe_decoding(self.decoding)
         fields = {"method": self.method, "system": self.system, **options}
         return json.dumps(fields, sort_keys=True, ensure_ascii=False)
 
 
 def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
-    """Return the decoding options as a dict, without those that greedy decoding ignores."""
+    """Return the decoding options as a dict; greedy decoding has only ``max_new_tokens`` and ``temperature``."""
     options: dict[str, int | float] = asdict(decoding)
     greedy = ("max_new_tokens", "temperature")
     return options if decoding.temperature > 0 else {name: options[name] for name in greedy}
@@ -125,10 +125,13 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
     The table has QUESTION_SCHEMA, and behind it the file's other columns.
 
     Args:
-        limit: only the first so many.
+        mode: of the run; a row's own options replace its decoding and system message.
+        objects: the access to S3; None makes it from the environment.
+        limit: only the first so many; later rows are not checked.
 
     Raises QuestionsError (a UsageError) that names the file and the row: not readable, no row, a row without
-    question_id, video_id or prompt, a question_id that repeats, choices or options that make no sense.
+    question_id, video_id or prompt. It is raised too for a question_id that repeats, and choices or options that make
+    no sense.
     """
     with _open_file(place, objects) as file:
         try:
@@ -162,7 +165,7 @@ def _check_rows(
     mode: AnswerMode,
     limit: int | None,
 ) -> pa.Table:
-    """Check rows of questions; return a table of QUESTION_SCHEMA and the carried columns.
+    """Check the first ``limit`` rows of questions; return a table of QUESTION_SCHEMA and the carried columns.
 
     ``types``: the types of the file's columns, if the file has types. Raises QuestionsError.
     """
@@ -194,7 +197,8 @@ def _check_rows(
 def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: AnswerMode) -> pa.Table:
     """Make the questions that ask every video the same: QUESTION_SCHEMA, by video, with ids that stay the same.
 
-    Raises QuestionsError for a prompt that is no valid text.
+    An id is the video's id, # and a hash of the prompt. Raises QuestionsError for a prompt that is no valid text, and
+    if there is no question.
     """
     rows = [
         {"question_id": f"{video_id}#{_short_hash(prompt)}", "video_id": [video_id], "prompt": prompt}
@@ -313,7 +317,11 @@ def _parse_json_list(text: str) -> list[Any] | None:
 
 
 def _parse_mode(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
-    """Return the mode in which a row's question is answered: the row's own settings, else the run's."""
+    """Return the mode in which a row's question is answered: the row's own settings, else the run's.
+
+    The seed is the question's own: the row's, else made of the run's seed and the id. A question without choices is
+    always generated. Raises QuestionsError.
+    """
     own_options = {
         name: _parse_number(row[name], kind, name, where)
         for name, kind in _DECODING_OPTIONS.items()
@@ -332,7 +340,10 @@ def _parse_mode(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -
 
 
 def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
-    """Convert an option to its type from text, or from floats, which pandas makes of columns with gaps."""
+    """Convert an option to its type from text, or from floats, which pandas makes of columns with gaps.
+
+    Raises QuestionsError.
+    """
     number = value
     if isinstance(value, str):
         with suppress(ValueError):
@@ -368,8 +379,9 @@ def list_letters(count: int) -> list[str]:
 def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     """Return the index of the choice that a generated answer names; None if it names no choice, or several.
 
-    In this order: a letter at the beginning ("B", "(B)", "B. a dog"), a letter called the answer ("the answer is B"),
-    the text of a choice, a single letter anywhere (not "A" and "I", which are words).
+    The first of these rules that finds one choice decides: a letter at the beginning ("B", "(B)", "B. a dog"); a letter
+    called the answer ("the answer is B"); the text of a choice; a single capital letter anywhere. There "A" and "I" do
+    not count, since they are words.
     """
     text = answer.strip().strip("*").strip()
     names = list_letters(len(choices))

@@ -61,7 +61,10 @@ class Engine(Protocol):
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
         """Group the prompts into batches of at most ``most``; return the prompts' numbers in each batch.
 
-        All batches except the last are full.
+        Every batch but the last is full: as large as ``most`` and the engine's limits allow.
+
+        Args:
+            inside: whether the model prunes inside itself for these prompts.
         """
 
     def generate(
