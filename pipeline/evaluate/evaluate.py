@@ -34,13 +34,8 @@ from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_MAY_SUCCEED = (
-    "corrupt",
-    "io",
-    "out-of-memory",
-    "own-code",
-    "internal",
-)  # error classes that another attempt may not meet
+# Error classes that another attempt may not meet.
+_MAY_SUCCEED = ("corrupt", "io", "out-of-memory", "own-code", "internal")
 _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 
 

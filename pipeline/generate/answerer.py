@@ -130,9 +130,9 @@ class Answerer:
                 yield from self._answer_together(batch)
 
     def _batches(self, questions: list[PreparedQuestion]) -> list[list[PreparedQuestion]]:
-        """Return batches that the engine can afford; the last batch may not be full.
+        """Return batches that the engine can afford; the last batch may not be full, or may be empty.
 
-        A question that was in hand at a crash goes alone, to identify the question that crashes.
+        A question that was in hand at a crash goes alone and first, to identify the question that crashes.
         """
         alone, calm = list[list[PreparedQuestion]](), list[PreparedQuestion]()
         for question in questions:

@@ -48,14 +48,8 @@ QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
 PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
 COMPARED_COLUMNS = ("video_ids", "prompt", "choices", "decoding")  # columns of a question that its answer depends on
-_DECIDING_COLUMNS = (
-    "question_id",
-    "pruning",
-    "status",
-    "attempts",
-    "error_class",
-    "video_ids",
-)  # columns that decide whether a question is asked again
+# Columns that decide whether a question is asked again.
+_DECIDING_COLUMNS = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")
 _MAX_ROWS_AS_OBJECTS = 4096
 _NUMBER_PATTERN = re.compile(r"([^0-9]*)([0-9]{0,18})")
 

@@ -49,7 +49,10 @@ _RESERVED_ARGUMENTS = RESERVED_OPTIONS | {
 
 
 def serve(config: ServeConfig) -> None:
-    """Run the server until the process is told to stop. Raises UsageError before anything is loaded."""
+    """Run the server until the process is told to stop; ``print_command`` prints the command instead, and returns.
+
+    Raises UsageError before anything is loaded.
+    """
     arguments = server_arguments(config)
     if config.print_command:
         print(command_line(arguments, _store_variables(config)))
@@ -72,7 +75,10 @@ def _parse(arguments: Sequence[str]) -> Namespace:
 
 
 def server_arguments(config: ServeConfig) -> list[str]:
-    """Return the command line of ``vllm serve``. Raises UsageError where cache, model and flags do not go together."""
+    """Return the command line of ``vllm serve``, after a check that cache, model and flags go together.
+
+    Sets variables of the environment that vLLM's processes need: the store, the key, and vLLM's own. Raises UsageError.
+    """
     check_installed("jobs.serve")
     os.environ.update(_store_variables(config))
     if config.api_key is not None:
@@ -125,7 +131,10 @@ def server_arguments(config: ServeConfig) -> list[str]:
 
 
 def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
-    """Return the maximum number of tokens of a video for which memory is reserved. Raises UsageError if too few."""
+    """Return the maximum number of tokens of a video for which memory is reserved, with the newline of the prompt.
+
+    Raises UsageError if ``max_tokens_per_video`` is too few for a cached video.
+    """
     most, newline = config.max_tokens_per_video, 1 if prompts.builder.needs_newline else 0
     if most is None:
         return prompts.largest_video
@@ -149,7 +158,10 @@ def _store_variables(config: ServeConfig) -> dict[str, str]:
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
-    """Return the renderer's settings, which travel in vLLM's configuration."""
+    """Return the renderer's settings, which travel in vLLM's configuration.
+
+    Reads the first cache's header for the model. Raises UsageError.
+    """
     with usage_errors(), store_usage_errors():
         weights = read_header(store_at(config.cache))["identity"]["model"]["weights"]
         model, revision = choose_model(config.model, config.revision, weights)
@@ -175,7 +187,7 @@ def _public_name(model: str) -> str:
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """Return one option as words of vLLM's command line."""
+    """Return one option as words of vLLM's command line; None gives no words, and False ``--no-NAME``."""
     flag = f"--{name.replace('_', '-')}"
     if value is None:
         return []
