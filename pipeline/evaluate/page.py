@@ -168,7 +168,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 def _fault_lines(faults: Sequence[AnnotationFault]) -> Iterator[tuple[str, str, int, str]]:
-    """Yield (kind, what became of it, count, an example) for the annotations' faults, the most frequent first."""
+    """Yield (kind, "left out" or "kept", count, an example) for the annotations' faults, the most frequent first."""
     for (kind, left_out), count in Counter((fault.kind, fault.left_out) for fault in faults).most_common():
         example = next(fault.message for fault in faults if (fault.kind, fault.left_out) == (kind, left_out))
         yield kind, "left out" if left_out else "kept", count, example
@@ -184,7 +184,7 @@ def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
 
 
 def _flatten(identity: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, text) of every leaf of a nested mapping; None becomes words, and other values JSON."""
+    """Yield (dotted name, text) of every leaf of a nested mapping: a text as it is, words for None, else JSON."""
     for name, value in identity.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{name}.")

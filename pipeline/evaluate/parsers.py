@@ -64,7 +64,7 @@ def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
 
 
 def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
-    """Return a reply without what stands between pairs of tags (``strip_reasoning_tags`` of lmms-eval 0.7.3).
+    """Return a reply without the text between pairs of tags (``strip_reasoning_tags`` of lmms-eval 0.7.3).
 
     A closing tag without an opening tag before it takes all text before it: the opening tag stood in the prompt. An
     opening tag that is never closed stays. White space around the rest is removed.
@@ -114,8 +114,8 @@ def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
 def _videomme_05(reply: str, options: Sequence[str]) -> Parsed:
     """Take the first capital A to D, even inside a word: "Based on the video, C" is B, "Answer: B" is A.
 
-    The code removes "The answer is" and the like before, which hold no such letter. A missing comma keeps it from
-    removing "Best answer:", so "Best answer: C" is B.
+    The code first removes phrases such as "The answer is", which have none of these letters. A missing comma keeps it
+    from removing "Best answer:", so "Best answer: C" is B.
     """
     text = reply.replace("Best answer:Best option:", "")
     return _find_letter_at(text, _find_first(text, "ABCD"), options)
@@ -136,9 +136,9 @@ def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
-    """Take the first capital A to E, even inside a word, whatever options there are; draw if there is no letter.
+    """Take the first capital A to E, even inside a word, also beyond the options; draw if there is no letter.
 
-    The code removes phrases before; only these two contain a letter of these.
+    The code first removes phrases; only these two phrases contain one of the letters.
     """
     text = reply.replace("Best answer:", "").replace("Best option:", "")
     place = _find_first(text, "ABCDE")

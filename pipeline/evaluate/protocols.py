@@ -101,11 +101,11 @@ class ModelRules:
         return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
 
-# lmms-eval's own bounds come to the processor and to qwen-vl-utils, which lets no frame have more than 768 tokens.
+# lmms-eval passes its own bounds to the processor and to qwen-vl-utils. The latter allows a frame 768 tokens at most.
 _MIN = 256 * 28 * 28
 _ROUNDED_FRAMES = FrameRule(32, "round", even=True)
 _QWEN2_5_VL = ModelRules(None, _ROUNDED_FRAMES, PixelLimits(_MIN, 768 * 28 * 28))
-# Our bounds of Qwen3-VL are those of all frames together, lmms-eval's those of a frame.
+# On Qwen3-VL our bounds are of all frames together, and lmms-eval's bounds are of a single frame.
 _QWEN3_PIXELS = PixelLimits(_ROUNDED_FRAMES.num_frames * _MIN, _ROUNDED_FRAMES.num_frames * 768 * 32 * 32)
 _QWEN3_0_7 = ModelRules(_HELPFUL, _ROUNDED_FRAMES, _QWEN3_PIXELS, "stock")
 _QWEN3_0_5 = ModelRules(None, _ROUNDED_FRAMES, _QWEN3_PIXELS, "stock")

@@ -189,7 +189,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     with usage_errors():
         made_identity = cache_identity if videos is None else identity_of(videos, cache_store, objects, console)
         methods = _describe_methods(grid, made_identity, source, builder, cache, config)
-    assert made_identity is not None  # or it was refused
+    assert made_identity is not None  # _describe_methods refuses a request without a cache
     with store_usage_errors():
         answers = _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), made_identity, methods, config)
     request = EvaluateRequest(

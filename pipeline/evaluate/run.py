@@ -121,7 +121,8 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
         for label, spec in request.grid.items()
     }
     scores = score_table(request.loaded.items, arms, live, request.protocol)
-    write_results_header(request.store, request.identity, request.about)  # until now it is about the scores before
+    # The facts in the header have been about the earlier scores until now.
+    write_results_header(request.store, request.identity, request.about)
     return ScoredQuestions(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
 
 
@@ -187,7 +188,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
-    """Return the options of jobs.generate that follow from the protocol."""
+    """Return the options of jobs.generate: the protocol's mode of answering, and the evaluation's options."""
     mode, options = mode_of(request.protocol, request.source.model_type), request.config
     return GenerateConfig(
         cache=request.cache,

@@ -54,10 +54,10 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, 
 
 
 def write_submissions(store: Store, scored: ScoredQuestions, console: Console) -> list[str]:
-    """Write the scores without a score, a file for each method and ratio, and the form for what the server returns.
+    """Write the scores, all null, a file for each method and ratio, and the form for the server's scores.
 
     Numbers that were typed into the form stay. Prints the number of drawn options and of failed questions. Returns the
-    names of the files. Raises OSError; UsageError where somebody made the form unreadable.
+    names of the files. Raises OSError; UsageError for a form that cannot be read.
     """
     store.put(SCORES, write_parquet(scored.scores))
     names = [SCORES]

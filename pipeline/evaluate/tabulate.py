@@ -269,7 +269,11 @@ def _find_reference_row(groups: Sequence[_Group], row: int, reference: str) -> i
 
 
 def _row_title(group: _Group, names: Mapping[str, str]) -> str:
-    """Return a row's method as printed, with the number of its seeds, and its positions where they are not usual."""
+    """Return a row's method as printed, with the number of its seeds, and its positions where they are not usual.
+
+    Args:
+        names: import path of a method from elsewhere -> the method's own name.
+    """
     if group.method == ORIGINAL.method:
         return "Full retention"
     path, *parameters = group.method.split(",")

@@ -40,7 +40,8 @@ _PART_SCHEMA = pa.schema([pa.field("answers", pa.list_(pa.struct(list(ANSWERED_S
 def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list[QuestionRecord]]:
     """Group questions into blocks of at most ``size``; questions on the same videos stay together where they fit.
 
-    Questions on the same videos are ordered by pruning: under one pruning they share the beginning of their prompts.
+    The questions are sorted by their videos, and on the same videos by pruning: under one pruning they share the
+    beginning of their prompts.
     """
     places = {name: place for place, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
     sorted_questions = sorted(questions, key=lambda row: (row["video_ids"], places[row.get("pruning", "")]))

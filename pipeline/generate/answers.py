@@ -204,7 +204,7 @@ def match_answers(
 ) -> MatchedIdentity:
     """Match the ``requested`` settings with the settings of the stored answers; a store without answers takes any.
 
-    Prunings that only one side has are not compared. Without an answer that it made, other code is accepted.
+    Prunings that only one side has are not compared. Other code is accepted if the old code made no good answer.
 
     Args:
         redo: accept other code, and say in the result that it changed.

@@ -137,8 +137,8 @@ class VideoMemory:
     def get(self, video_id: str, late: LatePruning | None = None, words: Tensor | None = None) -> PromptVideo:
         """Return a video pruned by ``late``; with its stored tokens if ``late`` is None or prunes inside the model.
 
-        ``words`` is the question's embedding, for a method that needs it. Raises as TokenCache.get, and ValueError if a
-        method cannot prune the tokens.
+        ``words`` is the question's embedding, for a method that needs it. Raises as TokenCache.get, and as
+        ``prune_tokens`` if the method cannot prune the tokens.
         """
         video = self.read(video_id)
         if late is None or late.inside is not None:
@@ -230,7 +230,7 @@ def convert_error(question_id: str, error: Exception, pruner: Pruner | None = No
     ``pruner``: the method that prunes inside the language model, if any. Raises a MethodFails again, since all
     questions would fail.
     """
-    if isinstance(error, MethodFails):  # as all other questions would
+    if isinstance(error, MethodFails):  # every other question would fail too
         raise error
     if isinstance(error, OwnCodeError):
         return QuestionFault("own-code", str(error))

@@ -214,7 +214,7 @@ def _short_hash(text: str) -> str:
 
 
 def _open_file(place: str, objects: Objects | None) -> BinaryIO:
-    """Open a local or s3:// file of questions for reading. Raises QuestionsError."""
+    """Open a local or s3:// file of questions for reading; a file on S3 is read whole. Raises QuestionsError."""
     if find_suffix(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
     try:
@@ -264,7 +264,7 @@ def _check_columns(row: UserRow, where: str) -> None:
 
 
 def _parse_video_ids(row: UserRow, where: str) -> list[str]:
-    """Return the ids of the videos that a row asks about, one or several. Raises QuestionsError."""
+    """Return the ids of the videos that a row asks about; a text may be a JSON list. Raises QuestionsError."""
     value = row["video_id"]
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
         ids_in_text = _parse_json_list(value)
@@ -276,7 +276,7 @@ def _parse_video_ids(row: UserRow, where: str) -> list[str]:
 
 
 def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
-    """Return a row's choices as a list of texts, or None. Raises QuestionsError."""
+    """Return a row's choices, at least two texts, or None; a text is parsed as JSON. Raises QuestionsError."""
     value = row.get("choices")
     if value is None:
         return None
@@ -311,7 +311,7 @@ def _parse_json_list(text: str) -> list[Any] | None:
     """Parse a .csv cell as a JSON list; return None for anything else."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # as of a row of .jsonl
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
         return None
     return value if isinstance(value, list) else None
 
@@ -379,9 +379,9 @@ def list_letters(count: int) -> list[str]:
 def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     """Return the index of the choice that a generated answer names; None if it names no choice, or several.
 
-    The first of these rules that finds one choice decides: a letter at the beginning ("B", "(B)", "B. a dog"); a letter
-    called the answer ("the answer is B"); the text of a choice; a single capital letter anywhere. There "A" and "I" do
-    not count, since they are words.
+    The first of these rules that finds one choice decides: "B", "(B)" or "B. a dog" at the beginning; a letter called
+    the answer, as in "the answer is B"; the text of a choice; a single capital letter anywhere, but not "A" or "I",
+    which are words.
     """
     text = answer.strip().strip("*").strip()
     names = list_letters(len(choices))

@@ -254,8 +254,8 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
     def list_remaining(self) -> list[QuestionRecord]:
         """Return the questions still to ask, under each pruning, and print how many have answers already.
 
-        If the code of a method has changed (``on_changed=redo``), the header gets the new code now: the answers by the
-        old code are not live after that. Raises QuestionsChanged.
+        If the code of a method has changed (``on_changed=redo``), the header gets the new code now. Answers by the old
+        code are not live after that. Raises QuestionsChanged.
         """
         self.table = AnswersTable(self.store, self.identity)
         if self._changed:  # from now on rows by other code are not live
@@ -338,7 +338,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return plan_answers(cluster["CPU"], cluster["GPU"] if self.device == "cuda" else 0.0, n_items, self.options)
 
     def available_resources(self) -> dict[str, float]:
-        """Return the nodes' resources, with only the GPUs of nodes that have enough for a whole model."""
+        """Return the nodes' resources, with at most ``max_gpus`` GPUs, of nodes that have enough for a whole model."""
         cluster, per_model = sum_resources(self.excluded_nodes), self.options.tensor_parallel
         gpus = cluster.get("GPU", 0.0)
         if per_model > 1:

@@ -137,7 +137,7 @@ class RequestGate:
             await send(message)
 
         if not await self._try_answer(scope, _replay_body(body, receive), send_named, videos):
-            # The engine had let go of rows that vLLM took for sent: vLLM knows by now, and sends them this time.
+            # The engine lacked rows that vLLM had noted as sent. vLLM knows that now, and sends the rows this time.
             await self._app(scope, _replay_body(body, receive), send_named)
 
     async def _try_answer(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:

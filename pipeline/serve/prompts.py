@@ -145,7 +145,7 @@ class CachedPrompts:
 
     def _open_cache(self, place: str) -> ServedVideos:
         """Open a cache, which a thread refreshes at intervals. Raises UsageError if it does not fit the model."""
-        # A request is answered with a 503 when its store is away, and not after minutes.
+        # If the store is away, a request gets its 503 soon, not after minutes.
         open_token_cache = partial(TokenCache, place, store=store_at(place).impatient())
         first = open_token_cache()
         check_model(

@@ -37,7 +37,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         """Start the two threads that tokenize; the caches are opened at the first request."""
-        check_connectors({"kv_transfer_config": config.kv_transfer_config})  # in whatever way it came to be
+        check_connectors({"kv_transfer_config": config.kv_transfer_config})  # however it was set
         super().__init__(config, tokenizer)
         self._served = ServedCache.from_config(config)
         self._short, self._long = (ThreadPoolExecutor(1, f"prompts-{name}") for name in ("short", "long"))
@@ -63,7 +63,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
             conversation = self._read(messages, params)
             if isinstance(conversation, list):
                 return await super().render_messages_async(conversation, params)  # type: ignore[no-any-return]
-            # A client that leaves cancels its own waiting, and not the reading that others wait for, too.
+            # A client that leaves cancels its own wait, but not the read, which other clients may share.
             reads = [asyncio.shield(asyncio.wrap_future(self._get_prompts().find(link))) for link in conversation.links]
             videos = await asyncio.gather(*reads)
             pool = self._long if conversation.n_characters > _LONG else self._short

@@ -33,8 +33,8 @@ from pipeline.serve.gate import KEY, RequestGate
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.stores import store_at
 
-_ENDS_S = 5  # beyond the shutdown timeout, in which a process that has answered its requests ends
-# What is no user's to say, beside what no engine's user can.
+_ENDS_S = 5  # seconds after the shutdown timeout that a process may take to end
+# Arguments that no user may set, together with the reserved options of the engine.
 _RESERVED_ARGUMENTS = RESERVED_OPTIONS | {
     *("tokenizer_mode", "host", "port", "api_key", "served_model_name", "chat_template"),
     *(
@@ -102,7 +102,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         options = engine_options(prompts.source, runtime, largest, config.tensor_parallel)
     del options["disable_log_stats"]
     options |= {
-        "generation_config": "auto",  # here the checkpoint's settings are what a request leaves open
+        "generation_config": "auto",  # the checkpoint decides the settings that a request leaves open
         "served_model_name": config.served_model_name or _public_name(config.model or prompts.source.name),
         "tokenizer_mode": MODE,
         # If a route of vLLM fetched a media URL before the renderer sees it, no domain would be allowed.
@@ -116,7 +116,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         **params,
     }
     if options.get("api_server_count", options.get("data_parallel_size", 1)) != 1:
-        # Each of these processes drains by itself; the one that starts them kills what has not ended by then.
+        # Each server process drains by itself; the parent kills a process that has not ended by then.
         options["shutdown_timeout"] = math.ceil(config.shutdown_timeout) + _ENDS_S
     model = str(options.pop("model"))
     arguments = [model, *(word for name, value in options.items() for word in _flag(name, value))]

@@ -113,7 +113,7 @@ class ServedVideos:
         self._reads.close()
 
     def find(self, video_id: str, retention_ratio: float | None) -> Future[ServedVideo]:
-        """Return a future of the video, finished if it is in memory; otherwise a reader thread reads it.
+        """Return a future of the video, finished if memory has it as of the last refresh; else a thread reads it.
 
         It raises UnknownVideo, RatioNotCached and CorruptShard as TokenCache.get, VideoGone and StoreAway.
         """

@@ -135,7 +135,7 @@ class NotAskable(Exception):  # noqa: N818
 
 
 def data_folder(data: Path | str, remedy: str) -> Path:
-    """Return the folder that ``--data`` names. Raise UsageError, with the remedy, if it does not exist."""
+    """Return the local folder that ``--data`` names. Raise UsageError, with the remedy, for anything else."""
     if is_s3(str(data)) or re.match(r"[a-z0-9]+:/", str(data)):  # a Path drops one of the two slashes
         raise UsageError(f"--data {data}: only local folders are read; copy the data onto this machine, or mount it")
     folder = Path(data)

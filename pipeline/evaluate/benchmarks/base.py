@@ -136,7 +136,8 @@ class Benchmark:
         Links in the folder may lead into the ``roots``.
 
         Raises UsageError that names the file or folder and the remedy: no such folder, or no annotations in it; a file
-        that cannot be read or lacks a column; no question left, or most right answers not among the options.
+        that cannot be read or lacks a column. It is raised too if no question is left, or most right answers are not
+        among the options.
         """
         remedy = f"the folder must hold {self.source}"
         if data is None:
@@ -189,7 +190,10 @@ class Benchmark:
         return rows
 
     def _item(self, row: UserRow, videos: VideoFolder) -> Item:
-        """Convert an annotation row to a question. Raise NotAskable for a row that cannot be asked."""
+        """Convert an annotation row to a question. Raise NotAskable for a row that cannot be asked.
+
+        A right answer that is not among the options is no reason: the question's ``answer`` is None then.
+        """
         options = options_of(row, self.options)
         if self.n_options not in (0, len(options)):
             difference = f"{len(options)} options, and every question of {self.title} has {self.n_options}"

@@ -46,7 +46,10 @@ def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
 
 
 def _subset_row(row: UserRow, place: AnnotationRow) -> UserRow | None:
-    """Convert a row as ``_any_row`` does and add its right answer; return None for a question outside the subset."""
+    """Convert a row as ``_any_row`` does; add the right answer to a row of the authors' layout.
+
+    Returns None for a row of that layout whose right answer is not published.
+    """
     if "q_uid" in row:
         answers = place.tables[_ANSWERS]
         if str(row["q_uid"]) not in answers:

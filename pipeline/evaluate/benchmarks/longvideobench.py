@@ -13,7 +13,7 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
 from pipeline.inputs.tables import UserRow
 
-_NONE = "N/A"  # an option that is not there; they come last
+_NONE = "N/A"  # stands for an absent option; absent options come last
 
 
 def _with_candidates(row: UserRow, place: AnnotationRow) -> UserRow:

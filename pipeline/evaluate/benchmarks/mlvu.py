@@ -38,12 +38,12 @@ _TEST = {
 
 
 def _row(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Convert a row of either layout to one of lmms-eval's, and add the folder of its task."""
+    """Convert a row of either layout to lmms-eval's; add the folder of its task, and an id of its task and number."""
     if "question_type" in row:
         row = _add_letters(row)
     task = str(row.get("task_type")).replace("findNeedle", "needle")
     folder = _DEV[task][1] if task in _DEV else task
-    # The authors' dev has no ids; those that lmms-eval gave need not be unique.
+    # The authors' dev has no ids, and the ids of lmms-eval may repeat.
     return {**row, "task_type": task, "folder": folder, "question_id": f"{task}-{place.number}"}
 
 

@@ -78,10 +78,10 @@ class CachedReplies:
         self._ids: CachedIds | None = None
 
     def replies(self, questions: Sequence[LmmsQuestion]) -> list[str]:
-        """Return a reply to each question, in order; only questions without a good answer are asked.
+        """Return a reply to each question, in order, cut at its stop texts.
 
-        ``missing=empty`` gives failed questions an empty reply, with a warning. Answers are committed, so a rerun
-        resumes.
+        Only questions without a good answer are asked. ``missing=empty`` gives failed questions an empty reply, with a
+        warning. Answers are committed, so a rerun resumes.
 
         Raises UsageError (nothing was asked), UnknownVideo, or RunFailed if not every question has an answer.
         """

@@ -20,8 +20,8 @@ from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.rows import JsonObject
 
 MAX_NEW_TOKENS = 1024  # the default of lmms-eval's llava_onevision for tasks without a setting
-# Every task has it that names no other, and models are not meant to stop there: LLaVA-OneVision looks at no stop text
-# in lmms-eval, Qwen's simple classes leave this one out, and chat classes look at none.
+# lmms-eval gives this stop text to every task that has none of its own. Its models do not stop there: simple classes
+# of Qwen remove it, and the classes of LLaVA-OneVision and of chat models ignore all stop texts.
 _EVERY_TASKS = "\n\n"
 LMMS_SCHEMA = pa.schema([*QUESTION_SCHEMA, pa.field("task", pa.string()), pa.field("doc_id", pa.int64())])
 _KNOWN_NAMES = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample", "num_beams", "until")

@@ -40,7 +40,7 @@ _GAP = 4  # pixels between videos of a picture
 
 
 def write_mp4(target: Path | io.BytesIO, frames: Frames, encoder: Mapping[str, str] = ENCODER) -> None:
-    """Write frames [T,H,W,3] (RGB, even sides) as H.264 in yuv420p."""
+    """Write frames [T,H,W,3] (RGB, even sides) as H.264 in yuv420p, at FPS frames a second."""
     with av.open(target, "w", format="mp4") as out:
         stream = out.add_stream("libx264", rate=FPS, options=dict(encoder))
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"

@@ -147,7 +147,7 @@ def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hard
         try:
             return _stage_story(rng, story, seed, n_frames, hardness, attempt)
         except NoRoom:
-            # Other places for the same story: another story would make crowded ones rare, and answers uneven.
+            # Only the places are drawn again: another story would make crowded stories rare, and answers uneven.
             continue
     raise RuntimeError(f"seed {seed}, {hardness.name}: not all things fit in {_ATTEMPTS} attempts")
 

@@ -70,7 +70,7 @@ def mask_of(shape: str, size: int) -> Image:
 def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return True if points of the square from -1 to 1 are in the shape; y grows downwards."""
     far, wide = np.hypot(x, y), np.maximum(abs(x), abs(y))
-    # 0 where a star has a tip, 1 halfway between two.
+    # 0 at a tip of the star, 1 halfway between two tips.
     between = 2 * abs((np.arctan2(x, -y) / (2 * np.pi / 5) + 0.5) % 1 - 0.5)
     return {
         "circle": far < 0.95,
@@ -122,7 +122,7 @@ def _ground(scene: str, rng: np.random.Generator) -> Image:
 def _texture(
     scene: str, x: NDArray[np.int64], y: NDArray[np.int64], period: int, slope: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the brightness of each pixel of a scene's texture, 0 to 1."""
+    """Return the brightness of each pixel of a scene's texture, 0 to 1; the slope of "plain" may go beyond."""
     brick = x + (y // period % 2) * period
     textures: dict[str, NDArray[np.number | np.bool_]] = {
         "stripes": x // (period // 2) % 2,

@@ -42,7 +42,10 @@ def check_seed(seed: int, split: SplitName) -> None:
 
 
 def benchmark_seeds(split: SplitName, seed: int, n_videos: int) -> range:
-    """Return the seeds of a benchmark's videos; no two benchmarks share one. Raise UsageError if out of range."""
+    """Return the seeds of a benchmark's videos; benchmarks of another ``seed`` or split share none.
+
+    Raises UsageError if a number is out of range.
+    """
     blocks = len(SEEDS[split]) // BLOCK
     if not 0 <= seed < blocks:
         raise UsageError(f"--seed must be 0 to {blocks - 1} on the split {split}, got {seed}")

@@ -28,8 +28,8 @@ ENGINES = LazyTable(
 #: old ones end.
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
-# Engine arguments that decide how fast answers come and how much memory they take, not what the answers are. A run that
-# ran out of memory may be resumed with other values.
+# Engine arguments that decide speed and memory, but not the answers. A run that ran out of memory may be resumed with
+# other values.
 _NO_ANSWER = frozenset(
     (
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),

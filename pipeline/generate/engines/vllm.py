@@ -59,7 +59,7 @@ class VllmEngine:
         self._video_token = placeholder_of(config)[1]
         self._generation = generation_config(source, config)
         self._n_requests = 0
-        # Each request that waits holds its prompt: no more of them than keep the scheduler busy.
+        # A waiting request keeps its prompt in memory, so only as many wait as keep the scheduler busy.
         self._most_waiting = 2 * int(engine.vllm_config.scheduler_config.max_num_seqs)
         #: Tokens of prompts that the prefix cache had.
         self.reused_tokens = 0
@@ -236,7 +236,7 @@ class VllmEngine:
         """Run one step, and move ended requests from ``waiting`` to ``results``, in place. Raises EngineCrashed."""
         try:
             outputs = self._engine.step()
-        except Exception as error:  # what went wrong inside leaves its scheduler in no known state
+        except Exception as error:  # it leaves the engine's scheduler in an unknown state
             raise EngineCrashed(f"vLLM: {type(error).__name__}: {error}") from error
         for output in (output for output in outputs if output.finished):
             results[output.request_id] = output
