@@ -261,8 +261,8 @@ def render_evaluation(evaluation: Evaluation) -> RenderableType:
 def _render_table(results: ResultsTable) -> Iterator[RenderableType]:
     """Yield the results table for the terminal, and notes below it.
 
-    A table of more than ``_COLUMNS`` columns shows the last column alone, the overall score, and names the file with
-    all.
+    If the table has more than ``_COLUMNS`` columns of scores, only the last is shown, the overall score. A note names
+    the file with all columns.
     """
     table = Table(title=Text(results.title), title_justify="left", show_edge=False)
     table.add_column("method")

@@ -267,7 +267,8 @@ def write_results_header(store: Store, identity: JsonObject, about: JsonObject |
 def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: ModelSource, builder: PromptBuilder) -> None:
     """Raise UsageError where the model would be cut, or scored, inside a thought that its chat template opens.
 
-    A reply of ``MIN_THOUGHT_TOKENS`` tokens or more is long enough.
+    A generated reply of ``MIN_THOUGHT_TOKENS`` tokens or more is long enough. Options cannot be scored inside a
+    thought.
     """
     tag = builder.open_tag
     if not tag or builder.policy.thought == "closed":

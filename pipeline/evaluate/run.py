@@ -160,8 +160,8 @@ def _find_unanswered(request: EvaluateRequest) -> list[Item]:
 def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Summary:
     """Run jobs.prune on the videos of unanswered questions, storing all tokens; it skips cached videos.
 
-    Writes the manifest of these videos beside the results. Raises RunFailed if no video is ok, and none was cached
-    before.
+    Prints the number of videos, and writes their manifest beside the results. Raises RunFailed if no video is ok, and
+    none was cached before.
     """
     assert request.videos is not None
     folder = data_folder(request)

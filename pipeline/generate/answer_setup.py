@@ -263,9 +263,10 @@ def choose_token_order(
 def identify_answers(
     setup: AnswerSetup, cache_identity: CacheIdentity, policy: PromptPolicy, evaluation: AnswersIdentity | None = None
 ) -> AnswersIdentity:
-    """Return the settings that all answers in one place share, JSON-able. PRUNINGS describes each pruning; it may grow.
+    """Return the settings that all answers in one place share, JSON-able.
 
-    A single pruning with the name "" is under ``pruner`` instead.
+    A single pruning, which has the name "", is described under ``pruner``. Several prunings are described under
+    PRUNINGS, to which later runs may add; the cache is described without its evidence then.
 
     Args:
         policy: of the prompts.

@@ -394,8 +394,10 @@ def _to_json_lines(table: pa.Table) -> bytes:
 def _parse(store: Store, name: str, data: bytes) -> pa.Table:
     """Convert a shard's bytes, Parquet or JSON lines, to a table: ANSWER_SCHEMA, then carried columns.
 
-    Columns that older shards lack are null. Only the mark of a merged file stays in the metadata. Raises CorruptShard
-    if the bytes do not fit the checksum in the shard's name.
+    ``method_code`` is null in older shards. Older shards have their carried columns as JSON in one column, which is
+    unpacked. Only the mark of a merged file stays in the metadata.
+
+    Raises CorruptShard if the bytes do not fit the checksum in the shard's name.
     """
     check_content(store, name, data)
     metadata: dict[bytes, bytes] = {}

@@ -51,7 +51,7 @@ _RESERVED_ARGUMENTS = RESERVED_OPTIONS | {
 def serve(config: ServeConfig) -> None:
     """Run the server until the process is told to stop; ``print_command`` prints the command instead, and returns.
 
-    Raises UsageError before anything is loaded.
+    Sets environment variables in this process. Raises UsageError before anything is loaded.
     """
     arguments = server_arguments(config)
     if config.print_command:
