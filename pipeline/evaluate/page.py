@@ -158,7 +158,7 @@ def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Return at least two evenly spaced round numbers, from below the smallest value to above the largest."""
+    """Return at least two evenly spaced round numbers that enclose the values."""
     low, high = min(values), max(values)
     rough = max(high - low, 0.5) / _STEPS
     power = 10.0 ** math.floor(math.log10(rough))

@@ -175,7 +175,10 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
-    """Send a whole response: an error in the form of OpenAI's API."""
+    """Send a whole response: an error in the form of OpenAI's API.
+
+    A 413 closes the connection, and a 503 says when to try again.
+    """
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

@@ -173,7 +173,7 @@ class CachedPrompts:
         return Conversation(messages_out, links, n_characters)
 
     def check_length(self, n_characters: int) -> None:
-        """Raise ValueError for texts too long for any prompt of the model."""
+        """Raise ValueError for texts too long for any prompt of the model, at ``_CHARACTERS_PER_TOKEN``."""
         most = _CHARACTERS_PER_TOKEN * self.builder.context_length
         if n_characters > most:
             raise ValueError(

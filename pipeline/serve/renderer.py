@@ -127,9 +127,10 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         return find_prompts(self._served)
 
     def _read(self, messages: list[Any], params: Any) -> Conversation | list[Any]:
-        """Parse messages about cached videos; return messages without a link or a placeholder as a list, for vLLM.
+        """Parse messages that have a link to a video, or a video placeholder in a text; return others as a list.
 
-        Raises VLLMValidationError or ValueError for parts and options that do not go with a cached video.
+        The list is for vLLM itself. Raises VLLMValidationError or ValueError for parts and options that do not go with
+        a cached video.
         """
         read = [dict(message) for message in messages]
         for message in read:

@@ -120,7 +120,10 @@ _NUMBERS: Mapping[str, type] = {"retention_ratio": float, "seed": int, "batch_si
 
 @contextmanager
 def explain_flags() -> Iterator[None]:
-    """Add to errors that name flags of jobs.generate the names that ``--model_args`` has for flags."""
+    """Add to errors that name flags of jobs.generate the names that ``--model_args`` has for flags.
+
+    Only a UsageError changes, and keeps its class.
+    """
     try:
         yield
     except UsageError as error:
@@ -163,7 +166,10 @@ def _unquote(text: str) -> str:
 
 
 def _parameters(values: JsonObject, method: str | None) -> dict[str, str]:
-    """Return the unknown names of ``--model_args`` as parameters of the method. Raise UsageError without a method."""
+    """Return the unknown names of ``--model_args`` as parameters of the method, as texts.
+
+    Raises UsageError for a name that the method does not have; without a method, for any name.
+    """
     accepted_names: list[str] = []
     if method is not None:
         try:
