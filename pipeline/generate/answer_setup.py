@@ -115,7 +115,10 @@ class PromptForecast:
         return max(sizes, default=0)
 
     def check_ratio(self, stored_ratio: float) -> None:
-        """Raise UsageError if the cache cannot serve the ratio; less than ``stored_ratio`` needs a nested method."""
+        """Raise UsageError if the cache cannot serve the ratio that is read; a smaller ratio needs a nested method.
+
+        ``stored_ratio`` is the cache's. All stored tokens can always be read.
+        """
         ratio = self._setup.read_ratio
         if ratio is None:
             return

@@ -245,7 +245,7 @@ class BatchSize:
     def adjust(self, n_fitted: int, is_short: bool) -> None:
         """Lower the batch size to ``n_fitted``, at least 1, if memory ``is_short``; else raise it after a while.
 
-        It doubles, up to the first size, after every GROW_AFTER batches without a failure.
+        It doubles, up to the first size, after every GROW_AFTER batches in a row that memory sufficed for.
         """
         if is_short:
             self.now, self._calm = max(1, n_fitted), 0

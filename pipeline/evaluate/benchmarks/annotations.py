@@ -188,7 +188,7 @@ class VideoFolder:
 
 
 def text_of(row: UserRow, column: str) -> str:
-    """Return a cell that holds text or a whole number as text. Raise NotAskable for any other cell."""
+    """Return a cell that holds text, not blank, or a whole number, as text. Raise NotAskable for any other cell."""
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise NotAskable("bad-row", f"{column} must be text or a whole number, got {value!r}")

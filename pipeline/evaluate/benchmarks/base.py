@@ -43,7 +43,7 @@ class Split:
         """Describe over how many parts the score is a mean, and the parts without a question; else "".
 
         Args:
-            present: the parts that have questions.
+            present: the parts that have questions; without any there is nothing to describe.
             metric: of the protocol: the score is a mean over parts where it names this split.
         """
         missing_parts = [part for part in self.parts if part not in present]

@@ -79,7 +79,10 @@ class Engine(Protocol):
         *,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Score each continuation of each prompt by its log-probability. Raises ValueError for one without a token."""
+        """Score each continuation of each prompt by its log-probability.
+
+        Raises ValueError for a continuation without a token.
+        """
 
     def embedding(self, text: str) -> Tensor:
         """Return the mean input embedding [1,D] float32 of a text's tokens. Raises ValueError for an empty text."""
