@@ -53,7 +53,8 @@ _BOUNDS = re.compile(r"_\d+(?:\.\d+)?_\d+(?:\.\d+)?(?=\.mp4$)")
 def _with_folders(row: UserRow, place: AnnotationRow) -> UserRow:
     """Add to a row its task, its id, the folders that may hold its video, and the video that its clip is from.
 
-    A ``prefix`` that the row has stays. A row of an unknown task gets the folder "?", so that its video is missing.
+    A ``prefix`` that the row has stays. A row of an unknown task gets the folder "?", and is left out as a bad row
+    later.
     """
     _, whole, cut = _TASKS.get(place.part, ("", "?", ""))
     has_clip = cut.endswith("_segment")

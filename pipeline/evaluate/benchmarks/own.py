@@ -53,8 +53,9 @@ class OwnQuestions(Benchmark):
                 file is looked for.
             roots: folders that links in it may lead into.
 
-        Raises QuestionsError (a UsageError) that names the file and the row, as jobs.generate does. Raises UsageError
-        if there is no folder, no question is left, or most right answers are not among the choices.
+        Raises QuestionsError (a UsageError) that names the file and the row, for an unreadable file, a malformed row
+        and a row without an answer. Raises UsageError if there is no folder, no question is left, or most right answers
+        are not among the choices.
         """
         file = self.files[0]
         videos = None if data is None else VideoFolder(data_folder(data, "name the one that the videos are in"), roots)
