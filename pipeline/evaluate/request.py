@@ -346,8 +346,8 @@ def _describe_methods(
 ) -> dict[str, LateIdentity | None]:
     """Return each arm's description by its label, after a check that cache and engine can serve the methods.
 
-    Raises UsageError if there is no cache and none to be made, or if the cache lacks tokens. Raises it also for a
-    method that cannot prune these tokens, or not with this engine.
+    Raises UsageError if there is no cache and none to be made, or if the cache does not have all tokens. Raises it also
+    for a method that cannot prune these tokens, or not with this engine.
     """
     if cache_identity is None:
         raise UsageError(

@@ -235,10 +235,10 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 
 
 def score_answers(config: EvaluateConfig) -> ScoredQuestions:
-    """Score the answers that jobs.generate gave to questions with a right answer; several places are compared.
+    """Score the answers that jobs.generate gave to questions with a right answer, by the rule of the protocol "letter".
 
-    Raises UsageError for a place without answers to score, and a method that is there twice. Raises it also if a place
-    holds other questions than the first place, or answers with other settings.
+    Several places are compared. Raises UsageError for a place without answers to score, and a method that is there
+    twice. Raises it also if a place holds other questions than the first place, or answers with other settings.
     """
     objects = Objects.from_environment(config.s3_endpoint)
     first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, MethodAtRatio]()

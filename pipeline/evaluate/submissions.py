@@ -104,7 +104,7 @@ def unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:
 def server_scores(store: Store) -> dict[str, float | None]:
     """Read the form: the percentage typed for each submission, None where none is typed; {} without a form.
 
-    Raises UsageError for anything but percentages.
+    Raises UsageError for anything but percentages. Numbers that are all 1 or less are taken for shares, and refused.
     """
     if not store.exists(FORM):
         return {}

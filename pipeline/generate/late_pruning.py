@@ -68,7 +68,8 @@ class PruningSpec:
     def read(self, family: str) -> tuple[PruningSpec, Pruner]:
         """Return (this pruning with the seed that it uses, its method).
 
-        A parameter ``seed`` moves into the field ``seed``, which is 0 for a method that draws nothing.
+        A parameter ``seed`` moves into the field ``seed``, unless the method itself has a parameter of this name. The
+        field is 0 for a method that draws nothing.
 
         Raises ValueError for an unknown method or parameter.
         """

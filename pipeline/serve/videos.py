@@ -138,7 +138,8 @@ class ServedVideos:
     def _look_again(self) -> None:
         """Open the cache again as the next snapshot.
 
-        Raises NotACache if another cache has taken its place, since the model may not understand its tokens.
+        Raises the errors of TokenCache, and NotACache if another cache has taken its place: the model may not
+        understand its tokens.
         """
         cache = self._open()
         if cache.identity != self._identity:

@@ -236,7 +236,7 @@ class VllmEngine:
         """Run one step, and move ended requests from ``waiting`` to ``results``, in place. Raises EngineCrashed."""
         try:
             outputs = self._engine.step()
-        except Exception as error:  # it leaves the engine's scheduler in an unknown state
+        except Exception as error:  # an error leaves the engine's scheduler in an unknown state
             raise EngineCrashed(f"vLLM: {type(error).__name__}: {error}") from error
         for output in (output for output in outputs if output.finished):
             results[output.request_id] = output
