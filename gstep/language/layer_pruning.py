@@ -138,7 +138,10 @@ class PruneInside:
         return ShortRows(index, valid)
 
     def _shorten(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Cut the hidden states of the prefill before layer K, then positions and mask as :meth:`_keep_short`."""
+        """Cut the hidden states of the prefill before layer K, then positions and mask as :meth:`_keep_short`.
+
+        A hook before layer K: it returns the layer's arguments and keywords.
+        """
         assert self.short is not None
         hidden_BLD, *options = args
         # Tokens after the prefill are text, which is not pruned.
@@ -147,7 +150,10 @@ class PruneInside:
         return self._keep_short(layer, args, keywords)
 
     def _keep_short(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Cut the positions and the mask of layer K and all later layers, which still have the full length."""
+        """Cut the positions and the mask of layer K and all later layers, which still have the full length.
+
+        A hook before these layers: it returns the layer's arguments and keywords.
+        """
         short = self.short
         assert short is not None
         hidden_BLD, past = args[0], _cached_length(layer, keywords)
@@ -238,6 +244,8 @@ def last_token_attention(
 
 def make_short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementation: str) -> Tensor | None:
     """Make the attention mask of a layer with shortened rows, in the form that the implementation takes.
+
+    None if the implementation needs no mask: nothing is padded, and it masks by itself.
 
     Args:
         valid_BS: ``ShortRows.valid``.

@@ -65,7 +65,10 @@ def check_tokens(tokens: Any) -> None:
 
 
 def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -> None:
-    """Raise ValueError unless evidence is finite floats whose shapes fit T frames of N tokens, and each other."""
+    """Raise ValueError unless evidence is finite floats whose shapes fit T frames of N tokens, and each other.
+
+    Evidence of a name that is not in EVIDENCE_SHAPES may have any shape.
+    """
     lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame}
     for name, value in evidence.items():
         if not isinstance(value, Tensor) or value.dtype not in _DTYPES:

@@ -126,7 +126,7 @@ class CachedWay:
 
     def _ask(self, read: Callable[[str], Visual], questions: int, number: int) -> Pass:
         """Read all videos, build all prompts and generate the answers, timed as one pass."""
-        start, sent_before = time.perf_counter(), self._sent.total if self._sent else 0
+        start_s, sent_before = time.perf_counter(), self._sent.total if self._sent else 0
         before = getattr(self._engine, "reused_tokens", 0)
         prompts: list[Prompt] = []
         for number_of_video, video_id in enumerate(self._cache.video_ids):
@@ -145,7 +145,7 @@ class CachedWay:
             first_token_s += getattr(self._engine, "first_token_s", [])
         return Pass(
             requests=len(prompts),
-            seconds=time.perf_counter() - start,
+            seconds=time.perf_counter() - start_s,
             first_token_s=median(first_token_s) if first_token_s else None,
             prompt_tokens=sum(map(len, prompts)),
             reused_tokens=getattr(self._engine, "reused_tokens", 0) - before if self._sent else None,
